@@ -1,0 +1,279 @@
+"""Real processes for tests: a function on every rank of a forked gloo world.
+
+    def check(rank: int, scale: float) -> float:
+        value = torch.tensor([scale * rank], dtype=torch.float64)
+        dist.all_reduce(value)
+        return value.item()
+
+    assert run_ranks(2, check, 3.0) == [3.0, 3.0]
+
+Ranks are forked, because a forked child already has torch imported: a world of two starts in a tenth of a
+second where `torchrun` needs four. Functions therefore need not be picklable (closures are fine), their results
+must be. A caller that has used CUDA must not fork; nothing in these tests does.
+
+`run_ranks` raises `RankFailure` as soon as a rank fails; `start_ranks` waits for every rank and returns what
+became of each, for tests about failures. Neither leaves a process behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PROCESS_GROUP_TIMEOUT = timedelta(seconds=40)
+GRACE_SECONDS = 3.0  # for the peers of a failed rank to report what they saw
+_PR_SET_PDEATHSIG = 1
+_STALE_PREFIXES = ("SLURM_", "TORCHELASTIC_", "MESHBOOK_", "GROUP_", "ROLE_", "PMI_", "OMPI_")
+
+RankEnvironment = Callable[[int], dict[str, str | None]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank: a result, an exception, a signal, or none of them when it had to be killed."""
+
+    rank: int
+    result: Any = None
+    exception: str | None = None  # "ValueError: message"
+    traceback: str | None = None
+    signal: str | None = None  # the name of the signal that ended it, such as "SIGABRT"
+    exit_code: int | None = None  # when it left by os._exit without a result
+    stack: str | None = None  # where it stood when the harness had to kill it
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned on this rank."""
+        return not (self.exception or self.signal or self.stack is not None) and self.exit_code is None
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"rank {self.rank}: returned"
+        if self.exception:
+            return f"rank {self.rank}: raised {self.exception}\n{self.traceback}"
+        if self.stack is not None:
+            return f"rank {self.rank}: still running, killed by the harness. It stood here:\n{self.stack}"
+        if self.signal:
+            return f"rank {self.rank}: died of {self.signal}"
+        return f"rank {self.rank}: left with exit code {self.exit_code} and no result"
+
+
+class RankFailure(AssertionError):
+    """A rank did not return; `outcomes` holds every rank's fate, the message shows the failed ones."""
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        failed = [outcome for outcome in outcomes if not outcome.ok]
+        ranks = ", ".join(str(outcome.rank) for outcome in failed)
+        report = "\n".join(str(outcome) for outcome in failed)
+        super().__init__(f"rank(s) {ranks} of {len(outcomes)} failed\n{report}")
+        self.outcomes = outcomes
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    env: RankEnvironment | None = None,
+    init: bool = True,
+) -> list[Any]:
+    """Call `function(rank, *args)` on `world_size` gloo ranks and return the results in rank order.
+
+    Args:
+        timeout: seconds the whole world may take.
+        env: gives a rank extra environment variables (None as a value unsets one), after the usual
+            RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of one node.
+        init: False leaves `init_process_group` to the function (MASTER_PORT is held free for it;
+            `join_world` joins through the file of this world).
+
+    Raises:
+        RankFailure: a rank raised, died or did not end in time. Its peers get a short grace, then are killed.
+    """
+    outcomes = _World(world_size, function, args, env, init).outcomes(timeout, grace=GRACE_SECONDS)
+    if not all(outcome.ok for outcome in outcomes):
+        raise RankFailure(outcomes)
+    return [outcome.result for outcome in outcomes]
+
+
+def start_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    env: RankEnvironment | None = None,
+    init: bool = True,
+) -> list[Outcome]:
+    """Like `run_ranks`, but every rank may end by itself, and what became of each is returned, not raised."""
+    return _World(world_size, function, args, env, init).outcomes(timeout, grace=timeout)
+
+
+def join_world(timeout: timedelta = PROCESS_GROUP_TIMEOUT) -> None:
+    """Initialise gloo through the file of this world: what `init=True` does before the function is called."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{os.environ['HARNESS_RENDEZVOUS_FILE']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )
+
+
+@dataclass
+class _World:
+    size: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    env: RankEnvironment | None
+    init: bool
+    processes: list[Any] = field(default_factory=list)
+    pipes: list[Connection] = field(default_factory=list)
+    done: dict[int, Outcome] = field(default_factory=dict)
+
+    def outcomes(self, timeout: float, grace: float) -> list[Outcome]:
+        deadline = time.monotonic() + timeout
+        with tempfile.TemporaryDirectory(prefix="ranks-") as name, _held_port() as port:
+            folder = Path(name)
+            try:
+                for rank in range(self.size):
+                    self._fork(rank, folder, port)
+                while len(self.done) < self.size and time.monotonic() < deadline:
+                    self._collect(deadline)
+                    if not all(outcome.ok for outcome in self.done.values()):
+                        deadline = min(deadline, time.monotonic() + grace)
+                        grace = float(
+                            "inf"
+                        )  # the first failure starts the clock, later ones do not restart it
+                self._ask_for_stacks(folder)
+            finally:
+                self._kill()
+        return [self.done[rank] for rank in range(self.size)]
+
+    def _fork(self, rank: int, folder: Path, port: int) -> None:
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=self._rank_main, args=(rank, sender, folder, port), daemon=False)
+        process.start()
+        sender.close()  # so that the end of the child is the end of the pipe, also for ranks forked later
+        self.processes.append(process)
+        self.pipes.append(receiver)
+
+    def _collect(self, deadline: float) -> None:
+        waiting = {rank: self.pipes[rank] for rank in range(self.size) if rank not in self.done}
+        sentinels = {self.processes[rank].sentinel: rank for rank in waiting}
+        ready = wait([*waiting.values(), *sentinels], timeout=max(0.0, deadline - time.monotonic()))
+        for rank, pipe in waiting.items():
+            if pipe in ready or self.processes[rank].sentinel in ready:
+                self.done[rank] = self._outcome(rank)
+
+    def _outcome(self, rank: int) -> Outcome:
+        pipe, process = self.pipes[rank], self.processes[rank]
+        try:
+            report = pipe.recv_bytes() if pipe.poll() else None
+        except EOFError:
+            report = None
+        if report is not None:
+            return Outcome(rank, **pickle.loads(report))
+        process.join()
+        if process.exitcode < 0:
+            return Outcome(rank, signal=signal.Signals(-process.exitcode).name)
+        return Outcome(rank, exit_code=process.exitcode)
+
+    def _ask_for_stacks(self, folder: Path) -> None:
+        hung = [rank for rank in range(self.size) if rank not in self.done]
+        for rank in hung:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        if hung:
+            time.sleep(0.3)
+        for rank in hung:
+            stack = folder / f"stack_{rank}"
+            self.done[rank] = Outcome(rank, stack=stack.read_text() if stack.exists() else "")
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # the group, so that what a rank started goes with it
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in self.pipes:
+            pipe.close()
+
+    def _rank_main(self, rank: int, sender: Connection, folder: Path, port: int) -> None:
+        os.setpgid(0, 0)
+        _die_with_parent()
+        with open(folder / f"stack_{rank}", "w") as stack:
+            faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+            report = self._report(rank, folder, port)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            try:
+                sender.send_bytes(report)
+            finally:
+                os._exit(0)  # not through the interpreter's exit, which would run the parent's exit handlers
+
+    def _report(self, rank: int, folder: Path, port: int) -> bytes:
+        try:
+            torch.set_num_threads(1)
+            self._set_environment(rank, folder, port)
+            if self.init:
+                join_world()
+            report = pickle.dumps({"result": self.function(rank, *self.args)})
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except BaseException as error:  # SystemExit and KeyboardInterrupt are fates of a rank like any other
+            summary = "".join(traceback.format_exception_only(error)).strip()
+            return pickle.dumps({"exception": summary, "traceback": traceback.format_exc()})
+        return report
+
+    def _set_environment(self, rank: int, folder: Path, port: int) -> None:
+        for name in [name for name in os.environ if name.startswith(_STALE_PREFIXES)]:
+            del os.environ[name]
+        variables: dict[str, str | None] = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HARNESS_RENDEZVOUS_FILE": str(folder / "rendezvous"),
+        }
+        variables |= self.env(rank) if self.env else {}
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _held_port() -> Any:
+    """A TCP port nobody else is given: bound here and never listened on, so that rank 0 can still take it."""
+    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("::", 0))
+        yield holder.getsockname()[1]
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
