@@ -8,8 +8,8 @@
     assert run_ranks(2, check, 3.0) == [3.0, 3.0]
 
 Ranks are forked, because a forked child already has torch imported: a world of two starts in a tenth of a
-second where `torchrun` needs four. Functions therefore need not be picklable (closures are fine), their results
-must be. A caller that has used CUDA must not fork; nothing in these tests does.
+second where `torchrun` needs four. Functions therefore need not be picklable (closures are fine), their
+results must be. A caller that has used CUDA must not fork; nothing in these tests does.
 
 `run_ranks` raises `RankFailure` as soon as a rank fails; `start_ranks` waits for every rank and returns what
 became of each, for tests about failures. Neither leaves a process behind.
