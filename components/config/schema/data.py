@@ -1,0 +1,211 @@
+"""`data`: what is learned from. One class per kind of source; an option of conf/data/ opens with its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from components.config.schema.checks import at_least, raise_all
+
+
+class DataKind(StrEnum):
+    """docs: the interpreter's documentation; sft: prompt and response; chat: messages; custom: your function."""
+
+    docs = "docs"
+    sft = "sft"
+    chat = "chat"
+    custom = "custom"
+
+
+class Overlong(StrEnum):
+    """What becomes of a sample longer than seq_len: cut on the right, left out, or refused."""
+
+    truncate = "truncate"
+    drop = "drop"
+    refuse = "refuse"
+
+
+class BadRows(StrEnum):
+    """What becomes of a row without a prompt or without a response: refused, or left out and counted."""
+
+    refuse = "refuse"
+    drop = "drop"
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """What every kind has. Samples are read once at the start, tokenized, and kept in memory as integers."""
+
+    kind: DataKind
+    """Which of the classes below this is; set by the option of conf/data/."""
+    split: str = "train"
+    """Split that is trained on."""
+    eval_split: str | None = None
+    """Split that is evaluated on; null: `eval_fraction` of `split` is held out."""
+    eval_fraction: float = 0.05
+    """Share of `split` that is held out where there is no eval_split, chosen by a hash of the prompt."""
+    max_samples: int | None = None
+    """At most this many training samples, the first of the source; null: all."""
+    max_eval_samples: int | None = None
+    """At most this many held-out samples, the first of the source; null: all."""
+    overlong: Overlong = Overlong.truncate
+    """Samples of more than seq_len tokens: truncate cuts the right end, drop leaves them out, refuse stops."""
+    pack: bool = False
+    """Several samples per row; not built yet."""
+
+    def __post_init__(self) -> None:
+        raise_all(self._problems())
+
+    def _problems(self) -> list[str]:
+        problems = [
+            *at_least("data.max_samples", self.max_samples, 1),
+            *at_least("data.max_eval_samples", self.max_eval_samples, 1),
+        ]
+        own_kind = next((kind for kind, schema in DATA_KINDS.items() if schema is type(self)), self.kind)
+        if self.kind is not own_kind:
+            problems.append(
+                f"data.kind={self.kind}: this option is of the kind {own_kind}; choose another option "
+                "of conf/data/ (data=NAME) instead of setting the kind"
+            )
+        if not 0 <= self.eval_fraction < 1:
+            problems.append(
+                f"data.eval_fraction={self.eval_fraction}: must be at least 0 (nothing held out) and below 1"
+            )
+        if self.pack:
+            problems.append("data.pack=true: packing is not built yet; set data.pack=false")
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class DocsDataConfig(DataConfig):
+    """Questions and answers made from the interpreter's standard library: no file, no network, seconds."""
+
+    kind: DataKind = DataKind.docs
+    """docs."""
+    eval_split: str | None = "eval"
+    """Splits are by module: `train`, and `eval` for the modules that are held out."""
+
+    def _problems(self) -> list[str]:
+        problems = DataConfig._problems(self)
+        for key, split in (("split", self.split), ("eval_split", self.eval_split)):
+            if split not in ("train", "eval", None):
+                problems.append(f"data.{key}={split}: the documentation has the splits train and eval")
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class RowsDataConfig(DataConfig):
+    """Rows of a file, a folder of files or a hub data set: the common part of `sft` and `chat`."""
+
+    path: str
+    """JSONL, JSON, CSV, TSV or Parquet file, a folder of them (train.jsonl, test.jsonl), or a hub name."""
+    eval_path: str | None = None
+    """Where held-out rows come from, if not from path; its split is eval_split, or split without one."""
+    subset: str | None = None
+    """Configuration of a hub data set, such as main; local files have none."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub data set; null: its newest. Local files have none."""
+    bad_rows: BadRows = BadRows.refuse
+    """Rows without prompt or response: refuse names them and stops, drop leaves them out and counts them."""
+
+    def _problems(self) -> list[str]:
+        problems = DataConfig._problems(self)
+        for key in ("path", "eval_path"):
+            if getattr(self, key) == "":
+                problems.append(f"data.{key}='': is empty; set data.{key} to a file, a folder or a hub name")
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class SftDataConfig(RowsDataConfig):
+    """One prompt and one response per row. The loss is taken on the response."""
+
+    kind: DataKind = DataKind.sft
+    """sft."""
+    prompt_column: str = "prompt"
+    """Column with the prompt (question, instruction)."""
+    input_column: str | None = None
+    """Column whose text, where a row has any, follows the prompt after an empty line (Alpaca's input)."""
+    response_column: str = "response"
+    """Column with the response (answer, output)."""
+    system_prompt: str | None = None
+    """System message put before every prompt; null: what the chat template does without one."""
+
+    def _problems(self) -> list[str]:
+        columns = {"prompt_column": self.prompt_column, "response_column": self.response_column}
+        if self.input_column is not None:
+            columns["input_column"] = self.input_column
+        return RowsDataConfig._problems(self) + _name_problems(columns)
+
+
+@dataclass(kw_only=True, slots=True)
+class ChatDataConfig(RowsDataConfig):
+    """One conversation per row: a list of messages. The loss is taken on every turn of the assistant."""
+
+    kind: DataKind = DataKind.chat
+    """chat."""
+    messages_column: str = "messages"
+    """Column with the list of messages."""
+    role_key: str = "role"
+    """Key of a message that holds who speaks (ShareGPT: from)."""
+    content_key: str = "content"
+    """Key of a message that holds the text (ShareGPT: value)."""
+    system_role: str = "system"
+    """Name of the system's role in the data."""
+    user_role: str = "user"
+    """Name of the user's role in the data (ShareGPT: human)."""
+    assistant_role: str = "assistant"
+    """Name of the assistant's role in the data (ShareGPT: gpt)."""
+
+    def _problems(self) -> list[str]:
+        keys = {"role_key": self.role_key, "content_key": self.content_key}
+        roles = {name: getattr(self, name) for name in ("system_role", "user_role", "assistant_role")}
+        column = {"messages_column": self.messages_column}
+        return [
+            *RowsDataConfig._problems(self),
+            *_name_problems(column),
+            *_name_problems(keys),
+            *_name_problems(roles),
+        ]
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomDataConfig(DataConfig):
+    """Your own function: factory(tokenizer, seq_len, split) returns a sequence of components.data.Example."""
+
+    kind: DataKind = DataKind.custom
+    """custom."""
+    factory: str
+    """Import path of the function, such as my_package.my_data:build."""
+
+    def _problems(self) -> list[str]:
+        problems = DataConfig._problems(self)
+        module, _, function = self.factory.partition(":")
+        if not (function.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+            problems.append(
+                f"data.factory={self.factory}: must be module:function, such as my_package.my_data:build"
+            )
+        return problems
+
+
+DATA_KINDS: Mapping[DataKind, type[DataConfig]] = MappingProxyType(
+    {
+        DataKind.docs: DocsDataConfig,
+        DataKind.sft: SftDataConfig,
+        DataKind.chat: ChatDataConfig,
+        DataKind.custom: CustomDataConfig,
+    }
+)
+"""The class of each kind: how a frozen config is read back."""
+
+
+def _name_problems(names: dict[str, str]) -> list[str]:
+    """Names in the data must be given, and differ from one another."""
+    problems = [f"data.{key}='': is empty; name it as in the data" for key, name in names.items() if not name]
+    first_key: dict[str, str] = {}
+    for key, name in names.items():
+        if name and first_key.setdefault(name, key) != key:
+            problems.append(f"data.{key}={name}: is data.{first_key[name]} already; the two must differ")
+    return problems
