@@ -1,0 +1,52 @@
+"""The schema of every run: pure dataclasses, one file per section, importable by every part.
+
+`recipes.py` puts the sections together; a recipe names its schema in the annotation of `main(cfg: FinetuneConfig)`.
+Every field is documented by the line below it; `conf/` holds values for these fields and nothing else.
+"""
+
+from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.cluster import ClusterConfig, ClusterKind, Device, Launcher
+from components.config.schema.data import DataConfig
+from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
+from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
+from components.config.schema.optimizer import OptimizerConfig, Schedule
+from components.config.schema.parallelism import (
+    ActivationCheckpointing,
+    MeshShape,
+    ParallelismConfig,
+    Strategy,
+    UnevenHeads,
+)
+from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, RecipeConfig
+from components.config.schema.run import RunConfig
+from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig
+
+__all__ = [
+    "ActivationCheckpointing",
+    "Attention",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "ClusterKind",
+    "DType",
+    "DataConfig",
+    "Device",
+    "EvaluateConfig",
+    "EvaluationConfig",
+    "FinetuneConfig",
+    "GenerationConfig",
+    "Launcher",
+    "LoggingConfig",
+    "MeshShape",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelismConfig",
+    "RecipeConfig",
+    "RunConfig",
+    "Schedule",
+    "Strategy",
+    "TrainingConfig",
+    "UnevenHeads",
+    "WandbConfig",
+    "WandbMode",
+    "WeightInit",
+]

@@ -1,0 +1,92 @@
+"""`model`: which Hugging Face causal LM, in which precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from components.config.schema.checks import at_least, raise_all
+
+
+class DType(StrEnum):
+    """Floating-point types; auto: bfloat16 where the device computes it natively, else float32."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+class WeightInit(StrEnum):
+    """pretrained: weights are loaded from model.path; random: initialised from run.seed."""
+
+    pretrained = "pretrained"
+    random = "random"
+
+
+class Attention(StrEnum):
+    """Attention implementations of transformers."""
+
+    sdpa = "sdpa"
+    eager = "eager"
+    flash_attention_2 = "flash_attention_2"
+    flex_attention = "flex_attention"
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """A causal LM from the hub, a local folder, a GGUF file, a package that carries one, or from scratch."""
+
+    path: str | None = None
+    """Hub name, local folder, .gguf file, or package:NAME/FILE for a file inside an installed package."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    init: WeightInit = WeightInit.pretrained
+    """pretrained or random."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Values that replace those of the model's own config; with path=null the whole config, model_type included."""
+    tokenizer: str | None = None
+    """Where the tokenizer comes from: like path; bytes: one token per byte, nothing to load; null: from path."""
+    dtype: DType = DType.float32
+    """Type of the stored parameters, gradients and optimizer state."""
+    compute_dtype: DType = DType.auto
+    """Type of matrix products; losses, norms of gradients and updates are never below float32."""
+    attention: Attention = Attention.sdpa
+    """Attention implementation."""
+    compile: bool = False
+    """torch.compile each decoder layer."""
+    trust_remote_code: bool = False
+    """Allow code from the model's repository to run; read that code first."""
+    layers: int | None = None
+    """Decoder layers, for checks before anything is loaded; a local config.json or GGUF header overrides it."""
+    heads: int | None = None
+    """Attention heads."""
+    kv_heads: int | None = None
+    """Key and value heads."""
+    hidden: int | None = None
+    """Hidden size."""
+    vocab: int | None = None
+    """Vocabulary size."""
+    experts: int | None = None
+    """Experts per mixture-of-experts layer; null: a dense model."""
+
+    def __post_init__(self) -> None:
+        problems: list[str] = []
+        for name in ("layers", "heads", "kv_heads", "hidden", "vocab", "experts"):
+            problems += at_least(f"model.{name}", getattr(self, name), 1)
+        if self.path is None and self.init is WeightInit.pretrained:
+            problems.append(
+                "model.path=null: pretrained weights need a path; set model.path to a hub name, folder or .gguf "
+                "file, or model.init=random to start from scratch"
+            )
+        if self.path is None and "model_type" not in self.config:
+            problems.append(
+                "model.config: without model.path it must name the architecture, for example "
+                "model.config.model_type=llama"
+            )
+        if self.path is None and self.tokenizer is None:
+            problems.append("model.tokenizer=null: without model.path name one, or bytes for one token per byte")
+        if self.dtype is DType.auto:
+            problems.append("model.dtype=auto: the stored type must be stated: float32, bfloat16 or float64")
+        raise_all(problems)

@@ -1,0 +1,52 @@
+"""`optimizer`: AdamW and the schedule of its learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from components.config.schema.checks import above, at_least, raise_all, within
+
+
+class Schedule(StrEnum):
+    """How the learning rate moves after the warmup."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019) with decay on matrices only, and a warmup-then-schedule learning rate."""
+
+    lr: float = 2e-5
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay of the first and of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of parameters with two or more dims; norms and biases are never decayed."""
+    schedule: Schedule = Schedule.cosine
+    """constant, linear, cosine, or wsd (warmup, stable, linear decay)."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    decay_steps: int = 0
+    """Steps of the final decay under wsd; 0: a tenth of training.max_steps. Other schedules decay over all steps."""
+    min_lr_ratio: float = 0.1
+    """Learning rate at the last step, as a fraction of lr."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            *above("optimizer.lr", self.lr, 0),
+            *above("optimizer.eps", self.eps, 0),
+            *at_least("optimizer.weight_decay", self.weight_decay, 0),
+            *at_least("optimizer.warmup_steps", self.warmup_steps, 0),
+            *at_least("optimizer.decay_steps", self.decay_steps, 0),
+            *within("optimizer.min_lr_ratio", self.min_lr_ratio, 0, 1),
+        ]
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            problems.append(f"optimizer.betas={self.betas}: must be two numbers in [0, 1)")
+        raise_all(problems)

@@ -1,0 +1,195 @@
+"""`parallelism`: the device mesh and how a model is laid over it.
+
+The mesh has six axes, each a factor of the number of processes, in this order (tp innermost):
+
+    world = pp x dp_replicate x dp_shard x ep x cp x tp
+
+Flattened views: `dp` = dp_replicate x dp_shard x ep (ranks that see different samples), `dp_cp` = dp x cp (where
+token counts, losses and gradients are summed), `fsdp` = dp_shard x ep x cp (what dense parameters shard over).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from components.config.errors import ConfigError
+from components.config.schema.checks import raise_all
+
+AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+"""The mesh axes, outermost first."""
+
+NOT_BUILT = {"pp": "pipeline", "ep": "expert", "cp": "context"}
+"""Axes that are in the contract but not built yet."""
+
+
+class Strategy(StrEnum):
+    """single: one process; ddp: replicate; fsdp2: shard with FSDP2; megatron_fsdp: shard with Megatron-FSDP."""
+
+    single = "single"
+    ddp = "ddp"
+    fsdp2 = "fsdp2"
+    megatron_fsdp = "megatron_fsdp"
+
+
+class UnevenHeads(StrEnum):
+    """What happens where tp does not divide the attention heads."""
+
+    replicate = "replicate"
+    refuse = "refuse"
+
+
+class ActivationCheckpointing(StrEnum):
+    """none; full: each decoder layer is recomputed in the backward; selective: every other layer is."""
+
+    none = "none"
+    full = "full"
+    selective = "selective"
+
+
+class AttentionLayout(StrEnum):
+    """How attention heads lie over the tp axis."""
+
+    sharded = "sharded"
+    kv_replicated = "kv_replicated"
+    replicated = "replicated"
+
+
+def attention_layout(heads: int, kv_heads: int, tp: int) -> AttentionLayout:
+    """Return how `heads` query heads and `kv_heads` key/value heads lie over `tp` ranks.
+
+    sharded: tp divides both. kv_replicated: fewer kv heads than ranks, each shared by tp / kv_heads ranks.
+    replicated: neither divides, so every rank computes all heads.
+    """
+    if heads % tp == 0 and kv_heads % tp == 0:
+        return AttentionLayout.sharded
+    if heads % tp == 0 and tp % kv_heads == 0:
+        return AttentionLayout.kv_replicated
+    return AttentionLayout.replicated
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Degrees of the six axes with nothing left to infer."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        return math.prod(asdict(self).values())
+
+    @property
+    def dp(self) -> int:
+        """Processes that see different samples."""
+        return self.dp_replicate * self.dp_shard * self.ep
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Rows are padded to a multiple of this many tokens, so that cp and tp can cut them evenly."""
+        return math.lcm(2 * self.cp if self.cp > 1 else 1, self.tp)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}={degree}" for axis, degree in asdict(self).items())
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelismConfig:
+    """Degrees of the mesh axes (one may be -1: what is left of the processes), and how the model uses them."""
+
+    strategy: Strategy = Strategy.fsdp2
+    """single, ddp, fsdp2 or megatron_fsdp."""
+    pp: int = 1
+    """Pipeline stages."""
+    dp_replicate: int = 1
+    """Replicas of the parameters: data parallel, gradients all-reduced."""
+    dp_shard: int = -1
+    """Shards of the parameters: data parallel, parameters gathered layer by layer."""
+    ep: int = 1
+    """Shards of the experts of a mixture-of-experts model."""
+    cp: int = 1
+    """Shards of the sequence in attention."""
+    tp: int = 1
+    """Shards of the matrices within a layer."""
+    sequence_parallel: bool = False
+    """Shard the activations between the tp regions along the sequence; needs tp > 1."""
+    uneven_heads: UnevenHeads = UnevenHeads.replicate
+    """replicate: attention is computed by every tp rank where tp does not divide the heads; refuse: an error."""
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
+    """none, full or selective."""
+    defer_grad_sync: bool = True
+    """Reduce gradients once per optimizer step instead of once per micro-batch: less traffic, more memory."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward and gather them again for the backward: less memory, more traffic."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (fsdp2)."""
+    tp_plan: str | None = None
+    """Import path of a tp plan, module.path:name, a dict or a function of the model; null: the model's own."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"parallelism.{axis}={self.degree(axis)}: must be 1 or more, or -1 to take what is left"
+            for axis in AXES
+            if self.degree(axis) < 1 and self.degree(axis) != -1
+        ]
+        inferred = [axis for axis in AXES if self.degree(axis) == -1]
+        if len(inferred) > 1:
+            keys = " and ".join(f"parallelism.{axis}=-1" for axis in inferred)
+            problems.append(f"{keys}: only one axis can take what is left; give the others a number")
+        problems += [
+            f"parallelism.{axis}={self.degree(axis)}: {name} parallelism is not built yet; set parallelism.{axis}=1"
+            for axis, name in NOT_BUILT.items()
+            if self.degree(axis) != 1
+        ]
+        problems += self._strategy_problems()
+        if self.sequence_parallel and self.tp == 1:
+            problems.append("parallelism.sequence_parallel=true: needs parallelism.tp > 1")
+        if self.cpu_offload and self.strategy is not Strategy.fsdp2:
+            problems.append(
+                f"parallelism.cpu_offload=true: only fsdp2 can offload; parallelism.strategy={self.strategy}"
+            )
+        raise_all(problems)
+
+    def degree(self, axis: str) -> int:
+        """The stated degree of an axis; -1 where it is to be inferred."""
+        return getattr(self, axis)
+
+    def _strategy_problems(self) -> list[str]:
+        replicating = {Strategy.single: (), Strategy.ddp: ("dp_replicate",)}
+        if self.strategy not in replicating:
+            return []
+        return [
+            f"parallelism.{axis}={self.degree(axis)}: strategy {self.strategy} has no such axis; set "
+            f"parallelism.{axis}=1, or parallelism.strategy=fsdp2 (with dp_shard=1 it replicates)"
+            for axis in AXES
+            if self.degree(axis) != 1 and axis not in replicating[self.strategy]
+        ]
+
+    def resolve(self, world_size: int) -> MeshShape:
+        """Return the degrees for `world_size` processes, the -1 filled in.
+
+        Raises ConfigError where their product cannot be `world_size`.
+        """
+        stated = {axis: self.degree(axis) for axis in AXES}
+        inferred = [axis for axis, degree in stated.items() if degree == -1]
+        product = math.prod(degree for degree in stated.values() if degree != -1)
+        formula = " x ".join(f"{axis} {degree}" for axis, degree in stated.items() if degree not in (1, -1)) or "1"
+        if inferred:
+            if world_size % product:
+                raise ConfigError(
+                    f"parallelism: {world_size} processes cannot be divided by {formula} = {product} to infer "
+                    f"parallelism.{inferred[0]}; change a degree or cluster.procs_per_node"
+                )
+            stated[inferred[0]] = world_size // product
+        elif product != world_size:
+            raise ConfigError(
+                f"parallelism: {formula} = {product} processes, but there are {world_size}; change a degree, set one "
+                f"to -1, or set cluster.procs_per_node={product}"
+            )
+        return MeshShape(**stated)

@@ -1,0 +1,55 @@
+"""The sections put together: one class per recipe. `main(cfg: FinetuneConfig)` is how a recipe names its schema."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.cluster import ClusterConfig
+from components.config.schema.data import DataConfig
+from components.config.schema.logging import LoggingConfig
+from components.config.schema.model import ModelConfig
+from components.config.schema.optimizer import OptimizerConfig
+from components.config.schema.parallelism import ParallelismConfig
+from components.config.schema.run import RunConfig
+from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class RecipeConfig:
+    """What every recipe has."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    """Identity of the run."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Nodes, processes and devices."""
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    """The mesh and how the model is laid over it."""
+    model: ModelConfig
+    """The causal LM."""
+    data: DataConfig
+    """The data set."""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """Sample texts."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """Console, plot and wandb."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FinetuneConfig(RecipeConfig):
+    """`recipes/finetune.py`."""
+
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Sizes and policy of the loop."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saves and export."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluateConfig(RecipeConfig):
+    """`recipes/evaluate.py`."""
+
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """What is measured."""

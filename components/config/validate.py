@@ -1,0 +1,79 @@
+"""The rules that need several sections and the number of processes. Imports no torch."""
+
+from __future__ import annotations
+
+from components.config.errors import ConfigError
+from components.config.schema.parallelism import (
+    AttentionLayout,
+    MeshShape,
+    ParallelismConfig,
+    UnevenHeads,
+    attention_layout,
+)
+from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, RecipeConfig
+from components.config.shape import ModelShape
+
+
+def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None) -> list[str]:
+    """Return every problem of `cfg` on `world_size` processes, each one sentence with value, rule and key.
+
+    `shape` is what is known of the model without loading it; unknown numbers (None) are checked on rank 0 later.
+    """
+    try:
+        mesh = cfg.parallelism.resolve(world_size)
+    except ConfigError as error:
+        return error.problems
+    problems = model_problems(cfg.parallelism, mesh, shape or ModelShape())
+    if isinstance(cfg, FinetuneConfig):
+        problems += _batch_problems(cfg, mesh)
+        problems += _schedule_problems(cfg)
+        problems += _sequence_problems("training.seq_len", cfg.training.seq_len, mesh)
+    if isinstance(cfg, EvaluateConfig):
+        problems += _sequence_problems("evaluation.seq_len", cfg.evaluation.seq_len, mesh)
+    return problems
+
+
+def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape) -> list[str]:
+    """Return what of the model's shape the mesh cannot divide. Checked before loading and again after."""
+    problems: list[str] = []
+    if shape.heads is not None and mesh.tp > 1 and parallelism.uneven_heads is UnevenHeads.refuse:
+        kv_heads = shape.kv_heads or shape.heads
+        if attention_layout(shape.heads, kv_heads, mesh.tp) is AttentionLayout.replicated:
+            problems.append(
+                f"parallelism.tp={mesh.tp}: the model has {shape.heads} attention heads and {kv_heads} kv heads, "
+                f"which {mesh.tp} ranks cannot share evenly; change parallelism.tp, or set "
+                "parallelism.uneven_heads=replicate to compute attention on every tp rank"
+            )
+    if shape.layers is not None and shape.layers < mesh.pp:
+        problems.append(f"parallelism.pp={mesh.pp}: the model has only {shape.layers} layers; set pp to that or less")
+    return problems
+
+
+def _batch_problems(cfg: FinetuneConfig, mesh: MeshShape) -> list[str]:
+    samples = cfg.training.micro_batch_size * mesh.dp
+    if cfg.training.global_batch_size % samples == 0:
+        return []
+    return [
+        f"training.global_batch_size={cfg.training.global_batch_size}: must be a multiple of micro_batch_size x dp = "
+        f"{cfg.training.micro_batch_size} x {mesh.dp} = {samples}; change training.global_batch_size or "
+        "training.micro_batch_size"
+    ]
+
+
+def _schedule_problems(cfg: FinetuneConfig) -> list[str]:
+    ramp = cfg.optimizer.warmup_steps + cfg.optimizer.decay_steps
+    if ramp <= cfg.training.max_steps:
+        return []
+    return [
+        f"optimizer.warmup_steps={cfg.optimizer.warmup_steps} + optimizer.decay_steps={cfg.optimizer.decay_steps}: "
+        f"more than training.max_steps={cfg.training.max_steps}; shorten them or train longer"
+    ]
+
+
+def _sequence_problems(key: str, seq_len: int, mesh: MeshShape) -> list[str]:
+    if seq_len % mesh.sequence_multiple == 0:
+        return []
+    return [
+        f"{key}={seq_len}: must be a multiple of {mesh.sequence_multiple} on this mesh (tp={mesh.tp}, cp={mesh.cp}); "
+        f"for example {seq_len - seq_len % mesh.sequence_multiple or mesh.sequence_multiple}"
+    ]
