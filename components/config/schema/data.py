@@ -11,7 +11,7 @@ from components.config.schema.checks import at_least, raise_all
 
 
 class DataKind(StrEnum):
-    """docs: the interpreter's documentation; sft: prompt and response; chat: messages; custom: your function."""
+    """docs: Python's own documentation; sft: prompt and response; chat: messages; custom: your function."""
 
     docs = "docs"
     sft = "sft"
@@ -41,7 +41,7 @@ class DataConfig:
     kind: DataKind
     """Which of the classes below this is; set by the option of conf/data/."""
     split: str = "train"
-    """Split that is trained on."""
+    """Split that is trained on; a single file is one split, whatever its name."""
     eval_split: str | None = None
     """Split that is evaluated on; null: `eval_fraction` of `split` is held out."""
     eval_fraction: float = 0.05
@@ -51,7 +51,7 @@ class DataConfig:
     max_eval_samples: int | None = None
     """At most this many held-out samples, the first of the source; null: all."""
     overlong: Overlong = Overlong.truncate
-    """Samples of more than seq_len tokens: truncate cuts the right end, drop leaves them out, refuse stops."""
+    """Samples of more than seq_len tokens: truncate cuts the right end, drop omits them, refuse stops."""
     pack: bool = False
     """Several samples per row; not built yet."""
 
@@ -72,6 +72,11 @@ class DataConfig:
         if not 0 <= self.eval_fraction < 1:
             problems.append(
                 f"data.eval_fraction={self.eval_fraction}: must be at least 0 (nothing held out) and below 1"
+            )
+        if self.eval_split == self.split and getattr(self, "eval_path", None) is None:
+            problems.append(
+                f"data.eval_split={self.eval_split}: is the split that is trained on; choose another, or "
+                "null to hold out data.eval_fraction of it"
             )
         if self.pack:
             problems.append("data.pack=true: packing is not built yet; set data.pack=false")

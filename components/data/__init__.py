@@ -1,0 +1,35 @@
+"""Supervised fine-tuning data: from documentation, files, the hub or your function to micro-batches.
+
+load.py       build_dataset: the `data` section to a Dataset of tokenized samples
+examples.py   Example: token ids and labels; the chat template and which tokens carry the loss
+batches.py    TrainBatches, eval_batches: which rows are this rank's, padding, the cursor for resuming
+order.py      SampleOrder: the shuffle, a pure function of (seed, position)
+dataset.py    Dataset: samples in memory, and what became of the rows (Facts)
+preflight.py  check_files: what can be told without torch, before anything is started
+files.py, hub.py, rows.py, pydocs.py   where rows come from, and how they become conversations
+"""
+
+from components.data.batches import BatchPlan, MicroBatch, Padding, TrainBatches, collate, eval_batches
+from components.data.dataset import Dataset, Facts
+from components.data.examples import IGNORED, Example, encode_conversations, render_example
+from components.data.load import build_dataset
+from components.data.order import SampleOrder
+from components.data.preflight import check_files
+
+__all__ = [
+    "IGNORED",
+    "BatchPlan",
+    "Dataset",
+    "Example",
+    "Facts",
+    "MicroBatch",
+    "Padding",
+    "SampleOrder",
+    "TrainBatches",
+    "build_dataset",
+    "check_files",
+    "collate",
+    "encode_conversations",
+    "eval_batches",
+    "render_example",
+]

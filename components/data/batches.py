@@ -1,0 +1,192 @@
+"""From samples to the micro-batches of one rank: which rows, and padded how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from components.config.errors import ConfigError
+from components.data.examples import IGNORED, Example
+from components.data.order import SampleOrder
+
+if TYPE_CHECKING:
+    import torch
+
+MicroBatch = dict[str, "torch.Tensor"]
+"""CPU tensors (micro_batch, seq) of int64: input_ids, labels (-100: no loss) and position_ids."""
+
+_EMPTY = Example([], [])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """Which rows of each global batch are this rank's.
+
+    A global batch is cut into `dp_size` contiguous slices, one per dp rank, and each slice into contiguous
+    micro-batches. So the slices of all ranks, put together in order of rank, are the global batch in the
+    order of `SampleOrder`, for every dp_size and every micro_batch_size. Ranks that differ only in tp, cp or
+    pp have the same dp_rank and read the same rows.
+    """
+
+    global_batch_size: int
+    """Sequences per optimizer step, over all dp ranks."""
+    micro_batch_size: int
+    """Sequences per forward of one rank."""
+    dp_rank: int = 0
+    """This rank's place among those that see different samples."""
+    dp_size: int = 1
+    """Number of those."""
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1 or self.global_batch_size % (self.micro_batch_size * self.dp_size):
+            raise ConfigError(
+                f"training.global_batch_size={self.global_batch_size}: must be a multiple of "
+                f"training.micro_batch_size x dp = {self.micro_batch_size} x {self.dp_size}"
+            )
+        _check_rank(self.dp_rank, self.dp_size)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step of one rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Sequences per optimizer step of one rank."""
+        return self.global_batch_size // self.dp_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """How rows of different lengths become one tensor. Padding is on the right and carries no loss.
+
+    No attention mask is given, because none is needed: under causal attention (sliding windows included) a
+    token sees only what is to its left, so no real token ever sees padding; and no loss is taken at padding.
+    (A model that attends to both sides would need one; causal LMs do not.) Without a mask attention keeps
+    its fastest kernels, and rows of padding alone do not become NaN, as they would where a mask hides all.
+    Position ids go on through the padding, because Hugging Face models take positions that start again as
+    the beginning of another document. Where padding starts can be told from the labels, since every sample
+    of a `Dataset` ends with a target token; a router's statistics need to know.
+
+    Rows are padded to the longest of their micro-batch: that changes no result, only the time it takes.
+    """
+
+    multiple: int = 1
+    """Lengths are rounded up to a multiple of this: lcm(2 x cp, tp)."""
+    length: int | None = None
+    """Every micro-batch has this length: seq_len under pp, whose schedules want one shape."""
+    token_id: int = 0
+    """Input at padded positions; any token of the vocabulary will do."""
+
+
+class TrainBatches:
+    """An endless iterator over this rank's micro-batches, one list per optimizer step.
+
+    Its cursor is (seed, epoch, sample): how many samples all ranks together have used. It knows neither ranks
+    nor batch sizes, so a run may go on with another mesh or another batch size and still sees every sample
+    of an epoch exactly once. A step is put together when asked for: a copy of its token ids, no worker.
+    """
+
+    def __init__(
+        self, dataset: Sequence[Example], plan: BatchPlan, *, seed: int, padding: Padding | None = None
+    ) -> None:
+        self._dataset = dataset
+        self._plan = plan
+        self._padding = padding or Padding()
+        self._order = SampleOrder(len(dataset), seed)
+        self._sample = 0
+
+    def at(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of optimizer step `step` (0-based) of a run that started at sample 0."""
+        return self._from(step * self._plan.global_batch_size)
+
+    def global_batch(self, step: int) -> list[int]:
+        """Return the indices into the data set of step `step`, of all ranks, in order."""
+        size = self._plan.global_batch_size
+        return self._order.indices(step * size, size)
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        return self
+
+    def __next__(self) -> list[MicroBatch]:
+        batch = self._from(self._sample)
+        self._sample += self._plan.global_batch_size
+        return batch
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self._sample / self._order.size
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the cursor: seed, epoch (0-based) and the samples used so far over all epochs."""
+        return {"seed": self._order.seed, "epoch": self._sample // self._order.size, "sample": self._sample}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken, with its seed. Raises ConfigError where the data set has changed."""
+        epoch = state["sample"] // self._order.size
+        if epoch != state["epoch"]:
+            raise ConfigError(
+                f"the checkpoint was in epoch {state['epoch']} at sample {state['sample']:,}, which is in "
+                f"epoch {epoch} of {self._order.size:,} samples: it is another data set; resume with the one "
+                "that the run began with, or start a new run (run.resume=never)"
+            )
+        self._order = SampleOrder(self._order.size, state["seed"])
+        self._sample = state["sample"]
+
+    def _from(self, sample: int) -> list[MicroBatch]:
+        plan = self._plan
+        indices = self._order.indices(sample + plan.dp_rank * plan.rows_per_rank, plan.rows_per_rank)
+        rows = [self._dataset[index] for index in indices]
+        size = plan.micro_batch_size
+        return [collate(rows[i : i + size], self._padding) for i in range(0, len(rows), size)]
+
+
+def eval_batches(
+    dataset: Sequence[Example],
+    *,
+    micro_batch_size: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    padding: Padding | None = None,
+    multiple: int = 1,
+) -> Iterator[MicroBatch]:
+    """Yield this rank's micro-batches of one pass over `dataset`, in its order.
+
+    Every sample is in exactly one micro-batch of one dp rank. Every rank yields the same number of them, a
+    multiple of `multiple` (pp schedules take several at a time), so that the collectives of a forward match:
+    the last are filled up with rows of padding alone, whose labels are all -100 and add nothing to a sum.
+    """
+    _check_rank(dp_rank, dp_size)
+    rows_at_once = micro_batch_size * dp_size
+    count = -(-len(dataset) // (rows_at_once * multiple)) * multiple
+    for number in range(count):
+        start = number * rows_at_once + dp_rank * micro_batch_size
+        rows = [dataset[i] if i < len(dataset) else _EMPTY for i in range(start, start + micro_batch_size)]
+        yield collate(rows, padding or Padding())
+
+
+def collate(rows: Sequence[Example], padding: Padding) -> MicroBatch:
+    """Return rows as tensors, padded on the right. Raises ConfigError where a row is longer than that."""
+    import torch
+
+    longest = max(1, *(len(row.input_ids) for row in rows))
+    if padding.length is not None and longest > padding.length:
+        raise ConfigError(
+            f"a sample of {longest} tokens does not fit rows of {padding.length}; cut it to fit"
+        )
+    length = padding.length or longest
+    length += -length % padding.multiple
+    input_ids = torch.full((len(rows), length), padding.token_id, dtype=torch.int64)  # (micro_batch, seq)
+    labels = torch.full_like(input_ids, IGNORED)  # (micro_batch, seq)
+    for i, row in enumerate(rows):
+        input_ids[i, : len(row.input_ids)] = torch.tensor(row.input_ids, dtype=torch.int64)
+        labels[i, : len(row.labels)] = torch.tensor(row.labels, dtype=torch.int64)
+    position_ids = torch.arange(length).repeat(len(rows), 1)  # (micro_batch, seq)
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+
+
+def _check_rank(dp_rank: int, dp_size: int) -> None:
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(f"dp_rank={dp_rank} is no rank of dp_size={dp_size}")

@@ -1,0 +1,119 @@
+"""The tokenized samples of one side (training or held-out), kept as plain integers in memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, overload
+
+from components.config.errors import ConfigError
+from components.config.schema.data import Overlong
+from components.data.examples import IGNORED, Example, render_example, trimmed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True)
+class Facts:
+    """What became of the source's rows on the way to samples."""
+
+    source: str
+    """Where they come from: path and split."""
+    samples: int = 0
+    """Samples that are there."""
+    tokens: int = 0
+    """Tokens of all samples."""
+    target_tokens: int = 0
+    """Tokens that carry the loss."""
+    truncated: int = 0
+    """Samples that were cut to seq_len tokens."""
+    dropped_overlong: int = 0
+    """Samples left out because they were longer than seq_len (`data.overlong=drop`)."""
+    dropped_without_target: int = 0
+    """Samples left out because no token with loss was left."""
+    dropped_bad_rows: int = 0
+    """Rows left out because they had no prompt or no response (`data.bad_rows=drop`)."""
+
+    def __str__(self) -> str:
+        counted = {
+            "cut to seq_len": self.truncated,
+            "longer than seq_len dropped": self.dropped_overlong,
+            "without a target left dropped": self.dropped_without_target,
+            "bad rows dropped": self.dropped_bad_rows,
+        }
+        total = f"{self.samples:,} samples, {self.tokens:,} tokens, {self.target_tokens:,} with loss"
+        return "; ".join(
+            [f"{self.source}: {total}", *(f"{count:,} {what}" for what, count in counted.items() if count)]
+        )
+
+
+class Dataset(Sequence[Example]):
+    """Samples in the order of their source, 8 bytes per token; `facts` counts them and what was left out.
+
+    A sample longer than `seq_len` is cut on the right, dropped or refused, as `overlong` says; one that is
+    left without a target token is dropped. Every sample ends with a target token (see `trimmed`).
+    """
+
+    def __init__(
+        self,
+        examples: Iterable[Example],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        facts: Facts,
+        seq_len: int,
+        overlong: Overlong = Overlong.truncate,
+    ) -> None:
+        self.facts = facts
+        self._tokenizer = tokenizer
+        self._ids = array("i")
+        self._labels = array("i")
+        self._ends = array("q", [0])
+        for example in examples:
+            self._add(example, seq_len, overlong)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        start, end = self._ends[index % len(self)], self._ends[index % len(self) + 1]
+        return Example(self._ids[start:end].tolist(), self._labels[start:end].tolist())
+
+    def show(self, index: int) -> str:
+        """Return the text of a sample, the part that carries the loss between <loss> and </loss>."""
+        return render_example(self._tokenizer, self[index])
+
+    def _add(self, example: Example, seq_len: int, overlong: Overlong) -> None:
+        facts = self.facts
+        example = trimmed(example)
+        length = len(example.input_ids)
+        if length > seq_len:
+            if overlong is Overlong.refuse:
+                raise ConfigError(
+                    f"data.overlong=refuse: a sample of {facts.source} has {length:,} tokens, more than "
+                    f"training.seq_len={seq_len:,}; raise it, or set data.overlong to truncate or drop; the "
+                    f"sample begins {self._tokenizer.decode(example.input_ids[:40])!r}"
+                )
+            if overlong is Overlong.drop:
+                facts.dropped_overlong += 1
+                return
+            example = trimmed(Example(example.input_ids[:seq_len], example.labels[:seq_len]))
+            facts.truncated += bool(example.labels)
+        if not example.labels:
+            facts.dropped_without_target += 1
+            return
+        self._ids.extend(example.input_ids)
+        self._labels.extend(example.labels)
+        self._ends.append(len(self._ids))
+        facts.samples += 1
+        facts.tokens += len(example.input_ids)
+        facts.target_tokens += sum(label != IGNORED for label in example.labels)

@@ -1,0 +1,225 @@
+"""Local files of rows: which ones belong to a split, their columns and their rows. Imports no torch.
+
+Read with the standard library, Parquet with pyarrow, and not through `datasets`: nothing is converted into
+a cache on disk that several processes would have to share, no network is asked, and a bad line is named by
+its number.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from components.config.errors import ConfigError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+"""Formats that can be read, by the end of the file's name."""
+
+_SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
+_ROWS_FOR_COLUMNS = 100  # JSON rows need not have the same keys
+
+
+class Row(NamedTuple):
+    """One row: its columns by name, and where it stands (`train.jsonl:17`)."""
+
+    where: str
+    values: dict[str, Any]
+
+
+class Place(NamedTuple):
+    """Where the rows of one side (training or held-out) are."""
+
+    key: str
+    """The config key that names it: data.path or data.eval_path."""
+    path: str
+    """File, folder or hub name."""
+    split: str
+    """Name of the split."""
+    is_part: bool = False
+    """Whether it is a further split of data.path, so that a single file cannot be it."""
+
+
+def is_local(path: str) -> bool:
+    """Whether `path` is a file or folder of this machine (exists or looks like one), else a hub name."""
+    return path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or Path(path).exists()
+
+
+def files_of_split(place: Place) -> list[Path]:
+    """Return the files of a split: the path itself, or those of a folder in order of their names.
+
+    A file belongs to the split that its name (or its folder's) begins with: train.jsonl,
+    test-00000-of-00002.parquet, train/part-1.csv. Where no file names a split, all belong to train. A single
+    file is one split, whatever its name. Raises ConfigError naming `place.key`.
+    """
+    folder = Path(place.path).expanduser()
+    said = f"{place.key}={place.path}"
+    if folder.is_file():
+        if folder.suffix not in SUFFIXES:
+            raise ConfigError(
+                f"{said}: {folder.suffix or 'this'} is no known format; use {_listed(SUFFIXES)}"
+            )
+        if place.is_part:
+            raise ConfigError(
+                f"data.eval_split={place.split}: data.path={place.path} is a single file, which has no other "
+                "split; set data.eval_path to a file, or data.eval_split=null to hold out data.eval_fraction"
+            )
+        return [folder]
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{said}: no such file or folder; set {place.key} to a JSONL, JSON, CSV, TSV or Parquet file, a "
+            "folder of them, or the name of a hub data set (owner/name)"
+        )
+    found = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    visible = [
+        file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ]
+    if not visible:
+        raise ConfigError(f"{said}: the folder holds no file of a known format ({_listed(SUFFIXES)})")
+    splits = {file: _split_of(file.relative_to(folder), place.split) for file in visible}
+    if not any(splits.values()):
+        splits = dict.fromkeys(visible, "train")
+    chosen = [file for file, name in splits.items() if name == place.split]
+    if not chosen:
+        known = _listed(sorted({name for name in splits.values() if name}))
+        raise ConfigError(
+            f"{said}: the folder has no split {place.split!r}, it has {known}; choose one of these, or "
+            f"name a file {place.split}.jsonl"
+        )
+    return chosen
+
+
+def columns_of(file: Path) -> list[str]:
+    """Return the names of a file's columns; of JSON the keys of its first rows."""
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        with _readable(file):
+            return pyarrow.parquet.read_schema(file).names
+    names: dict[str, None] = {}
+    for row in islice(read_rows(file), _ROWS_FOR_COLUMNS):
+        names.update(dict.fromkeys(row.values))
+    return list(names)
+
+
+def check_columns(wanted: dict[str, str], columns: Sequence[str], where: str) -> list[str]:
+    """Return a problem for every key of `wanted` (config key: column) whose column is not among `columns`."""
+    problems = []
+    for key, column in wanted.items():
+        if column not in columns:
+            close = get_close_matches(column, columns, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            problems.append(
+                f"data.{key}={column}: {where} has no such column, it has {_listed(columns)}{hint}"
+            )
+    return problems
+
+
+def read_rows(file: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """Yield the rows of a file; of Parquet only `columns`. Raises ConfigError naming file and line."""
+    with _readable(file):
+        if file.suffix == ".parquet":
+            yield from _parquet_rows(file, columns)
+        elif file.suffix in (".csv", ".tsv"):
+            yield from _csv_rows(file)
+        else:
+            yield from _json_rows(file)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Turn what reading a broken file raises into a ConfigError that names it."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start}); convert it to UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file}: is damaged or of another format: {error}") from error
+
+
+def _json_rows(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8-sig") as lines:
+        first = next((line for line in lines if line.strip()), "")
+        lines.seek(0)
+        if first.lstrip().startswith("["):
+            yield from _json_array(file, lines.read())
+            return
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"{file}:{number}: not valid JSON ({error.msg}, column {error.colno}); every line must "
+                    'be one object such as {"prompt": "...", "response": "..."}'
+                ) from error
+            yield _object_row(f"{file}:{number}", values)
+
+
+def _json_array(file: Path, text: str) -> Iterator[Row]:
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{file}:{error.lineno}: not valid JSON ({error.msg}, column {error.colno})"
+        ) from error
+    for number, values in enumerate(rows, start=1):
+        yield _object_row(f"{file} row {number}", values)
+
+
+def _object_row(where: str, values: Any) -> Row:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: is a {type(values).__name__}, not an object with columns")
+    return Row(where, values)
+
+
+def _csv_rows(file: Path) -> Iterator[Row]:
+    before = csv.field_size_limit(2**31 - 1)  # a long document is one field
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
+            for values in reader:
+                where = f"{file}:{reader.line_num}"
+                if None in values:
+                    raise ConfigError(
+                        f"{where}: more fields than the {len(reader.fieldnames or [])} of the header; put a "
+                        "field that contains the separator in double quotes"
+                    )
+                yield Row(where, values)
+    except csv.Error as error:
+        raise ConfigError(f"{file}:{reader.line_num}: not valid CSV ({error})") from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def _parquet_rows(file: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    number = 0
+    with pyarrow.parquet.ParquetFile(file) as table:
+        for batch in table.iter_batches(columns=None if columns is None else list(columns)):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(f"{file} row {number}", values)
+
+
+def _split_of(relative: Path, wanted: str) -> str | None:
+    for part in (*relative.parts[:-1], relative.stem):
+        for split in (wanted, *_SPLITS):
+            if part == split or part.startswith((f"{split}-", f"{split}_", f"{split}.")):
+                return split
+    return None
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if names else "none"

@@ -1,0 +1,69 @@
+"""What can be told about the data before anything is started: on a login node, without torch and pyarrow."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from components.config.errors import ConfigError
+from components.config.schema.data import CustomDataConfig, DataConfig, RowsDataConfig
+from components.data.files import Place, check_columns, columns_of, files_of_split, is_local
+from components.data.rows import columns_wanted, held_out_place, training_place
+
+_PARQUET_MAGIC = b"PAR1"  # the first and the last four bytes of a Parquet file
+
+
+def check_files(cfg: DataConfig) -> list[str]:
+    """Return what is wrong with the local files (or the factory) that `cfg` names, as sentences.
+
+    The files of each split must exist, be readable and not empty; the first rows of the first file must
+    parse and have the configured columns. Of Parquet only the frame is looked at. A hub name cannot be
+    checked here.
+    """
+    if isinstance(cfg, CustomDataConfig):
+        return _check_factory(cfg.factory)
+    if not isinstance(cfg, RowsDataConfig):
+        return []
+    problems: list[str] = []
+    for place in (training_place(cfg), held_out_place(cfg)):
+        if place is not None and is_local(place.path):
+            try:
+                problems += _check_place(cfg, place)
+            except ConfigError as error:
+                problems += error.problems
+    return list(dict.fromkeys(problems))
+
+
+def _check_place(cfg: RowsDataConfig, place: Place) -> list[str]:
+    files = files_of_split(place)
+    problems = [problem for file in files for problem in _check_frame(file, place)]
+    if problems or files[0].suffix == ".parquet":
+        return problems
+    columns = columns_of(files[0])
+    if not columns:
+        return [f"{place.key}={place.path}: {files[0].name} has no rows"]
+    return check_columns(columns_wanted(cfg), columns, str(files[0]))
+
+
+def _check_frame(file: Path, place: Place) -> list[str]:
+    try:
+        with file.open("rb") as content:
+            head = content.read(len(_PARQUET_MAGIC))
+            if not head:
+                return [f"{place.key}={place.path}: {file.name} is empty"]
+            if file.suffix == ".parquet":
+                content.seek(-len(_PARQUET_MAGIC), 2)
+                if not head == content.read() == _PARQUET_MAGIC:
+                    return [f"{place.key}={place.path}: {file.name} is damaged or no Parquet file"]
+    except OSError as error:
+        return [f"{place.key}={place.path}: {file.name} cannot be read: {error.strerror or error}"]
+    return []
+
+
+def _check_factory(factory: str) -> list[str]:
+    package = factory.partition(":")[0].partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        return [
+            f"data.factory={factory}: no module {package!r} is found; install it, or put it beside the recipe"
+        ]
+    return []
