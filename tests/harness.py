@@ -17,6 +17,7 @@ became of each, for tests about failures. Neither leaves a process behind.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -220,6 +221,7 @@ class _World:
     def _rank_main(self, rank: int, sender: Connection, folder: Path, port: int) -> None:
         os.setpgid(0, 0)
         _die_with_parent()
+        atexit._clear()  # the parent's exit handlers are not this process's
         with open(folder / f"stack_{rank}", "w") as stack:
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
             report = self._report(rank, folder, port)
@@ -227,8 +229,9 @@ class _World:
             sys.stderr.flush()
             try:
                 sender.send_bytes(report)
+                atexit._run_exitfuncs()  # as a process that ends by itself
             finally:
-                os._exit(0)  # not through the interpreter's exit, which would run the parent's exit handlers
+                os._exit(0)
 
     def _report(self, rank: int, folder: Path, port: int) -> bytes:
         try:
@@ -240,6 +243,7 @@ class _World:
             if dist.is_initialized():
                 dist.destroy_process_group()
         except BaseException as error:  # SystemExit and KeyboardInterrupt are fates of a rank like any other
+            sys.last_value = error  # as the interpreter does for an exception that ends a process
             summary = "".join(traceback.format_exception_only(error)).strip()
             return pickle.dumps({"exception": summary, "traceback": traceback.format_exc()})
         return report

@@ -1,0 +1,79 @@
+"""Processes, device mesh, and how a model is laid over it.
+
+Starting and ending
+    process_group.py   start_process_group: the one start-up; exchange_text_from_rank_zero, before it
+    environment.py     which rank am I: one source, checked; rendezvous.py: where the ranks meet
+    init.py            names of seed pages 000 and 003; shutdown.py, network.py, seeding.py behind them
+Mesh and layout
+    mesh.py            build_mesh: six axes, groups only where they are used
+    parallelizer.py    parallelize, and the names of seed page 004
+Helpers that work in a single process too
+    utils.py           names of seed pages 001 and 002
+    ranks.py           get_rank, get_num_nodes, ...; collectives.py: exact values, ragged tensors, objects
+    barriers.py        barriers with timeouts that hold; first_rank.py, turns.py: one after the other
+    store_sync.py      what these wait through; groups.py: the members of a group and their nodes
+
+`init_distributed` and `_barrier_with_timeout` exist twice, with the meanings of their seed pages: import
+them from `init`, `utils` or `mesh`. The names below are handed out by the package and imported at first
+use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from components.distributed.mesh import Mesh, build_mesh, mesh_table  # noqa: F401
+    from components.distributed.parallelizer import parallelize  # noqa: F401
+    from components.distributed.process_group import (  # noqa: F401
+        DistInfo,
+        exchange_text_from_rank_zero,
+        start_process_group,
+    )
+    from components.distributed.ranks import is_rank_zero  # noqa: F401
+    from components.distributed.seeding import stream  # noqa: F401
+    from components.distributed.shutdown import destroy_global_state  # noqa: F401
+    from components.distributed.utils import (  # noqa: F401
+        FirstRankPerNode,
+        all_gather,
+        all_gather_object,
+        all_reduce_value,
+        barrier,
+        barrier_and_log,
+        broadcast_object,
+        do_n_at_a_time,
+        dp_eval_sample_shard,
+        synchronize_flag,
+        synchronize_value,
+    )
+
+_HOMES = {
+    "mesh": "Mesh build_mesh mesh_table",
+    "parallelizer": "parallelize",
+    "process_group": "DistInfo exchange_text_from_rank_zero start_process_group",
+    "ranks": "is_rank_zero",
+    "seeding": "stream",
+    "shutdown": "destroy_global_state",
+    "utils": "FirstRankPerNode all_gather all_gather_object all_reduce_value barrier barrier_and_log "
+    "broadcast_object do_n_at_a_time dp_eval_sample_shard synchronize_flag synchronize_value",
+}
+"""Module of this package -> the names it lends to the package."""
+
+__all__ = sorted(name for names in _HOMES.values() for name in names.split())  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module that lends `name`, and return what it names."""
+    for module, names in _HOMES.items():
+        if name in names.split():
+            value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if os.environ.get("MESHBOOK_EAGER_IMPORT") == "1":  # so that laziness hides no import error
+    for _module in _HOMES:
+        importlib.import_module(f"{__name__}.{_module}")

@@ -1,0 +1,191 @@
+"""Collectives on values and objects, most of which work in a single process too (seed page 002, OLMo-core).
+
+Numbers are exact (float64, int64), arguments are never changed, a root is a rank *within the group*, and
+values that do not go together raise MismatchError on every rank instead of hanging or aborting. Before
+`init_process_group`, and in a group of one, each returns what a single process would see.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from components.distributed.groups import is_distributed, require_member
+from components.distributed.header import WIDTH, Header, Scalar, decode, encode, mismatch
+
+T = TypeVar("T")
+Value = TypeVar("Value", bound=Scalar | torch.Tensor)
+
+
+def synchronize_value(
+    value: Value, device: torch.device, src: int = 0, group: dist.ProcessGroup | None = None
+) -> Value:
+    """Return on every rank the value of one of them: a bool, int, float or tensor.
+
+    Kind, type and shape are those of `src`, whatever the others pass. A tensor comes back as a new one on
+    `device`.
+
+    Args:
+        src: rank within `group` whose value it is.
+
+    Raises:
+        NotInGroupError: this process is no member of `group`.
+    """
+    if not is_distributed():
+        return value
+    require_member(group)
+    message = torch.zeros(WIDTH, dtype=torch.int64, device=device)
+    root = dist.get_rank(group) == src
+    if root:
+        message = encode(value, device)
+    dist.broadcast(message, group=group, group_src=src)
+    header = decode(message.tolist())
+    if header.scalar is not None:
+        return cast(Value, header.scalar)
+    if root:
+        received = _own_copy(value, device)
+    else:
+        received = torch.empty(header.shape, dtype=header.dtype, device=device)
+    dist.broadcast(received, group=group, group_src=src)
+    return cast(Value, received)
+
+
+def synchronize_flag(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Return on every rank the flag of the first rank of `group`."""
+    return bool(synchronize_value(bool(flag), device, src=0, group=group))
+
+
+def all_reduce_value(
+    value: Value,
+    device: torch.device,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+) -> Value:
+    """Return on every rank the values of all, reduced.
+
+    Numbers are reduced in float64 or as exact integers, in rank order, so that all ranks get the same bits.
+    The SUM of bools is their count. A tensor comes back as a new one on `device`.
+
+    Raises:
+        MismatchError: tensors and numbers, or tensors of different type or shape, on every rank.
+        NotInGroupError: this process is no member of `group`.
+    """
+    if not is_distributed():
+        return value
+    headers = _exchange_headers(value, device, group)
+    numbers = [header.scalar for header in headers if header.scalar is not None]
+    if len(numbers) == len(headers):
+        return cast(Value, _reduce_scalars(numbers, op))
+    if len({(header.dtype, header.shape) for header in headers}) > 1:
+        raise mismatch(
+            "all_reduce_value", "all ranks must pass numbers, or tensors of one type and shape", headers
+        )
+    reduced = _own_copy(value, device)
+    if reduced.dtype is torch.bool and op == dist.ReduceOp.SUM:
+        reduced = reduced.to(torch.int64)
+    dist.all_reduce(reduced, op=op, group=group)
+    return cast(Value, reduced)
+
+
+def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Broadcast an object using pickle to all ranks in the process group. `src` is a rank within `group`."""
+    if not is_distributed():
+        return obj
+    require_member(group)
+    carrier = [obj]
+    dist.broadcast_object_list(carrier, group=group, group_src=src)
+    return carrier[0]
+
+
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """All-gather tensors from the whole group into a list, in rank order. Their shapes may differ.
+
+    Differentiable where every rank's tensor requires grad: the gradient of a rank's tensor is the sum over
+    all ranks of the gradients that they have for it. All ranks must then run the backward.
+
+    Raises:
+        MismatchError: tensors of different dtype, or only some with gradient, on every rank.
+        NotInGroupError: this process is no member of `group`.
+    """
+    if not is_distributed():
+        return [tensor]
+    if not torch.is_grad_enabled():
+        tensor = tensor.detach()
+    headers = _exchange_headers(tensor, tensor.device, group)
+    if len({(header.dtype, header.requires_grad) for header in headers}) > 1:
+        raise mismatch("all_gather", "all ranks must pass one dtype, all or none with gradient", headers)
+    sizes = [math.prod(header.shape) for header in headers]
+    longest = max(sizes)
+    if longest == 0:
+        return [tensor.new_empty(header.shape) for header in headers]
+    flat = torch.cat([tensor.reshape(-1), tensor.new_zeros(longest - tensor.numel())])  # (longest,)
+    rows = _AllGatherRows.apply(flat, group)  # (ranks, longest)
+    return [row[:size].view(header.shape) for row, size, header in zip(rows, sizes, headers, strict=True)]
+
+
+def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """All-gather an object using pickle to all ranks in a process group, in rank order."""
+    if not is_distributed():
+        return [obj]
+    require_member(group)
+    objects = [obj] * dist.get_world_size(group)
+    dist.all_gather_object(objects, obj, group=group)
+    return objects
+
+
+class _AllGatherRows(torch.autograd.Function):
+    """(n,) on each of W ranks -> (W, n) on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, row: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        rows = row.new_empty(dist.get_world_size(group), row.numel())
+        dist.all_gather(list(rows.unbind()), row.contiguous(), group=group)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grad_outputs[0].contiguous().clone()  # (ranks, n), reduced in place below
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
+def _own_copy(value: Any, device: torch.device) -> torch.Tensor:
+    return value.detach().to(device, copy=True).contiguous()
+
+
+def _exchange_headers(
+    value: Scalar | torch.Tensor, device: torch.device, group: dist.ProcessGroup | None
+) -> list[Header]:
+    require_member(group)
+    mine = encode(value, device)
+    messages = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(messages, mine, group=group)
+    return [decode(message) for message in torch.stack(messages).tolist()]
+
+
+def _reduce_scalars(values: list[Scalar], op: Any) -> Scalar:
+    if op == dist.ReduceOp.SUM:
+        return functools.reduce(operator.add, values, 0)
+    if op == dist.ReduceOp.AVG:
+        return functools.reduce(operator.add, values, 0) / len(values)
+    if op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX) and any(math.isnan(value) for value in values):
+        return math.nan  # Python's min and max would depend on the order of the ranks
+    reducers: list[tuple[Any, Callable[[Any, Any], Any]]] = [
+        (dist.ReduceOp.PRODUCT, operator.mul),
+        (dist.ReduceOp.MIN, min),
+        (dist.ReduceOp.MAX, max),
+        (dist.ReduceOp.BAND, operator.and_),
+        (dist.ReduceOp.BOR, operator.or_),
+        (dist.ReduceOp.BXOR, operator.xor),
+    ]
+    for known, reducer in reducers:
+        if op == known:
+            return functools.reduce(reducer, values)
+    raise ValueError(f"op={op}: numbers can be reduced by SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR")

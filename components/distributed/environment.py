@@ -1,0 +1,219 @@
+"""Which rank this process is: read from one source, checked, and told by name where it cannot be.
+
+A process is a rank when torchrun (or anything that speaks its variables) set RANK and WORLD_SIZE, or when
+it is a task of a Slurm step with more than one. A batch shell and `salloc` set SLURM_PROCID and
+SLURM_NTASKS too: no ranks. Variables of the two are never mixed. An empty variable counts as unset.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from components.config.errors import ConfigError
+
+EXPORTED = "MESHBOOK_EXPORTED"
+"""Variable that remembers which variables this process set for others, and what they were before."""
+
+
+class RankEnvironmentError(ConfigError):
+    """The variables that say which rank this process is contradict one another or are incomplete."""
+
+
+class Source(StrEnum):
+    """Who numbered the ranks."""
+
+    torchrun = "torchrun"
+    srun = "srun"
+    single = "single"
+
+
+@dataclass(frozen=True, slots=True)
+class RankVariables:
+    """This process among all processes. What nobody has said is None; `world_size` 1 leaves nothing open."""
+
+    source: Source
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    num_nodes: int | None
+    slurm_node: int | None = None
+
+    @property
+    def node(self) -> str:
+        """The same text on all ranks of a node, another one on every other node."""
+        if self.slurm_node is not None:
+            return f"slurm node {self.slurm_node}"
+        if self.local_rank is not None:
+            return f"node of rank {self.rank - self.local_rank}"  # torchrun numbers a node's ranks in one go
+        return socket.gethostname()
+
+
+def read_rank_variables(environ: Mapping[str, str] | None = None) -> RankVariables:
+    """Return which rank this process is.
+
+    Args:
+        environ: Variables to read; by default those of this process.
+
+    Raises:
+        RankEnvironmentError: a variable is no whole number, is missing beside the others, or contradicts
+            them.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("RANK") or environ.get("WORLD_SIZE"):
+        return _checked(_torchrun_variables(environ))
+    if (_integer(environ, "SLURM_STEP_NUM_TASKS") or 0) > 1:
+        return _checked(_srun_variables(environ))
+    return RankVariables(Source.single, 0, 1, local_rank=0, local_world_size=1, num_nodes=1)
+
+
+def read_local_variables(environ: Mapping[str, str] | None, rank: int, world_size: int) -> RankVariables:
+    """Return the variables of a process whose rank is known already, as after `init_process_group`.
+
+    LOCAL_RANK, LOCAL_WORLD_SIZE and NUM_NODES say where it runs; without them and inside a Slurm step,
+    Slurm does.
+    """
+    environ = os.environ if environ is None else environ
+    if world_size == 1:
+        return RankVariables(Source.single, 0, 1, local_rank=0, local_world_size=1, num_nodes=1)
+    slurm_only = not environ.get("RANK") and not environ.get("LOCAL_RANK")
+    if slurm_only and (_integer(environ, "SLURM_STEP_NUM_TASKS") or 0) == world_size:
+        return _checked(_srun_variables(environ))
+    return _checked(_torchrun_variables({**environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)}))
+
+
+def required(environ: Mapping[str, str], name: str, companion: str) -> int:
+    """Return the whole number that variable `name` must hold because of `companion`."""
+    value = _integer(environ, name)
+    if value is None:
+        raise RankEnvironmentError(
+            f"{name} is not set although {companion} is: ranks need both; "
+            "start with torchrun or srun, which set them, or unset both to run a single process"
+        )
+    return value
+
+
+def _torchrun_variables(environ: Mapping[str, str]) -> RankVariables:
+    rank = required(environ, "RANK", f"WORLD_SIZE={environ.get('WORLD_SIZE')}")
+    world_size = required(environ, "WORLD_SIZE", f"RANK={rank}")
+    local_rank, local_world_size = _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE")
+    num_nodes = _integer(environ, "NUM_NODES")
+    if num_nodes is None:
+        num_nodes = _integer(environ, "GROUP_WORLD_SIZE")  # torchrun's: one agent is one node
+    if num_nodes is None and local_world_size and world_size % local_world_size == 0:
+        num_nodes = world_size // local_world_size
+    if local_world_size is None and num_nodes and world_size % num_nodes == 0:
+        local_world_size = world_size // num_nodes
+    if world_size == 1:
+        local_rank, local_world_size, num_nodes = local_rank or 0, local_world_size or 1, num_nodes or 1
+    return RankVariables(Source.torchrun, rank, world_size, local_rank, local_world_size, num_nodes)
+
+
+def _srun_variables(environ: Mapping[str, str]) -> RankVariables:
+    tasks = f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}"
+    node = _integer(environ, "SLURM_NODEID")
+    return RankVariables(
+        Source.srun,
+        rank=required(environ, "SLURM_PROCID", tasks),
+        world_size=required(environ, "SLURM_STEP_NUM_TASKS", tasks),
+        local_rank=required(environ, "SLURM_LOCALID", tasks),
+        local_world_size=tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node),
+        num_nodes=_integer(environ, "SLURM_STEP_NUM_NODES"),
+        slurm_node=node,
+    )
+
+
+def tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:
+    """Return the number of tasks on a node from Slurm's list, such as 2(x3),1 for nodes of 2, 2, 2 and 1."""
+    counts: list[int] = []
+    for count, _, repeat in re.findall(r"(\d+)(\(x(\d+)\))?", tasks_per_node):
+        counts += [int(count)] * int(repeat or 1)
+    return counts[node] if node is not None and node < len(counts) else None
+
+
+def _checked(variables: RankVariables) -> RankVariables:
+    names = {
+        Source.srun: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "tasks on this node"),
+        Source.torchrun: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    }
+    rank_name, world_name, local_name, local_world_name = names[variables.source]
+    rank, world = variables.rank, variables.world_size
+    local, local_world, nodes = variables.local_rank, variables.local_world_size, variables.num_nodes
+    problems = []
+    if world < 1:
+        problems.append(f"{world_name}={world}: must be at least 1")
+    if not 0 <= rank < max(world, 1):
+        problems.append(f"{rank_name}={rank}: must lie between 0 and {world_name} - 1 = {world - 1}")
+    if local_world is not None and not 1 <= local_world <= world:
+        problems.append(f"{local_world_name}={local_world}: must lie between 1 and {world_name}={world}")
+    elif local is not None and not 0 <= local < (local_world or world):
+        bound = f"{local_world_name}={local_world}" if local_world else f"{world_name}={world}"
+        problems.append(f"{local_name}={local}: must be 0 or more and below {bound}")
+    if nodes is not None and not problems:
+        problems += _node_problems(nodes, world, local_world)
+    if problems:
+        raise RankEnvironmentError(problems)
+    return variables
+
+
+def _node_problems(nodes: int, world: int, local_world: int | None) -> list[str]:
+    if not 1 <= nodes <= world:
+        return [f"NUM_NODES={nodes}: must lie between 1 and the number of processes, {world}"]
+    elsewhere = world - local_world if local_world is not None else None
+    if elsewhere is not None and (elsewhere < nodes - 1 or (nodes == 1 and elsewhere)):
+        return [
+            f"NUM_NODES={nodes}: contradicts LOCAL_WORLD_SIZE={local_world} of WORLD_SIZE={world}, "
+            f"which leaves {elsewhere} processes for {nodes - 1} other nodes; unset NUM_NODES or correct it"
+        ]
+    return []
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise RankEnvironmentError(f"{name}={text!r}: must be a whole number") from None
+
+
+def read_integer(name: str) -> int | None:
+    """Return the whole number in variable `name` of this process, None where it is unset or empty."""
+    return _integer(os.environ, name)
+
+
+def export_variables(values: Mapping[str, str], environ: MutableMapping[str, str] | None = None) -> None:
+    """Set variables for the code this process calls; `restore_variables` knows what they were."""
+    environ = os.environ if environ is None else environ
+    previous = _previous(environ)
+    for name, value in values.items():
+        if environ.get(name) != value:
+            previous.setdefault(name, environ.get(name))
+            environ[name] = value
+    if previous:
+        environ[EXPORTED] = json.dumps({"pid": os.getpid(), "previous": previous})
+
+
+def restore_variables(environ: MutableMapping[str, str] | None = None) -> None:
+    """Undo every `export_variables` of this process, so that nobody believes them later."""
+    environ = os.environ if environ is None else environ
+    for name, value in _previous(environ).items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
+    environ.pop(EXPORTED, None)
+
+
+def _previous(environ: Mapping[str, str]) -> dict[str, str | None]:
+    note = json.loads(environ.get(EXPORTED) or "{}")
+    return (
+        note["previous"] if note.get("pid") == os.getpid() else {}
+    )  # a child inherits the note, not the duty
