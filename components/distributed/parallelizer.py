@@ -1,0 +1,204 @@
+"""Laying a model over the mesh: tensor parallel first, then FSDP2, both on the meta device if the model is there.
+
+`parallelize` is what recipes call; the functions of the seed page stand on the same parts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from components.config.errors import ConfigError
+from components.config.schema.parallelism import ParallelismConfig, Strategy
+from components.config.shape import ModelShape, shape_of_config
+from components.config.validate import model_problems
+from components.distributed.apply_tp import apply_tensor_parallel
+from components.distributed.fsdp import (
+    apply_fsdp_sharding_recursively,
+    mixed_precision,
+    offload_to_cpu,
+    shard_with_fsdp2,
+    unshard_fsdp2_model,
+)
+from components.distributed.init import destroy_global_state
+from components.distributed.megatron import HAVE_NVFSDP, nvfsdp_strategy_parallelize
+from components.distributed.mesh import Mesh
+from components.distributed.tp_plan import (
+    Plan,
+    get_hf_tp_shard_plan,
+    import_class_from_path,
+    import_classes_from_paths,
+    load_plan,
+    translate_to_torch_parallel_style,
+)
+
+__all__ = [
+    "HAVE_NVFSDP",
+    "_destroy_dist_connection",
+    "apply_fsdp_sharding_recursively",
+    "fsdp2_strategy_parallelize",
+    "get_hf_tp_shard_plan",
+    "import_class_from_path",
+    "import_classes_from_paths",
+    "nvfsdp_strategy_parallelize",
+    "parallelize",
+    "translate_to_torch_parallel_style",
+    "unshard_fsdp2_model",
+    "wrap_replicas",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What became of a model on the mesh, for the banner."""
+
+    tp_fraction: float = 0.0
+    """Part of the parameters that is sharded over tp, in [0, 1]."""
+    notes: tuple[str, ...] = ()
+    """What a person should know: attention left replicated, plan entries without a module."""
+
+
+def parallelize(
+    model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, compute_dtype: torch.dtype
+) -> Layout:
+    """Shard a model in place as `parallelism` says: tensor parallel, then FSDP2. Nothing for single and ddp.
+
+    The model should be on the meta device, to be materialised and loaded shard by shard afterwards.
+    Raises ConfigError for a model without a plan under tp > 1 and for sizes that tp does not divide.
+    """
+    if parallelism.strategy == Strategy.megatron_fsdp and not HAVE_NVFSDP:
+        raise ConfigError(
+            "parallelism.strategy=megatron_fsdp: install the extra first: pip install 'meshbook[megatron]'"
+        )
+    config = getattr(model, "config", None)
+    shape = ModelShape(**shape_of_config(config.to_dict())) if config is not None else ModelShape()
+    if problems := model_problems(parallelism, mesh.shape, shape):
+        raise ConfigError(problems)
+    layout = Layout()
+    if mesh.size("tp") > 1:
+        plan = load_plan(parallelism.tp_plan, model) if parallelism.tp_plan else get_hf_tp_shard_plan(model)
+        applied = apply_tensor_parallel(
+            model,
+            mesh["tp"],
+            plan,
+            sequence_parallel=parallelism.sequence_parallel,
+            strict=parallelism.tp_plan is not None,
+        )
+        layout = Layout(applied.fraction, applied.notes)
+    if parallelism.strategy == Strategy.fsdp2:
+        shard_with_fsdp2(
+            model,
+            mesh.sharding,
+            mixed_precision(compute_dtype, next(model.parameters()).dtype),
+            offload_to_cpu(parallelism.cpu_offload),
+            parallelism.reshard_after_forward,
+        )
+    return layout
+
+
+def wrap_replicas(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig) -> nn.Module:
+    """Return the module to call in training: DDP around a loaded model, the model itself for every other strategy.
+
+    DDP's gradients are SUMMED over the replicas, like FSDP2's here: the training step divides, once.
+    """
+    if parallelism.strategy != Strategy.ddp or mesh.size("dp_replicate") == 1:
+        return model
+    group = mesh["dp_replicate"].get_group()
+    replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    replica.register_comm_hook(group, _sum_gradients)
+    return replica
+
+
+def _sum_gradients(group, bucket):  # type: ignore[no-untyped-def]
+    # DDP compares a hook's annotations with its own classes and does not know postponed ones: none here.
+    work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def fsdp2_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    param_dtype: torch.dtype = torch.bfloat16,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: CPUOffloadPolicy | None = None,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
+    tp_shard_plan: dict[str, ParallelStyle] | str | None = None,
+    dp_mesh_name: str = "data_parallel",
+    tp_mesh_name: str = "tensor_parallel",
+    dp_cp_mesh_name: str = "dp_cp",
+) -> nn.Module:
+    """Apply tensor parallelism, activation checkpointing of the MLPs and FSDP2 (seed page 004, NeMo AutoModel).
+
+    A custom plan (a dict, or an import path of one or of a function of the model) wins over the model's own.
+    Gradients are summed over the data-parallel mesh: divide once by the global token count. Only the root's output is
+    cast to float32. Attention whose heads tp does not divide is computed by every tp rank, and said so in the log.
+
+    Raises ConfigError where a plan is missing, matches nothing, or does not divide a layer.
+    """
+    names = device_mesh.mesh_dim_names or ()
+    if tp_mesh_name in names and device_mesh[tp_mesh_name].size() > 1:
+        plan = _given_plan(tp_shard_plan, model) or get_hf_tp_shard_plan(model)
+        applied = apply_tensor_parallel(
+            model,
+            device_mesh[tp_mesh_name],
+            plan,
+            sequence_parallel=sequence_parallel,
+            strict=tp_shard_plan is not None,
+        )
+        for note in applied.notes:
+            logger.info(note)
+    if activation_checkpointing:
+        _checkpoint_mlps(model)
+    if mp_policy is None:
+        mp_policy = MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+    shard_with_fsdp2(
+        model,
+        _data_mesh(device_mesh, dp_cp_mesh_name, dp_mesh_name),
+        mp_policy,
+        offload_policy or offload_to_cpu(cpu_offload),
+    )
+    return model
+
+
+def _destroy_dist_connection() -> None:
+    """Destroy the process group, as `destroy_global_state` does (seed page 004, NeMo AutoModel)."""
+    destroy_global_state()
+
+
+def _given_plan(plan: dict[str, ParallelStyle] | str | None, model: nn.Module) -> Plan | None:
+    return load_plan(plan, model) if isinstance(plan, str) else plan
+
+
+def _data_mesh(device_mesh: DeviceMesh, *candidates: str) -> DeviceMesh:
+    """Return the first of the named meshes that exists; flattened ones are found by name too."""
+    for name in candidates:
+        try:
+            return device_mesh[name]
+        except KeyError:
+            continue
+    raise ConfigError(f"the mesh {device_mesh.mesh_dim_names} has none of the axes {', '.join(candidates)}")
+
+
+def _checkpoint_mlps(model: nn.Module) -> None:
+    """Recompute every MLP in the backward; parameter names stay as they are."""
+    for name, module in model.named_modules():
+        if name.endswith(".mlp"):
+            compute: Callable[..., Any] = module.forward
+            module.forward = partial(checkpoint, compute, use_reentrant=False)  # type: ignore[method-assign]

@@ -1,0 +1,243 @@
+"""From a model to its tensor-parallel plan: module path -> style, told in the end by how much of the model it shards."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from components.config.errors import ConfigError
+from components.config.schema.parallelism import AttentionLayout, attention_layout
+from components.distributed.tensor_parallel import KVHeadSlice, ReplicatedParameters, TransformersStyle
+
+Plan = dict[str, ParallelStyle]
+
+TRANSFORMERS_STYLES = (
+    "packed_colwise",
+    "packed_rowwise",
+    "mla_kv_a_proj",
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "local_params",
+    "all_reduce",
+)
+"""Styles that transformers implements well and torch does not have."""
+
+
+class MissingPlanError(ConfigError, AssertionError):
+    """The model brings no tensor-parallel plan (the seed page promises an AssertionError)."""
+
+
+def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
+    """Return a fresh torch style for a name of transformers 4 or 5 (seed page 004, NeMo AutoModel).
+
+    Names that torch has no style for are handed to transformers' own implementation. Raises ValueError for an
+    unknown name, and TypeError (an AssertionError too, as the page promises) for what is not a string.
+    """
+    if not isinstance(style, str):
+        raise _NotAStyleNameError(f"a parallel style is named by a string, not by {style!r}")
+    match style:
+        case "colwise":
+            return ColwiseParallel()
+        case "rowwise":
+            return RowwiseParallel()
+        case "colwise_rep" | "colwise_gather_output" | "embedding_colwise":
+            return ColwiseParallel(output_layouts=Replicate())
+        case "rowwise_rep" | "rowwise_split_input" | "embedding_rowwise":
+            return RowwiseParallel(input_layouts=Replicate())
+        case "sequence_parallel":
+            return SequenceParallel()
+        case "replicate":
+            return ReplicatedParameters()
+        case "replicated_with_grad_allreduce":
+            return ReplicatedParameters(partial_grad=True)
+        case _ if style in TRANSFORMERS_STYLES:
+            return TransformersStyle(style)
+    raise ValueError(f"Unknown parallel style: {style!r}; give a plan of your own by parallelism.tp_plan=module:name")
+
+
+class _NotAStyleNameError(TypeError, AssertionError):
+    """What should name a style is not a string."""
+
+
+def get_hf_tp_shard_plan(model: nn.Module) -> Plan:
+    """Return the plan that a Hugging Face model brings: module path (with `*` for layers) -> style.
+
+    The class's, the instance's and the inner model's `_tp_plan` are merged, later ones win; an inner plan's paths
+    get the inner model's name in front. Raises MissingPlanError where there is none (seed page 004, NeMo AutoModel).
+    """
+    merged: dict[str, str] = dict(getattr(type(model), "_tp_plan", None) or {})
+    merged |= getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
+    inner_name = getattr(model, "base_model_prefix", "") or "model"
+    inner = getattr(model, inner_name, None)
+    inner_plan = getattr(inner, "_tp_plan", None) or getattr(type(inner), "_tp_plan", None) or {}
+    for path, style in inner_plan.items():
+        full = path if path.startswith(f"{inner_name}.") else f"{inner_name}.{path}"
+        merged.setdefault(full, style)
+    layered = any("*" in path for path in merged)
+    if not merged or not layered:
+        raise MissingPlanError(
+            f"parallelism.tp: {type(model).__name__} brings no tensor-parallel plan; set parallelism.tp=1, or give a "
+            "plan by parallelism.tp_plan=module.path:name"
+        )
+    embeddings = _name_of(model, getattr(model, "get_input_embeddings", lambda: None)())
+    if embeddings is not None:
+        merged.setdefault(embeddings, "embedding_rowwise")
+    plan: Plan = {}
+    for path, style in merged.items():
+        try:
+            plan[path] = translate_to_torch_parallel_style(style)
+        except ValueError as error:
+            raise ConfigError(f"parallelism.tp: {type(model).__name__} plans {path} as {style!r}: {error}") from error
+    return plan
+
+
+def load_plan(path: str, model: nn.Module) -> Plan:
+    """Return a user's plan by import path, `package.module:name`: a dict, or a function of the model that returns one.
+
+    Values are torch styles, or names of transformers' styles. Raises ConfigError where it is neither.
+    """
+    found = import_class_from_path(path)
+    plan = found(model) if callable(found) else found
+    if not isinstance(plan, dict):
+        raise ConfigError(f"parallelism.tp_plan={path}: must be a dict or return one, not {type(plan).__name__}")
+    return {
+        name: translate_to_torch_parallel_style(style) if isinstance(style, str) else style
+        for name, style in plan.items()
+    }
+
+
+def import_class_from_path(name: str) -> Any:
+    """Import `package.module.Name`, nested names included, or `package.module:name` (seed page 004, NeMo AutoModel).
+
+    Raises ConfigError (an ImportError too) naming what of the path was found and what was not.
+    """
+    module_path, _, attributes = name.partition(":")
+    parts = module_path.split(".")
+    if not all(part.isidentifier() for part in parts) or (not attributes and len(parts) < 2):
+        raise ImportPathError(f"{name!r} is not an import path; write package.module:name or package.module.Name")
+    for length in range(len(parts), 0, -1):
+        candidate = ".".join(parts[:length])
+        try:
+            found: Any = importlib.import_module(candidate)
+        except ModuleNotFoundError as error:
+            if error.name and (candidate == error.name or candidate.startswith(f"{error.name}.")):
+                continue
+            raise
+        for attribute in parts[length:] + (attributes.split(".") if attributes else []):
+            if not hasattr(found, attribute):
+                raise ImportPathError(f"{name!r}: {candidate} has no {attribute!r}")
+            found = getattr(found, attribute)
+        return found
+    raise ImportPathError(f"{name!r}: there is no module {parts[0]!r}; is its folder installed or on PYTHONPATH?")
+
+
+class ImportPathError(ConfigError, ImportError):
+    """An import path given by the user leads nowhere."""
+
+
+def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
+    """Import every path of a list (seed page 004, NeMo AutoModel). Raises ImportPathError naming all that fail."""
+    found, problems = [], []
+    for path in class_paths or []:
+        try:
+            found.append(import_class_from_path(path))
+        except ImportPathError as error:
+            problems += error.problems
+    if problems:
+        raise ImportPathError(problems)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention heads of a model and how they lie over the tp axis."""
+
+    heads: int
+    kv_heads: int
+    layout: AttentionLayout
+
+
+def read_heads(model: nn.Module, tp: int) -> Heads | None:
+    """Return the head counts of a Hugging Face model, or None where its config has none."""
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return None
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return Heads(heads, kv_heads, attention_layout(heads, kv_heads, tp))
+
+
+def fit_attention(model: nn.Module, plan: Plan, tp: int) -> Plan:
+    """Return the plan with attention as the heads allow, and with the norms that published plans forget.
+
+    Where tp does not divide the heads, attention leaves the plan and is computed by every rank; where there are
+    fewer kv heads than ranks, ranks share them. q_norm and k_norm of sharded heads get their gradients summed.
+    """
+    heads = read_heads(model, tp)
+    attention = {path.rpartition(".")[0] for path, style in plan.items() if _cuts_heads(path, style)}
+    if heads is None or not attention:
+        return plan
+    if heads.layout == AttentionLayout.replicated:
+        return {path: style for path, style in plan.items() if path.rpartition(".")[0] not in attention}
+    fitted = dict(plan)
+    for parent in attention:
+        for name, module in matching(model, parent):
+            for norm in ("q_norm", "k_norm"):
+                if hasattr(module, norm) and not _planned(plan, f"{name}.{norm}"):
+                    fitted[f"{parent}.{norm}"] = ReplicatedParameters(partial_grad=True)
+            if heads.layout == AttentionLayout.kv_replicated:
+                module.num_key_value_groups = heads.heads // tp  # type: ignore[assignment]
+        if heads.layout == AttentionLayout.kv_replicated:
+            fitted |= {f"{parent}.{kv}_proj": KVHeadSlice(heads.kv_heads) for kv in ("k", "v")}
+    return fitted
+
+
+def check_divisible(model: nn.Module, plan: Plan, tp: int) -> None:
+    """Raise ConfigError naming every linear layer whose sharded size tp does not divide."""
+    problems = {}
+    for path, style in plan.items():
+        for name, module in matching(model, path):
+            if not isinstance(module, nn.Linear):
+                continue
+            if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):
+                size = module.out_features
+            elif isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),):
+                size = module.in_features
+            else:
+                continue
+            if size % tp:
+                problems.setdefault(path, f"parallelism.tp={tp}: does not divide the {size} features of {name}")
+    if problems:
+        raise ConfigError([f"{problem}; change parallelism.tp" for problem in problems.values()])
+
+
+def matching(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of every module that a plan's path names; `*` stands for one part of the name."""
+    pattern = re.compile("[^.]+".join(re.escape(part) for part in path.split("*")))
+    return [(name, module) for name, module in model.named_modules() if pattern.fullmatch(name)]
+
+
+def _cuts_heads(path: str, style: ParallelStyle) -> bool:
+    leaf = path.rpartition(".")[2]
+    return leaf in ("q_proj", "k_proj", "v_proj") and getattr(style, "output_layouts", None) == (Shard(-1),)
+
+
+def _planned(plan: Plan, name: str) -> bool:
+    return any(re.fullmatch("[^.]+".join(re.escape(part) for part in path.split("*")), name) for path in plan)
+
+
+def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
+    return next((name for name, module in model.named_modules() if module is wanted), None)

@@ -1,0 +1,15 @@
+"""What a person sees of a run, and the files that tell of it afterwards.
+
+banner.py    the first screen: versions, mesh, ranks, batch arithmetic, parameters
+reporter.py  one line per log step, the progress bar, metrics.jsonl, wandb
+wandb.py     Weights & Biases, which never stops a run
+plot.py      loss.png
+result.py    result.json and the summary line; peak memory
+"""
+
+from components.observability.banner import Facts, print_banner
+from components.observability.plot import plot_losses
+from components.observability.reporter import Reporter
+from components.observability.result import Result, peak_memory_bytes, write_result
+
+__all__ = ["Facts", "Reporter", "Result", "peak_memory_bytes", "plot_losses", "print_banner", "write_result"]

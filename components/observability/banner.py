@@ -1,0 +1,88 @@
+"""The first screen of a run: where users look when something is not as they thought."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from components.config.schema.parallelism import MeshShape
+
+
+@dataclass(kw_only=True, slots=True)
+class Facts:
+    """What the recipe knows and the banner shows."""
+
+    run_dir: str
+    """The run directory."""
+    mesh: MeshShape
+    """Degrees of the axes."""
+    coordinates: str
+    """This rank's place on the mesh."""
+    device: torch.device
+    """Where this rank computes."""
+    batch: str
+    """Batch arithmetic as a formula."""
+    model: str
+    """Name, parameters, types."""
+    local_bytes: int
+    """Bytes of this rank's parameters."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should know before it costs them something."""
+
+
+def print_banner(console: Console, facts: Facts) -> None:
+    """Print the start banner on rank 0. A collective: every rank must call it."""
+    ranks = _gather(
+        (
+            socket.gethostname(),
+            os.environ.get("LOCAL_RANK", "0"),
+            str(facts.device),
+            facts.coordinates,
+            facts.local_bytes,
+        )
+    )
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _rows(facts):
+        table.add_row(name, Text(text))
+    console.print(table)
+    places = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("rank", "host", "local rank", "device", "place on the mesh", "parameter bytes"):
+        places.add_column(column, no_wrap=True)
+    for rank, (host, local_rank, device, coordinates, local_bytes) in enumerate(ranks):
+        if rank < 16 or rank == len(ranks) - 1:
+            places.add_row(str(rank), host, local_rank, device, coordinates, f"{local_bytes:,}")
+        elif rank == 16:
+            places.add_row("...", *[""] * 5)
+    console.print(places)
+
+
+def _rows(facts: Facts) -> list[tuple[str, str]]:
+    packages = ("torch", "transformers", "meshbook")
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    rows = [
+        ("versions", f"python {platform.python_version()}, {versions}"),
+        ("run directory", facts.run_dir),
+        ("mesh", f"{facts.mesh} = {facts.mesh.world} processes"),
+        ("batch", facts.batch),
+        ("model", facts.model),
+    ]
+    return rows + [("note", note) for note in facts.notes]
+
+
+def _gather(mine: tuple[str, str, str, str, int]) -> list[tuple[str, str, str, str, int]]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    everyone: list[tuple[str, str, str, str, int]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone

@@ -1,0 +1,60 @@
+"""Weights & Biases. It is imported only when it is asked for, and whatever it raises never stops a run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from components.config.schema.logging import WandbConfig, WandbMode
+
+logger = logging.getLogger(__name__)
+
+
+class WandbRun:
+    """A wandb run whose id is the run directory's name, so that a resumed run continues its curve."""
+
+    def __init__(self, config: WandbConfig, run_dir: str, console: Console) -> None:
+        self._console = console
+        self._run: Any = None
+        if config.mode is WandbMode.disabled:
+            return
+        folder = Path(run_dir).resolve()
+        self._guard(
+            self._start,
+            dir=str(folder),
+            id=folder.name,
+            name=folder.name,
+            resume="allow",
+            mode=str(config.mode),
+            project=config.project,
+            entity=config.entity,
+            tags=config.tags,
+        )
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Log a line of metrics under its step."""
+        if self._run is not None:
+            self._guard(self._run.log, {key: value for key, value in values.items() if key != "step"}, step=values["step"])
+
+    def finish(self, *, failed: bool) -> None:
+        """Close the run."""
+        if self._run is not None:
+            self._guard(self._run.finish, exit_code=int(failed))
+
+    def _start(self, **arguments: Any) -> None:
+        import wandb
+
+        settings = wandb.Settings(silent=True, console="off")
+        self._run = wandb.init(settings=settings, **arguments)
+
+    def _guard(self, call: Any, *args: Any, **kwargs: Any) -> None:
+        # Any failure of a logging service: told once with its reason, and the training goes on without it.
+        try:
+            call(*args, **kwargs)
+        except Exception as error:
+            self._run = None
+            logger.debug("wandb failed", exc_info=True)
+            self._console.print(f"wandb is off from here on: {type(error).__name__}: {error}", markup=False)

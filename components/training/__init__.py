@@ -1,0 +1,40 @@
+"""How one optimizer step is done right; when to log, evaluate, save and stop is the recipe's business.
+
+loop.py       train_step and evaluate: one division by the global number of target tokens
+loss.py       the sum of token losses, and reduce_loss
+sync.py       get_sync_ctx: which backward reduces gradients
+gradients.py  the norm of all gradients over mixed meshes, clipping
+optim.py      AdamW with decay groups, learning-rate schedules, updates that skip non-finite gradients
+precision.py  the type of matrix products
+metrics.py    numbers of a step, read a fixed number of steps later, so that the host never waits
+state.py      what a resume needs besides tensors; the request to stop
+"""
+
+from components.training.gradients import clip_gradients, gradient_norm
+from components.training.loop import StepSettings, evaluate, train_step
+from components.training.loss import count_targets, reduce_loss, token_loss_sum
+from components.training.metrics import StepMetrics, StepReader
+from components.training.optim import build_optimizer, learning_rate, set_learning_rate
+from components.training.precision import compute_dtype
+from components.training.state import StopRequest, TrainState
+from components.training.sync import get_sync_ctx
+
+__all__ = [
+    "StepMetrics",
+    "StepReader",
+    "StepSettings",
+    "StopRequest",
+    "TrainState",
+    "build_optimizer",
+    "clip_gradients",
+    "compute_dtype",
+    "count_targets",
+    "evaluate",
+    "get_sync_ctx",
+    "gradient_norm",
+    "learning_rate",
+    "reduce_loss",
+    "set_learning_rate",
+    "token_loss_sum",
+    "train_step",
+]

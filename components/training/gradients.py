@@ -1,0 +1,66 @@
+"""The norm of all gradients, each element of the model counted once whatever the mesh, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the global L2 norm of the gradients as a scalar on their device, equal on every rank.
+
+    Gradients may be plain or lie on different meshes: what an axis shards is summed over it, what it replicates is
+    counted once. Accumulates in float32, or in float64 for float64 gradients. One small collective per mesh axis that
+    shards anything; the host does not wait. Raises ValueError for a gradient that is still a partial sum.
+    """
+    by_groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    process_groups: dict[str, dist.ProcessGroup] = {}
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        groups = _sharding_groups(gradient)
+        process_groups |= {group.group_name: group for group in groups}
+        by_groups.setdefault(tuple(group.group_name for group in groups), []).append(local_part(gradient))
+    if not by_groups:
+        raise ValueError("no parameter has a gradient; was the backward run?")
+    squares = torch.stack([_sum_of_squares(gradients) for gradients in by_groups.values()])  # (kinds of layout,)
+    for name, group in process_groups.items():
+        rows = [index for index, names in enumerate(by_groups) if name in names]
+        part = squares[rows]
+        dist.all_reduce(part, group=group)
+        squares[rows] = part
+    return squares.sum().sqrt()
+
+
+def clip_gradients(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale gradients in place so that their norm is at most `max_norm`; 0: leave them. The host does not wait."""
+    if max_norm == 0:
+        return
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sharding_groups(gradient: torch.Tensor) -> list[dist.ProcessGroup]:
+    if not isinstance(gradient, DTensor):
+        return []
+    if any(placement.is_partial() for placement in gradient.placements):
+        raise ValueError(f"a gradient is still a partial sum ({gradient.placements}): its reduction was left out")
+    mesh = gradient.device_mesh
+    return [
+        mesh.get_group(dim)
+        for dim, placement in enumerate(gradient.placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    ]
+
+
+def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
+    dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+    norms = torch._foreach_norm(gradients, 2, dtype=dtype)
+    return torch.stack(norms).square().sum()

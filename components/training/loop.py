@@ -1,0 +1,125 @@
+"""One optimizer step, and one pass over held-out data.
+
+The loss of a step is the sum of its token losses over the number of its target tokens, both over every micro-batch
+and every rank. The count is known before the first forward, each strategy sums gradients, and nothing is averaged
+over ranks: the same samples give the same curve on every mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from components.training.gradients import clip_gradients, gradient_norm
+from components.training.loss import count_targets, token_loss_sum
+from components.training.optim import step_if_finite
+from components.training.sync import get_sync_ctx
+
+MicroBatch = dict[str, torch.Tensor]
+"""input_ids and labels, each (micro_batch, seq) int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What stays the same over all steps of a run."""
+
+    device: torch.device
+    """Where the model computes."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0: no clipping."""
+    defer_grad_sync: bool = True
+    """Reduce gradients in the last micro-batch only."""
+    counts_tokens: bool = True
+    """Whether this rank's tokens count in sums over all ranks (tp ranks read the same samples: one counts)."""
+    autocast: torch.dtype | None = None
+    """Type of matrix products where the strategy does not set it (single, ddp)."""
+
+
+def train_step(
+    model: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    optimizer: torch.optim.Optimizer,
+    settings: StepSettings,
+    stop: tuple[float, float] = (0.0, 0.0),
+) -> torch.Tensor:
+    """Do one optimizer step over the micro-batches of this rank; the host never waits for the device.
+
+    Args:
+        micro_batches: input_ids and labels (micro_batch, seq) each, the same number on every rank.
+        stop: (preempt, interrupt) of this rank; the returned vector says whether any rank was asked to stop.
+
+    Returns a float64 vector of `metrics.FIELDS` on the device, equal on every rank.
+    """
+    batches = [to_device(batch, settings.device) for batch in micro_batches]
+    counted = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum()
+    asked = torch.tensor(stop, dtype=torch.float64).to(settings.device, non_blocking=True)
+    totals = _sum_over_ranks(torch.cat([(counted * settings.counts_tokens)[None], asked]))  # tokens, stop flags
+    tokens = totals[0].clamp(min=1)
+
+    loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        with get_sync_ctx(model, last, settings.defer_grad_sync):
+            loss = _forward(model, batch, settings)
+            (loss / tokens.to(loss.dtype)).backward()
+        loss_sum += loss.detach()
+
+    norm = gradient_norm(model.parameters())
+    clip_gradients(model.parameters(), norm, settings.max_grad_norm)
+    skipped = step_if_finite(optimizer, norm)
+    optimizer.zero_grad(set_to_none=True)
+
+    loss_sum = _sum_over_ranks((loss_sum * settings.counts_tokens)[None])
+    rest = torch.stack([norm, skipped.to(norm.dtype)]).to(torch.float64)
+    return torch.cat([loss_sum / tokens, rest[:1], totals[:1], rest[1:], totals[1:]])
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, batches: Iterable[MicroBatch], settings: StepSettings
+) -> tuple[float, int]:
+    """Return (mean loss per target token, number of target tokens) over the batches of all ranks.
+
+    Every rank must bring the same number of batches: a sharded forward is a collective.
+    """
+    was_training = model.training
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=settings.device)  # loss, tokens
+    for batch in batches:
+        batch = to_device(batch, settings.device)
+        totals += torch.stack([_forward(model, batch, settings).double(), count_targets(batch["labels"])])
+    model.train(was_training)
+    loss, tokens = _sum_over_ranks(totals * settings.counts_tokens).tolist()
+    return (loss / tokens if tokens else float("nan")), int(tokens)
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Copy a micro-batch to the device without making the host wait."""
+    if device.type == "cuda":
+        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def _forward(model: nn.Module, batch: MicroBatch, settings: StepSettings) -> torch.Tensor:
+    # Rows are padded on the right: under causal attention no real token sees padding, so no mask is needed, and
+    # without position_ids transformers does not probe them for packed documents (a host-device sync).
+    with _autocast(settings):
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    return token_loss_sum(logits, batch["labels"])
+
+
+def _autocast(settings: StepSettings) -> AbstractContextManager[None]:
+    if settings.autocast is None:
+        return nullcontext()
+    return torch.autocast(settings.device.type, dtype=settings.autocast)
+
+
+def _sum_over_ranks(vector: torch.Tensor) -> torch.Tensor:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(vector)
+    return vector

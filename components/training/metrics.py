@@ -1,0 +1,79 @@
+"""The numbers of a step, read by the host a fixed number of steps later on every rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+FIELDS = ("loss", "grad_norm", "tokens", "skipped", "preempt", "interrupt")
+"""What train_step packs into one vector, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One optimizer step as the host sees it."""
+
+    step: int
+    """Optimizer step, the first is 1."""
+    loss: float
+    """Mean loss over the target tokens of the whole step: the number that was optimised."""
+    grad_norm: float
+    """Global norm of the gradients before clipping."""
+    tokens: int
+    """Target tokens of the step, over all ranks."""
+    skipped: bool
+    """The update was skipped because the gradients were not finite."""
+    preempt: bool
+    """A rank was told to save and leave (SIGTERM, SIGUSR2)."""
+    interrupt: bool
+    """A rank was interrupted (Ctrl-C)."""
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether any rank was asked to stop; equal on every rank."""
+        return self.preempt or self.interrupt
+
+
+class StepReader:
+    """Hands a step's vector to the host `lag` steps after it was made.
+
+    The copy to pinned memory starts at once and is read when the device has long passed it, so that the host does not
+    wait. The lag is fixed, never "when ready": all ranks learn the same thing at the same step, and stop together.
+    """
+
+    def __init__(self, lag: int = 1) -> None:
+        self.lag = lag
+        self._pending: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    def push(self, step: int, vector: torch.Tensor) -> StepMetrics | None:
+        """Start the copy of `vector` (len(FIELDS),) and return the metrics of step `step - lag`, if there is one."""
+        event = None
+        if vector.is_cuda:
+            copy = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            copy.copy_(vector, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            vector = copy
+        self._pending.append((step, vector, event))
+        return self._pop() if len(self._pending) > self.lag else None
+
+    def flush(self) -> list[StepMetrics]:
+        """Wait for the device and return the metrics of every step not yet read."""
+        return [self._pop() for _ in range(len(self._pending))]
+
+    def _pop(self) -> StepMetrics:
+        step, vector, event = self._pending.popleft()
+        if event is not None:
+            event.synchronize()
+        values = dict(zip(FIELDS, vector.tolist(), strict=True))
+        return StepMetrics(
+            step=step,
+            loss=values["loss"],
+            grad_norm=values["grad_norm"],
+            tokens=int(values["tokens"]),
+            skipped=values["skipped"] > 0,
+            preempt=values["preempt"] > 0,
+            interrupt=values["interrupt"] > 0,
+        )

@@ -1,0 +1,69 @@
+"""What a run knows of itself besides tensors, and the request to end it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import asdict, dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+PREEMPT_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Counters of a run; saved with every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    """Target tokens seen in them."""
+    skipped: int = 0
+    """Steps whose update was skipped because the gradients were not finite."""
+    first_loss: float | None = None
+    """Loss of the first step."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counters as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainState:
+        """Rebuild the counters that `to_dict` returned."""
+        return cls(**values)
+
+
+class StopRequest:
+    """Remembers that this process was asked to stop, for the loop to save and leave between two steps.
+
+    SIGTERM and SIGUSR2 ask for preemption, the first Ctrl-C for an interruption; a second Ctrl-C aborts at once. The
+    handlers of before are put back at the end of the context.
+    """
+
+    def __init__(self) -> None:
+        self.preempt = False
+        self.interrupt = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (*PREEMPT_SIGNALS, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def flags(self) -> tuple[float, float]:
+        """Return (preempt, interrupt) as numbers, for the reduction that every step does anyway."""
+        return float(self.preempt), float(self.interrupt)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in PREEMPT_SIGNALS:
+            self.preempt = True
+        elif self.interrupt:
+            raise KeyboardInterrupt
+        else:
+            self.interrupt = True

@@ -1,0 +1,67 @@
+"""Size budgets, so that every file can be read in one sitting. Exits 1 and names what is too large.
+
+python scripts/check_sizes.py
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE_LINES, FILE_LINES, FUNCTION_LINES, NESTING, ARGUMENTS = 200, 300, 60, 5, 7
+SEED_SIGNATURES = {"fsdp2_strategy_parallelize", "nvfsdp_strategy_parallelize"}
+BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.AsyncFor, ast.AsyncWith)
+
+
+def problems_of(file: Path) -> list[str]:
+    """Return what of `file` is over a budget, one line each."""
+    text = file.read_text()
+    name = file.relative_to(ROOT)
+    limit = RECIPE_LINES if name.parts[0] == "recipes" else FILE_LINES
+    lines = text.count("\n")
+    found = [f"{name}: {lines} lines, at most {limit}"] if lines > limit else []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found += _problems_of_function(node, f"{name}:{node.lineno} {node.name}", name.parts[0] == "recipes")
+    return found
+
+
+def _problems_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, where: str, in_recipe: bool) -> list[str]:
+    found = []
+    length = (node.end_lineno or node.lineno) - node.lineno + 1
+    # A recipe's main is the recipe: its outer loop stays in sight, and the file's own budget holds.
+    if length > FUNCTION_LINES and not in_recipe and node.name not in SEED_SIGNATURES:
+        found.append(f"{where}: {length} lines, at most {FUNCTION_LINES}")
+    arguments = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+    own = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
+    arguments = len(node.args.posonlyargs) + len(own) + len(node.args.kwonlyargs)
+    if arguments > ARGUMENTS and node.name not in SEED_SIGNATURES:
+        found.append(f"{where}: {arguments} arguments, at most {ARGUMENTS}")
+    deepest = _nesting(node)
+    if deepest > NESTING:
+        found.append(f"{where}: nested {deepest} deep, at most {NESTING}")
+    return found
+
+
+def _nesting(node: ast.AST, depth: int = 0) -> int:
+    deepest = depth
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        inner = depth + isinstance(child, BLOCKS)
+        deepest = max(deepest, _nesting(child, inner))
+    return deepest
+
+
+def main() -> int:
+    """Check every Python file of the project but its tests."""
+    files = [file for folder in ("recipes", "components", "scripts") for file in (ROOT / folder).rglob("*.py")]
+    problems = [line for file in sorted(files) for line in problems_of(file)]
+    print("\n".join(problems) or f"{len(files)} files within their budgets")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
