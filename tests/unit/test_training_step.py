@@ -1,0 +1,185 @@
+"""The mechanism of one step in one process: no host sync, non-finite gradients, schedules, counting."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from components import training
+from components.config.schema import OptimizerConfig, Schedule
+from components.models.attention import use_causal_sdpa
+from components.training.optim import step_if_finite
+
+LLAMA = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def tiny_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA))
+    assert use_causal_sdpa(model)
+    return model
+
+
+def batch(rows: int, length: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    tokens = torch.randint(3, 64, (rows, length))
+    labels = tokens.clone()
+    labels[:, : length // 2] = -100
+    return {"input_ids": tokens.to(device), "labels": labels.to(device)}
+
+
+def test_the_step_never_waits_for_the_device() -> None:
+    """On the meta device .item(), bool() and .cpu() raise: a step that runs there has no host sync anywhere."""
+    with torch.device("meta"):
+        model = tiny_model()
+    optimizer = training.build_optimizer(model, OptimizerConfig())
+    settings = training.StepSettings(device=torch.device("meta"))
+    vector = training.train_step(model, [batch(2, 16, "meta") for _ in range(2)], optimizer, settings)
+    assert vector.shape == (6,)
+    with pytest.raises(RuntimeError):
+        vector[0].item()  # the device is one that would have told
+
+
+def test_the_meta_device_tells_a_host_sync() -> None:
+    """The proof above has power: the same step with one .item() in it is refused."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    model.register_forward_hook(lambda module, args, output: output * output.sum().item())
+    with pytest.raises(RuntimeError):
+        model(torch.empty(2, 4, device="meta"))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_non_finite_gradients_never_reach_weights_or_moments(poison: float) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = training.build_optimizer(model, OptimizerConfig(lr=0.1))
+    model(torch.ones(2, 4)).sum().backward()
+    step_if_finite(optimizer, training.gradient_norm(model.parameters()))
+    before = [p.detach().clone() for p in model.parameters()]
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
+    steps = [optimizer.state[p]["step"].item() for p in model.parameters()]
+
+    model.weight.grad[0, 0] = poison
+    norm = training.gradient_norm(model.parameters())
+    training.clip_gradients(model.parameters(), norm, 1.0)
+    skipped = step_if_finite(optimizer, norm)
+
+    assert skipped.item() == 1
+    for parameter, old, moment, step in zip(model.parameters(), before, moments, steps, strict=True):
+        assert torch.equal(parameter, old)
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], moment)
+        assert optimizer.state[parameter]["step"].item() == step
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    assert step_if_finite(optimizer, training.gradient_norm(model.parameters())).item() == 0
+    assert not torch.equal(model.weight, before[0])
+
+
+def test_accumulation_changes_nothing() -> None:
+    """One micro-batch of four rows, and four of one: the same loss, norm and weights."""
+    rows = batch(4, 12)
+    rows["labels"][0, :11] = -100  # unequal numbers of target tokens
+    results = []
+    for size in (4, 1):
+        model = tiny_model().double()
+        optimizer = training.build_optimizer(model, OptimizerConfig())
+        parts = [{name: part[i : i + size] for name, part in rows.items()} for i in range(0, 4, size)]
+        settings = training.StepSettings(device=torch.device("cpu"))
+        vector = training.train_step(model, parts, optimizer, settings)
+        results.append((vector, model.lm_head.weight.detach()))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-10, atol=1e-14)
+
+
+def test_padding_changes_nothing() -> None:
+    model = tiny_model().double()
+    rows = batch(2, 10)
+    padded = {
+        "input_ids": nn.functional.pad(rows["input_ids"], (0, 6), value=0),
+        "labels": nn.functional.pad(rows["labels"], (0, 6), value=-100),
+    }
+    settings = training.StepSettings(device=torch.device("cpu"))
+    expected = training.evaluate(model, [rows], settings)
+    assert training.evaluate(model, [padded], settings) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_loss_is_that_of_transformers() -> None:
+    model, rows = tiny_model().double(), batch(3, 14)
+    expected = model(input_ids=rows["input_ids"], labels=rows["labels"]).loss.item()
+    settings = training.StepSettings(device=torch.device("cpu"))
+    assert training.evaluate(model, [rows], settings)[0] == pytest.approx(expected, rel=1e-6)  # transformers takes it in float32
+
+
+def test_loss_is_taken_in_float32_and_float64_is_kept() -> None:
+    labels = torch.randint(0, 8, (2, 5))
+    logits = torch.randn(2, 5, 8)
+    assert training.token_loss_sum(logits.bfloat16(), labels).dtype == torch.float32
+    assert training.token_loss_sum(logits.double(), labels).dtype == torch.float64
+
+
+def test_the_norm_is_torch_s() -> None:
+    model = tiny_model()
+    model(**batch(2, 8)).loss.backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.testing.assert_close(training.gradient_norm(model.parameters()), expected)
+    training.clip_gradients(model.parameters(), expected, 0.5)
+    assert training.gradient_norm(model.parameters()).item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_norms_and_biases_are_not_decayed() -> None:
+    model = tiny_model()
+    groups = training.build_optimizer(model, OptimizerConfig(weight_decay=0.3)).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    assert all(p.dim() >= 2 for p in groups[0]["params"])
+    assert len(groups[1]["params"]) == 5  # two norms a layer and the last one
+
+
+def test_schedules_hit_their_corners() -> None:
+    def curve(**values: object) -> list[float]:
+        config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, **values)
+        return [training.learning_rate(config, step, 20) for step in range(20)]
+
+    warm = curve(schedule=Schedule.cosine, warmup_steps=4)
+    assert warm[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert warm[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(warm[4:], warm[5:], strict=False))
+    assert curve(schedule=Schedule.linear)[-1] == pytest.approx(0.1)
+    assert curve(schedule=Schedule.linear)[9] == pytest.approx(1 - 0.9 * 0.5)
+    assert set(curve(schedule=Schedule.constant)) == {1.0}
+    wsd = curve(schedule=Schedule.wsd, decay_steps=5)
+    assert wsd[:15] == [1.0] * 15
+    assert wsd[-1] == pytest.approx(0.1)
+
+
+def test_the_reader_lags_by_a_fixed_number_of_steps() -> None:
+    reader = training.StepReader(lag=2)
+    vectors = [torch.tensor([float(i), 1, 7, 0, i == 1, 0], dtype=torch.float64) for i in range(4)]
+    seen = [reader.push(step, vector) for step, vector in enumerate(vectors)]
+    assert seen[:2] == [None, None]
+    assert [m.step for m in seen[2:] if m] == [0, 1]
+    assert seen[3] is not None
+    assert seen[3].must_stop
+    assert [m.loss for m in reader.flush()] == [2.0, 3.0]
+    assert reader.flush() == []
+
+
+def test_a_stop_request_remembers_and_puts_handlers_back() -> None:
+    import os
+    import signal
+
+    before = signal.getsignal(signal.SIGUSR2)
+    with training.StopRequest() as stop:
+        assert stop.flags() == (0.0, 0.0)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert stop.flags() == (1.0, 0.0)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.flags() == (1.0, 1.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGUSR2) is before
