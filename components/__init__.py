@@ -61,7 +61,7 @@ def __getattr__(name: str) -> ModuleType:
             raise ImportError(f"{qualified} is part of Meshbook but was not found; reinstall the project")
         package = _LazyPackage(qualified)
         package.__spec__, package.__file__, package.__loader__ = spec, spec.origin, spec.loader
-        package.__path__ = list(spec.submodule_search_locations or [])  # type: ignore[attr-defined]
+        package.__path__ = list(spec.submodule_search_locations or [])
         package.__package__ = qualified
         sys.modules[qualified] = package
     # Stored here, so that `from components import data` does not import the package a second time, eagerly.

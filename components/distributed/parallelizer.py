@@ -122,7 +122,7 @@ def wrap_replicas(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig) 
     return replica
 
 
-def _sum_gradients(group, bucket):  # type: ignore[no-untyped-def]
+def _sum_gradients(group, bucket):
     # DDP compares a hook's annotations with its own classes and does not know postponed ones: none here.
     work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
@@ -201,4 +201,4 @@ def _checkpoint_mlps(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if name.endswith(".mlp"):
             compute: Callable[..., Any] = module.forward
-            module.forward = partial(checkpoint, compute, use_reentrant=False)  # type: ignore[method-assign]
+            module.forward = partial(checkpoint, compute, use_reentrant=False)

@@ -42,7 +42,7 @@ class ReplicatedParameters(ParallelStyle):
             with local_parameters(module, placement):
                 return compute(*args, **kwargs)
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
         return module
 
 
@@ -70,7 +70,7 @@ class KVHeadSlice(ParallelStyle):
             weight = this_head(module.weight)  # type: ignore[arg-type]
             return F.linear(hidden, weight, this_head(module.bias))  # type: ignore[arg-type]
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
         return module
 
 
@@ -106,7 +106,9 @@ class BlockInput(ParallelStyle):
         self.shared = shared
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq or seq / tp, hidden) -> (batch, seq, hidden)
+        def enter(
+            hidden: torch.Tensor,
+        ) -> torch.Tensor:  # (batch, seq or seq / tp, hidden) -> (batch, seq, hidden)
             source = Shard(1) if self.sequence_parallel else Replicate()
             whole = DTensor.from_local(hidden, device_mesh, [source], run_check=False)
             whole = whole.redistribute(placements=[Replicate()])
@@ -145,14 +147,13 @@ class GatherSequence(ParallelStyle):
 @contextmanager
 def local_parameters(module: nn.Module, grad_placement: Placement) -> Iterator[None]:
     """Within the context the module's own DTensor parameters are plain tensors with gradients of that placement."""
-    own = {name: value for name, value in module._parameters.items() if isinstance(value, DTensor)}
-    module._parameters.update(
-        {name: value.to_local(grad_placements=[grad_placement]) for name, value in own.items()}  # type: ignore[misc]
-    )
+    own: dict[str, Any] = {name: value for name, value in module._parameters.items() if isinstance(value, DTensor)}
+    plain: dict[str, Any] = {name: value.to_local(grad_placements=[grad_placement]) for name, value in own.items()}
+    module._parameters.update(plain)
     try:
         yield
     finally:
-        module._parameters.update(own)  # type: ignore[arg-type]
+        module._parameters.update(own)
 
 
 def replicate_parameters(module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -169,15 +170,23 @@ def as_replicated(tensor: torch.Tensor, device_mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(tensor, device_mesh, [Replicate()], run_check=False)
 
 
-def redistribute(tensor: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> torch.Tensor:
+def redistribute(
+    tensor: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement
+) -> torch.Tensor:
     """Move a plain tensor from one layout over the ranks to another; the gradient takes the way back."""
-    return DTensor.from_local(tensor, mesh, [source], run_check=False).redistribute(placements=[target]).to_local()
+    return (
+        DTensor.from_local(tensor, mesh, [source], run_check=False)
+        .redistribute(placements=[target])
+        .to_local()
+    )
 
 
 def convert_input(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Convert the hidden states that enter `module`: its `hidden_states` keyword or its first argument."""
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "hidden_states" in kwargs:
             return args, {**kwargs, "hidden_states": convert(kwargs["hidden_states"])}
         return (convert(args[0]), *args[1:]), kwargs

@@ -8,8 +8,7 @@ result.py    result.json and the summary line; peak memory
 """
 
 from components.observability.banner import Facts, print_banner
-from components.observability.plot import plot_losses
 from components.observability.reporter import Reporter
-from components.observability.result import Result, peak_memory_bytes, write_result
+from components.observability.result import Result, peak_memory_bytes
 
-__all__ = ["Facts", "Reporter", "Result", "peak_memory_bytes", "plot_losses", "print_banner", "write_result"]
+__all__ = ["Facts", "Reporter", "Result", "peak_memory_bytes", "print_banner"]

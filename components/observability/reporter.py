@@ -5,15 +5,29 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from components.config.schema.logging import LoggingConfig
+from components.observability.plot import plot_losses
+from components.observability.result import Result, summary, write_result
 from components.observability.wandb import WandbRun
+
+
+class StepNumbers(Protocol):
+    """What is reported of an optimizer step (`components.training.StepMetrics` has it)."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    skipped: bool
 
 
 class Reporter:
@@ -25,7 +39,8 @@ class Reporter:
     def __init__(self, logging: LoggingConfig, run_dir: str, *, enabled: bool, total_steps: int = 0) -> None:
         self.enabled = enabled
         self.console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
-        self._metrics = Path(run_dir) / "metrics.jsonl"
+        self._run_dir, self._plot = Path(run_dir), logging.plot
+        self._metrics = self._run_dir / "metrics.jsonl"
         self._wandb = WandbRun(logging.wandb, run_dir, self.console) if enabled else None
         self._progress: Progress | None = None
         if enabled and logging.progress and total_steps and self.console.is_terminal:
@@ -33,6 +48,7 @@ class Reporter:
             self._progress = Progress(*columns, console=self.console, transient=True)
             self._task = self._progress.add_task("training", total=total_steps)
         self._since, self._tokens = time.perf_counter(), 0
+        self._speeds: list[tuple[int, float]] = []  # (target tokens, seconds) between two log lines
 
     def __enter__(self) -> Reporter:
         if self._progress is not None:
@@ -54,7 +70,9 @@ class Reporter:
     def continue_from(self, step: int) -> None:
         """Drop what metrics.jsonl says of later steps: they are done again, and the file stays one curve."""
         if self.enabled and self._metrics.exists():
-            kept = [line for line in self._metrics.read_text().splitlines() if json.loads(line)["step"] <= step]
+            kept = [
+                line for line in self._metrics.read_text().splitlines() if json.loads(line)["step"] <= step
+            ]
             replacement = self._metrics.with_suffix(".tmp")
             replacement.write_text("".join(f"{line}\n" for line in kept))
             replacement.replace(self._metrics)
@@ -62,36 +80,61 @@ class Reporter:
             self._progress.update(self._task, completed=step)
         self._since, self._tokens = time.perf_counter(), 0
 
-    def advance(self, step: int, tokens: int) -> None:
-        """Move the bar to `step` and count its target tokens for the next log line."""
-        self._tokens += tokens
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
-
-    def step(self, *, step: int, loss: float, grad_norm: float, lr: float, tokens: int) -> float:
-        """Log an optimizer step; return the target tokens per second since the log line before.
+    def step(self, metrics: StepNumbers, *, lr: float, tokens: int, every: int = 1) -> None:
+        """Take the numbers of an optimizer step, and log them if the step is a multiple of `every`.
 
         Args:
-            loss: Mean per target token of this step.
             tokens: Target tokens since the start of the run, over all ranks.
         """
+        self._tokens += metrics.tokens
+        if self._progress is not None:
+            self._progress.update(self._task, completed=metrics.step)
+        if metrics.step % every:
+            return
         now = time.perf_counter()
-        speed = self._tokens / max(now - self._since, 1e-9)
+        seconds = max(now - self._since, 1e-9)
+        speed = self._tokens / seconds
+        self._speeds.append((self._tokens, seconds))
         self._since, self._tokens = now, 0
         self._write(
-            step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=tokens, tokens_per_second=round(speed, 1)
+            step=metrics.step,
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm,
+            lr=lr,
+            tokens=tokens,
+            tokens_per_second=round(speed, 1),
         )
+        skipped = "  update skipped: gradients are not finite" if metrics.skipped else ""
         self.say(
-            f"step {step:>6}  loss {loss:.4f}  grad_norm {grad_norm:.3f}  lr {lr:.2e}  "
-            f"tokens {tokens:,}  tokens/s {speed:,.0f}"
+            f"step {metrics.step:>6}  loss {metrics.loss:.4f}  grad_norm {metrics.grad_norm:.3f}  lr {lr:.2e}  "
+            f"tokens {tokens:,}  tokens/s {speed:,.0f}{skipped}"
         )
-        return speed
 
     def evaluation(self, *, step: int, eval_loss: float, tokens: int) -> None:
         """Log a pass over the held-out set."""
         self._write(step=step, eval_loss=eval_loss)
         self.say(f"step {step:>6}  eval_loss {eval_loss:.4f}  over {tokens:,} held-out target tokens")
-        self._since = time.perf_counter()
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """What happens within (evaluations, saves) does not count in the speed of training."""
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
+
+    def finish(self, result: Result) -> None:
+        """Write result.json and loss.png, and say in one line how the run ended."""
+        if not self.enabled:
+            return
+        measured = self._speeds[1:]  # the first interval pays for warming up
+        if measured:
+            result.tokens_per_second = round(sum(n for n, _ in measured) / sum(t for _, t in measured), 1)
+        write_result(self._run_dir, result)
+        if self._plot and (
+            why_not := plot_losses(self.read(), self._run_dir / "loss.png", self._run_dir.name)
+        ):
+            self.say(why_not)
+        self.say(summary(result, self._run_dir))
 
     def read(self) -> list[dict[str, Any]]:
         """Return everything in metrics.jsonl."""

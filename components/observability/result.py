@@ -40,12 +40,30 @@ class Result:
     """Steps whose update was skipped because gradients were not finite."""
 
 
-def write_result(run_dir: str, result: Result) -> None:
+def write_result(run_dir: Path, result: Result) -> None:
     """Write RUN_DIR/result.json in one rename."""
-    target = Path(run_dir) / "result.json"
+    target = run_dir / "result.json"
     temporary = target.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(result), indent=2) + "\n")
     temporary.replace(target)
+
+
+def summary(result: Result, run_dir: Path) -> str:
+    """Return the one line that a run ends with."""
+    parts = [
+        f"{result.status}: {result.steps} steps on {result.processes} processes in {result.wall_seconds:.0f} s"
+    ]
+    if result.first_loss is not None and result.last_loss is not None:
+        parts.append(f"loss {result.first_loss:.3f} to {result.last_loss:.3f}")
+    if result.eval_loss is not None:
+        before = result.first_eval_loss
+        change = f"{before:.3f} to " if before is not None else ""
+        share = f" ({(result.eval_loss - before) / before:+.0%})" if before else ""
+        parts.append(f"held-out loss {change}{result.eval_loss:.3f}{share}")
+    if result.tokens_per_second:
+        parts.append(f"{result.tokens_per_second:,.0f} target tokens/s")
+    parts.append(f"peak memory {result.peak_memory_bytes / 2**30:.2f} GiB")
+    return ", ".join(parts) + f"; {run_dir}"
 
 
 def peak_memory_bytes(device: torch.device) -> int:

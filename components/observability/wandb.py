@@ -37,7 +37,11 @@ class WandbRun:
     def log(self, values: dict[str, Any]) -> None:
         """Log a line of metrics under its step."""
         if self._run is not None:
-            self._guard(self._run.log, {key: value for key, value in values.items() if key != "step"}, step=values["step"])
+            self._guard(
+                self._run.log,
+                {key: value for key, value in values.items() if key != "step"},
+                step=values["step"],
+            )
 
     def finish(self, *, failed: bool) -> None:
         """Close the run."""

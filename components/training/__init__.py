@@ -15,7 +15,7 @@ from components.training.loop import StepSettings, evaluate, train_step
 from components.training.loss import count_targets, reduce_loss, token_loss_sum
 from components.training.metrics import StepMetrics, StepReader
 from components.training.optim import build_optimizer, learning_rate, set_learning_rate
-from components.training.precision import compute_dtype
+from components.training.precision import autocast_dtype, compute_dtype
 from components.training.state import StopRequest, TrainState
 from components.training.sync import get_sync_ctx
 
@@ -25,6 +25,7 @@ __all__ = [
     "StepSettings",
     "StopRequest",
     "TrainState",
+    "autocast_dtype",
     "build_optimizer",
     "clip_gradients",
     "compute_dtype",

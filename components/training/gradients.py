@@ -24,7 +24,9 @@ def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         by_groups.setdefault(tuple(group.group_name for group in groups), []).append(local_part(gradient))
     if not by_groups:
         raise ValueError("no parameter has a gradient; was the backward run?")
-    squares = torch.stack([_sum_of_squares(gradients) for gradients in by_groups.values()])  # (kinds of layout,)
+    squares = torch.stack(
+        [_sum_of_squares(gradients) for gradients in by_groups.values()]
+    )  # (kinds of layout,)
     for name, group in process_groups.items():
         rows = [index for index, names in enumerate(by_groups) if name in names]
         part = squares[rows]
@@ -51,7 +53,9 @@ def _sharding_groups(gradient: torch.Tensor) -> list[dist.ProcessGroup]:
     if not isinstance(gradient, DTensor):
         return []
     if any(placement.is_partial() for placement in gradient.placements):
-        raise ValueError(f"a gradient is still a partial sum ({gradient.placements}): its reduction was left out")
+        raise ValueError(
+            f"a gradient is still a partial sum ({gradient.placements}): its reduction was left out"
+        )
     mesh = gradient.device_mesh
     return [
         mesh.get_group(dim)

@@ -58,7 +58,9 @@ def train_step(
     batches = [to_device(batch, settings.device) for batch in micro_batches]
     counted = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum()
     asked = torch.tensor(stop, dtype=torch.float64).to(settings.device, non_blocking=True)
-    totals = _sum_over_ranks(torch.cat([(counted * settings.counts_tokens)[None], asked]))  # tokens, stop flags
+    totals = _sum_over_ranks(
+        torch.cat([(counted * settings.counts_tokens)[None], asked])
+    )  # tokens, stop flags
     tokens = totals[0].clamp(min=1)
 
     loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
@@ -80,9 +82,7 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, batches: Iterable[MicroBatch], settings: StepSettings
-) -> tuple[float, int]:
+def evaluate(model: nn.Module, batches: Iterable[MicroBatch], settings: StepSettings) -> tuple[float, int]:
     """Return (mean loss per target token, number of target tokens) over the batches of all ranks.
 
     Every rank must bring the same number of batches: a sharded forward is a collective.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from components.config.schema.model import DType, ModelConfig
+from components.config.schema.parallelism import ParallelismConfig, Strategy
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> tuple[torch.dtype, str]:
@@ -21,6 +22,18 @@ def compute_dtype(model: ModelConfig, device: torch.device) -> tuple[torch.dtype
     if _has_bfloat16(device):
         return torch.bfloat16, f"computed in bfloat16 ({device.type} has instructions for it)"
     return torch.float32, f"computed in float32 (this {device.type} has no bfloat16 instructions)"
+
+
+def autocast_dtype(
+    parallelism: ParallelismConfig, model: ModelConfig, compute: torch.dtype
+) -> torch.dtype | None:
+    """Return the type that a forward is autocast to, or None where it is computed as stored.
+
+    FSDP2 casts the parameters it gathers; single and ddp compute on stored parameters and need autocast.
+    """
+    if parallelism.strategy == Strategy.fsdp2 or compute == getattr(torch, str(model.dtype)):
+        return None
+    return compute
 
 
 def _has_bfloat16(device: torch.device) -> bool:

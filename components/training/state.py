@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
+from components.training.metrics import StepMetrics
+
 PREEMPT_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
@@ -22,6 +24,16 @@ class TrainState:
     """Steps whose update was skipped because the gradients were not finite."""
     first_loss: float | None = None
     """Loss of the first step."""
+    last_loss: float | None = None
+    """Loss of the last step that was read."""
+
+    def record(self, metrics: StepMetrics) -> None:
+        """Count a step whose numbers have arrived."""
+        self.tokens += metrics.tokens
+        self.skipped += metrics.skipped
+        self.last_loss = metrics.loss
+        if self.first_loss is None:
+            self.first_loss = metrics.loss
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counters as JSON values."""

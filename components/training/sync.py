@@ -49,7 +49,7 @@ def _fsdp2_sync(unit: FSDPModule, is_optim_step: bool, defer: bool) -> Iterator[
             group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
 
 
-def _param_groups(unit: FSDPModule) -> list:  # type: ignore[type-arg]
+def _param_groups(unit: FSDPModule) -> list:
     # FSDP2 has setters for these flags and no getters; units without parameters of their own have no group.
     state = unit._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None)

@@ -168,7 +168,9 @@ def micro_batches(case: Case, mesh: Mesh, step: int) -> list[dict[str, torch.Ten
     per_rank = GLOBAL_BATCH // mesh.size("dp")
     mine = samples[mesh.rank("dp") * per_rank :][:per_rank]
     size = per_rank // case.accumulation
-    return [pad(mine[start : start + size], mesh.shape.sequence_multiple) for start in range(0, per_rank, size)]
+    return [
+        pad(mine[start : start + size], mesh.shape.sequence_multiple) for start in range(0, per_rank, size)
+    ]
 
 
 def pad(samples: list[Sample], multiple: int) -> dict[str, torch.Tensor]:
@@ -209,7 +211,9 @@ def differing_replicas(model: torch.nn.Module) -> list[str]:
         if isinstance(parameter, DTensor):
             mesh, local = parameter.device_mesh, parameter.to_local()
             where = tuple(
-                mesh.get_local_rank(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate()
+                mesh.get_local_rank(dim)
+                for dim, place in enumerate(parameter.placements)
+                if not place.is_replicate()
             )
         else:
             where, local = (), parameter

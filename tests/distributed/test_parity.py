@@ -73,7 +73,9 @@ def cases(world_size: int, dtype: torch.dtype) -> list[Case]:
         for index, shape in enumerate(SHAPES[world_size]):
             plan = {"tp_plan": GPT2_PLAN} if name == "gpt2" and "tp" in shape else {}
             accumulation = 2 if index % 2 else 1
-            found.append(Case(name, {**shape, **plan}, accumulation, 1 if dtype == torch.float64 else 10, dtype))
+            found.append(
+                Case(name, {**shape, **plan}, accumulation, 1 if dtype == torch.float64 else 10, dtype)
+            )
     return found
 
 

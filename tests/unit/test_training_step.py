@@ -113,7 +113,9 @@ def test_the_loss_is_that_of_transformers() -> None:
     model, rows = tiny_model().double(), batch(3, 14)
     expected = model(input_ids=rows["input_ids"], labels=rows["labels"]).loss.item()
     settings = training.StepSettings(device=torch.device("cpu"))
-    assert training.evaluate(model, [rows], settings)[0] == pytest.approx(expected, rel=1e-6)  # transformers takes it in float32
+    assert training.evaluate(model, [rows], settings)[0] == pytest.approx(
+        expected, rel=1e-6
+    )  # transformers takes it in float32
 
 
 def test_loss_is_taken_in_float32_and_float64_is_kept() -> None:

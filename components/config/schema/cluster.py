@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import StrEnum
 
 from components.config.schema.checks import at_least, raise_all
@@ -63,8 +64,18 @@ class ClusterConfig:
             problems.append(
                 f"cluster.procs_per_node={self.procs_per_node}: must be auto or a number of processes, 1 or more"
             )
-        if self.kind is ClusterKind.slurm:
+        if self.kind == ClusterKind.slurm:
             problems.append("cluster.kind=slurm: submitting to Slurm is not built yet; set cluster=local")
         elif self.nodes > 1:
             problems.append(f"cluster.nodes={self.nodes}: a local run has one node; set cluster.nodes=1")
         raise_all(problems)
+
+    @property
+    def startup_timeout(self) -> timedelta:
+        """How long a process waits for the others to appear."""
+        return timedelta(minutes=self.startup_timeout_minutes)
+
+    @property
+    def collective_timeout(self) -> timedelta:
+        """How long a process waits for the others in one collective."""
+        return timedelta(minutes=self.collective_timeout_minutes)

@@ -1,0 +1,192 @@
+"""Full fine-tuning of a Hugging Face causal LM on any mesh.
+
+python recipes/finetune.py                                              # SmolLM2-135M on Python's documentation
+python recipes/finetune.py data=jsonl data.path=mine.jsonl              # your prompts and responses
+python recipes/finetune.py parallelism=fsdp2_tp2 cluster=local_4proc    # another mesh, the same loss curve
+python recipes/finetune.py run.dir=outputs/mine training.max_steps=200  # typed again, the command resumes
+torchrun --nproc-per-node 8 recipes/finetune.py model=llama3_1_8b       # your own launcher
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from components import checkpoint, data, distributed, models, observability, training
+from components.config.schema import FinetuneConfig
+from components.launch import recipe
+
+
+@recipe("finetune")
+def main(cfg: FinetuneConfig) -> None:
+    """Runs on every rank, after the processes were started."""
+    started = time.perf_counter()
+
+    # Processes and mesh
+    info = distributed.start_process_group(
+        cfg.cluster.device,
+        rendezvous_timeout=cfg.cluster.startup_timeout,
+        collective_timeout=cfg.cluster.collective_timeout,
+    )
+    mesh = distributed.build_mesh(cfg.parallelism, info.device.type)
+    distributed.seed_ranks(cfg.run.seed, mesh)
+
+    # Batch arithmetic: a step is global_batch_size sequences, whatever the mesh
+    plan = data.BatchPlan(
+        global_batch_size=cfg.training.global_batch_size,
+        micro_batch_size=cfg.training.micro_batch_size,
+        dp_rank=mesh.rank("dp"),
+        dp_size=mesh.size("dp"),
+    )
+
+    # Data: the order of samples is a function of (seed, step) alone
+    tokenizer = models.load_tokenizer(cfg.model)
+    train_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="train")
+    eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="eval")
+    padding = data.Padding(multiple=mesh.shape.sequence_multiple, token_id=tokenizer.pad_token_id)
+    batches = data.TrainBatches(train_set, plan, seed=cfg.run.seed, padding=padding)
+
+    # Model: shaped on the meta device, laid over the mesh, then given memory and filled shard by shard
+    compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)
+    model = models.build_on_meta(cfg.model, len(tokenizer))
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
+    models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
+    if cfg.model.compile:
+        models.compile_layers(model)
+    models.materialize(model, info.device)
+    models.fill_weights(model, cfg.model, cfg.run.seed)
+    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism)
+
+    # Optimizer, over the sharded parameters
+    optimizer = training.build_optimizer(model, cfg.optimizer)
+    settings = training.StepSettings(
+        device=info.device,
+        max_grad_norm=cfg.training.max_grad_norm,
+        defer_grad_sync=cfg.parallelism.defer_grad_sync,
+        counts_tokens=mesh.counts_tokens,
+        autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
+    )
+
+    # State, and where an earlier attempt left off
+    state = training.TrainState()
+    found = checkpoint.find_checkpoint(cfg.run.dir, cfg.run.resume)
+    if found is not None:
+        saved = checkpoint.load_checkpoint(found, model, optimizer)
+        state = training.TrainState.from_dict(saved["state"])
+        batches.load_state_dict(saved["data"])
+
+    def save() -> Path:
+        extra = {"state": state.to_dict(), "data": batches.state_dict()}
+        return checkpoint.save_checkpoint(
+            cfg.run.dir, state.step, model, optimizer, extra, keep=cfg.checkpoint.keep
+        )
+
+    # Reporting
+    report = observability.Reporter(
+        cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps
+    )
+    counts = models.count_parameters(model)
+    observability.print_banner(
+        report.console,
+        observability.Facts(
+            run_dir=cfg.run.dir,
+            mesh=mesh.shape,
+            coordinates=mesh.coordinates,
+            device=info.device,
+            batch=f"{plan.global_batch_size} sequences a step = {plan.micro_batch_size} micro_batch_size x "
+            f"{plan.dp_size} dp x {plan.accumulation} accumulation, up to {cfg.training.seq_len} tokens each",
+            model=f"{cfg.model.path or 'from scratch'}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
+            local_bytes=counts.local_bytes,
+            notes=[str(train_set.facts), str(eval_set.facts), *layout.notes],
+        ),
+    )
+    for index in range(min(cfg.logging.examples, len(train_set))):
+        report.say(f"\nexample {index}, what carries loss in [[ ]]:\n{train_set.show(index)}")
+    if found is not None:
+        report.say(f"resumed from {found}")
+    report.continue_from(state.step)
+
+    def evaluate() -> float:
+        held_out = data.eval_batches(
+            eval_set,
+            micro_batch_size=cfg.training.micro_batch_size,
+            dp_rank=plan.dp_rank,
+            dp_size=plan.dp_size,
+            padding=padding,
+        )
+        loss, tokens = training.evaluate(model, held_out, settings)
+        report.evaluation(step=state.step, eval_loss=loss, tokens=tokens)
+        return loss
+
+    def show_generations() -> None:
+        prompts = data.sample_prompts(eval_set, cfg.generation.samples)
+        for text in models.generate(
+            model,
+            tokenizer,
+            prompts + cfg.generation.prompts,
+            cfg.generation.max_new_tokens,
+            padding.multiple,
+        ):
+            report.say(f"\ngenerated at step {state.step}: {text}")
+
+    def record(step: training.StepMetrics) -> None:
+        state.record(step)
+        lr = training.learning_rate(cfg.optimizer, step.step - 1, cfg.training.max_steps)
+        report.step(step, lr=lr, tokens=state.tokens, every=cfg.training.log_every)
+
+    # The loop: numbers arrive one step late, so that the host never waits for the device
+    status, reader = "ok", training.StepReader(lag=1)
+    with report, training.StopRequest() as stop:
+        first_eval_loss = eval_loss = evaluate()
+        show_generations()
+        while state.step < cfg.training.max_steps:
+            lr = training.learning_rate(cfg.optimizer, state.step, cfg.training.max_steps)
+            training.set_learning_rate(optimizer, lr)
+            numbers = training.train_step(replica, next(batches), optimizer, settings, stop.flags())
+            state.step += 1
+            arrived = reader.push(state.step, numbers)
+            if arrived is not None:
+                record(arrived)
+                if arrived.must_stop:
+                    status = "preempted" if arrived.preempt else "interrupted"
+                    break
+            due_eval = cfg.training.eval_every and state.step % cfg.training.eval_every == 0
+            due_save = cfg.checkpoint.every and state.step % cfg.checkpoint.every == 0
+            if due_eval or due_save:
+                for late in reader.flush():
+                    record(late)
+            if due_eval and state.step < cfg.training.max_steps:
+                eval_loss = evaluate()
+            if due_save and state.step < cfg.training.max_steps:
+                report.say(f"saved {save()}")
+
+        # Finish: the last numbers, the last evaluation, what remains of the run
+        for late in reader.flush():
+            record(late)
+        report.say(f"saved {save()}")
+        if status == "ok":
+            eval_loss = evaluate()
+            show_generations()
+            if cfg.checkpoint.export:
+                folder = Path(cfg.run.dir) / "export"
+                models.export_model(model, tokenizer, folder)
+                report.say(f"exported {folder}")
+        report.finish(
+            observability.Result(
+                status=status,
+                steps=state.step,
+                mesh=str(mesh.shape),
+                processes=info.world_size,
+                wall_seconds=round(time.perf_counter() - started, 1),
+                peak_memory_bytes=observability.peak_memory_bytes(info.device),
+                first_loss=state.first_loss,
+                last_loss=state.last_loss,
+                first_eval_loss=first_eval_loss,
+                eval_loss=eval_loss,
+                skipped_steps=state.skipped,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
