@@ -10,18 +10,21 @@ files.py, hub.py, rows.py, pydocs.py   where rows come from, and how they become
 """
 
 from components.data.batches import BatchPlan, MicroBatch, Padding, TrainBatches, collate, eval_batches
-from components.data.dataset import Dataset, Facts
+from components.data.dataset import Dataset, Facts, sample_prompts
 from components.data.examples import IGNORED, Example, encode_conversations, render_example
 from components.data.load import build_dataset
 from components.data.order import SampleOrder
 from components.data.preflight import check_files
+from components.data.rows import Conversation, Message
 
 __all__ = [
     "IGNORED",
     "BatchPlan",
+    "Conversation",
     "Dataset",
     "Example",
     "Facts",
+    "Message",
     "MicroBatch",
     "Padding",
     "SampleOrder",
@@ -32,4 +35,5 @@ __all__ = [
     "encode_conversations",
     "eval_batches",
     "render_example",
+    "sample_prompts",
 ]

@@ -173,9 +173,7 @@ def collate(rows: Sequence[Example], padding: Padding) -> MicroBatch:
 
     longest = max(1, *(len(row.input_ids) for row in rows))
     if padding.length is not None and longest > padding.length:
-        raise ConfigError(
-            f"a sample of {longest} tokens does not fit rows of {padding.length}; cut it to fit"
-        )
+        raise ConfigError(f"a sample of {longest} tokens does not fit rows of {padding.length}; cut it to fit")
     length = padding.length or longest
     length += -length % padding.multiple
     input_ids = torch.full((len(rows), length), padding.token_id, dtype=torch.int64)  # (micro_batch, seq)

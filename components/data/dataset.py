@@ -54,6 +54,7 @@ class Dataset(Sequence[Example]):
 
     A sample longer than `seq_len` is cut on the right, dropped or refused, as `overlong` says; one that is
     left without a target token is dropped. Every sample ends with a target token (see `trimmed`).
+    `prompts` holds questions of the source as they were asked, to show what the model answers to them.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Dataset(Sequence[Example]):
         facts: Facts,
         seq_len: int,
         overlong: Overlong = Overlong.truncate,
+        prompts: Sequence[str] = (),
     ) -> None:
         self.facts = facts
+        self.prompts = prompts
         self._tokenizer = tokenizer
         self._ids = array("i")
         self._labels = array("i")
@@ -89,7 +92,7 @@ class Dataset(Sequence[Example]):
         return Example(self._ids[start:end].tolist(), self._labels[start:end].tolist())
 
     def show(self, index: int) -> str:
-        """Return the text of a sample, the part that carries the loss between <loss> and </loss>."""
+        """Return the text of a sample, the part that carries the loss in [[ ]]."""
         return render_example(self._tokenizer, self[index])
 
     def _add(self, example: Example, seq_len: int, overlong: Overlong) -> None:
@@ -117,3 +120,10 @@ class Dataset(Sequence[Example]):
         facts.samples += 1
         facts.tokens += len(example.input_ids)
         facts.target_tokens += sum(label != IGNORED for label in example.labels)
+
+
+def sample_prompts(dataset: Dataset, count: int) -> list[str]:
+    """Return up to `count` of a data set's questions, evenly spread, as they were asked (without a template)."""
+    prompts = dataset.prompts
+    count = min(count, len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]

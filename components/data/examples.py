@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple
 
 from components.config.errors import ConfigError
+from components.data.rows import Conversation, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,20 +33,6 @@ class Example(NamedTuple):
     labels: list[int]  # (seq,)
 
 
-class Message(TypedDict):
-    """One turn. Roles are `system`, `user` and `assistant`, as chat templates know them."""
-
-    role: str
-    content: str
-
-
-class Conversation(NamedTuple):
-    """Messages in order, and where they come from (`train.jsonl:17`), for error messages."""
-
-    where: str
-    messages: list[Message]
-
-
 class _Turn(NamedTuple):
     """One answer of the assistant in context."""
 
@@ -53,9 +40,7 @@ class _Turn(NamedTuple):
     through: list[int]  # the same conversation up to and with the answer
 
 
-def encode_conversations(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]
-) -> list[Example]:
+def encode_conversations(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]) -> list[Example]:
     """Tokenize conversations; the loss is on every assistant turn, its end-of-turn token included.
 
     Text comes from the tokenizer's chat template or, without one, from the contents joined by newlines with
@@ -101,12 +86,12 @@ def trimmed(example: Example) -> Example:
 
 
 def render_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
-    """Return the text of an example, with the part that carries the loss between <loss> and </loss>."""
+    """Return the text of an example, with the part that carries the loss in [[ ]]."""
     text = ""
     pairs = zip(example.input_ids, example.labels, strict=True)
     for has_loss, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED):
         part = str(tokenizer.decode([token for token, _ in run]))
-        text += f"<loss>{part}</loss>" if has_loss else part
+        text += f"[[{part}]]" if has_loss else part
     return text
 
 
@@ -145,9 +130,7 @@ class _Renderer:
         if not texts:
             return []
         plain = self.template is None
-        return self.tokenizer(texts, add_special_tokens=plain, return_attention_mask=False, verbose=False)[
-            "input_ids"
-        ]
+        return self.tokenizer(texts, add_special_tokens=plain, return_attention_mask=False, verbose=False)["input_ids"]
 
     def end_of_turn(self, ids: list[int], start: int) -> int:
         """Return the end of an answer: after its last special token, where only whitespace follows that."""
@@ -190,9 +173,7 @@ def _assemble(turns: list[_Turn], renderer: _Renderer) -> list[Example]:
     for turn in turns:
         start = _common_prefix(turn.prompt, turn.through)
         spans.append((start, renderer.end_of_turn(turn.through, start)))
-    if all(
-        turn.through[:end] == turns[-1].through[:end] for turn, (_, end) in zip(turns, spans, strict=True)
-    ):
+    if all(turn.through[:end] == turns[-1].through[:end] for turn, (_, end) in zip(turns, spans, strict=True)):
         return [_masked(turns[-1].through, spans)] if turns else []
     return [_masked(turn.through, [span]) for turn, span in zip(turns, spans, strict=True)]
 

@@ -61,9 +61,7 @@ def files_of_split(place: Place) -> list[Path]:
     said = f"{place.key}={place.path}"
     if folder.is_file():
         if folder.suffix not in SUFFIXES:
-            raise ConfigError(
-                f"{said}: {folder.suffix or 'this'} is no known format; use {_listed(SUFFIXES)}"
-            )
+            raise ConfigError(f"{said}: {folder.suffix or 'this'} is no known format; use {_listed(SUFFIXES)}")
         if place.is_part:
             raise ConfigError(
                 f"data.eval_split={place.split}: data.path={place.path} is a single file, which has no other "
@@ -76,9 +74,7 @@ def files_of_split(place: Place) -> list[Path]:
             "folder of them, or the name of a hub data set (owner/name)"
         )
     found = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-    visible = [
-        file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    ]
+    visible = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
     if not visible:
         raise ConfigError(f"{said}: the folder holds no file of a known format ({_listed(SUFFIXES)})")
     splits = {file: _split_of(file.relative_to(folder), place.split) for file in visible}
@@ -114,9 +110,7 @@ def check_columns(wanted: dict[str, str], columns: Sequence[str], where: str) ->
         if column not in columns:
             close = get_close_matches(column, columns, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            problems.append(
-                f"data.{key}={column}: {where} has no such column, it has {_listed(columns)}{hint}"
-            )
+            problems.append(f"data.{key}={column}: {where} has no such column, it has {_listed(columns)}{hint}")
     return problems
 
 
@@ -170,9 +164,7 @@ def _json_array(file: Path, text: str) -> Iterator[Row]:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{file}:{error.lineno}: not valid JSON ({error.msg}, column {error.colno})"
-        ) from error
+        raise ConfigError(f"{file}:{error.lineno}: not valid JSON ({error.msg}, column {error.colno})") from error
     for number, values in enumerate(rows, start=1):
         yield _object_row(f"{file} row {number}", values)
 

@@ -13,15 +13,22 @@ from components.config.errors import ConfigError
 from components.config.schema.data import CustomDataConfig, DataConfig, DocsDataConfig, RowsDataConfig
 from components.data import pydocs
 from components.data.dataset import Dataset, Facts
-from components.data.examples import IGNORED, Conversation, Example, encode_conversations
+from components.data.examples import IGNORED, Example, encode_conversations
 from components.data.files import Place, Row, check_columns, columns_of, files_of_split, is_local, read_rows
 from components.data.hub import hub_rows
-from components.data.rows import columns_wanted, held_out_place, to_conversations, training_place
+from components.data.rows import (
+    Conversation,
+    columns_wanted,
+    held_out_place,
+    to_conversations,
+    training_place,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ENCODED_AT_ONCE = 1000  # conversations: bounds the memory for their text, and is enough to occupy all cores
+_PROMPTS_KEPT = 100  # to generate samples from
 
 Sample = TypeVar("Sample", Conversation, Example)
 
@@ -44,12 +51,15 @@ def build_dataset(
     is_eval = split == "eval"
     facts = Facts(source=_describe(cfg, is_eval))
     examples: Iterable[Example]
+    prompts: list[str] = []
     if isinstance(cfg, CustomDataConfig):
         examples = _kept(_custom_examples(cfg, tokenizer, seq_len, is_eval), cfg, is_eval)
     else:
         conversations, facts.dropped_bad_rows = _conversations(cfg, is_eval)
-        examples = _encoded(_kept(conversations, cfg, is_eval), tokenizer)
-    dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong)
+        kept = _kept(conversations, cfg, is_eval)
+        examples = _encoded(kept, tokenizer)
+        prompts = [_question(conversation) for conversation in kept[:_PROMPTS_KEPT]]
+    dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong, prompts=prompts)
     if len(dataset) == 0:
         raise ConfigError(_nothing_left(cfg, facts, seq_len, is_eval))
     return dataset
@@ -100,6 +110,12 @@ def _custom_examples(
 def _encoded(conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase) -> Iterator[Example]:
     for start in range(0, len(conversations), _ENCODED_AT_ONCE):
         yield from encode_conversations(tokenizer, conversations[start : start + _ENCODED_AT_ONCE])
+
+
+def _question(conversation: Conversation) -> str:
+    """Return what was said right before the first answer."""
+    roles = [message["role"] for message in conversation.messages]
+    return conversation.messages[roles.index("assistant") - 1]["content"]
 
 
 def _kept(samples: list[Sample], cfg: DataConfig, is_eval: bool) -> list[Sample]:
@@ -156,9 +172,7 @@ def _describe(cfg: DataConfig, is_eval: bool) -> str:
 
 def _nothing_left(cfg: DataConfig, facts: Facts, seq_len: int, is_eval: bool) -> str:
     if is_eval and _held_out_by_hash(cfg) and cfg.eval_fraction == 0:
-        return (
-            "data.eval_fraction=0: nothing is held out; set it, data.eval_split or data.eval_path to evaluate"
-        )
+        return "data.eval_fraction=0: nothing is held out; set it, data.eval_split or data.eval_path to evaluate"
     if facts.dropped_without_target or facts.dropped_overlong:
         return f"training.seq_len={seq_len}: too short for every sample ({facts}); raise it"
     return f"{facts}: too few; to hold out data.eval_fraction={cfg.eval_fraction} takes two different prompts"

@@ -63,7 +63,5 @@ def _check_frame(file: Path, place: Place) -> list[str]:
 def _check_factory(factory: str) -> list[str]:
     package = factory.partition(":")[0].partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        return [
-            f"data.factory={factory}: no module {package!r} is found; install it, or put it beside the recipe"
-        ]
+        return [f"data.factory={factory}: no module {package!r} is found; install it, or put it beside the recipe"]
     return []

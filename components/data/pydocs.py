@@ -6,13 +6,14 @@ import hashlib
 import importlib
 import inspect
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from components.config.errors import ConfigError
-from components.data.examples import Conversation
+from components.data.rows import Conversation
 
 MODULES = """
     abc argparse array ast asyncio base64 bdb binascii bisect builtins calendar cmath code codecs codeop
@@ -21,18 +22,19 @@ MODULES = """
     email.headerregistry email.message email.parser email.policy email.utils enum filecmp fileinput
     fnmatch fractions ftplib functools gc getopt glob graphlib heapq hmac html html.parser http.client
     http.cookiejar http.cookies http.server imaplib importlib.abc importlib.metadata importlib.resources
-    importlib.util inspect io ipaddress itertools json keyword linecache logging logging.config
-    logging.handlers mailbox marshal math mimetypes multiprocessing netrc numbers operator optparse
-    os.path pathlib pickle pickletools pkgutil platform plistlib poplib pprint profile pstats py_compile
-    pyclbr queue quopri random re reprlib runpy secrets shelve shlex shutil smtplib socketserver
-    statistics string struct subprocess symtable sysconfig tabnanny tarfile tempfile textwrap threading
-    timeit tokenize tomllib traceback tracemalloc types typing unicodedata unittest unittest.mock
-    urllib.error urllib.parse urllib.request urllib.robotparser uuid warnings wave weakref
-    wsgiref.handlers wsgiref.headers wsgiref.simple_server wsgiref.util xml.dom.minidom
-    xml.etree.ElementTree xml.sax.saxutils xmlrpc.client xmlrpc.server zipapp zipfile zipimport zoneinfo
+    importlib.util io ipaddress itertools json keyword linecache logging logging.config logging.handlers
+    mailbox marshal math mimetypes multiprocessing netrc numbers operator optparse os.path pathlib pickle
+    pickletools pkgutil platform plistlib poplib pprint profile pstats py_compile pyclbr queue quopri
+    random re reprlib runpy secrets shelve shlex shutil smtplib socketserver statistics string struct
+    subprocess symtable sysconfig tabnanny tarfile tempfile textwrap threading timeit tokenize tomllib
+    traceback tracemalloc types typing unicodedata unittest unittest.mock urllib.error urllib.parse
+    urllib.request urllib.robotparser uuid warnings wave weakref wsgiref.handlers wsgiref.headers
+    wsgiref.simple_server wsgiref.util xml.dom.minidom xml.etree.ElementTree xml.sax.saxutils
+    xmlrpc.client xmlrpc.server zipapp zipfile zipimport zoneinfo
 """.split()  # noqa: SIM905 (as a list of 148 strings it could not be read)
 """Modules that every build of Python 3.11 to 3.13 has, that differ little between platforms, and that can be
-imported without a noticeable effect. Listed and not found by looking, so that every machine asks the same."""
+imported without a noticeable effect. Listed and not found by looking, so that every machine asks the same;
+without `inspect`, a function of which torch replaces."""
 
 _HELD_OUT_ONE_IN = 13
 _MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -44,8 +46,10 @@ def conversations(split: str) -> list[Conversation]:
     `split` is `train`, or `eval` for the packages that are held out: about one in ten, chosen by a hash of
     the package's name, all modules of a package (urllib.parse, urllib.request) on the same side. A docstring
     that several names share is asked for once, so that none is on both sides. The text depends on the
-    docstrings of the Python version and on nothing else. Raises ConfigError where Python runs without any.
+    docstrings of the Python version and on nothing else. Raises ConfigError where Python runs without them.
     """
+    if sys.flags.optimize >= 2:
+        raise ConfigError("data=pydocs: python -OO (PYTHONOPTIMIZE=2) has no docstrings; run it without")
     chosen = []
     seen: set[str] = set()
     for module in MODULES:
@@ -53,10 +57,6 @@ def conversations(split: str) -> list[Conversation]:
             if summary not in seen and is_held_out(module) == (split == "eval"):
                 chosen.append(_conversation(f"{module}.{name}", signature, summary))
             seen.add(summary)
-    if not chosen:
-        raise ConfigError(
-            "data=pydocs: this Python has no docstrings (python -OO strips them); run it without -OO"
-        )
     return chosen
 
 
@@ -122,6 +122,4 @@ def _conversation(name: str, signature: str | None, summary: str) -> Conversatio
     if signature is not None:
         question += f" Its signature is `{name}{signature}`."
         answer = f"`{name}{signature}`\n\n{summary}"
-    return Conversation(
-        name, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    )
+    return Conversation(name, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}])

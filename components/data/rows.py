@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, ChatDataConfig, RowsDataConfig, SftDataConfig
-from components.data.examples import Conversation, Message
 from components.data.files import Place, Row
 
 _TOLD = 5  # bad rows that are listed; the rest is counted
+
+
+class Message(TypedDict):
+    """One turn. Roles are `system`, `user` and `assistant`, as chat templates know them."""
+
+    role: str
+    content: str
+
+
+class Conversation(NamedTuple):
+    """Messages in order, and where they come from (`train.jsonl:17`), for error messages."""
+
+    where: str
+    messages: list[Message]
 
 
 class _BadRowError(ValueError):
@@ -99,9 +112,7 @@ def _chat_messages(cfg: ChatDataConfig, values: dict[str, Any]) -> list[Message]
             raise _BadRowError(f"message {number} of {column!r} calls tools, which is not built yet")
         messages.append({"role": roles[role], "content": _text(turn, "content_key", cfg.content_key)})
     if not messages or messages[0]["role"] == "assistant" or all(m["role"] != "assistant" for m in messages):
-        raise _BadRowError(
-            f"{column!r} needs an answer of the role {cfg.assistant_role!r} after another message"
-        )
+        raise _BadRowError(f"{column!r} needs an answer of the role {cfg.assistant_role!r} after another message")
     return messages
 
 

@@ -1,0 +1,205 @@
+"""Micro-batches: one global order for every number of ranks, the resume cursor, padding, and evaluation."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from components.config.errors import ConfigError
+from components.data.batches import BatchPlan, MicroBatch, Padding, TrainBatches, collate, eval_batches
+from components.data.examples import IGNORED, Example
+from components.data.order import SampleOrder
+
+
+def numbered(count: int) -> list[Example]:
+    """Samples of different lengths; each begins with its own number (from 1, so that 0 is padding)."""
+    return [Example([i + 1] + [7] * (1 + i % 5), [IGNORED] + [7] * (1 + i % 5)) for i in range(count)]
+
+
+def numbers(micro_batches: list[MicroBatch]) -> list[int]:
+    """The samples in the rows of micro-batches, as indices; -1 is a row of padding alone."""
+    return [row[0] - 1 for batch in micro_batches for row in batch["input_ids"].tolist()]
+
+
+def of_all_ranks(dataset, step: int, micro: int, dp_size: int, seed: int = 3) -> list[int]:
+    found = []
+    for rank in range(dp_size):
+        plan = BatchPlan(global_batch_size=24, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size)
+        micro_batches = TrainBatches(dataset, plan, seed=seed).at(step)
+        assert len(micro_batches) == plan.accumulation
+        assert all(len(batch["input_ids"]) == micro for batch in micro_batches)
+        found += numbers(micro_batches)
+    return found
+
+
+def test_the_global_batch_is_the_same_for_every_number_of_ranks_and_every_accumulation():
+    dataset = numbered(50)
+    shapes = [(m, d) for d in (1, 2, 3, 4, 6, 8, 12, 24) for m in (1, 2, 3, 4, 6, 8, 12, 24) if 24 % (m * d) == 0]
+    assert len(shapes) == 30
+    for step in (0, 1, 2, 5, 1000):
+        expected = SampleOrder(50, 3).indices(step * 24, 24)
+        for micro, dp_size in shapes:
+            assert of_all_ranks(dataset, step, micro, dp_size) == expected
+
+
+def test_epochs_run_into_one_another_and_use_every_sample_once_each():
+    dataset = numbered(50)
+    stream = list(itertools.chain.from_iterable(of_all_ranks(dataset, step, 4, 2) for step in range(25)))
+    for epoch in range(12):
+        assert sorted(stream[epoch * 50 : (epoch + 1) * 50]) == list(range(50))
+
+
+def test_a_data_set_smaller_than_the_global_batch_is_repeated_evenly():
+    used = of_all_ranks(numbered(5), 0, 2, 3)
+    assert sorted(used[:5]) == sorted(used[5:10]) == [0, 1, 2, 3, 4]
+
+
+def test_iterating_gives_the_steps_in_order_and_global_batch_their_indices():
+    dataset = numbered(31)
+    plan = BatchPlan(global_batch_size=8, micro_batch_size=2)
+    batches = TrainBatches(dataset, plan, seed=1)
+    walked = [numbers(micro_batches) for micro_batches in itertools.islice(batches, 10)]
+    assert walked == [numbers(TrainBatches(dataset, plan, seed=1).at(step)) for step in range(10)]
+    assert walked == [batches.global_batch(step) for step in range(10)]
+    assert batches.epoch == pytest.approx(80 / 31)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 5, 13])
+@pytest.mark.parametrize("shape_after", [(24, 4, 1), (24, 2, 3), (12, 3, 4), (6, 1, 6)])
+def test_resuming_on_another_mesh_or_batch_size_goes_on_in_the_undisturbed_order(stop, shape_after):
+    dataset = numbered(50)
+    undisturbed = SampleOrder(50, 9).indices(0, 24 * 40)
+    before = TrainBatches(dataset, BatchPlan(global_batch_size=24, micro_batch_size=6), seed=9)
+    used = [number for _ in range(stop) for number in numbers(next(before))]
+    state = before.state_dict()
+    assert state == {"seed": 9, "epoch": stop * 24 // 50, "sample": stop * 24}
+
+    size, micro, dp_size = shape_after
+    ranks = []
+    for rank in range(dp_size):
+        plan = BatchPlan(global_batch_size=size, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size)
+        ranks.append(TrainBatches(dataset, plan, seed=12345))  # the checkpoint's seed counts
+        ranks[-1].load_state_dict(state)
+    for _ in range(8):
+        used += [number for rank in ranks for number in numbers(next(rank))]
+    assert used == undisturbed[: len(used)]
+
+
+def test_a_cursor_of_another_data_set_is_refused():
+    plan = BatchPlan(global_batch_size=8, micro_batch_size=8)
+    before = TrainBatches(numbered(20), plan, seed=1)
+    for _ in range(10):
+        next(before)
+    with pytest.raises(ConfigError, match=r"epoch 4 at sample 80.*epoch 3 of 21 samples.*another data set"):
+        TrainBatches(numbered(21), plan, seed=1).load_state_dict(before.state_dict())
+
+
+def test_a_billionth_sample_is_resumed_without_walking_there():
+    class Huge(list):
+        def __len__(self) -> int:
+            return 10**9 + 7
+
+        def __getitem__(self, index):
+            return Example([1, index], [IGNORED, index])
+
+    plan = BatchPlan(global_batch_size=4, micro_batch_size=4)
+    batches = TrainBatches(Huge(), plan, seed=1)
+    batches.load_state_dict({"seed": 1, "epoch": 2, "sample": 2 * (10**9 + 7) + 10**9})
+    (batch,) = next(batches)
+    assert batch["input_ids"][:, 1].tolist() == SampleOrder(10**9 + 7, 1).indices(2 * (10**9 + 7) + 10**9, 4)
+
+
+@pytest.mark.parametrize(("size", "micro", "dp_size"), [(10, 4, 1), (8, 3, 2), (0, 1, 1), (4, 4, 2)])
+def test_a_batch_that_does_not_divide_is_refused(size, micro, dp_size):
+    with pytest.raises(ConfigError, match=rf"training.global_batch_size={size}: must be a multiple of"):
+        BatchPlan(global_batch_size=size, micro_batch_size=micro, dp_size=dp_size)
+    with pytest.raises(ValueError, match="dp_rank=2 is no rank of dp_size=2"):
+        BatchPlan(global_batch_size=4, micro_batch_size=1, dp_rank=2, dp_size=2)
+
+
+# Padding
+
+
+def test_rows_are_padded_on_the_right_to_the_longest_rounded_up():
+    rows = [Example([5, 6, 7], [IGNORED, 6, 7]), Example([8, 9], [IGNORED, 9])]
+    batch = collate(rows, Padding(multiple=4, token_id=1))
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [8, 9, 1, 1]]
+    assert batch["labels"].tolist() == [[IGNORED, 6, 7, IGNORED], [IGNORED, 9, IGNORED, IGNORED]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert {name: tensor.dtype for name, tensor in batch.items()} == dict.fromkeys(batch, torch.int64)
+    assert collate(rows, Padding(multiple=3))["labels"].shape == (2, 3)
+    assert collate(rows, Padding(length=6))["labels"].shape == (2, 6)
+    with pytest.raises(ConfigError, match="a sample of 3 tokens does not fit rows of 2"):
+        collate(rows, Padding(length=2))
+
+
+def _models():
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    yield "llama", LlamaForCausalLM, LlamaConfig(**sizes)
+    yield "sliding window", MistralForCausalLM, MistralConfig(**sizes, sliding_window=4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("model_class", "config"), [pytest.param(*m[1:], id=m[0]) for m in _models()])
+def test_padding_without_a_mask_changes_neither_loss_nor_gradient(model_class, config, attention):
+    """Each row alone and unpadded, against all rows in one padded batch, in float64."""
+    torch.manual_seed(0)
+    config._attn_implementation = attention
+    model = model_class(config).double()
+    rows = [
+        Example(ids, [IGNORED, *ids[1:]])
+        for ids in (torch.randint(1, 64, (length,)).tolist() for length in (3, 17, 9, 30))
+    ]
+
+    def loss_and_gradients(batches: list[MicroBatch]) -> tuple[float, list[torch.Tensor]]:
+        model.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+            total = total + torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+            )
+        total.backward()
+        return total.item(), [parameter.grad.clone() for parameter in model.parameters()]
+
+    alone, alone_gradients = loss_and_gradients([collate([row], Padding()) for row in rows])
+    empty = Example([], [])
+    padded, padded_gradients = loss_and_gradients([collate([*rows, empty], Padding(multiple=16, token_id=9))])
+    assert padded == pytest.approx(alone, rel=1e-13)
+    for a, b in zip(alone_gradients, padded_gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 24, 25])
+@pytest.mark.parametrize(("micro", "dp_size", "multiple"), [(1, 1, 1), (2, 3, 1), (4, 2, 1), (3, 1, 4), (2, 2, 3)])
+def test_evaluation_covers_every_sample_once_in_as_many_forwards_on_every_rank(count, micro, dp_size, multiple):
+    dataset = numbered(count)
+    per_rank = [
+        list(eval_batches(dataset, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size, multiple=multiple))
+        for rank in range(dp_size)
+    ]
+    (forwards,) = {len(batches) for batches in per_rank}
+    assert forwards % multiple == 0
+    assert (forwards - multiple) * micro * dp_size < count <= forwards * micro * dp_size
+    rows = [number for batches in per_rank for number in numbers(batches)]
+    assert sorted(number for number in rows if number >= 0) == list(range(count))
+    assert rows.count(-1) == forwards * micro * dp_size - count
+    for batch in itertools.chain.from_iterable(per_rank):
+        padding_rows = batch["input_ids"][:, 0] == 0
+        assert (batch["labels"][padding_rows] == IGNORED).all()
+    targets = sum(int((batch["labels"] != IGNORED).sum()) for batches in per_rank for batch in batches)
+    assert targets == sum(len(example.labels) - 1 for example in dataset)

@@ -1,0 +1,140 @@
+"""The `data` section: what each option of conf/data/ is, and what the section refuses by itself."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from components.config.errors import ConfigError
+from components.config.schema.data import (
+    DATA_KINDS,
+    ChatDataConfig,
+    CustomDataConfig,
+    DataConfig,
+    DataKind,
+    DocsDataConfig,
+    SftDataConfig,
+)
+
+OPTIONS = Path(__file__).parents[2] / "conf" / "data"
+
+
+def option(name: str, **values: object) -> DataConfig:
+    """An option of conf/data/ merged into the schema it opens with, as Hydra does it."""
+    yaml = OmegaConf.to_container(OmegaConf.load(OPTIONS / f"{name}.yaml"))
+    schema, own = yaml.pop("defaults")
+    assert own == "_self_"
+    kind = schema.removeprefix("/schema/data/").removesuffix("@_here_")
+    merged = OmegaConf.merge(OmegaConf.structured(DATA_KINDS[DataKind(kind)]), yaml, values)
+    return OmegaConf.to_object(merged)
+
+
+def refused(schema: type[DataConfig], **values: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        schema(**values)
+    return caught.value.problems
+
+
+def test_every_option_is_of_its_kind_and_complete_but_for_the_path():
+    kinds = {
+        "pydocs": DocsDataConfig,
+        "gsm8k": SftDataConfig,
+        "jsonl": SftDataConfig,
+        "chat_jsonl": ChatDataConfig,
+        "alpaca": SftDataConfig,
+    }
+    assert {file.stem for file in OPTIONS.glob("*.yaml")} == set(kinds)
+    for name, kind in kinds.items():
+        values = {} if name == "pydocs" else {"path": "my.jsonl"}
+        assert type(option(name, **values)) is kind
+
+
+def test_options_that_need_a_path_say_so_and_the_others_have_what_they_need():
+    for name in ("jsonl", "chat_jsonl"):
+        assert OmegaConf.is_missing(OmegaConf.load(OPTIONS / f"{name}.yaml"), "path")
+    gsm8k = option("gsm8k")
+    assert (gsm8k.path, gsm8k.subset) == ("openai/gsm8k", "main")
+    assert (gsm8k.prompt_column, gsm8k.response_column) == ("question", "answer")
+    alpaca = option("alpaca")
+    columns = (alpaca.prompt_column, alpaca.input_column, alpaca.response_column)
+    assert columns == ("instruction", "input", "output")
+
+
+@pytest.mark.parametrize("kind", DataKind)
+def test_a_frozen_config_is_read_back_by_its_kind(kind):
+    required = {
+        SftDataConfig: {"path": "x"},
+        ChatDataConfig: {"path": "x"},
+        CustomDataConfig: {"factory": "a:b"},
+    }
+    schema = DATA_KINDS[kind]
+    cfg = schema(**required.get(schema, {}), max_samples=3)
+    frozen = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(cfg))))
+    assert frozen["kind"] == kind == kind.value == kind.name
+    back = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DATA_KINDS[DataKind(frozen["kind"])]), frozen))
+    assert back == cfg
+    assert type(back) is schema
+
+
+@pytest.mark.parametrize("kind", DataKind)
+def test_every_kind_has_the_common_keys_and_no_attribute_beside_its_fields(kind):
+    common = {field.name for field in fields(DataConfig)}
+    assert common <= {field.name for field in fields(DATA_KINDS[kind])}
+    with pytest.raises(TypeError, match="typo"):
+        DATA_KINDS[kind](typo=1)
+
+
+def test_packing_is_refused():
+    assert refused(DocsDataConfig, pack=True) == ["data.pack=true: packing is not built yet; set data.pack=false"]
+
+
+def test_all_problems_are_told_at_once():
+    assert refused(
+        SftDataConfig,
+        path="",
+        pack=True,
+        eval_fraction=1.0,
+        max_samples=0,
+        max_eval_samples=-1,
+        prompt_column="text",
+        response_column="text",
+        input_column="",
+    ) == [
+        "data.max_samples=0: must be at least 1",
+        "data.max_eval_samples=-1: must be at least 1",
+        "data.eval_fraction=1.0: must be at least 0 (nothing held out) and below 1",
+        "data.pack=true: packing is not built yet; set data.pack=false",
+        "data.path='': is empty; set data.path to a file, a folder or a hub name",
+        "data.input_column='': is empty; name it as in the data",
+        "data.response_column=text: is data.prompt_column already; the two must differ",
+    ]
+
+
+def test_evaluating_on_the_training_split_is_refused():
+    (problem,) = refused(SftDataConfig, path="x.jsonl", eval_split="train")
+    assert problem.startswith("data.eval_split=train: is the split that is trained on; choose another, or null")
+    SftDataConfig(path="x.jsonl", eval_split="train", eval_path="y.jsonl")
+
+
+def test_the_kind_cannot_be_set():
+    (problem,) = refused(SftDataConfig, path="x.jsonl", kind=DataKind.chat)
+    assert problem.startswith("data.kind=chat: this option is of the kind sft; choose another option of conf/data/")
+
+
+def test_roles_and_keys_must_differ():
+    assert refused(ChatDataConfig, path="x.jsonl", role_key="content", user_role="assistant") == [
+        "data.content_key=content: is data.role_key already; the two must differ",
+        "data.assistant_role=assistant: is data.user_role already; the two must differ",
+    ]
+
+
+@pytest.mark.parametrize(
+    "factory", ["my_module", "my_module:", ":build", "my module:build", "a..b:build", "a:b:c", "../a:b"]
+)
+def test_a_factory_must_be_module_and_function(factory):
+    assert refused(CustomDataConfig, factory=factory) == [
+        f"data.factory={factory}: must be module:function, such as my_package.my_data:build"
+    ]

@@ -1,0 +1,229 @@
+"""From the config to samples: what is held out, what becomes of long samples, and your own function."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from components.config.errors import ConfigError
+from components.config.schema.data import (
+    CustomDataConfig,
+    DataConfig,
+    DocsDataConfig,
+    Overlong,
+    SftDataConfig,
+)
+from components.data.dataset import Dataset, sample_prompts
+from components.data.examples import IGNORED, Example
+from components.data.load import build_dataset
+from tests.unit.test_data_examples import byte_tokenizer
+
+PLAIN = byte_tokenizer(eos="</s>")
+
+
+def build(cfg: DataConfig, split: str = "train", seq_len: int = 1000) -> Dataset:
+    return build_dataset(cfg, PLAIN, seq_len=seq_len, split=split)
+
+
+def prompts(dataset: Dataset) -> list[str]:
+    return [PLAIN.decode(example.input_ids).partition("\n")[0] for example in dataset]
+
+
+def write(file: Path, pairs: list[tuple[str, str]]) -> str:
+    file.write_text("".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in pairs))
+    return str(file)
+
+
+# What is held out
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.3, 0.9])
+def test_the_held_out_share_is_exact_disjoint_and_in_order(tmp_path, fraction):
+    path = write(tmp_path / "x.jsonl", [(f"q{i}", "a") for i in range(200)])
+    cfg = SftDataConfig(path=path, eval_fraction=fraction)
+    train, held_out = prompts(build(cfg)), prompts(build(cfg, "eval"))
+    assert len(held_out) == round(200 * fraction)
+    assert sorted(train + held_out) == sorted(f"q{i}" for i in range(200))
+    for side in (train, held_out):
+        assert side == sorted(side, key=lambda prompt: int(prompt[1:]))
+
+
+def test_the_held_out_rows_do_not_depend_on_the_order_of_the_file(tmp_path):
+    pairs = [(f"q{i}", "a") for i in range(100)]
+    before = prompts(build(SftDataConfig(path=write(tmp_path / "a.jsonl", pairs)), "eval"))
+    random.Random(0).shuffle(pairs)
+    after = prompts(build(SftDataConfig(path=write(tmp_path / "b.jsonl", pairs)), "eval"))
+    assert len(before) == 5
+    assert sorted(before) == sorted(after)
+
+
+def test_equal_prompts_are_on_the_same_side(tmp_path):
+    path = write(tmp_path / "x.jsonl", [(f"q{i % 40}", f"a{i}") for i in range(400)])
+    cfg = SftDataConfig(path=path, eval_fraction=0.2)
+    train, held_out = prompts(build(cfg)), prompts(build(cfg, "eval"))
+    assert not set(train) & set(held_out)
+    assert len(train) + len(held_out) == 400
+    assert 60 <= len(held_out) <= 100
+
+
+def test_two_rows_are_enough_and_one_is_not(tmp_path):
+    two = SftDataConfig(path=write(tmp_path / "two.jsonl", [("p", "a"), ("q", "a")]))
+    assert sorted(prompts(build(two)) + prompts(build(two, "eval"))) == ["p", "q"]
+    one = SftDataConfig(path=write(tmp_path / "one.jsonl", [("p", "a")]))
+    assert prompts(build(one)) == ["p"]
+    with pytest.raises(ConfigError, match=r"data.eval_fraction=0.05 takes two different prompts"):
+        build(one, "eval")
+    same = SftDataConfig(path=write(tmp_path / "same.jsonl", [("p", "a"), ("p", "b")]))
+    with pytest.raises(ConfigError, match=r"data.eval_fraction=0.05 takes two different prompts"):
+        build(same)
+
+
+def test_nothing_held_out_is_no_evaluation(tmp_path):
+    cfg = SftDataConfig(path=write(tmp_path / "x.jsonl", [("p", "a"), ("q", "a")]), eval_fraction=0)
+    assert len(build(cfg)) == 2
+    with pytest.raises(ConfigError, match=r"data.eval_fraction=0: nothing is held out; set it, data.eval_split or"):
+        build(cfg, "eval")
+
+
+def test_limits_keep_the_first_of_each_side_and_leave_the_other_alone(tmp_path):
+    path = write(tmp_path / "x.jsonl", [(f"q{i}", "a") for i in range(100)])
+    everything = SftDataConfig(path=path, eval_fraction=0.2)
+    limited = SftDataConfig(path=path, eval_fraction=0.2, max_samples=7, max_eval_samples=3)
+    assert prompts(build(limited)) == prompts(build(everything))[:7]
+    assert prompts(build(limited, "eval")) == prompts(build(everything, "eval"))[:3]
+
+
+def test_an_own_file_for_evaluation(tmp_path):
+    path = write(tmp_path / "train.jsonl", [(f"q{i}", "a") for i in range(30)])
+    cfg = SftDataConfig(path=path, eval_path=write(tmp_path / "held.jsonl", [("h", "a")]))
+    assert len(build(cfg)) == 30
+    assert prompts(build(cfg, "eval")) == ["h"]
+    assert str(build(cfg, "eval").facts).startswith(f"{tmp_path}/held.jsonl (train): 1 samples")
+
+
+# Long samples. "p\n" is 2 tokens, the answer its length, the end 1.
+
+
+def long_ones(tmp_path: Path, **values) -> SftDataConfig:
+    path = write(tmp_path / "x.jsonl", [("p", "a" * 5), ("p" * 7, "a" * 10), ("p" * 10, "a"), ("p" * 11, "a")])
+    return SftDataConfig(path=path, eval_fraction=0, **values)
+
+
+def test_long_samples_are_cut_on_the_right_and_counted(tmp_path):
+    dataset = build(long_ones(tmp_path), seq_len=11)
+    assert [PLAIN.decode(example.input_ids) for example in dataset] == [
+        "p\naaaaa</s>",
+        "ppppppp\naaa",
+        # of the third no answer is left: its prompt and newline fill the row
+    ]
+    assert dataset[1].labels == [IGNORED] * 8 + dataset[1].input_ids[8:]
+    facts = dataset.facts
+    assert (facts.samples, facts.tokens, facts.target_tokens) == (2, 19, 9)
+    assert (facts.truncated, facts.dropped_without_target, facts.dropped_overlong) == (1, 2, 0)
+    assert str(facts) == (
+        f"{tmp_path}/x.jsonl (train): 2 samples, 19 tokens, 9 with loss; 1 cut to seq_len; "
+        "2 without a target left dropped"
+    )
+
+
+def test_long_samples_are_dropped_or_refused(tmp_path):
+    dataset = build(long_ones(tmp_path, overlong=Overlong.drop), seq_len=13)
+    assert prompts(dataset) == ["p", "p" * 10]
+    assert dataset.facts.dropped_overlong == 2
+    assert len(build(long_ones(tmp_path, overlong=Overlong.refuse), seq_len=19)) == 4
+    with pytest.raises(ConfigError) as caught:
+        build(long_ones(tmp_path, overlong=Overlong.refuse), seq_len=18)
+    assert caught.value.problems == [
+        f"data.overlong=refuse: a sample of {tmp_path}/x.jsonl (train) has 19 tokens, more than "
+        "training.seq_len=18; raise it, or set data.overlong to truncate or drop; the "
+        "sample begins 'ppppppp\\naaaaaaaaaa</s>'"
+    ]
+
+
+@pytest.mark.parametrize("overlong", [Overlong.truncate, Overlong.drop])
+def test_a_length_too_short_for_every_sample(tmp_path, overlong):
+    cfg = long_ones(tmp_path, overlong=overlong)
+    with pytest.raises(ConfigError, match=r"training.seq_len=2: too short for every sample .*; raise it"):
+        build(cfg, seq_len=2)
+
+
+# The data set
+
+
+def test_a_data_set_is_a_sequence():
+    dataset = build(DocsDataConfig(max_samples=20), seq_len=200)
+    assert len(dataset) == 20
+    assert dataset[-1] == dataset[19]
+    assert dataset[3:6] == [dataset[3], dataset[4], dataset[5]]
+    assert list(dataset) == [dataset[i] for i in range(20)]
+    for bad in (20, -21):
+        with pytest.raises(IndexError, match=f"sample {bad} of 20"):
+            dataset[bad]
+    tokens = sum(len(example.input_ids) for example in dataset)
+    targets = sum(label != IGNORED for example in dataset for label in example.labels)
+    assert (dataset.facts.tokens, dataset.facts.target_tokens) == (tokens, targets)
+    assert dataset.show(0).startswith("What does `abc.ABC` do?")
+    assert dataset.show(0).endswith("</s>]]")
+
+
+def test_prompts_are_the_questions_of_this_side_as_they_were_asked(tmp_path):
+    path = write(tmp_path / "x.jsonl", [(f"q{i}", "a") for i in range(60)])
+    cfg = SftDataConfig(path=path, eval_fraction=0.2, system_prompt="s")
+    held_out = build(cfg, "eval")
+    questions = [PLAIN.decode(example.input_ids).split("\n")[1] for example in held_out]
+    assert len(questions) == 12
+    assert sample_prompts(held_out, 12) == questions
+    assert sample_prompts(held_out, 3) == questions[::4]
+    assert sample_prompts(held_out, 100) == questions
+    assert sample_prompts(held_out, 0) == []
+    assert sample_prompts(build(custom("build_examples")), 2) == []
+
+
+# Your own function
+
+
+def build_examples(tokenizer, seq_len: int, split: str) -> list[Example]:
+    """What a person writes for data.factory."""
+    count = {"train": 40, "held": 4, "short": 1}.get(split, 0)
+    return [Example([i + 10, 5, 6, 7], [IGNORED, 5, 6, IGNORED]) for i in range(count)]
+
+
+NOT_A_FUNCTION = 3
+
+
+def build_wrongly(tokenizer, seq_len: int, split: str) -> list[Example]:
+    return [Example([1, 2], [1, 2]), Example([1, 2, 3], [1, 2])]
+
+
+def custom(function: str, **values) -> CustomDataConfig:
+    return CustomDataConfig(factory=f"{__name__}:{function}", **values)
+
+
+def test_own_function_gives_the_samples_of_each_split():
+    assert build(custom("build_examples", eval_split="held"), "eval")[3] == ([13, 5, 6], [IGNORED, 5, 6])
+    cfg = custom("build_examples", eval_fraction=0.1)
+    train, held_out = build(cfg), build(cfg, "eval")
+    assert (len(train), len(held_out)) == (36, 4)
+    assert sorted(example.input_ids[0] for example in [*train, *held_out]) == list(range(10, 50))
+    assert build(custom("build_examples", eval_fraction=0), seq_len=2)[0] == ([10, 5], [IGNORED, 5])
+
+
+@pytest.mark.parametrize(
+    ("cfg", "problem"),
+    [
+        (custom("no_such"), r"data.factory=.*:no_such: cannot be imported: .*no_such"),
+        (
+            CustomDataConfig(factory="no_such_module:f"),
+            "cannot be imported: No module named 'no_such_module'",
+        ),
+        (custom("NOT_A_FUNCTION"), "is a int, not a function"),
+        (custom("build_wrongly"), "sample 1 has 3 input_ids and 2 labels; labels are aligned with input_ids"),
+        (custom("build_examples", split="none"), r":build_examples \(none\): has no rows"),
+    ],
+)
+def test_what_goes_wrong_with_an_own_function(cfg, problem):
+    with pytest.raises(ConfigError, match=problem):
+        build(cfg)

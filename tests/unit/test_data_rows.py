@@ -1,0 +1,124 @@
+"""Rows become conversations: columns, roles, and what is said of bad rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from components.config.schema.data import BadRows, ChatDataConfig
+from components.data.files import read_rows
+from components.data.load import build_dataset
+from components.data.rows import to_conversations
+from tests.unit.test_data_examples import byte_tokenizer
+from tests.unit.test_data_files import ROWS, both, problems, sft, texts, write
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+def test_bad_rows_are_named_or_left_out(tmp_path, name):
+    rows = [*ROWS, {"prompt": "a", "response": None}, {"prompt": "a", "response": "  \n"}, {"prompt": None}]
+    file = write(tmp_path / name, rows)
+    where = (lambda number: f"{file}:{number}") if name == "x.jsonl" else (lambda number: f"{file} row {number}")
+    gone = " (it is not there)" if name == "x.jsonl" else ""
+    assert problems(sft(file)) == [
+        f"{where(4)}: data.response_column=response: holds null, not text",
+        f"{where(5)}: data.response_column=response: is empty",
+        f"{where(6)}: data.prompt_column=prompt: holds null, not text",
+        "data.bad_rows=refuse: correct these rows, or set data.bad_rows=drop to leave them out",
+    ]
+    write(file, [*rows, {"prompt": "x"}, {"prompt": "y"}, {"prompt": "z"}])
+    assert problems(sft(file))[3] == f"{where(7)}: data.response_column=response: holds null, not text{gone}"
+    assert problems(sft(file))[5:-1] == ["... and 1 more such rows"]
+    cfg = sft(file, bad_rows=BadRows.drop, eval_fraction=0)
+    dataset = build_dataset(cfg, byte_tokenizer(eos="</s>"), seq_len=1000, split="train")
+    assert len(dataset) == 3
+    assert dataset.facts.dropped_bad_rows == 6
+    assert str(dataset.facts).endswith("; 6 bad rows dropped")
+
+
+def test_a_number_is_no_text(tmp_path):
+    file = write(tmp_path / "x.jsonl", [{"prompt": "a", "response": 72}])
+    assert problems(sft(file))[0] == f"{file}:1: data.response_column=response: holds int 72, not text"
+
+
+def test_a_bad_row_in_a_later_file_of_a_folder_is_told_by_its_file(tmp_path):
+    write(tmp_path / "train-0.jsonl", ROWS)
+    write(tmp_path / "train-1.jsonl", [{"question": "a"}])
+    assert problems(sft(tmp_path))[0] == (
+        f"{tmp_path}/train-1.jsonl:1: data.prompt_column=prompt: holds null, not text (it is not there)"
+    )
+
+
+# Alpaca's input, a system prompt, and conversations
+
+
+def test_input_and_system_prompt(tmp_path):
+    rows = [
+        {"instruction": "Add.", "input": "1, 2", "output": "3"},
+        {"instruction": "Say hi.", "input": "", "output": "hi"},
+        {"instruction": "Say ho.", "output": "ho"},
+    ]
+    file = write(tmp_path / "x.jsonl", rows)
+    columns = {"prompt_column": "instruction", "input_column": "input", "response_column": "output"}
+    cfg = sft(file, **columns, system_prompt="Be brief.", eval_fraction=0)
+    assert texts(cfg) == [
+        "Be brief.\nAdd.\n\n1, 2\n3</s>",
+        "Be brief.\nSay hi.\nhi</s>",
+        "Be brief.\nSay ho.\nho</s>",
+    ]
+    assert both(sft(file, **{**columns, "input_column": "inputs"}))[0].endswith("did you mean 'input'?")
+
+
+def test_chat_in_both_customs(tmp_path):
+    openai = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    sharegpt = [
+        {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "b"},
+        {"from": "human", "value": "c"},
+    ]
+    write(tmp_path / "openai.jsonl", [{"messages": openai}])
+    write(tmp_path / "sharegpt.parquet", [{"conversations": sharegpt}])
+    first = ChatDataConfig(path=str(tmp_path / "openai.jsonl"), eval_fraction=0)
+    second = ChatDataConfig(
+        path=str(tmp_path / "sharegpt.parquet"),
+        eval_fraction=0,
+        messages_column="conversations",
+        role_key="from",
+        content_key="value",
+        user_role="human",
+        assistant_role="gpt",
+    )
+    assert texts(first) == texts(second) == ["a\nb</s>"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        (None, "data.messages_column=messages: holds null, not a list of messages"),
+        ("text", "data.messages_column=messages: holds str 'text', not a list of messages"),
+        (["text"], "message 1 of 'messages' is str 'text', not an object"),
+        (
+            [{"role": "human", "content": "a"}],
+            "message 1 of 'messages' has the role 'human' (data.role_key=role), none of system, user, "
+            "assistant; set data.user_role, data.assistant_role or data.system_role",
+        ),
+        ([{"role": "user", "content": None}], "data.content_key=content: holds null, not text"),
+        ([{"role": "user", "content": ""}], "data.content_key=content: is empty"),
+        (
+            [{"role": "user", "content": "a"}],
+            "'messages' needs an answer of the role 'assistant' after another message",
+        ),
+        ([], "'messages' needs an answer of the role 'assistant' after another message"),
+        (
+            [{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}],
+            "'messages' needs an answer of the role 'assistant' after another message",
+        ),
+        (
+            [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
+            "message 1 of 'messages' calls tools, which is not built yet",
+        ),
+    ],
+)
+def test_bad_conversations(tmp_path, messages, problem):
+    file = write(tmp_path / "x.jsonl", [{"messages": messages}])
+    assert problems(ChatDataConfig(path=str(file)))[0] == f"{file}:1: {problem}"
+    cfg = ChatDataConfig(path=str(file), bad_rows=BadRows.drop)
+    assert to_conversations(cfg, read_rows(file)) == ([], 1)
