@@ -4,36 +4,80 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 
-VALUE_RULE = re.compile(r"Value '(?P<value>.*?)' of type '(?P<type>.*?)' could not be converted to (?P<wanted>\w+)")
-ENUM_RULE = re.compile(r"Invalid value '(?P<value>.*?)', expected one of \[(?P<choices>.*?)\]")
-OPTION_RULE = re.compile(r"Could not find '(?P<group>[^']*)/(?P<option>[^']*)'")
+NUMBER_WORDS = {"Integer": "a whole number", "Float": "a number"}
+
+UNREADABLE = "cannot be read; write KEY=VALUE, and quote a value with special characters: 'KEY=\"a=b\"'"
+SEVERAL_VALUES = "is several values, a sweep; give one, or write a list as [a,b]"
+
+VALUE_RULES = (
+    (r"could not be converted to (?P<wanted>\w+)", "must be {wanted}"),
+    (r"is not a valid bool", "must be true or false"),
+    (r"expected one of \[(?P<choices>.*?)\]", "must be one of {choices}"),
+    (r"is not Optional|Incompatible value 'None'", "must not be null"),
+    (r"is not a ListConfig|not a list", "must be a list, such as [a,b]"),
+    (r"is not a subclass of|Cannot merge|Cannot assign", "is a section with keys, not a value"),
+    (
+        r"is not a valid input for|is not a primitive type|of type '(dict|list)'|Cannot convert '(dict|list)'",
+        "must be a single value",
+    ),
+    (r"does not support deletion", "cannot be removed; set it to another value"),
+)
+"""What omegaconf or Hydra says of a value -> the rule in our words."""
+
+RESOLUTION = re.compile(r"full_key: (?P<key>\S+)")
+OPTION = re.compile(r"Could not find '(?P<group>[^']*)/(?P<option>[^']*)'")
 
 
-def unknown_key(key: str, known: list[str]) -> str:
-    """Return the sentence for a key that does not exist."""
-    return f"{key}: no such key{did_you_mean(key, known)}"
+def unknown_key(key: str, value: object, known: Iterable[str]) -> str:
+    """Return the sentence for a key that does not exist; None: it was named without a value."""
+    shown = key if value is None else f"{key}={value}"
+    return f"{shown}: no such key{did_you_mean(nearest_key(key, list(known)))}"
 
 
-def did_you_mean(name: str, known: list[str]) -> str:
-    """Return `; did you mean X?` for the nearest of `known`, or nothing."""
-    leaf = name.rpartition(".")[2]
-    same_leaf = [candidate for candidate in known if candidate.rpartition(".")[2] == leaf]
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or same_leaf[:1]
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+def did_you_mean(name: str | None) -> str:
+    """Return `; did you mean NAME?`, or nothing for None."""
+    return f"; did you mean {name}?" if name else ""
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the name most like `name`, None where none resembles it."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def nearest_key(key: str, known: list[str]) -> str | None:
+    """Return the dotted key that was probably meant.
+
+    A sibling with a similar name (model.head: model.heads), else the same path with a slip in it
+    (trainig.max_steps), else a key of that name in another section (training.lr: optimizer.lr).
+    """
+    prefix, _, leaf = key.rpartition(".")
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == prefix}
+    if sibling := nearest(leaf, siblings):
+        return siblings[sibling]
+    if path := nearest(key, known, cutoff=0.85):
+        return path
+    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+    namesake = nearest(leaf, leaves, cutoff=0.8)
+    return leaves[namesake] if namesake else None
 
 
 def explain_value(error: Exception) -> str:
     """Return the rule that a value broke, in one line."""
     text = str(error.__cause__ or error) if "rror merging" in str(error) else str(error)
-    if found := VALUE_RULE.search(text):
-        wanted = {"Integer": "a whole number", "Float": "a number", "Bool": "true or false"}
-        return f"must be {wanted.get(found['wanted'], found['wanted'])}, not {found['value']!r}"
-    if found := ENUM_RULE.search(text):
-        choices = found["choices"].split(", ")
-        return f"must be one of {', '.join(choices)}{did_you_mean(found['value'], choices)}"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    for pattern, rule in VALUE_RULES:
+        if found := re.search(pattern, text):
+            words = {key: NUMBER_WORDS.get(word, word) for key, word in found.groupdict().items()}
+            return rule.format(**words) + _nearest_choice(text, words.get("choices"))
+    return _first_line(text) or type(error).__name__
+
+
+def explain_resolution(error: Exception) -> str:
+    """Return one sentence for an interpolation (${...}) that leads nowhere, with the key that holds it."""
+    found = RESOLUTION.search(str(error))
+    key = f"{found['key']}: " if found else ""
+    return f"{key}{_first_line(str(error))}; correct the ${{...}} in its value"
 
 
 def explain_override(override: str, error: Exception, keys: list[str], groups: dict[str, list[str]]) -> str:
@@ -42,20 +86,48 @@ def explain_override(override: str, error: Exception, keys: list[str], groups: d
     Args:
         override: As typed, for example `training.max_step=3`.
         error: What Hydra raised.
-        keys: Every dotted key of the schema.
+        keys: Every dotted key of the schema, those of all kinds of data included.
         groups: Options of every config group.
     """
     text = f"{error} {error.__cause__ or ''}"
-    key, _, value = override.lstrip("+~").partition("=")
-    key = key.partition("@")[0]
-    if found := OPTION_RULE.search(text):
-        options = groups.get(found["group"], [])
-        if not options:
-            return unknown_key(key, [*keys, *groups])
-        listed = ", ".join(options)
-        return f"{key}={value}: no such option{did_you_mean(found['option'], options)} (there are: {listed})"
-    if "Could not override" in text or "Could not append" in text or "not in" in text:
-        return unknown_key(key, [*keys, *groups]) if key not in keys else f"{override}: {explain_value(error)}"
-    if "Multiple values for" in text or "already" in text:
-        return f"{override}: write {key}={value} without the plus"
+    key, assigned, value = override_parts(override)
+    if found := OPTION.search(text):
+        return _unknown_option(key, value, found["group"], found["option"], keys, groups)
+    if "Could not override" in text or "Could not append" in text or "Could not delete" in text:
+        if key not in keys:
+            return unknown_key(key, value if assigned else None, [*keys, *groups])
+        section = key.partition(".")[0]
+        if section not in groups or value.startswith("{"):
+            return f"{override}: names a key that {key} does not have"
+        options = f" (there are: {', '.join(groups[section])})"
+        choice = f"choose another with {section}=NAME{options}"
+        return f"{key}={value}: the chosen option of {section} has no such key; {choice}"
+    if "Config group override must be" in text:
+        return f"{override}: must be the name of an option (there are: {', '.join(groups[key])})"
+    if "Multiple values for" in text:
+        return f"{override}: there is one already; write {key}={value} without the plus"
     return f"{override}: {explain_value(error)}"
+
+
+def override_parts(override: str) -> tuple[str, bool, str]:
+    """Return the key of an override without prefix and package, whether it has a value, and the value."""
+    key, assigned, value = override.lstrip("+~").partition("=")
+    return key.partition("@")[0].strip(), bool(assigned), value
+
+
+def _unknown_option(
+    key: str, value: str, group: str, option: str, keys: list[str], groups: dict[str, list[str]]
+) -> str:
+    options = groups.get(group, [])
+    if not options:
+        return unknown_key(key, value, [*keys, *groups])
+    return f"{key}={value}: no such option{did_you_mean(nearest(option, options))} (there are: {', '.join(options)})"
+
+
+def _nearest_choice(text: str, choices: str | None) -> str:
+    found = re.search(r"Invalid value '(.*?)'", text)
+    return did_you_mean(nearest(found[1], choices.split(", "))) if found and choices else ""
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip().rstrip(".") for line in text.splitlines() if line.strip()), "")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, get_type_hints
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.explain import explain_value, unknown_key
@@ -14,17 +14,25 @@ from components.config.schema.data import DATA_KINDS, DataConfig
 
 Schema = TypeVar("Schema")
 
+UNSET = "???"
+"""How omegaconf spells a value that must be given."""
 
-def typed(container: Any, schema: type[Schema]) -> Schema:
+
+def typed(container: Any, schema: type[Schema], data_schema: type | None = None) -> Schema:
     """Return `container` (nested dicts, no interpolations left) as an instance of `schema`.
+
+    Args:
+        container: Values by section and key.
+        schema: A dataclass of dataclasses.
+        data_schema: The class of the section `data`, one of DATA_KINDS; anything else: the one data.kind names.
 
     Raises ConfigError with every problem: unknown keys with the nearest known one, values that are missing or of
     the wrong type, and what each section says of itself.
     """
-    problems: list[str] = []
-    result = _build(container, schema, "", problems)
-    if problems:
-        raise ConfigError(problems)
+    builder = _Builder(known_keys(schema), data_schema if data_schema in DATA_KINDS.values() else None)
+    result = builder.build(container, schema, "")
+    if builder.problems:
+        raise ConfigError(builder.problems)
     return result
 
 
@@ -35,57 +43,84 @@ def known_keys(schema: type, prefix: str = "") -> list[str]:
         keys.append(prefix + name)
         for variant in DATA_KINDS.values() if kind is DataConfig else [kind]:
             if is_dataclass(variant):
-                keys += known_keys(variant, f"{prefix}{name}.")  # type: ignore[arg-type]
+                keys += known_keys(variant, f"{prefix}{name}.")
     return list(dict.fromkeys(keys))
 
 
-def _build(values: Any, schema: type, prefix: str, problems: list[str]) -> Any:
-    """Build one dataclass from `values`, adding to `problems`; None where it cannot be built."""
-    if not isinstance(values, dict):
-        problems.append(f"{prefix.rstrip('.')}={values}: must be a section with keys, not a value")
-        return None
-    known = len(problems)
-    hints = get_type_hints(schema)
-    problems += [unknown_key(prefix + str(key), known_keys(schema, prefix)) for key in values if key not in hints]
-    arguments: dict[str, Any] = {}
-    for name, kind in hints.items():
-        if name not in values:
-            continue
-        nested = _data_schema(values[name]) if kind is DataConfig else kind
-        if is_dataclass(nested):
-            arguments[name] = _build(values[name], nested, f"{prefix}{name}.", problems)  # type: ignore[arg-type]
-        else:
-            arguments[name] = _convert(schema, name, values[name], prefix, problems)
-    problems += [
-        f"{prefix}{field.name}: not set, and it has no default; set {prefix}{field.name}=..."
-        for field in fields(schema)
-        if values.get(field.name) == "???"
-    ]
-    if len(problems) > known:
-        return None
-    try:
-        return schema(**arguments)
-    except ConfigError as error:
-        problems += error.problems
-    except TypeError as error:
-        problems.append(f"{prefix.rstrip('.') or 'config'}: {error}")
-    return None
+def free_keys(schema: type, prefix: str = "") -> list[str]:
+    """Return the dotted keys of `schema` under which any name may be set, such as model.config."""
+    keys = []
+    for name, kind in get_type_hints(schema).items():
+        if get_origin(kind) is dict:
+            keys.append(prefix + name)
+        if is_dataclass(kind):
+            keys += free_keys(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+    return keys
 
 
-def _data_schema(values: Any) -> type[DataConfig]:
-    kind = values.get("kind") if isinstance(values, dict) else None
-    return next((schema for name, schema in DATA_KINDS.items() if str(name) == str(kind)), DataConfig)
+@dataclass
+class _Builder:
+    """Builds dataclasses and collects what is wrong with them on the way."""
+
+    known: list[str]
+    data_schema: type | None
+    problems: list[str] = field(default_factory=list)
+
+    def build(self, values: Any, schema: Any, prefix: str) -> Any:
+        """Build one dataclass from `values`; None where it cannot be built."""
+        if not isinstance(values, dict):
+            self.problems.append(f"{prefix.rstrip('.')}={values}: is a section with keys, not a value")
+            return None
+        before = len(self.problems)
+        hints = get_type_hints(schema)
+        for key in values:
+            if key not in hints:
+                self.problems += [unknown_key(*leaf, self.known) for leaf in _leaves(f"{prefix}{key}", values[key])]
+        node = OmegaConf.structured(schema)
+        arguments = {
+            name: self._value(values[name], kind, node, f"{prefix}{name}")
+            for name, kind in hints.items()
+            if name in values
+        }
+        self._require(schema, values, prefix)
+        if len(self.problems) > before:
+            return None
+        try:
+            return schema(**arguments)
+        except ConfigError as error:
+            self.problems += error.problems
+        return None
+
+    def _value(self, value: Any, kind: Any, node: DictConfig, key: str) -> Any:
+        """Build a section, or convert a value by omegaconf's rules for the field (the same that Hydra applies)."""
+        if value == UNSET:
+            return None
+        if is_dataclass(kind):
+            return self.build(value, self._data_schema(value) if kind is DataConfig else kind, f"{key}.")
+        name = key.rpartition(".")[2]
+        try:
+            node[name] = value
+            converted = node[name]
+        except OmegaConfBaseException as error:
+            self.problems.append(f"{key}={value}: {explain_value(error)}")
+            return None
+        return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
+
+    def _data_schema(self, values: Any) -> type:
+        kind = values.get("kind") if isinstance(values, dict) else None
+        named = (schema for name, schema in DATA_KINDS.items() if str(name) == str(kind))
+        return self.data_schema or next(named, DataConfig)
+
+    def _require(self, schema: type, values: dict[str, Any], prefix: str) -> None:
+        for entry in fields(schema):
+            has_default = entry.default is not MISSING or entry.default_factory is not MISSING
+            if values.get(entry.name) == UNSET or (entry.name not in values and not has_default):
+                key = f"{prefix}{entry.name}"
+                self.problems.append(f"{key}: not set, and it has no default; set {key}=...")
 
 
-def _convert(schema: type, name: str, value: Any, prefix: str, problems: list[str]) -> Any:
-    """Convert one value to the field's type by omegaconf's rules (the same that Hydra applies)."""
-    if value == "???":
-        return None
-    node = OmegaConf.structured(schema)
-    try:
-        node[name] = value
-        converted = node[name]
-    except OmegaConfBaseException as error:
-        problems.append(f"{prefix}{name}={value}: {explain_value(error)}")
-        return None
-    return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
+def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
+    """The values below `key` with their dotted keys; of an unknown section each is told, as it was typed."""
+    if not isinstance(value, dict) or not value:
+        return [(key, value)]
+    return [leaf for name, nested in value.items() for leaf in _leaves(f"{key}.{name}", nested)]
