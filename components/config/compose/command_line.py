@@ -1,0 +1,126 @@
+"""What a person typed, composed by Hydra, typed and checked; or everything that is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import main
+from hydra._internal.utils import get_args_parser  # the one reader of Hydra's options; hydra-core is held below 1.4
+from omegaconf.errors import OmegaConfBaseException
+
+from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
+from components.config.compose.explain import override_parts
+from components.config.compose.frozen import Config, from_container
+from components.config.compose.sources import Request, config_folders, register_schemas
+from components.config.compose.typed import free_keys
+from components.config.errors import ConfigError
+from components.config.schema.checks import raise_all
+
+
+def compose_from_command_line(
+    name: str, schema: type[Config], recipe_dir: Path, check: Callable[[Config], list[str]]
+) -> Config | None:
+    """Compose conf/<name>.yaml with the command line (`sys.argv`), and return it typed and checked.
+
+    Args:
+        name: Of the recipe: conf/<name>.yaml.
+        schema: The recipe's dataclass.
+        recipe_dir: Folder of the recipe; its conf/ and ./conf are searched after this project's.
+        check: Returns the problems that only show across sections.
+
+    Returns None where Hydra answered the command line itself (`--cfg job`, `--help`, ...). Raises ConfigError with
+    every problem found, and SystemExit for an option that Hydra does not know (after saying so).
+    """
+    arguments = get_args_parser().parse_args()
+    _refuse_options(arguments)
+    register_schemas(name, schema)
+    free = free_keys(schema)
+    overrides = tuple(_addable(override, free) for override in arguments.overrides)
+    request = Request(arguments.config_name or name, schema, _folders(arguments, recipe_dir), overrides)
+    try:
+        if _answered_by_hydra(arguments):
+            _let_hydra_answer(request, arguments.overrides)
+            return None
+        cfg = from_container(request.compose(overrides), schema)
+    except COMPOSITION_ERRORS as error:
+        raise ConfigError(diagnose(request, error, check)) from error
+    if problems := check(cfg):
+        raise ConfigError(problems)
+    return cfg
+
+
+def _refuse_options(arguments: Namespace) -> None:
+    """Raise ConfigError for what Hydra can do and a recipe does not let it do."""
+    problems = []
+    if arguments.multirun:
+        problems.append("-m (--multirun): sweeps are not built yet; start one run at a time, without -m")
+    if arguments.experimental_rerun:
+        problems.append("--experimental-rerun: a run continues when its run.dir is given again; leave it out")
+    for override in arguments.overrides:
+        key = override_parts(override)[0]
+        if not key:
+            problems.append(f"{override}: has no key; write KEY=VALUE")
+        if key.startswith(("hydra.", "hydra/")):
+            problems.append(
+                f"{override}: Hydra only composes here, so its settings have no effect; leave it out "
+                "(--config-dir adds a folder of configs)"
+            )
+    raise_all(problems)
+
+
+def _folders(arguments: Namespace, recipe_dir: Path) -> tuple[Path, ...]:
+    """Return the folders to search: --config-path replaces this project's conf/, --config-dir adds one."""
+    given = {"--config-path": arguments.config_path, "--config-dir": arguments.config_dir}
+    for option, path in given.items():
+        if path is not None and not Path(path).is_dir():
+            raise ConfigError(f"{option}={path}: no such folder")
+    main_folder = [Path(arguments.config_path).resolve()] if arguments.config_path else []
+    added = [Path(arguments.config_dir).resolve()] if arguments.config_dir else []
+    return tuple(dict.fromkeys([*main_folder, *config_folders(recipe_dir), *added]))
+
+
+def _addable(override: str, free: list[str]) -> str:
+    """Let model.config.x=1 add x: in a free-form section Hydra wants a plus that nobody expects."""
+    is_free = any(override.startswith((f"{key}.", f"{key}={{")) for key in free)
+    return f"++{override}" if is_free else override
+
+
+def _answered_by_hydra(arguments: Namespace) -> bool:
+    asked = (arguments.help, arguments.hydra_help, arguments.cfg, arguments.info, arguments.shell_completion)
+    return any(asked) or arguments.resolve
+
+
+def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
+    """Run Hydra's own main for what only it can answer: it prints, and runs nothing of ours."""
+    options = [argument for argument in sys.argv[1:] if argument not in typed_overrides]
+    answer = main(version_base="1.3", config_path=str(request.folders[0]), config_name=request.name)
+    with _hydra_that_raises([*options, *request.overrides, *request.search_path]):
+        try:
+            answer(lambda cfg: None)()
+        except SystemExit as end:  # --help
+            if end.code:
+                raise
+        except ValueError as error:
+            if isinstance(error, OmegaConfBaseException | ConfigError):
+                raise
+            raise ConfigError(str(error)) from error  # two options that exclude one another
+
+
+@contextmanager
+def _hydra_that_raises(arguments: list[str]) -> Iterator[None]:
+    """Show Hydra this command line, and let it raise instead of printing and exiting."""
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [argv[0], *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error

@@ -1,0 +1,47 @@
+"""The config as YAML and back: what was validated is what runs. Needs omegaconf, not Hydra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from components.config.compose.explain import explain_resolution
+from components.config.compose.typed import typed
+from components.config.errors import ConfigError
+from components.config.schema.recipes import RecipeConfig
+
+Config = TypeVar("Config", bound=RecipeConfig)
+
+
+def from_container(cfg: DictConfig, schema: type[Config]) -> Config:
+    """Resolve interpolations and return the typed config. Raises ConfigError with every problem."""
+    try:
+        container = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain_resolution(error)) from error
+    # The option of conf/data/ named its class; a file that was frozen is plain and only knows data.kind.
+    data_schema = OmegaConf.get_type(cfg, "data") if "data" in cfg else None
+    return typed(container, schema, data_schema)
+
+
+def read_frozen(path: Path, schema: type[Config]) -> Config:
+    """Return the config that `to_yaml` wrote to `path`, typed and checked again.
+
+    Raises ConfigError where the file cannot be read or is no config of `schema`.
+    """
+    try:
+        loaded = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as the config of a run: {error}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path}: not the config of a run")
+    return from_container(loaded, schema)
+
+
+def to_yaml(cfg: RecipeConfig) -> str:
+    """Return the whole config as YAML, every value stated."""
+    return OmegaConf.to_yaml(OmegaConf.structured(cfg))

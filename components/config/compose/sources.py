@@ -1,0 +1,75 @@
+"""Where a config comes from: this project's conf/, the conf/ folders beside it, the dataclasses, the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from components.config.schema.data import DATA_KINDS
+from components.config.schema.recipes import RecipeConfig
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+"""This project's conf/, absolute, so that a copied recipe finds it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asked for."""
+
+    name: str
+    """Of the main config: conf/<name>.yaml."""
+    schema: type[RecipeConfig]
+    folders: tuple[Path, ...]
+    """Folders with configs; the first holds the main config."""
+    overrides: tuple[str, ...]
+
+    @property
+    def search_path(self) -> list[str]:
+        """The override that makes Hydra search the other folders after the first."""
+        escaped = [str(folder).replace("\\", "\\\\").replace("'", "\\'") for folder in self.folders[1:]]
+        return ["hydra.searchpath=[" + ",".join(f"'file://{path}'" for path in escaped) + "]"] if escaped else []
+
+    def compose(self, overrides: Iterable[str]) -> DictConfig:
+        """Let Hydra compose the main config with `overrides`. Raises HydraException or OmegaConfBaseException."""
+        GlobalHydra.instance().clear()
+        try:
+            with initialize_config_dir(version_base="1.3", config_dir=str(self.folders[0]), job_name=self.name):
+                return compose(self.name, overrides=[*self.search_path, *overrides])
+        except OmegaConfBaseException:
+            raise
+        except ValueError as error:  # what Hydra says of parallelism=3
+            raise HydraException(str(error)) from error
+
+
+def register_schemas(name: str, schema: type[RecipeConfig]) -> None:
+    """Put the dataclasses where the defaults lists find them: schema/<name> and schema/data/<kind>."""
+    store = ConfigStore.instance()
+    store.store(group="schema", name=name, node=schema, package="_global_")
+    for kind, data_schema in DATA_KINDS.items():
+        store.store(group="schema/data", name=str(kind), node=data_schema)
+
+
+def config_folders(recipe_dir: Path) -> tuple[Path, ...]:
+    """Return this project's conf/, then ./conf and the conf/ beside the recipe where they exist."""
+    candidates = [Path.cwd() / "conf", recipe_dir / "conf"]
+    own = [path.resolve() for path in candidates if path.is_dir()]
+    return tuple(dict.fromkeys([CONF, *own]))
+
+
+def option_groups(folders: Iterable[Path]) -> dict[str, list[str]]:
+    """Return the options of every config group under `folders`, by group."""
+    groups: dict[str, list[str]] = {}
+    for folder in folders:
+        for file in sorted(folder.glob("*/**/*.yaml")):
+            options = groups.setdefault(file.parent.relative_to(folder).as_posix(), [])
+            if file.stem not in options:
+                options.append(file.stem)
+    return groups
