@@ -69,7 +69,7 @@ def is_held_out(module: str) -> bool:
 def _documented(module_name: str) -> Iterator[tuple[str, str | None, str]]:
     """Yield name, signature and first paragraph of every documented public function and class of a module."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some attributes warn that they are going away
+        warnings.simplefilter("ignore")  # ast.Num and others warn that they are going away
         module = importlib.import_module(module_name)
         for name in sorted(_public_names(module)):
             value = getattr(module, name, None)

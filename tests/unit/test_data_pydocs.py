@@ -68,8 +68,8 @@ def test_no_package_no_question_and_no_docstring_is_on_both_sides():
 
 def test_another_process_asks_the_same_in_silence_even_beside_libraries_that_patch_the_interpreter():
     here = [c.messages for c in [*TRAIN, *EVAL]]
-    for before in ("", "import torch, transformers, datasets\n"):
-        other = in_another_process(before, "-W", "error::DeprecationWarning:components")
+    for flags, before in ((["-W", "error"], ""), ([], "import torch, transformers, datasets\n")):
+        other = in_another_process(before, *flags)
         assert json.loads(other.stdout) == here
         assert other.stderr == ""
 

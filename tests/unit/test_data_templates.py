@@ -115,6 +115,13 @@ def test_an_end_of_turn_that_is_no_special_token_keeps_all_of_the_answer():
     )
     tokenizer = byte_tokenizer(template)
     assert targets(tokenizer, only(tokenizer, chat("a", "b", "c", "d"))) == ["b\n\n", "d\n\n"]
+    assert targets(tokenizer, only(tokenizer, chat("a", "<think>m</think>b"))) == ["<think>m</think>b\n\n"]
+
+
+def test_a_template_that_writes_the_first_token_gets_no_second_one():
+    tokenizer = byte_tokenizer("<s>" + CHATML, bos=True)
+    assert tokenizer.decode(tokenizer("text")["input_ids"]) == "<s>text"
+    assert tokenizer.decode(only(tokenizer, chat("a", "b")).input_ids).startswith("<s><|im_start|>user")
 
 
 @pytest.mark.parametrize(
