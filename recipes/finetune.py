@@ -119,15 +119,9 @@ def main(cfg: FinetuneConfig) -> None:
         return loss
 
     def show_generations() -> None:
-        prompts = data.sample_prompts(eval_set, cfg.generation.samples)
-        for text in models.generate(
-            model,
-            tokenizer,
-            prompts + cfg.generation.prompts,
-            cfg.generation.max_new_tokens,
-            padding.multiple,
-        ):
-            report.say(f"\ngenerated at step {state.step}: {text}")
+        prompts = [*data.sample_prompts(eval_set, cfg.generation.samples), *cfg.generation.prompts]
+        answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, padding.multiple)
+        report.generations(prompts, answers, when=f"after {state.step} steps")
 
     def record(step: training.StepMetrics) -> None:
         state.record(step)
@@ -140,11 +134,12 @@ def main(cfg: FinetuneConfig) -> None:
         first_eval_loss = eval_loss = evaluate()
         show_generations()
         while state.step < cfg.training.max_steps:
+            began = time.perf_counter()
             lr = training.learning_rate(cfg.optimizer, state.step, cfg.training.max_steps)
             training.set_learning_rate(optimizer, lr)
             numbers = training.train_step(replica, next(batches), optimizer, settings, stop.flags())
             state.step += 1
-            arrived = reader.push(state.step, numbers)
+            arrived = reader.push(state.step, numbers, began)
             if arrived is not None:
                 record(arrived)
                 if arrived.must_stop:

@@ -120,6 +120,5 @@ def _conversation(name: str, signature: str | None, summary: str) -> Conversatio
     question = f"What does `{name}` do?"
     answer = summary
     if signature is not None:
-        question += f" Its signature is `{name}{signature}`."
         answer = f"`{name}{signature}`\n\n{summary}"
     return Conversation(name, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}])

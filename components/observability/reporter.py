@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -27,6 +24,7 @@ class StepNumbers(Protocol):
     loss: float
     grad_norm: float
     tokens: int
+    seconds: float
     skipped: bool
 
 
@@ -47,7 +45,7 @@ class Reporter:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self.console, transient=True)
             self._task = self._progress.add_task("training", total=total_steps)
-        self._since, self._tokens = time.perf_counter(), 0
+        self._tokens, self._seconds = 0, 0.0  # since the last log line
         self._speeds: list[tuple[int, float]] = []  # (target tokens, seconds) between two log lines
 
     def __enter__(self) -> Reporter:
@@ -78,7 +76,6 @@ class Reporter:
             replacement.replace(self._metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
-        self._since, self._tokens = time.perf_counter(), 0
 
     def step(self, metrics: StepNumbers, *, lr: float, tokens: int, every: int = 1) -> None:
         """Take the numbers of an optimizer step, and log them if the step is a multiple of `every`.
@@ -87,15 +84,14 @@ class Reporter:
             tokens: Target tokens since the start of the run, over all ranks.
         """
         self._tokens += metrics.tokens
+        self._seconds += metrics.seconds
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step)
         if metrics.step % every:
             return
-        now = time.perf_counter()
-        seconds = max(now - self._since, 1e-9)
-        speed = self._tokens / seconds
-        self._speeds.append((self._tokens, seconds))
-        self._since, self._tokens = now, 0
+        speed = self._tokens / max(self._seconds, 1e-9)
+        self._speeds.append((self._tokens, self._seconds))
+        self._tokens, self._seconds = 0, 0.0
         self._write(
             step=metrics.step,
             loss=metrics.loss,
@@ -115,12 +111,10 @@ class Reporter:
         self._write(step=step, eval_loss=eval_loss)
         self.say(f"step {step:>6}  eval_loss {eval_loss:.4f}  over {tokens:,} held-out target tokens")
 
-    @contextmanager
-    def off_the_clock(self) -> Iterator[None]:
-        """What happens within (evaluations, saves) does not count in the speed of training."""
-        began = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - began
+    def generations(self, prompts: list[str], answers: list[str], *, when: str) -> None:
+        """Show what the model answers."""
+        for prompt, answer in zip(prompts, answers, strict=True):
+            self.say(f"\nprompt: {prompt}\nanswer {when}: {answer}")
 
     def finish(self, result: Result) -> None:
         """Write result.json and loss.png, and say in one line how the run ended."""

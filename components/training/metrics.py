@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ class StepMetrics:
     """Global norm of the gradients before clipping."""
     tokens: int
     """Target tokens of the step, over all ranks."""
+    seconds: float
+    """Time that the host took for the step, its data included; in a steady state the device's time too."""
     skipped: bool
     """The update was skipped because the gradients were not finite."""
     preempt: bool
@@ -45,10 +48,14 @@ class StepReader:
 
     def __init__(self, lag: int = 1) -> None:
         self.lag = lag
-        self._pending: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._pending: deque[tuple[int, torch.Tensor, float, torch.cuda.Event | None]] = deque()
 
-    def push(self, step: int, vector: torch.Tensor) -> StepMetrics | None:
-        """Start the copy of `vector` (len(FIELDS),) and return the metrics of step `step - lag`, if there is one."""
+    def push(self, step: int, vector: torch.Tensor, began: float) -> StepMetrics | None:
+        """Start the copy of `vector` (len(FIELDS),) and return the metrics of step `step - lag`, if there is one.
+
+        Args:
+            began: `time.perf_counter()` when the step began.
+        """
         event = None
         if vector.is_cuda:
             copy = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
@@ -56,15 +63,16 @@ class StepReader:
             event = torch.cuda.Event()
             event.record()
             vector = copy
-        self._pending.append((step, vector, event))
-        return self._pop() if len(self._pending) > self.lag else None
+        arrived = self._pop() if len(self._pending) == self.lag else None
+        self._pending.append((step, vector, time.perf_counter() - began, event))
+        return arrived
 
     def flush(self) -> list[StepMetrics]:
         """Wait for the device and return the metrics of every step not yet read."""
         return [self._pop() for _ in range(len(self._pending))]
 
     def _pop(self) -> StepMetrics:
-        step, vector, event = self._pending.popleft()
+        step, vector, seconds, event = self._pending.popleft()
         if event is not None:
             event.synchronize()
         values = dict(zip(FIELDS, vector.tolist(), strict=True))
@@ -73,6 +81,7 @@ class StepReader:
             loss=values["loss"],
             grad_norm=values["grad_norm"],
             tokens=int(values["tokens"]),
+            seconds=seconds,
             skipped=values["skipped"] > 0,
             preempt=values["preempt"] > 0,
             interrupt=values["interrupt"] > 0,

@@ -37,7 +37,7 @@ def in_another_process(before: str = "", *flags: str) -> subprocess.CompletedPro
 def test_a_known_function():
     (fill,) = [c for c in EVAL if c.where == "textwrap.fill"]
     question, answer = (message["content"] for message in fill.messages)
-    assert question == ("What does `textwrap.fill` do? Its signature is `textwrap.fill(text, width=70, **kwargs)`.")
+    assert question == "What does `textwrap.fill` do?"
     assert answer == (
         "`textwrap.fill(text, width=70, **kwargs)`\n\nFill a single paragraph of text, returning a new string."
     )

@@ -1,0 +1,102 @@
+"""Held-out loss, perplexity and sample texts of a checkpoint, an export, or any Hugging Face model.
+
+python recipes/evaluate.py                                                       # the model as it comes
+python recipes/evaluate.py model.path=outputs/finetune/RUN/export                # an export
+python recipes/evaluate.py evaluation.checkpoint=outputs/finetune/RUN/checkpoints/step_40
+python recipes/evaluate.py model=qwen3_0_6b data=gsm8k parallelism=fsdp2_tp2     # another model, data set and mesh
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from components import checkpoint, data, distributed, models, observability, training
+from components.config.schema import EvaluateConfig
+from components.launch import recipe
+
+
+@recipe("evaluate")
+def main(cfg: EvaluateConfig) -> None:
+    """Runs on every rank, after the processes were started."""
+    started = time.perf_counter()
+
+    # Processes and mesh
+    info = distributed.start_process_group(
+        cfg.cluster.device,
+        rendezvous_timeout=cfg.cluster.startup_timeout,
+        collective_timeout=cfg.cluster.collective_timeout,
+    )
+    mesh = distributed.build_mesh(cfg.parallelism, info.device.type)
+    distributed.seed_ranks(cfg.run.seed, mesh)
+
+    # Data: every held-out sample is seen by exactly one data-parallel rank
+    tokenizer = models.load_tokenizer(cfg.model)
+    eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.evaluation.seq_len, split="eval")
+    padding = data.Padding(multiple=mesh.shape.sequence_multiple, token_id=tokenizer.pad_token_id)
+    held_out = data.eval_batches(
+        eval_set,
+        micro_batch_size=cfg.evaluation.micro_batch_size,
+        dp_rank=mesh.rank("dp"),
+        dp_size=mesh.size("dp"),
+        padding=padding,
+    )
+
+    # Model: laid over the mesh on the meta device, then filled shard by shard
+    compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)
+    model = models.build_on_meta(cfg.model, len(tokenizer))
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
+    if cfg.model.compile:
+        models.compile_layers(model)
+    models.materialize(model, info.device)
+    if cfg.evaluation.checkpoint is None:
+        models.fill_weights(model, cfg.model, cfg.run.seed)
+    else:
+        checkpoint.load_model_weights(cfg.evaluation.checkpoint, model)
+
+    # Reporting
+    report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main)
+    counts = models.count_parameters(model)
+    source = cfg.evaluation.checkpoint or cfg.model.path or "from scratch"
+    observability.print_banner(
+        report.console,
+        observability.Facts(
+            run_dir=cfg.run.dir,
+            mesh=mesh.shape,
+            coordinates=mesh.coordinates,
+            device=info.device,
+            batch=f"{cfg.evaluation.micro_batch_size} sequences x {mesh.size('dp')} dp at a time",
+            model=f"{source}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
+            local_bytes=counts.local_bytes,
+            notes=[str(eval_set.facts), *layout.notes],
+        ),
+    )
+
+    # Evaluation
+    settings = training.StepSettings(
+        device=info.device,
+        counts_tokens=mesh.counts_tokens,
+        autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
+    )
+    with report:
+        loss, tokens = training.evaluate(model, held_out, settings)
+        report.evaluation(step=0, eval_loss=loss, tokens=tokens)
+        report.say(f"perplexity {math.exp(loss):.3f} per target token")
+        prompts = [*data.sample_prompts(eval_set, cfg.generation.samples), *cfg.generation.prompts]
+        answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, padding.multiple)
+        report.generations(prompts, answers, when="(greedy)")
+        report.finish(
+            observability.Result(
+                status="ok",
+                steps=0,
+                mesh=str(mesh.shape),
+                processes=info.world_size,
+                wall_seconds=round(time.perf_counter() - started, 1),
+                peak_memory_bytes=observability.peak_memory_bytes(info.device),
+                eval_loss=loss,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
