@@ -1,0 +1,69 @@
+"""Hugging Face causal LMs: built without memory, filled shard by shard, run, and written back.
+
+build.py       build_on_meta: config from hub, folder, GGUF or values; model_shape
+tokenizer.py   load_tokenizer, also one token per byte
+attention.py   use_causal_sdpa: attention without masks and host syncs
+layers.py      decoder_layers, checkpoint_activations, compile_layers, count_parameters
+memory.py      materialize: memory for the parameters, values for the buffers
+weights.py     fill_weights: load_weights from disk, or initialize_weights (initialize.py) from a seed
+generation.py  generate: answers to prompts
+export.py      export_model: a folder that transformers loads
+
+shards.py tells which part of a tensor a rank holds, twin.py what transformers made before anything was sharded,
+names.py which tensors are saved; gguf.py, safetensors.py and hub.py read files and explain why they cannot.
+
+The names below are imported at first use; transformers is imported by what needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from components.models.attention import use_causal_sdpa  # noqa: F401
+    from components.models.build import build_on_meta, model_shape  # noqa: F401
+    from components.models.export import export_model  # noqa: F401
+    from components.models.generation import generate  # noqa: F401
+    from components.models.initialize import initialize_weights  # noqa: F401
+    from components.models.layers import (  # noqa: F401
+        ParameterCounts,
+        checkpoint_activations,
+        compile_layers,
+        count_parameters,
+        decoder_layers,
+    )
+    from components.models.memory import materialize  # noqa: F401
+    from components.models.tokenizer import load_tokenizer  # noqa: F401
+    from components.models.weights import fill_weights, load_weights  # noqa: F401
+
+_HOMES = {
+    "attention": "use_causal_sdpa",
+    "build": "build_on_meta model_shape",
+    "export": "export_model",
+    "generation": "generate",
+    "initialize": "initialize_weights",
+    "layers": "ParameterCounts checkpoint_activations compile_layers count_parameters decoder_layers",
+    "memory": "materialize",
+    "tokenizer": "load_tokenizer",
+    "weights": "fill_weights load_weights",
+}
+"""Module of this package -> the names it lends to the package."""
+
+__all__ = sorted(name for names in _HOMES.values() for name in names.split())  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module that lends `name`, and return what it names."""
+    for module, names in _HOMES.items():
+        if name in names.split():
+            value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if os.environ.get("MESHBOOK_EAGER_IMPORT") == "1":  # so that laziness hides no import error
+    for _module in _HOMES:
+        importlib.import_module(f"{__name__}.{_module}")

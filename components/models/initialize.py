@@ -1,0 +1,66 @@
+"""Random weights that are the same on every mesh."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from components.config.errors import ConfigError
+from components.models.shards import fill
+from components.models.twin import meta_twin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@torch.no_grad()
+def initialize_weights(model: PreTrainedModel, seed: int) -> None:
+    """Set every parameter by the rule of its transformers class, the randomness from (`seed`, its name).
+
+    Values are drawn on the CPU in float32 as one full parameter at a time, whatever the mesh and the dtype, so
+    they depend on the seed, the name and the global shape alone. The global random state is left as it was.
+
+    Raises:
+        ConfigError: The class has no rule for one of its parameters.
+    """
+    twin = meta_twin(model, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        for name, parameter in model.named_parameters():
+            values = _draw(twin, name, seed)
+            if values.isnan().any():
+                raise ConfigError(
+                    f"model.init=random: {type(twin).__name__} has no initialisation for {name}; set "
+                    "model.init=pretrained"
+                )
+            fill(parameter, name, values.__getitem__)
+
+
+def _draw(twin: PreTrainedModel, name: str, seed: int) -> torch.Tensor:
+    """Make one parameter of the twin real and let the modules around it initialise it."""
+    path, _, attribute = name.rpartition(".")
+    owner = twin.get_submodule(path)
+    placeholder = getattr(owner, attribute)
+    real = nn.Parameter(torch.full(placeholder.shape, float("nan"), dtype=torch.float32, device="cpu"))
+    setattr(owner, attribute, real)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    for model, module in _enclosing(twin, path):
+        # The other parameters are on the meta device, where drawing does nothing.
+        model._init_weights(module)
+    setattr(owner, attribute, placeholder)
+    return real.detach()
+
+
+def _enclosing(twin: PreTrainedModel, path: str) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
+    """Yield the module at `path` and those around it, inner first, each with the model whose rules it follows."""
+    from transformers import PreTrainedModel as Base
+
+    chain: list[tuple[PreTrainedModel, nn.Module]] = [(twin, twin)]
+    for name in path.split(".") if path else []:
+        module = chain[-1][1].get_submodule(name)
+        chain.append((module if isinstance(module, Base) else chain[-1][0], module))
+    yield from reversed(chain)

@@ -1,0 +1,85 @@
+"""A model's decoder layers: find them, recompute them in the backward, compile them; and count parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from components.config.schema.parallelism import ActivationCheckpointing
+from components.models.shards import local_part
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    """Sizes of a model; a tied parameter counts once."""
+
+    total: int
+    """Values of all parameters, whole."""
+    trainable: int
+    """Values of those that are trained."""
+    local_bytes: int
+    """Memory of this rank's parts."""
+
+
+def count_parameters(model: nn.Module) -> ParameterCounts:
+    """Count a model's parameters, whole and on this rank, whatever the mesh."""
+    parameters = list(model.parameters())
+    parts = [local_part(parameter) for parameter in parameters]
+    return ParameterCounts(
+        total=sum(parameter.numel() for parameter in parameters),
+        trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        local_bytes=sum(part.numel() * part.element_size() for part in parts),
+    )
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers in order: the first list of modules with `num_hidden_layers` members.
+
+    Raises:
+        NotImplementedError: The model has no such list.
+    """
+    wanted = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == wanted:
+            return list(module)
+    raise NotImplementedError(f"{type(model).__name__}: no list of {wanted} decoder layers was found")
+
+
+def compile_layers(model: PreTrainedModel, fullgraph: bool = True) -> None:
+    """Compile the forward of each decoder layer in place; names and classes stay as they are.
+
+    Only the layer's own forward is compiled: hooks around it, FSDP's among them, stay outside, and so does the
+    recomputation of `checkpoint_activations`, before or after which this may be called.
+    """
+    for layer in decoder_layers(model):
+        forward = layer.forward
+        if isinstance(forward, partial) and forward.func is checkpoint:
+            compiled = torch.compile(forward.args[0], fullgraph=fullgraph)
+            layer.forward = partial(checkpoint, compiled, **forward.keywords)
+        else:
+            layer.forward = torch.compile(forward, fullgraph=fullgraph)
+
+
+def checkpoint_activations(model: PreTrainedModel, policy: ActivationCheckpointing) -> None:
+    """Keep only the input of decoder layers and recompute the rest in the backward: less memory, a third more work.
+
+    full: every layer; selective: every other one. A layer's forward is replaced in place, so parameter names stay as
+    they are, and the recomputation happens inside FSDP's hooks, where the layer's parameters are together anyway.
+    """
+    stride = {
+        ActivationCheckpointing.none: 0,
+        ActivationCheckpointing.full: 1,
+        ActivationCheckpointing.selective: 2,
+    }[policy]
+    if stride == 0:
+        return
+    for layer in decoder_layers(model)[::stride]:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

@@ -1,0 +1,46 @@
+"""A model's twin: the same class and config, undivided and without memory for its parameters.
+
+Tensor parallelism and FSDP replace parameters and classes of the model itself; its twin still shows what
+transformers made: names, global shapes, initialisation rules and the values of buffers.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def meta_twin(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Return the twin on the meta device, with parameters of `dtype` (None: the model's)."""
+    config = copy.deepcopy(model.config)
+    with torch.device("meta"):
+        return _own_class(model)._from_config(config, dtype=dtype or config.dtype)
+
+
+def buffer_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the twin whose buffers are real and on the CPU, as the constructor computes them."""
+    with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
+        return _own_class(model)._from_config(copy.deepcopy(model.config))
+
+
+def _own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class that transformers built; FSDP2 gives a model a subclass without a constructor of its own."""
+    from transformers import PreTrainedModel as Base
+
+    return next(cls for cls in type(model).__mro__ if "__init__" in vars(cls) and issubclass(cls, Base))
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """`torch.empty`, which allocates the parameters, goes to the meta device; buffers are computed from values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)

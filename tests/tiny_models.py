@@ -1,0 +1,72 @@
+"""Tiny models of many families, made by transformers itself: the reference for everything about loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+VOCAB = 96
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GPT2_SIZES: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
+    "llama3": {"model_type": "llama", **SIZES, "rope_parameters": LLAMA3_ROPE},
+    "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 8},
+    "mistral": {"model_type": "mistral", **SIZES, "sliding_window": 8},
+    "gemma": {"model_type": "gemma", **SIZES, "head_dim": 8},
+    "gpt2": {"model_type": "gpt2", **GPT2_SIZES},
+    "phi3": {"model_type": "phi3", **SIZES, "pad_token_id": 0},
+    "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4},
+}
+"""Name -> values of a Hugging Face config. Dense ones first; mixtral keeps its experts apart on disk."""
+
+DENSE = [name for name in FAMILIES if name != "mixtral"]
+
+
+def tiny_config(family: str) -> PreTrainedConfig:
+    """Return the config of a family."""
+    values = dict(FAMILIES[family])
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def tiny_folder(folder: Path, family: str, seed: int = 0) -> Path:
+    """Save a model of a family with transformers, every parameter random, and return the folder."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load a folder as transformers does."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """Return the logits of two fixed rows, (2, 16, vocabulary)."""
+    ids = torch.arange(32).reshape(2, 16) * 7 % VOCAB
+    return model(input_ids=ids, use_cache=False).logits

