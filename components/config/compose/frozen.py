@@ -34,11 +34,16 @@ def read_frozen(path: Path, schema: type[Config]) -> Config:
     Raises ConfigError where the file cannot be read or is no config of `schema`.
     """
     try:
-        loaded = OmegaConf.load(path)
+        return from_yaml(path.read_text(), schema)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as the config of a run: {error}") from error
+
+
+def from_yaml(text: str, schema: type[Config]) -> Config:
+    """Return the config that `to_yaml` wrote. Raises ConfigError and what YAML's parser raises."""
+    loaded = OmegaConf.create(text)
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path}: not the config of a run")
+        raise ConfigError("not the config of a run: no keys")
     return from_container(loaded, schema)
 
 

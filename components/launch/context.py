@@ -1,0 +1,102 @@
+"""Who this process is, told from its environment alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from components.config.errors import ConfigError
+
+WORKER = "MESHBOOK_WORKER"
+"""Set for the ranks that our launcher starts."""
+RUN_DIR = "MESHBOOK_RUN_DIR"
+"""The run directory, absolute."""
+ATTEMPT = "MESHBOOK_ATTEMPT"
+"""How often this run was started before: 0 for the first start."""
+STORE_FD = "MESHBOOK_STORE_FD"
+"""Rank 0's descriptor of the loopback socket on which it serves the ranks' store."""
+LAUNCHER_PID = "MESHBOOK_LAUNCHER_PID"
+"""The process that a rank must not outlive."""
+
+_RANK_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "NUM_NODES", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEPID"),
+    *("SLURM_TASKS_PER_NODE", "SLURM_GTIDS", "SLURM_TASK_PID"),
+    *(WORKER, RUN_DIR, ATTEMPT, STORE_FD, LAUNCHER_PID, "MESHBOOK_EXPORTED"),
+}
+_RANK_PREFIXES = ("TORCHELASTIC_", "SLURM_STEP_", "PMI_", "PMIX_", "OMPI_")
+
+
+class Context(StrEnum):
+    """worker: a rank of ours; external: a rank that the user's torchrun or srun started; launcher: neither."""
+
+    worker = "worker"
+    external = "external"
+    launcher = "launcher"
+
+
+def detect(environ: Mapping[str, str]) -> Context:
+    """Return who a process with these variables is.
+
+    A batch shell and `salloc` set SLURM_PROCID and SLURM_NTASKS too: only a step with several tasks has ranks.
+    """
+    numbered = bool(environ.get("RANK") and environ.get("WORLD_SIZE"))
+    if numbered and environ.get(WORKER) and environ.get(RUN_DIR):
+        return Context.worker
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    if numbered or (environ.get("SLURM_STEP_ID") and tasks.isdigit() and int(tasks) > 1):
+        return Context.external
+    return Context.launcher
+
+
+def external_rank(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the rank and the number of ranks, by torchrun's variables or else by Slurm's.
+
+    Raises ConfigError where they are no numbers.
+    """
+    numbered = environ.get("RANK") and environ.get("WORLD_SIZE")
+    names = ("RANK", "WORLD_SIZE") if numbered else ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    for name in names:
+        if not environ.get(name, "").isdigit():
+            raise ConfigError(f"{name}={environ.get(name, '')!r}: must be a whole number, as torchrun and srun set it")
+    return int(environ[names[0]]), int(environ[names[1]])
+
+
+def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without any that number ranks: left over, they would be believed."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIXES)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRank:
+    """One rank of a run on this machine."""
+
+    rank: int
+    world_size: int
+    port: int
+    """On the loopback interface, where rank 0 serves the store."""
+    store_fd: int | None
+    """Rank 0's descriptor of the socket bound to `port`; None on other ranks."""
+    run_dir: Path
+    attempt: int
+
+    def variables(self) -> dict[str, str]:
+        """Return what torch and the recipe's parts read of it."""
+        variables = {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+            RUN_DIR: str(self.run_dir),
+            ATTEMPT: str(self.attempt),
+        }
+        return variables if self.store_fd is None else {**variables, STORE_FD: str(self.store_fd)}

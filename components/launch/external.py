@@ -1,0 +1,67 @@
+"""Ranks that the user's own torchrun or srun started: rank 0 composes and hands over, all run main."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from components.config.compose.frozen import from_yaml, to_yaml
+from components.config.errors import EXIT_INVALID, ConfigError
+from components.launch.context import external_rank
+from components.launch.failures import tell_problems
+from components.launch.parts import exchange_text_from_rank_zero
+from components.launch.prepare import Prepared, prepare
+from components.launch.rank import Recipe, run_here
+from components.launch.run_directory import RunDirectory
+
+
+def run_external(recipe: Recipe) -> int:
+    """Run main as one of the user's ranks, with the config that rank 0 composed; return the exit status.
+
+    Where rank 0 refuses or only answers (`--cfg job`), every rank ends with rank 0's status.
+    """
+    rank, world_size = external_rank(os.environ)
+    return _lead(recipe, world_size) if rank == 0 else _follow(recipe)
+
+
+def _lead(recipe: Recipe, world_size: int) -> int:
+    prepared, status = None, 1
+    try:
+        prepared, status = prepare(recipe, world_size), 0
+    except ConfigError as error:
+        tell_problems(error.problems)
+        status = EXIT_INVALID
+    except SystemExit as end:  # an option that Hydra does not know, or --version
+        status = end.code if isinstance(end.code, int) else 1
+    finally:  # whatever became of it, the others wait for a word
+        note = {"status": status} if prepared is None else _note(prepared)
+        if world_size > 1:
+            exchange_text_from_rank_zero(json.dumps(note))
+    return status if prepared is None else run_here(recipe, prepared.cfg, prepared.directory)
+
+
+def _follow(recipe: Recipe) -> int:
+    note = json.loads(exchange_text_from_rank_zero(None))
+    if "status" in note:
+        return note["status"]
+    directory = RunDirectory(
+        Path(note["run_dir"]),
+        fresh=note["fresh"],
+        created=[Path(folder) for folder in note["created"]],
+        lock=None,
+        attempt=note["attempt"],
+    )
+    return run_here(recipe, from_yaml(note["config"], recipe.schema), directory)
+
+
+def _note(prepared: Prepared) -> dict[str, Any]:
+    directory = prepared.directory
+    return {
+        "config": to_yaml(prepared.cfg),
+        "run_dir": str(directory.path),
+        "fresh": directory.fresh,
+        "created": [str(folder) for folder in directory.created],
+        "attempt": directory.attempt,
+    }

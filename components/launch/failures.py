@@ -1,0 +1,165 @@
+"""Which rank failed first, and how that is told: as the last words of the run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from components.config.errors import ConfigError
+
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+LOST_PEER_TYPES = ("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailure")
+"""How a rank tells that another one is gone: a consequence, not the cause."""
+
+LAST_LINES = 15
+
+
+class Kind(StrEnum):
+    """config: a person's mistake, told without a traceback; exception: anything else that was raised."""
+
+    config = "config"
+    exception = "exception"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank says of its own failure, in logs/attempt_N/rank_K.error.json."""
+
+    rank: int
+    kind: Kind
+    type: str
+    message: str
+    traceback: str
+    time: float
+    """Seconds since the epoch."""
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether the rank failed because another one was gone."""
+        return self.type in LOST_PEER_TYPES or any(sign in self.message for sign in LOST_PEER)
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a rank's process ended."""
+
+    rank: int
+    status: int
+    """As in subprocess: the negative number of a signal."""
+    time: float
+    """Seconds since the epoch when the launcher saw it."""
+    asked: bool
+    """Whether the launcher had told it to end before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first failure of a run."""
+
+    rank: int
+    what: str
+    """How it ended, such as `exited with status 1`."""
+    report: Report | None
+
+
+def error_file(logs: Path, rank: int) -> Path:
+    """Return where a rank reports its failure."""
+    return logs / f"rank_{rank}.error.json"
+
+
+def log_file(logs: Path, rank: int) -> Path:
+    """Return where a rank's output goes; rank 0's own goes to the terminal."""
+    return logs / f"rank_{rank}.log"
+
+
+def write_report(logs: Path, rank: int, error: BaseException) -> None:
+    """Write the report of a rank that failed with `error`."""
+    is_config = isinstance(error, ConfigError)
+    report = Report(
+        rank=rank,
+        kind=Kind.config if is_config else Kind.exception,
+        type=type(error).__name__,
+        message=format_problems(error.problems) if isinstance(error, ConfigError) else str(error),
+        traceback="" if is_config else "".join(traceback.format_exception(error)),
+        time=time.time(),
+    )
+    target = error_file(logs, rank)
+    temporary = target.with_suffix(".tmp")
+    with suppress(FileNotFoundError):  # a refused run: another rank has said so, and the directory is gone
+        temporary.write_text(json.dumps(asdict(report)))
+        temporary.replace(target)
+
+
+def read_reports(logs: Path) -> dict[int, Report]:
+    """Return the reports of the ranks that have written one, by rank."""
+    reports = {}
+    for file in logs.glob("rank_*.error.json"):
+        values = json.loads(file.read_text())
+        reports[values["rank"]] = Report(**{**values, "kind": Kind(values["kind"])})
+    return reports
+
+
+def first_failure(exits: Iterable[Exit], reports: dict[int, Report]) -> Failure | None:
+    """Return the failure that the others followed from, or None where no rank failed by itself.
+
+    A process that was killed (SIGKILL: out of memory, or a person) is the cause whatever others say of it. Then
+    comes what was raised or died first; a rank that merely lost a peer comes last.
+    """
+    found = []
+    for ended in exits:
+        report = reports.get(ended.rank)
+        if ended.status == 0 or (ended.asked and report is None):
+            continue
+        killed = ended.status == -signal.SIGKILL and not ended.asked
+        order = 0 if killed else 2 if report and report.lost_peer else 1
+        when = report.time if report else ended.time
+        found.append((order, when, Failure(ended.rank, describe(ended.status), report)))
+    return min(found, key=lambda entry: entry[:2])[2] if found else None
+
+
+def describe(status: int) -> str:
+    """Return how a process ended, in words."""
+    if status >= 0:
+        return f"exited with status {status}"
+    name = signal.Signals(-status).name if -status in {member.value for member in signal.Signals} else str(-status)
+    hint = " (out of memory, or killed by a person)" if -status == signal.SIGKILL else ""
+    return f"was ended by {name}{hint}"
+
+
+def format_problems(problems: list[str]) -> str:
+    """Return one sentence as it is, several under a heading."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} problems with this run:", *problems])
+
+
+def tell_problems(problems: list[str]) -> None:
+    """Print what a person got wrong."""
+    print(format_problems(problems), file=sys.stderr, flush=True)
+
+
+def tell_failure(failure: Failure, logs: Path) -> None:
+    """Print the traceback or the last lines of the rank that failed first, its name, and where the logs are."""
+    report = failure.report
+    if report is not None and report.kind == Kind.config:
+        print(report.message, file=sys.stderr, flush=True)
+        return
+    told = report.traceback if report else _tail(log_file(logs, failure.rank))
+    said = f": {report.type}: {report.message}" if report else ""
+    lines = [*([told.rstrip()] if told else []), f"rank {failure.rank} {failure.what}{said}", f"logs: {logs}"]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _tail(log: Path) -> str:
+    if not log.is_file():
+        return ""
+    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    return "\n".join([f"last lines of {log.name}:", *lines]) if lines else ""

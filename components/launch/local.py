@@ -1,0 +1,243 @@
+"""Ranks on this machine: started, watched, told to stop, and gone when the run is over.
+
+A spawner of our own rather than torch.distributed.run: that imports torch in the launcher (seconds, and hundreds of
+megabytes for the life of the run), turns every exit status into 1, dies of SIGUSR2 without telling its ranks, and
+its port is free to be taken between choice and use.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import IO
+
+from components.config.errors import EXIT_INVALID
+from components.config.schema.recipes import RecipeConfig
+from components.launch.context import LAUNCHER_PID, WORKER, LocalRank, without_ranks
+from components.launch.failures import Exit, Kind, describe, first_failure, log_file, read_reports, tell_failure
+from components.launch.rank import EXIT_INTERRUPTED, Recipe, run_here, status_of
+from components.launch.run_directory import RunDirectory
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+"""Signals that ask a run to save and stop; ranks get them from the launcher alone."""
+
+POLL = 0.05
+"""Seconds between two looks at the ranks."""
+REPORTS_EVERY = 1.0
+"""Seconds between two looks for the report of a rank that failed and hangs in its own end."""
+GRACE = 2.0
+"""Seconds that the others have to fail by themselves, and to say of what, before they get SIGTERM."""
+REFUSED_GRACE = 1.0
+"""The same where a person's mistake was found: there is nothing to save, so SIGKILL follows at once."""
+KILL_AFTER = 5.0
+"""Seconds from SIGTERM, which ranks take as save and stop, to SIGKILL."""
+
+
+def run_local(recipe: Recipe, directory: RunDirectory, processes: int) -> int:
+    """Start `processes` ranks of the recipe, wait for all of them, tell of a failure, and return the exit status."""
+    with _signals_kept() as signals:
+        ranks = _Ranks(directory)
+        try:
+            ranks.start(recipe, processes)
+            ranks.watch(signals)
+        finally:
+            ranks.kill()
+    return _conclude(ranks, directory)
+
+
+def run_alone(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
+    """Run main in this process (a debugger works), with the variables that a started rank has."""
+    port, store = _loopback_socket()
+    place = LocalRank(0, 1, port, store.detach(), directory.path, directory.attempt)
+    for name in set(os.environ) - set(without_ranks(os.environ)):
+        del os.environ[name]
+    os.environ.update(place.variables())
+    return run_here(recipe, cfg, directory)
+
+
+class _Ranks:
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.exits: dict[int, Exit] = {}
+        self.stops: list[int] = []
+        """Signals that were passed on, in order."""
+        self.aborted = False
+        self.plan: deque[tuple[float, signal.Signals]] = deque()
+        """When to send what to those still there, once the run is lost; seconds of time.monotonic()."""
+        self.told_to_end = False
+        self.next_look_for_reports = 0.0
+
+    def start(self, recipe: Recipe, processes: int) -> None:
+        """Start the ranks from a clean environment.
+
+        Each is the leader of its own process group: a terminal's Ctrl-C then reaches the launcher alone, which
+        passes it on once. As background groups they may write to the terminal (unless `stty tostop`), but not
+        read: a read would stop them, so their input is empty. They are started by the main thread, to whose life
+        PDEATHSIG ties them.
+        """
+        port, store = _loopback_socket()
+        shared = without_ranks(os.environ) | {WORKER: "1", LAUNCHER_PID: str(os.getpid())}
+        for name, value in _defaults(processes).items():
+            shared.setdefault(name, value)
+        with store:
+            for rank in range(processes):
+                store_fd = store.fileno() if rank == 0 else None
+                place = LocalRank(rank, processes, port, store_fd, self.directory.path, self.directory.attempt)
+                with self._output(rank) as output:
+                    process = subprocess.Popen(
+                        [sys.executable, str(recipe.file)],
+                        env=shared | place.variables(),
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        pass_fds=() if store_fd is None else (store_fd,),
+                        process_group=0,
+                    )
+                self.processes.append(process)
+
+    def watch(self, signals: deque[int]) -> None:
+        """Return when every rank has ended."""
+        while len(self.exits) < len(self.processes):
+            while signals:
+                self._pass_on(signals.popleft())
+            self._collect()
+            if self.plan and time.monotonic() >= self.plan[0][0]:
+                self.told_to_end = True
+                self._send(self.plan.popleft()[1])
+            time.sleep(POLL)
+
+    def kill(self) -> None:
+        """Leave no process behind, nor one that a rank has started."""
+        for process in self.processes:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    @contextmanager
+    def _output(self, rank: int) -> Iterator[IO[bytes] | None]:
+        """Rank 0 keeps the terminal; a pipe in between would take it from progress bars."""
+        if rank == 0:
+            yield None
+            return
+        with log_file(self.directory.logs, rank).open("ab") as log:
+            yield log
+
+    def _pass_on(self, number: int) -> None:
+        if number == signal.SIGINT and signal.SIGINT in self.stops:
+            self.aborted = True
+            self._end_by((0.0, signal.SIGKILL))
+            return
+        self.stops.append(number)
+        self._send(signal.Signals(number))
+
+    def _collect(self) -> None:
+        for rank, process in enumerate(self.processes):
+            status = process.poll() if rank not in self.exits else None
+            if status is None:
+                continue
+            stopped = -status in self.stops or (status == EXIT_INTERRUPTED and signal.SIGINT in self.stops)
+            self.exits[rank] = Exit(rank, status, time.time(), asked=self.told_to_end or stopped)
+            if status != 0:
+                self._lose()
+        if time.monotonic() >= self.next_look_for_reports:
+            self.next_look_for_reports = time.monotonic() + REPORTS_EVERY
+            if read_reports(self.directory.logs):
+                self._lose()
+
+    def _lose(self) -> None:
+        """The run is lost: plan the end of the ranks that are left."""
+        if self.plan or self.told_to_end:
+            return
+        reports = read_reports(self.directory.logs).values()
+        if any(report.kind == Kind.config for report in reports):
+            self._end_by((REFUSED_GRACE, signal.SIGKILL))
+        else:
+            self._end_by((GRACE, signal.SIGTERM), (GRACE + KILL_AFTER, signal.SIGKILL))
+
+    def _end_by(self, *steps: tuple[float, signal.Signals]) -> None:
+        self.plan = deque((time.monotonic() + delay, number) for delay, number in steps)
+
+    def _send(self, number: signal.Signals) -> None:
+        for rank, process in enumerate(self.processes):
+            if rank in self.exits:
+                continue
+            with suppress(ProcessLookupError):
+                if number == signal.SIGKILL:
+                    os.killpg(process.pid, number)
+                else:
+                    process.send_signal(number)
+
+
+def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
+    """Say how the run ended where it ended badly, and return the exit status."""
+    reports = read_reports(directory.logs)
+    failure = first_failure(ranks.exits.values(), reports)
+    if ranks.aborted:
+        directory.conclude("interrupted", "killed by a second Ctrl-C")
+        print(f"interrupted twice: every process was killed\nlogs: {directory.logs}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if failure is None:
+        return _stopped(ranks, directory)
+    tell_failure(failure, directory.logs)
+    report = failure.report
+    if report is not None and report.kind == Kind.config:
+        directory.discard(report.message)
+        return EXIT_INVALID
+    said = f"{report.type}: {report.message}" if report else failure.what
+    directory.conclude(status_of(report.type if report else ""), f"rank {failure.rank}: {said}")
+    return 1
+
+
+def _stopped(ranks: _Ranks, directory: RunDirectory) -> int:
+    """The status of a run without a failure: 0, unless a signal ended ranks that could not take it yet."""
+    if all(ended.status == 0 for ended in ranks.exits.values()):
+        return 0
+    interrupted = signal.SIGINT in ranks.stops
+    names = " and ".join(describe(-number).removeprefix("was ended by ") for number in dict.fromkeys(ranks.stops))
+    told = f"stopped by {names} before it could save"
+    directory.conclude("interrupted" if interrupted else "failed", told)
+    print(f"{told}\nlogs: {directory.logs}", file=sys.stderr)
+    return EXIT_INTERRUPTED if interrupted else 1
+
+
+@contextmanager
+def _signals_kept() -> Iterator[deque[int]]:
+    """Collect the forwarded signals instead of dying of them."""
+    arrived: deque[int] = deque()
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    before = {number: signal.signal(number, keep) for number in FORWARDED}
+    try:
+        yield arrived
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _loopback_socket() -> tuple[int, socket.socket]:
+    """Bind a free port of the loopback interface: nobody can take it before rank 0 serves the ranks' store on it.
+
+    It does not listen yet. A rank 0 that takes no notice of the descriptor can still listen on the port itself.
+    """
+    store = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    store.bind(("127.0.0.1", 0))
+    return store.getsockname()[1], store
+
+
+def _defaults(processes: int) -> dict[str, str]:
+    """Variables that ranks get unless the person has set them: cores shared out, and logs that lose nothing."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = str(max(cores // processes, 1))
+    return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}

@@ -1,0 +1,62 @@
+"""From a command line to a run directory: composed, checked, guarded, frozen. Nothing is written before it holds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from components.config.compose.command_line import compose_from_command_line
+from components.config.schema.recipes import RecipeConfig
+from components.launch.preflight import problems_before_start
+from components.launch.processes import device_problems, local_processes, visible_gpus
+from components.launch.rank import Recipe
+from components.launch.record import start_record
+from components.launch.run_directory import RunDirectory, open_run_directory
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that may start."""
+
+    cfg: RecipeConfig
+    directory: RunDirectory
+    processes: int
+
+
+def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
+    """Compose, check, and make the run directory; None where there is nothing to start (--cfg job, dry_run).
+
+    Args:
+        recipe: The decorated main.
+        world_size: Number of ranks where they exist already; None: they are to be started on this machine.
+
+    Raises ConfigError with every problem, and SystemExit for an option that Hydra does not know.
+    """
+    os.umask(0o077)  # what a run writes is its owner's alone
+    gpus = visible_gpus(os.environ)
+
+    def count_processes(cfg: RecipeConfig) -> int:
+        return world_size or local_processes(cfg, gpus)
+
+    def check(cfg: RecipeConfig) -> list[str]:
+        processes = count_processes(cfg)
+        problems = device_problems(cfg, processes, gpus) if world_size is None else []
+        return problems + problems_before_start(cfg, processes)
+
+    cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check)
+    if cfg is None:
+        return None
+    processes = count_processes(cfg)
+    if cfg.cluster.dry_run:
+        place = cfg.run.dir or f"a new folder in outputs/{recipe.name}"
+        print(
+            f"cluster.dry_run=true: would start {processes} x {recipe.file}, mesh "
+            f"{cfg.parallelism.resolve(processes)}, run directory {place}"
+        )
+        return None
+    directory = open_run_directory(cfg, recipe.name)
+    directory.freeze(cfg, start_record(recipe.name, recipe.file, processes, directory.attempt))
+    where = f", logs of the other ranks in {directory.logs}" if processes > 1 else ""
+    print(f"run {directory.path}: {processes} process{'es' if processes > 1 else ''}{where}", file=sys.stderr)
+    return Prepared(cfg, directory, processes)

@@ -1,0 +1,122 @@
+"""The recipe's main on one rank, and what is kept of its failure."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from components.config.compose.frozen import read_frozen
+from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.schema.recipes import RecipeConfig
+from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR
+from components.launch.failures import log_file, tell_problems, write_report
+from components.launch.run_directory import CONFIG, RunDirectory, attempt_logs
+
+EXIT_INTERRUPTED = 130
+"""Exit status of what Ctrl-C ended, as shells have it."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A decorated main."""
+
+    name: str
+    main: Callable[[Any], object]
+    schema: type[RecipeConfig]
+    file: Path
+
+
+def run_worker(recipe: Recipe) -> int:
+    """Run main as a rank that our launcher started, and return the exit status; failures go to the attempt's logs.
+
+    The terminal stays quiet about them: the launcher tells of the one that came first.
+    """
+    if LAUNCHER_PID in os.environ:
+        die_with(int(os.environ[LAUNCHER_PID]))
+    os.umask(0o077)
+    rank, run_dir = int(os.environ["RANK"]), Path(os.environ[RUN_DIR])
+    logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
+
+    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            return
+        write_report(logs, rank, error.with_traceback(_from_main(recipe, trace)))
+        with log_file(logs, rank).open("a") as log:
+            traceback.print_exception(error, file=log)
+
+    sys.excepthook = record
+    try:
+        recipe.main(read_frozen(run_dir / CONFIG, recipe.schema))
+    except ConfigError as error:
+        write_report(logs, rank, error)
+        return EXIT_INVALID
+    return 0
+
+
+def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
+    """Run main in this process, as the only rank or as one that the user's launcher started.
+
+    Returns the exit status. What main raises is raised again, for a debugger and for Python to print.
+    """
+    os.environ |= {RUN_DIR: str(directory.path), ATTEMPT: str(directory.attempt)}
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    try:
+        recipe.main(cfg)
+    except ConfigError as error:
+        write_report(directory.logs, rank, error)
+        if _first_to_tell(directory):
+            tell_problems(error.problems)
+        directory.discard(str(error))
+        return EXIT_INVALID
+    except KeyboardInterrupt:
+        directory.conclude("interrupted", "stopped by SIGINT before it could save")
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        write_report(directory.logs, rank, error)
+        directory.conclude(status_of(type(error).__name__), f"rank {rank}: {type(error).__name__}: {error}")
+        raise
+    return 0
+
+
+def status_of(error_type: str) -> str:
+    """Return the status in result.json of a run that an exception of this type ended."""
+    return "oom" if error_type == "OutOfMemoryError" else "failed"
+
+
+def _from_main(recipe: Recipe, trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from main on: how main was reached helps nobody."""
+    entry = trace
+    while entry is not None and entry.tb_frame.f_code is not recipe.main.__code__:
+        entry = entry.tb_next
+    return entry or trace
+
+
+def _first_to_tell(directory: RunDirectory) -> bool:
+    """Whether no other rank has told this run's refusal; the ranks of a foreign launcher all find the same."""
+    try:
+        (directory.logs / "told").touch(exist_ok=False)
+    except (FileExistsError, FileNotFoundError):
+        return False
+    return True
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when the thread that started it ends; leave at once if it has already.
+
+    Only Linux can do that. Elsewhere a rank outlives a launcher that is killed, until its next collective fails.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,88 @@
+"""`@recipe("finetune")`: what happens when a recipe's main() is called without arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
+
+from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.schema.recipes import RecipeConfig
+from components.launch.context import Context, detect
+
+if TYPE_CHECKING:
+    from components.launch.rank import Recipe
+
+
+def recipe(name: str) -> Callable[[Callable[[Any], object]], Callable[[], NoReturn]]:
+    """Make `main(cfg)` a recipe: a program that composes conf/<name>.yaml, starts ranks, and runs main on each.
+
+    The class of the config is main's annotation: `def main(cfg: FinetuneConfig)`. Calling the decorated main reads
+    the command line and ends the process: status 0, 2 for a person's mistake, 130 when interrupted, else 1.
+    """
+
+    def decorate(main: Callable[[Any], object]) -> Callable[[], NoReturn]:
+        @functools.wraps(main)
+        def start() -> NoReturn:
+            sys.exit(_start(name, main))
+
+        return start
+
+    return decorate
+
+
+def _start(name: str, main: Callable[[Any], object]) -> int:
+    from components.launch.failures import tell_problems
+
+    try:
+        return _run(_describe(name, main))
+    except ConfigError as error:
+        tell_problems(error.problems)
+        return EXIT_INVALID
+
+
+def _run(described: Recipe) -> int:
+    """Find out who this process is, and do its part. Each part imports only what it needs."""
+    context = detect(os.environ)
+    if context is Context.worker:
+        from components.launch.rank import run_worker
+
+        return run_worker(described)
+    if context is Context.external:
+        from components.launch.external import run_external
+
+        return run_external(described)
+    from components.launch.local import run_alone, run_local
+    from components.launch.prepare import prepare
+
+    prepared = prepare(described)
+    if prepared is None:
+        return 0
+    if prepared.processes == 1:
+        return run_alone(described, prepared.cfg, prepared.directory)
+    return run_local(described, prepared.directory, prepared.processes)
+
+
+def _describe(name: str, main: Callable[[Any], object]) -> Recipe:
+    """Return the recipe with its schema and file. Raises ConfigError where main does not say what it takes."""
+    from components.launch.rank import Recipe
+
+    parameters = list(inspect.signature(main).parameters)
+    schema = get_type_hints(main).get(parameters[0]) if len(parameters) == 1 else None
+    if not (isinstance(schema, type) and issubclass(schema, RecipeConfig)):
+        raise ConfigError(
+            f"recipe {name}: main must take one argument whose annotation is its config class, for example "
+            "main(cfg: FinetuneConfig)"
+        )
+    file = Path(main.__globals__["__file__"]).resolve()
+    beside, ours = file.parent / "components", Path(__file__).resolve().parents[1]
+    if beside.is_dir() and beside.resolve() != ours:
+        raise ConfigError(
+            f"{beside}: a folder of this name beside the recipe hides this project's components ({ours}); rename it, "
+            "or move the recipe"
+        )
+    return Recipe(name, main, schema, file)

@@ -1,0 +1,70 @@
+"""What environment.json holds: enough to tell later what ran, and no environment variables, which hold secrets."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("meshbook", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "safetensors", "gguf", "wandb")
+
+
+def start_record(recipe: str, recipe_file: Path, processes: int, attempt: int) -> dict[str, Any]:
+    """Return versions, git state, command, host and devices of this start. Imports none of the packages."""
+    return {
+        "recipe": recipe,
+        "recipe_file": str(recipe_file),
+        "attempt": attempt,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([sys.executable, *sys.argv]),
+        "folder": os.getcwd(),
+        "processes": processes,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpus": _gpu_names(),
+        "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "git": _git_state(recipe_file.parent),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu_names() -> list[str]:
+    """Return the models that the driver lists, whether visible to the run or not."""
+    names = []
+    for card in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        models = [line.partition(":")[2].strip() for line in card.read_text().splitlines() if line.startswith("Model")]
+        names += models[:1]
+    return names
+
+
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """Return commit and changed files of the repository around the recipe; None without git or repository."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no") or ""
+    return {"commit": commit.strip(), "dirty": bool(changed.strip()), "changed": changed.splitlines()}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,229 @@
+"""The run directory: chosen once by the launching process, guarded against other runs, locked while it runs."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from components.config.compose.frozen import read_frozen, to_yaml
+from components.config.errors import ConfigError
+from components.config.schema.checks import raise_all
+from components.config.schema.recipes import RecipeConfig
+
+CONFIG, RECORD, RESULT, LOGS, LOCK = "config.yaml", "environment.json", "result.json", "logs", ".lock"
+OWN_NAMES = {CONFIG, RECORD, RESULT, LOGS, LOCK}
+"""What a start writes before the recipe does anything."""
+
+DEFINING_KEYS = ("run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data.")
+"""Keys (a dot at the end: a whole section) whose change makes another run of what continues here."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass
+class RunDirectory:
+    """The directory of one attempt of a run."""
+
+    path: Path
+    fresh: bool
+    """Whether it was new or empty: what is in it then comes from this attempt."""
+    created: list[Path]
+    """Folders that this start made, outermost first."""
+    lock: int | None
+    """Descriptor that holds the lock for as long as this process lives."""
+    attempt: int
+    """How often the run was started before."""
+
+    @property
+    def logs(self) -> Path:
+        """Logs of this attempt."""
+        return attempt_logs(self.path, self.attempt)
+
+    def freeze(self, cfg: RecipeConfig, record: dict[str, Any]) -> None:
+        """Write what every rank reads (config.yaml) and where it came from (environment.json).
+
+        What the attempt before left of the two, and its result.json, goes to its logs.
+        """
+        if self.attempt > 0:
+            before = attempt_logs(self.path, self.attempt - 1)
+            before.mkdir(parents=True, exist_ok=True)
+            for name in (CONFIG, RECORD):
+                if (self.path / name).exists():
+                    shutil.copyfile(self.path / name, before / name)
+            if (self.path / RESULT).exists():
+                (self.path / RESULT).replace(before / RESULT)
+        _write(self.path / CONFIG, to_yaml(cfg))
+        _write(self.path / RECORD, json.dumps(record, indent=2) + "\n")
+        self.logs.mkdir(parents=True)
+        link = self.path / LOGS / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self.logs.name)
+        link.replace(self.path / LOGS / "latest")
+
+    def conclude(self, status: str, error: str) -> None:
+        """Write result.json, unless the recipe has written one."""
+        if not (self.path / RESULT).exists():
+            _write(self.path / RESULT, json.dumps({"status": status, "error": error}, indent=2) + "\n")
+
+    def discard(self, error: str) -> None:
+        """Take back a run that was refused: leave nothing behind, unless there is more than what a start writes."""
+        entries = list(self.path.iterdir()) if self.path.is_dir() else []
+        if not self.fresh or any(entry.name not in OWN_NAMES and _has_content(entry) for entry in entries):
+            self.conclude("invalid", error)
+            return
+        for entry in entries:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+        for folder in reversed(self.created):
+            with suppress(OSError):  # somebody else has put something there meanwhile
+                folder.rmdir()
+
+
+def attempt_logs(run_dir: Path, attempt: int) -> Path:
+    """Return the folder of the logs of an attempt."""
+    return run_dir / LOGS / f"attempt_{attempt}"
+
+
+def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
+    """Choose, make, lock and guard the run directory of `cfg`, and set cfg.run.dir to it (absolute).
+
+    Raises ConfigError where it holds another run, is in use, or cannot be written; it then made nothing.
+    """
+    path = Path(cfg.run.dir).expanduser().absolute() if cfg.run.dir is not None else None
+    try:
+        path, created = (path, _make(path)) if path is not None else _make_new(Path.cwd() / "outputs" / recipe)
+        names = {entry.name for entry in path.iterdir()} - {LOCK}
+        if names and CONFIG not in names:
+            raise ConfigError(f"run.dir={path}: holds files, but no run; choose another run.dir")
+        lock = _lock(path)
+    except OSError as error:
+        place = path or Path.cwd() / "outputs" / recipe
+        raise ConfigError(f"run.dir={place}: cannot be used: {error.strerror}; choose another run.dir") from error
+    if CONFIG in names:
+        try:
+            _guard(path, cfg, recipe)
+        except ConfigError:
+            _unlock(lock)
+            raise
+    cfg.run.dir = str(path)
+    return RunDirectory(path, fresh=not names, created=created, lock=lock, attempt=_next_attempt(path))
+
+
+def _next_attempt(path: Path) -> int:
+    numbers = [folder.name.rpartition("_")[2] for folder in (path / LOGS).glob("attempt_*")]
+    return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
+
+
+def _make_new(parent: Path) -> tuple[Path, list[Path]]:
+    """Make a folder named by time and chance, which no other start has."""
+    while True:
+        path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        created = _make(path)
+        if path in created:
+            return path, created
+
+
+def _make(path: Path) -> list[Path]:
+    """Make a folder with its parents; return those that were missing, outermost first."""
+    missing = [folder for folder in (*reversed(path.parents), path) if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        missing = [folder for folder in missing if folder != path]
+    return missing
+
+
+def _lock(path: Path) -> int | None:
+    """Lock the directory for the life of this process; None where its file system has no locks."""
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in _NO_LOCKS:
+            print(f"{path}: no locks on this file system; do not start this run twice at once", file=sys.stderr)
+            return None
+        raise ConfigError(f"run.dir={path}: is in use by a run that is still going; choose another run.dir") from error
+    if os.fstat(descriptor).st_nlink == 0:
+        os.close(descriptor)
+        raise ConfigError(f"run.dir={path}: was removed at this moment by another start; start again")
+    return descriptor
+
+
+def _unlock(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
+
+
+def _guard(path: Path, cfg: RecipeConfig, recipe: str) -> None:
+    """Raise ConfigError unless the run in `path` may go on as `cfg`."""
+    owner = _recipe_of(path)
+    if owner not in (None, recipe):
+        raise ConfigError(f"run.dir={path}: holds a run of the recipe {owner}, not {recipe}; choose another run.dir")
+    if cfg.run.resume == "never":
+        if any(".tmp" not in folder.name for folder in (path / "checkpoints").glob("step_*")):
+            raise ConfigError(
+                f"run.resume=never: run.dir={path} holds checkpoints, which a new run would mix with its own; choose "
+                "another run.dir, or remove it"
+            )
+        return
+    try:
+        before = read_frozen(path / CONFIG, type(cfg))
+    except ConfigError as error:
+        told = "; ".join(error.problems)
+        raise ConfigError(
+            f"run.dir={path}: its {CONFIG} is of another kind ({told}); choose another run.dir"
+        ) from error
+    then, now = _defining(before), _defining(cfg)
+    raise_all(
+        [
+            f"{key}={now.get(key)}: the run in run.dir={path} began with {then.get(key)}; set it back, or choose "
+            "another run.dir"
+            for key in sorted({*then, *now})
+            if then.get(key) != now.get(key)
+        ]
+    )
+
+
+def _recipe_of(path: Path) -> str | None:
+    with suppress(OSError, ValueError):
+        record = json.loads((path / RECORD).read_text())
+        return record.get("recipe") if isinstance(record, dict) else None
+    return None
+
+
+def _defining(cfg: RecipeConfig) -> dict[str, Any]:
+    """The values, by dotted key, that a run cannot change on its way."""
+    sections = {name: values for name, values in asdict(cfg).items() if isinstance(values, dict)}
+    flat = {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+    return {
+        key: value
+        for key, value in flat.items()
+        if any(key == defining or (defining.endswith(".") and key.startswith(defining)) for defining in DEFINING_KEYS)
+    }
+
+
+def _has_content(entry: Path) -> bool:
+    return not entry.is_file() or entry.stat().st_size > 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file in one rename, so that nobody reads half of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
