@@ -10,7 +10,7 @@ from components.config.schema.parallelism import (
     UnevenHeads,
     attention_layout,
 )
-from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, RecipeConfig
+from components.config.schema.recipes import FinetuneConfig, RecipeConfig
 from components.config.shape import ModelShape
 
 
@@ -19,26 +19,23 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
 
     `shape` is what is known of the model without loading it; unknown numbers (None) are checked on rank 0 later.
     """
+    problems = _schedule_problems(cfg) if isinstance(cfg, FinetuneConfig) else []
     try:
         mesh = cfg.parallelism.resolve(world_size)
     except ConfigError as error:
-        return error.problems
-    problems = model_problems(cfg.parallelism, mesh, shape or ModelShape())
+        return error.problems + problems
+    problems += model_problems(cfg.parallelism, mesh, shape or ModelShape())
     if isinstance(cfg, FinetuneConfig):
         problems += _batch_problems(cfg, mesh)
-        problems += _schedule_problems(cfg)
-        problems += _sequence_problems("training.seq_len", cfg.training.seq_len, mesh)
-    if isinstance(cfg, EvaluateConfig):
-        problems += _sequence_problems("evaluation.seq_len", cfg.evaluation.seq_len, mesh)
     return problems
 
 
 def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape) -> list[str]:
     """Return what of the model's shape the mesh cannot divide. Checked before loading and again after."""
     problems: list[str] = []
-    if shape.heads is not None and mesh.tp > 1 and parallelism.uneven_heads is UnevenHeads.refuse:
+    if shape.heads is not None and mesh.tp > 1 and parallelism.uneven_heads == UnevenHeads.refuse:
         kv_heads = shape.kv_heads or shape.heads
-        if attention_layout(shape.heads, kv_heads, mesh.tp) is AttentionLayout.replicated:
+        if attention_layout(shape.heads, kv_heads, mesh.tp) == AttentionLayout.replicated:
             problems.append(
                 f"parallelism.tp={mesh.tp}: the model has {shape.heads} attention heads and {kv_heads} kv heads, "
                 f"which {mesh.tp} ranks cannot share evenly; change parallelism.tp, or set "
@@ -67,13 +64,4 @@ def _schedule_problems(cfg: FinetuneConfig) -> list[str]:
     return [
         f"optimizer.warmup_steps={cfg.optimizer.warmup_steps} + optimizer.decay_steps={cfg.optimizer.decay_steps}: "
         f"more than training.max_steps={cfg.training.max_steps}; shorten them or train longer"
-    ]
-
-
-def _sequence_problems(key: str, seq_len: int, mesh: MeshShape) -> list[str]:
-    if seq_len % mesh.sequence_multiple == 0:
-        return []
-    return [
-        f"{key}={seq_len}: must be a multiple of {mesh.sequence_multiple} on this mesh (tp={mesh.tp}, cp={mesh.cp}); "
-        f"for example {seq_len - seq_len % mesh.sequence_multiple or mesh.sequence_multiple}"
     ]
