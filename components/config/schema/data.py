@@ -189,9 +189,7 @@ class CustomDataConfig(DataConfig):
         problems = DataConfig._problems(self)
         module, _, function = self.factory.partition(":")
         if not (function.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-            problems.append(
-                f"data.factory={self.factory}: must be module:function, such as my_package.my_data:build"
-            )
+            problems.append(f"data.factory={self.factory}: must be module:function, such as my_package.my_data:build")
         return problems
 
 
