@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-VOCAB = 96
+VOCAB = 272  # 256 bytes and special tokens, to a multiple of 16
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -154,6 +154,9 @@ def _gathered(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor | None
         if not isinstance(tensor, DTensor):
             yield name, tensor.detach().cpu() if _rank() == WRITER else None
             continue
+        if WRITER not in tensor.device_mesh.mesh:
+            yield name, None  # this rank's mesh holds a replica of what the writer's mesh holds
+            continue
         part = local_part(tensor)
         full = torch.empty(tensor.shape, dtype=tensor.dtype) if _rank() == WRITER else None
         for rank, coordinate in holders(tensor):

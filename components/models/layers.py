@@ -53,7 +53,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     raise NotImplementedError(f"{type(model).__name__}: no list of {wanted} decoder layers was found")
 
 
-def compile_layers(model: PreTrainedModel, fullgraph: bool = True) -> None:
+def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str = "inductor") -> None:
     """Compile the forward of each decoder layer in place; names and classes stay as they are.
 
     Only the layer's own forward is compiled: hooks around it, FSDP's among them, stay outside, and so does the
@@ -62,10 +62,10 @@ def compile_layers(model: PreTrainedModel, fullgraph: bool = True) -> None:
     for layer in decoder_layers(model):
         forward = layer.forward
         if isinstance(forward, partial) and forward.func is checkpoint:
-            compiled = torch.compile(forward.args[0], fullgraph=fullgraph)
+            compiled = torch.compile(forward.args[0], fullgraph=fullgraph, backend=backend)
             layer.forward = partial(checkpoint, compiled, **forward.keywords)
         else:
-            layer.forward = torch.compile(forward, fullgraph=fullgraph)
+            layer.forward = torch.compile(forward, fullgraph=fullgraph, backend=backend)
 
 
 def checkpoint_activations(model: PreTrainedModel, policy: ActivationCheckpointing) -> None:

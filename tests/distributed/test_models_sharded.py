@@ -1,0 +1,256 @@
+"""Loading, drawing, generating and exporting on real gloo ranks, against transformers in one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from components.config.errors import ConfigError
+from components.config.schema.model import ModelConfig, WeightInit
+from components.models import (
+    build_on_meta,
+    decoder_layers,
+    export_model,
+    fill_weights,
+    generate,
+    load_tokenizer,
+    materialize,
+)
+from tests.harness import run_ranks
+from tests.tiny_models import DENSE, FAMILIES, logits, reference, tiny_folder
+
+TP_PLAN = {
+    **{f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+    "model.layers.*.mlp.up_proj": ColwiseParallel(),
+    "model.layers.*.mlp.down_proj": RowwiseParallel(),
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+    "lm_head": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def shard(model: PreTrainedModel, layout: str) -> None:
+    """Lay a model out with torch's own tools: `fsdp4`, `hsdp2x2`, `tp2` or `fsdp2_tp2`."""
+    if layout.startswith("fsdp") and "tp" not in layout:
+        fsdp(model, init_device_mesh("cpu", (int(layout[4:]),), mesh_dim_names=("fsdp",)))
+    elif layout == "hsdp2x2":
+        fsdp(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "fsdp")))
+    elif layout == "tp2":
+        tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        tensor_parallel(model, mesh["tp"])
+        fsdp(model, mesh["fsdp"])
+
+
+def fsdp(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    parallelize_module(model, mesh, TP_PLAN)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def sharded(cfg: ModelConfig, layout: str) -> PreTrainedModel:
+    model = build_on_meta(cfg)
+    shard(model, layout)
+    materialize(model, "cpu")
+    fill_weights(model, cfg, seed=5)
+    return model.eval()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def same_parameters(model: nn.Module, expected: nn.Module) -> None:
+    names = dict(expected.named_parameters())
+    assert dict(model.named_parameters()).keys() == names.keys()
+    for name, value in names.items():
+        assert torch.equal(full(model.get_parameter(name)), value), name
+    for name, value in expected.named_buffers():
+        assert torch.equal(model.get_buffer(name), value), name
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_family_loads_into_fsdp_shards_bit_for_bit(world: int, tmp_path: Path) -> None:
+    folders = {family: tiny_folder(tmp_path / family, family) for family in FAMILIES}
+
+    def body(rank: int) -> None:
+        for folder in folders.values():
+            expected = reference(folder)
+            model = sharded(ModelConfig(path=str(folder)), f"fsdp{world}")
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            same_parameters(model, expected)
+            assert torch.equal(logits(model), logits(expected))
+
+    run_ranks(world, body)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, "tp2"), (4, "fsdp2_tp2"), (4, "hsdp2x2")])
+def test_llamas_load_into_every_layout(world: int, layout: str, tmp_path: Path) -> None:
+    folders = [tiny_folder(tmp_path / family, family) for family in ("llama", "llama3", "mistral")]
+
+    def body(rank: int) -> None:
+        for folder in folders:
+            expected = reference(folder)
+            model = sharded(ModelConfig(path=str(folder)), layout)
+            tied = expected.lm_head.weight is expected.model.embed_tokens.weight
+            assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+            same_parameters(model, expected)
+            torch.testing.assert_close(logits(model), logits(expected), rtol=1e-4, atol=1e-4)
+
+    run_ranks(world, body)
+
+
+def test_random_weights_are_the_same_on_every_mesh() -> None:
+    def body(rank: int, layout: str | None) -> None:
+        for family in DENSE if layout in ("fsdp2", "fsdp4") else ["llama", "llama3"]:
+            cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=FAMILIES[family])
+            alone = build_on_meta(cfg)
+            materialize(alone, "cpu")
+            fill_weights(alone, cfg, seed=5)
+            same_parameters(sharded(cfg, layout), alone)
+
+    for world, layout in ((1, "fsdp1"), (2, "fsdp2"), (2, "tp2"), (4, "fsdp4"), (4, "fsdp2_tp2")):
+        run_ranks(world, body, layout)
+
+
+def test_a_tensor_missing_on_disk_is_named_by_every_rank(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, "llama")
+    cfg = ModelConfig(path=str(folder), config={"num_hidden_layers": 3})
+
+    def body(rank: int) -> str:
+        with pytest.raises(ConfigError) as caught:
+            sharded(cfg, "fsdp2")
+        return str(caught.value)
+
+    messages = run_ranks(2, body)
+    assert messages[0] == messages[1]
+    assert "lack what LlamaForCausalLM needs: model.layers.2.self_attn.q_proj.weight" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "family"),
+    [
+        (4, "fsdp4", "gpt2"),
+        (4, "fsdp4", "mixtral"),
+        (4, "hsdp2x2", "llama"),
+        (4, "fsdp2_tp2", "llama3"),
+        (2, "tp2", "llama"),
+    ],
+)
+def test_an_export_equals_the_files_that_were_loaded(world: int, layout: str, family: str, tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "saved", family)
+
+    def body(rank: int) -> None:
+        cfg = ModelConfig(path=str(folder), tokenizer="bytes")
+        model = sharded(cfg, layout)
+        logits(model)  # FSDP keeps the root's parameters gathered after a forward
+        export_model(model, load_tokenizer(cfg), tmp_path / "export", shard_bytes=30_000)
+
+    run_ranks(world, body)
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(tmp_path / "export" / name) for name in set(index.values())}
+    expected = load_file(folder / "model.safetensors")
+    assert index.keys() == expected.keys()
+    assert all(torch.equal(files[index[name]][name], value) for name, value in expected.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "saved"]
+
+
+def test_every_rank_hears_that_the_writer_could_not_write(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "saved", "llama")
+    (tmp_path / "file").touch()
+
+    def body(rank: int) -> str:
+        cfg = ModelConfig(path=str(folder), tokenizer="bytes")
+        model = sharded(cfg, "fsdp2")
+        with pytest.raises(OSError, match="could not be written") as caught:
+            export_model(model, load_tokenizer(cfg), tmp_path / "file" / "export")
+        return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, "fsdp2"), (4, "fsdp2_tp2")])
+def test_generation_on_shards_says_what_one_process_says(world: int, layout: str, tmp_path: Path) -> None:
+    cfg = ModelConfig(path=str(tiny_folder(tmp_path, "llama")), tokenizer="bytes")
+    prompts = ["*7 1,", "the longer of the two prompts"]
+    tokenizer = load_tokenizer(cfg)
+    expected = generate(reference(tmp_path), tokenizer, prompts, 8)
+
+    def body(rank: int) -> None:
+        model = sharded(cfg, layout)
+        assert generate(model, tokenizer, prompts, 8) == expected
+        assert generate(model, tokenizer, prompts, 8, pad_multiple=4) == expected
+
+    run_ranks(world, body)
+    assert len(set(expected)) == 2
+
+
+MEASURE_PEAKS = """
+import json, sys
+import torch, torch.distributed as dist, safetensors
+from transformers.conversion_mapping import get_model_conversion_mapping
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from components.config.schema.model import ModelConfig
+from components.models import build_on_meta, decoder_layers, load_weights, materialize
+from tests.harness import run_ranks
+
+cfg = ModelConfig(path=sys.argv[1])
+get_model_conversion_mapping(build_on_meta(cfg))  # what loading sets up once is not the model's memory
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+def body(rank):
+    mesh = init_device_mesh("cpu", (4,))
+    model = build_on_meta(cfg)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts here
+    before = status("VmRSS")
+    materialize(model, "cpu")
+    load_weights(model, cfg)
+    return {"peak": status("VmHWM") - before, "kept": status("VmRSS") - before}
+
+print(json.dumps(run_ranks(4, body)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_never_holds_much_more_than_its_part(tmp_path: Path) -> None:
+    """Peak resident memory of each of 4 ranks while a model of 200 MB is loaded, forked from a fresh process."""
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=512, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=8
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert size > 190e6
+    command = [sys.executable, "-c", MEASURE_PEAKS, str(tmp_path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert told.returncode == 0, told.stderr
+    for rank in json.loads(told.stdout):
+        assert 0.24 * size < rank["kept"]  # the measurement sees what is surely there
+        assert rank["peak"] < 0.6 * size, told.stdout

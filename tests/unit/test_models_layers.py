@@ -1,0 +1,259 @@
+"""Decoder layers, random initialisation, generation and export in one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from components.config.errors import ConfigError
+from components.config.schema.model import DType, ModelConfig, WeightInit
+from components.config.schema.parallelism import ActivationCheckpointing
+from components.models import (
+    build_on_meta,
+    checkpoint_activations,
+    compile_layers,
+    count_parameters,
+    decoder_layers,
+    export_model,
+    fill_weights,
+    generate,
+    initialize_weights,
+    load_tokenizer,
+    materialize,
+)
+from tests.tiny_models import FAMILIES, logits, reference, tiny_config, tiny_folder
+
+FULL, SELECTIVE = ActivationCheckpointing.full, ActivationCheckpointing.selective
+
+
+def from_scratch(family: str, seed: int = 0, dtype: DType = DType.float32) -> PreTrainedModel:
+    config = dict(FAMILIES[family])
+    cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=config, dtype=dtype)
+    model = build_on_meta(cfg)
+    materialize(model, "cpu")
+    fill_weights(model, cfg, seed)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_found_in_every_family(family: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    assert decoder_layers(model) == list(model.transformer.h if family == "gpt2" else model.model.layers)
+
+
+def test_parameters_are_counted_once() -> None:
+    model = from_scratch("llama")
+    model.model.norm.weight.requires_grad_(False)
+    counts = count_parameters(model)
+    named = sum(value.numel() for value in model.state_dict().values())
+    assert counts.total == named - model.lm_head.weight.numel()  # tied: it has two names there
+    assert counts.trainable == counts.total - 32
+    assert counts.local_bytes == 4 * counts.total
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_follow_the_rules_of_the_family(family: str) -> None:
+    model = from_scratch(family)
+    torch.manual_seed(0)
+    expected = AutoModelForCausalLM.from_config(tiny_config(family))
+    for name, value in expected.named_parameters():
+        ours = model.get_parameter(name).detach()
+        assert ours.mean().item() == pytest.approx(value.mean().item(), abs=0.01), name
+        if value.std() == 0:  # ones and zeros
+            assert torch.equal(ours, value), name
+        else:  # normal: GPT-2's residual projections are narrower than the rest
+            assert ours.std().item() == pytest.approx(value.std().item(), rel=0.15), name
+
+
+def test_random_weights_are_those_of_the_seed_and_the_name_alone() -> None:
+    before = torch.get_rng_state()
+    model, again, other = from_scratch("llama"), from_scratch("llama"), from_scratch("llama", seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    up, down = (model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight)
+    assert not torch.equal(up, down)
+    for name, value in model.named_parameters():
+        assert torch.equal(value, again.get_parameter(name))
+        if "norm" not in name:
+            assert not torch.equal(value, other.get_parameter(name))
+    wide = from_scratch("llama", dtype=DType.float64)
+    assert torch.equal(wide.lm_head.weight.float(), model.lm_head.weight)
+
+
+def test_a_parameter_without_a_rule_is_refused() -> None:
+    class Odd(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.odd = torch.nn.Parameter(torch.empty(3))
+
+    with torch.device("meta"):
+        model = Odd._from_config(tiny_config("llama"))
+    materialize(model, "cpu")
+    with pytest.raises(ConfigError, match=r"Odd has no initialisation for odd"):
+        initialize_weights(model, 0)
+
+
+def train_step(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.arange(48).reshape(2, 24) % 272
+    model.train()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("policy", [FULL, SELECTIVE])
+def test_recomputed_layers_give_the_same_gradients_with_dropout(family: str, policy: ActivationCheckpointing) -> None:
+    plain, recomputed = from_scratch(family), from_scratch(family)
+    for model in (plain, recomputed):  # GPT-2 has dropout of its own
+        for layer in decoder_layers(model) if family == "llama" else []:
+            layer.self_attn.attention_dropout = 0.2
+    names = list(recomputed.state_dict())
+    checkpoint_activations(recomputed, policy)
+    assert list(recomputed.state_dict()) == names
+    calls = [0] * 2
+    for index, layer in enumerate(decoder_layers(recomputed)):
+        next(layer.children()).register_forward_hook(lambda *_, index=index: calls.__setitem__(index, calls[index] + 1))
+    expected, gradients = train_step(plain), train_step(recomputed)
+    assert all(torch.equal(gradients[name], value) for name, value in expected.items())
+    assert calls == ([2, 2] if policy == FULL else [2, 1])
+
+
+@pytest.mark.parametrize("compile_first", [True, False])
+def test_compiled_layers_keep_their_names_and_gradients(compile_first: bool) -> None:
+    torch.set_num_threads(1)
+    plain, compiled = from_scratch("llama"), from_scratch("llama")
+    names = list(compiled.state_dict())
+    steps = [lambda: compile_layers(compiled, backend="aot_eager"), lambda: checkpoint_activations(compiled, FULL)]
+    for step in steps if compile_first else reversed(steps):
+        step()
+    assert list(compiled.state_dict()) == names
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected, gradients = train_step(plain), train_step(compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for name, value in expected.items():
+        assert torch.allclose(gradients[name], value, rtol=1e-4, atol=1e-6), name
+
+
+PROMPT = "*7 1,"
+
+
+def greedy(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
+    """A model, a tokenizer without a chat template, and what transformers generates: 12 tokens after PROMPT."""
+    model = reference(folder)
+    model.generation_config.eos_token_id = None
+    tokenizer = load_tokenizer(ModelConfig(path="unused", tokenizer="bytes"))
+    tokenizer.chat_template = None
+    ids = torch.tensor([tokenizer.encode(PROMPT)])
+    told = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+    assert len(set(told)) > 2
+    return model, tokenizer, told
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 8])
+def test_generation_is_greedy_decoding(pad_multiple: int, tmp_path: Path) -> None:
+    model, tokenizer, told = greedy(tiny_folder(tmp_path, "llama"))
+    model.train()
+    texts = generate(model, tokenizer, [PROMPT, PROMPT], 12, pad_multiple)
+    assert texts == [tokenizer.decode(told, skip_special_tokens=True).strip()] * 2
+    assert model.training
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 8])
+def test_generation_stops_at_the_end_of_the_text(pad_multiple: int, tmp_path: Path) -> None:
+    model, tokenizer, told = greedy(tiny_folder(tmp_path, "llama"))
+    end = next(token for token in told if token != told[0])
+    model.generation_config.eos_token_id = [end, 271]
+    forwards = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    (text,) = generate(model, tokenizer, [PROMPT], 12, pad_multiple)
+    assert text == tokenizer.decode(told[: told.index(end)]).strip()
+    assert len(forwards) == told.index(end) + 1
+
+
+LOAD_ELSEWHERE = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, report = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto", output_loading_info=True)
+assert not any(report.values()), report
+ids = torch.arange(32).reshape(2, 16) * 7 % 272
+with torch.no_grad():
+    torch.save(model(input_ids=ids).logits, sys.argv[2])
+print(AutoTokenizer.from_pretrained(sys.argv[1]).encode("az"), model.config.use_cache)
+"""
+
+
+def load_elsewhere(folder: Path, scratch: Path) -> torch.Tensor:
+    command = [sys.executable, "-c", LOAD_ELSEWHERE, str(folder), str(scratch / "logits.pt")]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.strip() == "[97, 122] True"
+    return torch.load(scratch / "logits.pt")
+
+
+def test_an_exported_folder_loads_in_another_process_with_equal_logits(tmp_path: Path) -> None:
+    cfg = ModelConfig(path=str(tiny_folder(tmp_path / "saved", "llama")), tokenizer="bytes")
+    model = build_on_meta(cfg)
+    materialize(model, "cpu")
+    fill_weights(model, cfg, 0)
+    folder = export_model(model, load_tokenizer(cfg), tmp_path / "export", shard_bytes=20_000, card="Made by a test.")
+    assert torch.equal(load_elsewhere(folder, tmp_path), logits(model.eval()))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert "lm_head.weight" not in index["weight_map"]  # tied: stored once
+    assert index["metadata"]["total_size"] == count_parameters(model).local_bytes
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["architectures"], config["eos_token_id"]) == (["LlamaForCausalLM"], 257)
+    assert "Made by a test." in (folder / "README.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "logits.pt", "saved"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "phi3"])
+def test_an_export_has_the_names_that_transformers_writes(family: str, tmp_path: Path) -> None:
+    saved = tiny_folder(tmp_path / "saved", family)
+    cfg = ModelConfig(path=str(saved), tokenizer="bytes")
+    model = build_on_meta(cfg)
+    materialize(model, "cpu")
+    fill_weights(model, cfg, 0)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "older").touch()
+    export_model(model, load_tokenizer(cfg), tmp_path / "export")
+    assert not (tmp_path / "export" / "older").exists()
+    from safetensors.torch import load_file
+
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "saved"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    narrow = export_model(model, load_tokenizer(cfg), tmp_path / "narrow", dtype=torch.bfloat16)
+    assert AutoModelForCausalLM.from_pretrained(narrow, dtype="auto").dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(narrow).pad_token_id == 258
+
+
+def test_an_export_that_fails_leaves_nothing_and_harms_nothing(tmp_path: Path) -> None:
+    model = from_scratch("llama")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "older").touch()
+
+    class Unsaveable:
+        bos_token_id = eos_token_id = pad_token_id = None
+
+        def save_pretrained(self, folder: Path) -> None:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match=r"export: the export could not be written: disk full"):
+        export_model(model, Unsaveable(), tmp_path / "export")
+    assert [path.name for path in tmp_path.rglob("*")] == ["export", "older"]
