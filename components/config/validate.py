@@ -19,12 +19,11 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
 
     `shape` is what is known of the model without loading it; unknown numbers (None) are checked on rank 0 later.
     """
-    problems = _schedule_problems(cfg) if isinstance(cfg, FinetuneConfig) else []
     try:
         mesh = cfg.parallelism.resolve(world_size)
     except ConfigError as error:
-        return error.problems + problems
-    problems += model_problems(cfg.parallelism, mesh, shape or ModelShape())
+        return error.problems
+    problems = model_problems(cfg.parallelism, mesh, shape or ModelShape())
     if isinstance(cfg, FinetuneConfig):
         problems += _batch_problems(cfg, mesh)
     return problems
@@ -54,14 +53,4 @@ def _batch_problems(cfg: FinetuneConfig, mesh: MeshShape) -> list[str]:
         f"training.global_batch_size={cfg.training.global_batch_size}: must be a multiple of micro_batch_size x dp = "
         f"{cfg.training.micro_batch_size} x {mesh.dp} = {samples}; change training.global_batch_size or "
         "training.micro_batch_size"
-    ]
-
-
-def _schedule_problems(cfg: FinetuneConfig) -> list[str]:
-    ramp = cfg.optimizer.warmup_steps + cfg.optimizer.decay_steps
-    if ramp <= cfg.training.max_steps:
-        return []
-    return [
-        f"optimizer.warmup_steps={cfg.optimizer.warmup_steps} + optimizer.decay_steps={cfg.optimizer.decay_steps}: "
-        f"more than training.max_steps={cfg.training.max_steps}; shorten them or train longer"
     ]

@@ -21,6 +21,7 @@ from components.distributed.tensor_parallel import (
     KVHeadSlice,
     ReplicatedParameters,
     ShardSequence,
+    convert_output,
     sharded_fraction,
 )
 from components.distributed.tp_plan import (
@@ -72,6 +73,11 @@ def apply_tensor_parallel(
         style = styles.get(name) or ReplicatedParameters(partial_grad=name in partial_norms)
         if name in styles or any(True for _ in module.parameters(recurse=False)):
             parallelize_module(module, tp_mesh, style, src_data_rank=None)
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    if embeddings is not None:
+        # The embedding's all-reduce is still on its way when it leaves, and a compiled layer that takes such a tensor
+        # fails in its backward; any operation on it waits (and, unlike .wait(), keeps the gradient).
+        convert_output(embeddings, lambda hidden: hidden * 1)
     if sequence_parallel:
         ordered = list(layers.values())
         parallelize_module(ordered[0], tp_mesh, ShardSequence("input"), src_data_rank=None)

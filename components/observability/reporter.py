@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -36,7 +37,8 @@ class Reporter:
 
     def __init__(self, logging: LoggingConfig, run_dir: str, *, enabled: bool, total_steps: int = 0) -> None:
         self.enabled = enabled
-        self.console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
+        width = None if sys.stdout.isatty() else 120  # a log file has no width of its own
+        self.console = Console(quiet=not enabled, highlight=False, soft_wrap=True, width=width)
         self._run_dir, self._plot = Path(run_dir), logging.plot
         self._metrics = self._run_dir / "metrics.jsonl"
         self._wandb = WandbRun(logging.wandb, run_dir, self.console) if enabled else None

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 
 def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the global L2 norm of the gradients as a scalar on their device, equal on every rank.
+    """Return the global L2 norm of the gradients as a float64 scalar on their device, equal on every rank.
 
     Gradients may be plain or lie on different meshes: what an axis shards is summed over it, what it replicates is
-    counted once. Accumulates in float32, or in float64 for float64 gradients. One small collective per mesh axis that
+    counted once. One small collective per mesh axis that
     shards anything; the host does not wait. Raises ValueError for a gradient that is still a partial sum.
     """
     by_groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
@@ -24,9 +24,7 @@ def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         by_groups.setdefault(tuple(group.group_name for group in groups), []).append(local_part(gradient))
     if not by_groups:
         raise ValueError("no parameter has a gradient; was the backward run?")
-    squares = torch.stack(
-        [_sum_of_squares(gradients) for gradients in by_groups.values()]
-    )  # (kinds of layout,)
+    squares = torch.stack([_sum_of_squares(gradients) for gradients in by_groups.values()])  # (kinds of layout,)
     for name, group in process_groups.items():
         rows = [index for index, names in enumerate(by_groups) if name in names]
         part = squares[rows]
@@ -53,9 +51,7 @@ def _sharding_groups(gradient: torch.Tensor) -> list[dist.ProcessGroup]:
     if not isinstance(gradient, DTensor):
         return []
     if any(placement.is_partial() for placement in gradient.placements):
-        raise ValueError(
-            f"a gradient is still a partial sum ({gradient.placements}): its reduction was left out"
-        )
+        raise ValueError(f"a gradient is still a partial sum ({gradient.placements}): its reduction was left out")
     mesh = gradient.device_mesh
     return [
         mesh.get_group(dim)
@@ -66,5 +62,18 @@ def _sharding_groups(gradient: torch.Tensor) -> list[dist.ProcessGroup]:
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
-    norms = torch._foreach_norm(gradients, 2, dtype=dtype)
-    return torch.stack(norms).square().sum()
+    if gradients[0].device.type == "cpu":
+        norms = [part for gradient in gradients for part in _norms_of_rows(gradient.reshape(-1), dtype)]
+        return torch.cat(norms).double().square().sum()
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double().square().sum()
+
+
+def _norms_of_rows(flat: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the norms of rows of a flat gradient, and of what is left over.
+
+    torch's CPU norm adds float32 squares one after the other: 1e-3 off for the 28 million elements of SmolLM2's
+    embedding. Within rows of 1,024 it is exact to 1e-7, and no slower; GPUs add in trees anyway.
+    """
+    whole = flat.numel() - flat.numel() % 1024
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, 1024), dim=1, dtype=dtype)
+    return [rows, torch.linalg.vector_norm(flat[whole:], dtype=dtype)[None]]

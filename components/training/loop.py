@@ -58,9 +58,7 @@ def train_step(
     batches = [to_device(batch, settings.device) for batch in micro_batches]
     counted = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum()
     asked = torch.tensor(stop, dtype=torch.float64).to(settings.device, non_blocking=True)
-    totals = _sum_over_ranks(
-        torch.cat([(counted * settings.counts_tokens)[None], asked])
-    )  # tokens, stop flags
+    totals = _sum_over_ranks(torch.cat([(counted * settings.counts_tokens)[None], asked]))  # tokens, stop flags
     tokens = totals[0].clamp(min=1)
 
     loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
@@ -77,8 +75,7 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
 
     loss_sum = _sum_over_ranks((loss_sum * settings.counts_tokens)[None])
-    rest = torch.stack([norm, skipped.to(norm.dtype)]).to(torch.float64)
-    return torch.cat([loss_sum / tokens, rest[:1], totals[:1], rest[1:], totals[1:]])
+    return torch.cat([loss_sum / tokens, norm[None], totals[:1], skipped.double()[None], totals[1:]])
 
 
 @torch.no_grad()

@@ -34,7 +34,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (the first is 0) of `max_steps`.
 
-    The warmup rises to `lr` in equal parts; the last step has `lr x min_lr_ratio` under every decaying schedule.
+    The warmup rises to `lr` in equal parts; the last step has `lr x min_lr_ratio` under every decaying schedule. A run
+    shorter than its warmup never leaves it.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

@@ -24,9 +24,7 @@ def compute_dtype(model: ModelConfig, device: torch.device) -> tuple[torch.dtype
     return torch.float32, f"computed in float32 (this {device.type} has no bfloat16 instructions)"
 
 
-def autocast_dtype(
-    parallelism: ParallelismConfig, model: ModelConfig, compute: torch.dtype
-) -> torch.dtype | None:
+def autocast_dtype(parallelism: ParallelismConfig, model: ModelConfig, compute: torch.dtype) -> torch.dtype | None:
     """Return the type that a forward is autocast to, or None where it is computed as stored.
 
     FSDP2 casts the parameters it gathers; single and ddp compute on stored parameters and need autocast.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {**SMALL, "model_type": "phi3"},
 }  # fmt: skip
 
-Sample = tuple[torch.Tensor, torch.Tensor]
+Sample = tuple[torch.Tensor, torch.Tensor]  # tokens and labels, (seq,) each
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Case:
     accumulation: int = 1
     steps: int = 10
     dtype: torch.dtype = torch.float64
+    samples: Callable[[int], list[Sample]] | None = None  # of a step; None: made up
 
     def __str__(self) -> str:
         degrees = " ".join(f"{key}={value}" for key, value in self.parallelism.items() if key != "tp_plan")
@@ -112,9 +114,10 @@ def samples_of_step(step: int) -> list[Sample]:
     return samples
 
 
-def reference(case: Case) -> Curve:
-    """The curve of one process in plain PyTorch."""
-    model, curve = build(case.model, case.dtype), Curve()
+def reference(case: Case, model: torch.nn.Module | None = None) -> Curve:
+    """The curve of one process in plain PyTorch; `model` is used up."""
+    model, curve = model or build(case.model, case.dtype), Curve()
+    samples_of = case.samples or samples_of_step
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     plain = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
@@ -122,7 +125,7 @@ def reference(case: Case) -> Curve:
     for step in range(case.steps):
         optimizer.zero_grad()
         total, count = torch.zeros((), dtype=case.dtype), 0
-        for tokens, labels in samples_of_step(step):
+        for tokens, labels in samples_of(step):
             logits = model(input_ids=tokens[None], use_cache=False).logits[0]
             total = total + F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
             count += int((labels[1:] != -100).sum())
@@ -130,7 +133,11 @@ def reference(case: Case) -> Curve:
         if step == 0:
             curve.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         curve.losses.append(float(total.detach() / count))
-        curve.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        norm = torch.stack(
+            [p.grad.double().norm() for p in model.parameters()]
+        ).norm()  # torch's float32 one is not exact
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm.to(case.dtype))
+        curve.norms.append(float(norm))
         optimizer.step()
     return curve
 
@@ -164,13 +171,11 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
 
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[dict[str, torch.Tensor]]:
     """This rank's part of the global batch, padded on the right to the longest row of each micro-batch."""
-    samples = samples_of_step(step)
-    per_rank = GLOBAL_BATCH // mesh.size("dp")
+    samples = (case.samples or samples_of_step)(step)
+    per_rank = len(samples) // mesh.size("dp")
     mine = samples[mesh.rank("dp") * per_rank :][:per_rank]
     size = per_rank // case.accumulation
-    return [
-        pad(mine[start : start + size], mesh.shape.sequence_multiple) for start in range(0, per_rank, size)
-    ]
+    return [pad(mine[start : start + size], mesh.shape.sequence_multiple) for start in range(0, per_rank, size)]
 
 
 def pad(samples: list[Sample], multiple: int) -> dict[str, torch.Tensor]:
@@ -211,9 +216,7 @@ def differing_replicas(model: torch.nn.Module) -> list[str]:
         if isinstance(parameter, DTensor):
             mesh, local = parameter.device_mesh, parameter.to_local()
             where = tuple(
-                mesh.get_local_rank(dim)
-                for dim, place in enumerate(parameter.placements)
-                if not place.is_replicate()
+                mesh.get_local_rank(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate()
             )
         else:
             where, local = (), parameter

@@ -50,9 +50,7 @@ class _ConvRowwise(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Module:
         for name, place in (("weight", Shard(0)), ("bias", Replicate())):
             whole = getattr(module, name).data
-            module.register_parameter(
-                name, nn.Parameter(distribute_tensor(whole, mesh, [place], src_data_rank=None))
-            )
+            module.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh, [place], src_data_rank=None)))
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             x = DTensor.from_local(x, mesh, [Shard(-1)], run_check=False)
@@ -73,9 +71,7 @@ def cases(world_size: int, dtype: torch.dtype) -> list[Case]:
         for index, shape in enumerate(SHAPES[world_size]):
             plan = {"tp_plan": GPT2_PLAN} if name == "gpt2" and "tp" in shape else {}
             accumulation = 2 if index % 2 else 1
-            found.append(
-                Case(name, {**shape, **plan}, accumulation, 1 if dtype == torch.float64 else 10, dtype)
-            )
+            found.append(Case(name, {**shape, **plan}, accumulation, 1 if dtype == torch.float64 else 10, dtype))
     return found
 
 

@@ -1,0 +1,151 @@
+"""The recipes end to end, as a person starts them: real processes, a tiny model, real text."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ("experiment=smoke", "training.max_steps=6", "data.max_samples=64", "data.max_eval_samples=8",
+        "generation.max_new_tokens=4", "cluster.device=cpu")  # fmt: skip
+
+
+def start(recipe: Path, *overrides: str, cwd: Path) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MESHBOOK_", "RANK"))}
+    environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.Popen(
+        [sys.executable, str(recipe), *overrides],
+        cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def run(recipe: str, *overrides: str, cwd: Path) -> str:
+    process = start(ROOT / "recipes" / recipe, *overrides, cwd=cwd)
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
+    return output
+
+
+def curve(run_dir: Path, key: str = "loss") -> list[float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if key in line]
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """An undisturbed run in one process: its directory and what it printed."""
+    folder = tmp_path_factory.mktemp("alone")
+    output = run("finetune.py", *TINY, "parallelism=single", f"run.dir={folder}/run", "checkpoint.every=3", cwd=folder)
+    return folder / "run", output
+
+
+def test_a_run_leaves_what_the_readme_says(alone: tuple[Path, str]) -> None:
+    run_dir, output = alone
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "loss.png", "result.json", "export/config.json",
+                 "checkpoints/step_3", "checkpoints/step_6"):  # fmt: skip
+        assert (run_dir / name).exists(), f"{name} is missing:\n{output}"
+    last = result(run_dir)
+    assert last["status"] == "ok"
+    assert last["steps"] == 6
+    assert last["last_loss"] < last["first_loss"]
+    assert last["last_loss"] == curve(run_dir)[-1]
+    assert last["eval_loss"] == curve(run_dir, "eval_loss")[-1]
+    assert last["peak_memory_bytes"] > 0
+    assert output.rstrip().splitlines()[-1].startswith("ok: 6 steps on 1 processes")
+    assert "[[" in output  # the example with its loss mask
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallelism=fsdp2", "cluster=local_2proc"),
+        ("parallelism=fsdp2_tp2_sp", "cluster=local_4proc"),
+        ("parallelism=ddp", "cluster=local_2proc", "training.micro_batch_size=2"),
+    ],
+    ids=["fsdp2", "fsdp2_tp2_sp", "ddp"],
+)
+def test_every_mesh_logs_the_same_curve(overrides: tuple[str, ...], alone: tuple[Path, str], tmp_path: Path) -> None:
+    run("finetune.py", *TINY, *overrides, f"run.dir={tmp_path}/run", "checkpoint.export=false", cwd=tmp_path)
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert curve(tmp_path / "run", key) == pytest.approx(curve(alone[0], key), rel=1e-5)
+    assert curve(tmp_path / "run", "tokens") == curve(alone[0], "tokens")
+
+
+def test_the_export_is_a_model_of_transformers(alone: tuple[Path, str]) -> None:
+    """Loaded by plain transformers in another process it has the held-out loss that the run ended with."""
+    script = (
+        "import sys, json, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]); tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "ids = tokenizer('What does it do?', return_tensors='pt').input_ids\n"
+        "print(json.dumps([model.generate(ids, max_new_tokens=4).shape[1] - ids.shape[1], 'components' in sys.modules]))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(alone[0] / "export")],
+        capture_output=True, text=True, timeout=120, cwd="/", check=True,
+    )  # fmt: skip
+    generated, ours_was_there = json.loads(ran.stdout.strip().splitlines()[-1])
+    assert 1 <= generated <= 4
+    assert not ours_was_there
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "export"])
+def test_evaluate_repeats_the_held_out_loss(what: str, alone: tuple[Path, str], tmp_path: Path) -> None:
+    run_dir = alone[0]
+    source = (
+        f"evaluation.checkpoint={run_dir}/checkpoints/step_6"
+        if what == "checkpoint"
+        else f"model.path={run_dir}/export"
+    )
+    overrides = ["model=tiny", source, "data.max_eval_samples=8", "evaluation.seq_len=512", "cluster.device=cpu",
+                 f"run.dir={tmp_path}/run", "parallelism=fsdp2", "cluster=local_2proc",
+                 "generation.max_new_tokens=4"]  # fmt: skip
+    if what == "export":
+        overrides += ["model.init=pretrained", "model.tokenizer=null", "model.config={}"]
+    output = run("evaluate.py", *overrides, cwd=tmp_path)
+    assert result(tmp_path / "run")["eval_loss"] == pytest.approx(result(run_dir)["eval_loss"], rel=1e-5)
+    assert f"perplexity {math.exp(result(run_dir)['eval_loss']):.3f}"[:14] in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGINT], ids=["preempted", "interrupted"])
+def test_a_stopped_run_goes_on_where_it_was(number: signal.Signals, alone: tuple[Path, str], tmp_path: Path) -> None:
+    """Told to stop, it saves and exits 0; typed again, the command ends with the undisturbed run's curve, bit by bit."""
+    command = (*TINY, "parallelism=single", f"run.dir={tmp_path}/run", "checkpoint.every=3", "checkpoint.export=false")
+    process = start(ROOT / "recipes" / "finetune.py", *command, cwd=tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and '"loss"' in metrics.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(number)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    stopped = result(tmp_path / "run")
+    assert stopped["status"] == ("preempted" if number == signal.SIGUSR2 else "interrupted")
+    assert 1 <= stopped["steps"] < 6
+    output = run("finetune.py", *command, cwd=tmp_path)
+    assert f"resumed from {tmp_path}/run/checkpoints/step_{stopped['steps']}" in output
+    assert curve(tmp_path / "run") == curve(alone[0])
+    assert result(tmp_path / "run")["eval_loss"] == result(alone[0])["eval_loss"]
+
+
+def test_a_copied_recipe_runs_from_anywhere(tmp_path: Path) -> None:
+    mine = tmp_path / "elsewhere" / "mine.py"
+    mine.parent.mkdir()
+    shutil.copy(ROOT / "recipes" / "finetune.py", mine)
+    process = start(mine, *TINY, "training.max_steps=2", "checkpoint.export=false", cwd=tmp_path)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert len(list((tmp_path / "outputs" / "finetune").iterdir())) == 1
