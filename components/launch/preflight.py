@@ -16,14 +16,13 @@ from components.launch.parts import check_files
 
 def problems_before_start(cfg: RecipeConfig, world_size: int) -> list[str]:
     """Return every problem of `cfg` on `world_size` processes, one sentence each, files included."""
-    shape = ModelShape()
-    problems: list[str] = []
+    shape, problems = ModelShape(), []
     try:
         shape = read_shape(cfg.model)
+        problems = _model_problems(cfg)
     except ConfigError as error:
-        problems += error.problems
-    problems += validate(cfg, world_size, shape)
-    problems += _told(lambda: _model_problems(cfg))
+        problems = error.problems
+    problems = validate(cfg, world_size, shape) + problems
     problems += _told(lambda: check_files(cfg.data))
     if cfg.run.resume not in ("auto", "never") and not Path(cfg.run.resume).is_dir():
         problems.append(

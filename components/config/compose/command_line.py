@@ -36,7 +36,7 @@ def compose_from_command_line(
     Returns None where Hydra answered the command line itself (`--cfg job`, `--help`, ...). Raises ConfigError with
     every problem found, and SystemExit for an option that Hydra does not know (after saying so).
     """
-    arguments = get_args_parser().parse_args()
+    arguments = get_args_parser().parse_intermixed_args()
     _refuse_options(arguments)
     register_schemas(name, schema)
     free = free_keys(schema)
@@ -99,7 +99,7 @@ def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
     """Run Hydra's own main for what only it can answer: it prints, and runs nothing of ours."""
     options = [argument for argument in sys.argv[1:] if argument not in typed_overrides]
     answer = main(version_base="1.3", config_path=str(request.folders[0]), config_name=request.name)
-    with _hydra_that_raises([*options, *request.overrides, *request.search_path]):
+    with _hydra_that_raises([*request.overrides, *request.search_path, *options]):
         try:
             answer(lambda cfg: None)()
         except SystemExit as end:  # --help

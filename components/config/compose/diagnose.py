@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from components.config.compose.explain import (
     SEVERAL_VALUES,
     UNREADABLE,
+    explain_file,
     explain_override,
     explain_value,
     override_parts,
@@ -44,7 +45,7 @@ def diagnose(request: Request, error: Exception, check: Callable[[Any], list[str
     try:
         base = search.choose_options()
     except COMPOSITION_ERRORS:
-        return [explain_value(error)]
+        return [explain_file(error, search.keys)]
     cfg = search.complete(search.apply_values(base))
     if cfg is not None:
         search.add_independent(check(cfg))

@@ -11,6 +11,8 @@ NUMBER_WORDS = {"Integer": "a whole number", "Float": "a number"}
 UNREADABLE = "cannot be read; write KEY=VALUE, and quote a value with special characters: 'KEY=\"a=b\"'"
 SEVERAL_VALUES = "is several values, a sweep; give one, or write a list as [a,b]"
 
+NOT_YAML = re.compile(r'(?P<what>expected .*|found .*|could not .*)\n\s*in "(?P<file>.*)", line (?P<line>\d+)')
+
 VALUE_RULES = (
     (r"could not be converted to (?P<wanted>\w+)", "must be {wanted}"),
     (r"is not a valid bool", "must be true or false"),
@@ -27,6 +29,8 @@ VALUE_RULES = (
 """What omegaconf or Hydra says of a value -> the rule in our words."""
 
 RESOLUTION = re.compile(r"full_key: (?P<key>\S+)")
+IN_FILE = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config:\n(?P<what>.*)", re.DOTALL)
+UNKNOWN_IN_FILE = re.compile(r"Key '(?P<leaf>[^']*)' not in")
 OPTION = re.compile(r"Could not find '(?P<group>[^']*)/(?P<option>[^']*)'")
 
 
@@ -65,12 +69,15 @@ def nearest_key(key: str, known: list[str]) -> str | None:
 
 def explain_value(error: Exception) -> str:
     """Return the rule that a value broke, in one line."""
-    text = str(error.__cause__ or error) if "rror merging" in str(error) else str(error)
+    return _rule(str(error.__cause__ or error) if "rror merging" in str(error) else str(error)) or type(error).__name__
+
+
+def _rule(text: str) -> str:
     for pattern, rule in VALUE_RULES:
         if found := re.search(pattern, text):
             words = {key: NUMBER_WORDS.get(word, word) for key, word in found.groupdict().items()}
             return rule.format(**words) + _nearest_choice(text, words.get("choices"))
-    return _first_line(text) or type(error).__name__
+    return _first_line(text)
 
 
 def explain_resolution(error: Exception) -> str:
@@ -90,9 +97,13 @@ def explain_override(override: str, error: Exception, keys: list[str], groups: d
         groups: Options of every config group.
     """
     text = f"{error} {error.__cause__ or ''}"
+    if IN_FILE.search(text) or NOT_YAML.search(text):
+        return explain_file(error, keys)
     key, assigned, value = override_parts(override)
     if found := OPTION.search(text):
         return _unknown_option(key, value, found["group"], found["option"], keys, groups)
+    if "Multiple values for" in text or "already at" in text:
+        return f"{override}: there is one already; write {key}={value} without the plus"
     if "Could not override" in text or "Could not append" in text or "Could not delete" in text:
         if key not in keys:
             return unknown_key(key, value if assigned else None, [*keys, *groups])
@@ -104,9 +115,21 @@ def explain_override(override: str, error: Exception, keys: list[str], groups: d
         return f"{key}={value}: the chosen option of {section} has no such key; {choice}"
     if "Config group override must be" in text:
         return f"{override}: must be the name of an option (there are: {', '.join(groups[key])})"
-    if "Multiple values for" in text:
-        return f"{override}: there is one already; write {key}={value} without the plus"
     return f"{override}: {explain_value(error)}"
+
+
+def explain_file(error: Exception, keys: list[str]) -> str:
+    """Return one sentence for an error that is no override's, but lies in a file of a conf/ folder."""
+    if broken := NOT_YAML.search(str(error)):
+        return f"{broken['file']}, line {broken['line']}: is not YAML: {broken['what']}"
+    found = IN_FILE.search(str(error))
+    if found is None:
+        return explain_value(error)
+    where, key = f"conf file {found['file']}.yaml", RESOLUTION.search(found["what"])
+    named = f"{where}: {key['key']}" if key else where
+    if UNKNOWN_IN_FILE.search(found["what"]):
+        return f"{named}: no such key{did_you_mean(nearest_key(key['key'], keys) if key else None)}"
+    return f"{named}: {_rule(found['what'])}"
 
 
 def override_parts(override: str) -> tuple[str, bool, str]:

@@ -12,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from components.config.schema.data import DATA_KINDS
 from components.config.schema.recipes import RecipeConfig
@@ -45,7 +46,7 @@ class Request:
                 return compose(self.name, overrides=[*self.search_path, *overrides])
         except OmegaConfBaseException:
             raise
-        except ValueError as error:  # what Hydra says of parallelism=3
+        except (ValueError, YAMLError) as error:  # what Hydra says of parallelism=3; a file that is no YAML
             raise HydraException(str(error)) from error
 
 

@@ -1,0 +1,122 @@
+"""Command lines of recipes, run by the hundred: each in a process of its own, none with the cost of a new interpreter.
+
+A server process has the launcher and Hydra imported, and never torch. For each command it forks a child that runs
+the recipe as `python recipe.py ARGUMENTS` would, and tells how that ended and whether torch was imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    status: int
+    output: str
+    errors: str
+    imported_torch: bool
+
+
+class Commands:
+    """The server; see `served`."""
+
+    def __init__(self, server: subprocess.Popen[str], folder: Path) -> None:
+        self._server = server
+        self._folder = folder
+
+    def run(self, recipe: Path | str, arguments: Sequence[str], cwd: Path, **environment: str) -> Ended:
+        """Run `python recipe ARGUMENTS` in `cwd` with further environment variables."""
+        request = {"argv": [str(recipe), *arguments], "cwd": str(cwd), "environment": environment}
+        assert self._server.stdin
+        assert self._server.stdout
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        answer = json.loads(self._server.stdout.readline())
+        output, errors = ((self._folder / name).read_text() for name in ("out", "err"))
+        return Ended(answer["status"], output, errors, answer["torch"])
+
+
+@contextmanager
+def served() -> Iterator[Commands]:
+    """Start the server for the time of the block."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MESHBOOK_")}
+    with tempfile.TemporaryDirectory() as folder:
+        server = subprocess.Popen(
+            [sys.executable, __file__, folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        )
+        try:
+            yield Commands(server, Path(folder))
+        finally:
+            server.communicate()
+
+
+def _serve(folder: Path) -> None:
+    from components.config.compose import command_line
+    from components.config.schema import FinetuneConfig
+    from components.launch import external, local, prepare  # noqa: F401  (what every command needs, imported once)
+
+    sys.argv = ["warm-up"]  # fills the caches of Hydra and omegaconf, which the children inherit
+    command_line.compose_from_command_line("finetune", FinetuneConfig, folder, lambda cfg: [])
+    gc.disable()  # a child lives for a moment
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        with (folder / "out").open("w") as output, (folder / "err").open("w") as errors:
+            reader, writer = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.close(reader)
+                os.dup2(output.fileno(), 1)
+                os.dup2(errors.fileno(), 2)
+                _run(request, writer)
+            os.close(writer)
+            with os.fdopen(reader) as pipe:
+                told = pipe.read()
+            _, status = os.waitpid(child, 0)
+        answer = {"status": os.waitstatus_to_exitcode(status), "torch": told == "torch"}
+        print(json.dumps(answer), flush=True)
+
+
+def _run(request: dict, writer: int) -> None:
+    os.chdir(request["cwd"])
+    os.environ |= request["environment"]
+    sys.argv = request["argv"]
+    sys.path.insert(0, str(Path(request["argv"][0]).parent))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    status: object = 1
+    try:
+        runpy.run_path(request["argv"][0], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(writer, b"torch" if "torch" in sys.modules else b"")
+        os._exit(status if isinstance(status, int) else 0 if status is None else 1)
+
+
+if __name__ == "__main__":
+    sys.path = sys.path[1:]  # this folder, which a recipe's interpreter would not search
+    _serve(Path(sys.argv[1]))

@@ -1,0 +1,253 @@
+"""Everything in conf/ composes, types, freezes and comes back; what a person misspells is named."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import yaml
+
+from components.config.compose.diagnose import diagnose
+from components.config.compose.explain import nearest_key
+from components.config.compose.frozen import from_container, from_yaml, read_frozen, to_yaml
+from components.config.compose.sources import CONF, Request, option_groups, register_schemas
+from components.config.compose.typed import free_keys, known_keys, typed
+from components.config.errors import ConfigError
+from components.config.schema import EvaluateConfig, FinetuneConfig, RecipeConfig, Strategy
+from components.config.schema.data import DATA_KINDS, ChatDataConfig, DocsDataConfig, SftDataConfig
+from tests.config.commands import Commands
+
+RECIPES: dict[str, type[RecipeConfig]] = {"finetune": FinetuneConfig, "evaluate": EvaluateConfig}
+GROUPS = {group: options for group, options in option_groups([CONF]).items() if group != "local"}
+NEEDS_A_PATH = {"data=jsonl", "data=chat_jsonl"}
+
+
+def sections(name: str) -> set[str]:
+    return {field.name for field in fields(RECIPES[name])}
+
+
+def choices(name: str) -> list[str]:
+    """Every option of every group of a recipe, and every experiment that is about sections it has."""
+    found = [f"{group}={option}" for group, options in GROUPS.items() if group in sections(name) for option in options]
+    for option in GROUPS["experiment"]:
+        keys = yaml.safe_load((CONF / "experiment" / f"{option}.yaml").read_text())
+        if set(keys) - {"defaults"} <= sections(name):
+            found.append(f"experiment={option}")
+    return found
+
+
+def compose(name: str, *overrides: str) -> RecipeConfig:
+    schema = RECIPES[name]
+    register_schemas(name, schema)
+    return from_container(Request(name, schema, (CONF,), overrides).compose(overrides), schema)
+
+
+EVERY_CHOICE = [(name, choice) for name in RECIPES for choice in choices(name)]
+
+
+def test_every_recipe_config_is_covered() -> None:
+    assert {file.stem for file in CONF.glob("*.yaml")} == set(RECIPES)
+    assert {"experiment=smoke", "data=pydocs", "cluster=local"} <= set(choices("finetune"))
+    assert len(EVERY_CHOICE) >= 50
+
+
+@pytest.mark.parametrize(("name", "choice"), EVERY_CHOICE)
+def test_every_option_composes_and_comes_back_from_yaml(tmp_path: Path, name: str, choice: str) -> None:
+    needed = ["data.path=mine.jsonl"] if choice in NEEDS_A_PATH else []
+    cfg = compose(name, choice, *needed)
+    assert type(cfg) is RECIPES[name]
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    again = read_frozen(tmp_path / "config.yaml", RECIPES[name])
+    assert again == cfg
+    assert type(again.data) is type(cfg.data)
+    assert_types(again)
+
+
+def assert_types(section: object) -> None:
+    """No dict, string or DictConfig stands where the schema has a dataclass or a choice."""
+    for name, kind in get_type_hints(type(section)).items():
+        value = getattr(section, name)
+        if is_dataclass(kind):
+            assert isinstance(value, kind)
+            assert_types(value)
+        elif isinstance(kind, type):
+            assert isinstance(value, kind), (name, value)
+
+
+def test_values_reach_their_place() -> None:
+    """A group, an experiment over the recipe's own values, and a person over both."""
+    assert compose("finetune", "parallelism=fsdp2_tp2").parallelism.tp == 2
+    smoke = compose("finetune", "experiment=smoke")
+    assert (smoke.training.max_steps, smoke.model.tokenizer) == (2, "bytes")
+    assert compose("finetune", "experiment=smoke", "training.max_steps=9").training.max_steps == 9
+    assert compose("finetune", "experiment=smoke", "model=qwen3_8b").model.path == "Qwen/Qwen3-8B"
+    assert compose("finetune", "parallelism=ddp").parallelism.strategy is Strategy.ddp
+    cfg = compose("finetune", "cluster.procs_per_node=2", "+model.config.rope_theta=5e5", "run.name=a b")
+    assert (cfg.cluster.procs_per_node, cfg.model.config, cfg.run.name) == ("2", {"rope_theta": 5e5}, "a b")
+
+
+@pytest.mark.parametrize(
+    ("option", "schema"),
+    [("pydocs", DocsDataConfig), ("gsm8k", SftDataConfig), ("alpaca", SftDataConfig), ("chat_jsonl", ChatDataConfig)],
+)
+def test_a_data_option_has_the_class_of_its_kind(option: str, schema: type) -> None:
+    path = [] if option == "pydocs" else ["data.path=x.jsonl"]
+    assert type(compose("finetune", f"data={option}", *path).data) is schema
+
+
+def test_every_kind_of_data_can_be_frozen() -> None:
+    cfg = compose("finetune")
+    for kind, schema in DATA_KINDS.items():
+        needed = {"path": "x.jsonl"} if "path" in get_type_hints(schema) else {}
+        needed |= {"factory": "mine.data:build"} if "factory" in get_type_hints(schema) else {}
+        cfg.data = schema(**needed)
+        assert cfg.data.kind is kind
+        assert from_yaml(to_yaml(cfg), FinetuneConfig) == cfg
+
+
+STRANGE_TEXTS = ["null", "true", "1e3", "0x10", "???", "${run.dir}", "a: b", " x ", "ünï\ncode", "1_000", "~", "", "'"]
+
+
+@pytest.mark.parametrize("text", STRANGE_TEXTS)
+def test_a_text_that_looks_like_something_else_survives_freezing(text: str) -> None:
+    if text in ("???", "${run.dir}"):
+        pytest.xfail("omegaconf's own notation: MISSING and interpolation")
+    cfg = compose("finetune")
+    cfg.run.name, cfg.model.config = text, {"nested": {"text": text, "number": 3, "nothing": None}, "list": [text]}
+    assert from_yaml(to_yaml(cfg), FinetuneConfig) == cfg
+
+
+@pytest.mark.parametrize("file", sorted(CONF.glob("**/*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
+def test_files_hold_known_keys_and_no_code(file: Path) -> None:
+    """Composition checks the files it reads; this reads all, alone, with their comments."""
+    group = file.parent.relative_to(CONF).as_posix()
+    keys = {key for schema in RECIPES.values() for key in known_keys(schema)} | {"defaults", "hydra"}
+    free = {key for schema in RECIPES.values() for key in free_keys(schema)}
+    prefix = "" if group in (".", "experiment", "local") else f"{group}."
+    values = yaml.safe_load(file.read_text()) or {}
+    for key in flat(values, prefix):
+        if not key.startswith(("hydra.", "defaults", f"{prefix}defaults")):
+            assert key in keys or any(key.startswith(f"{name}.") for name in free), key
+    assert "_target_" not in file.read_text()
+    assert file.read_text().startswith("#"), "an option begins with a line that says what it is for"
+
+
+def flat(values: dict, prefix: str) -> list[str]:
+    keys = []
+    for key, value in values.items():
+        keys += flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+    return keys
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_cfg_job_prints_the_config_and_starts_nothing(commands: Commands, tmp_path: Path, name: str) -> None:
+    schema = RECIPES[name].__name__
+    recipe = tmp_path / "stand_in.py"
+    recipe.write_text(
+        f"from components.config.schema import {schema}\nfrom components.launch import recipe\n"
+        f"@recipe('{name}')\ndef main(cfg: {schema}) -> None:\n    raise SystemExit(9)\nmain()\n"
+    )
+    for arguments in (["--cfg", "job"], ["--cfg", "job", "--resolve"]):
+        ended = commands.run(recipe, ["model=tiny", *arguments, "run.name=mine"], tmp_path)
+        assert (ended.status, ended.errors, ended.imported_torch) == (0, "", False)
+        printed = yaml.safe_load(ended.output)
+        assert (printed["run"]["name"], printed["model"]["tokenizer"]) == ("mine", "bytes")
+        assert set(printed) == sections(name)
+    shown = commands.run(recipe, ["--help"], tmp_path)
+    assert (shown.status, shown.imported_torch) == (0, False)
+    assert "fsdp2_tp2" in shown.output
+    assert [entry.name for entry in tmp_path.iterdir()] == ["stand_in.py"]
+
+
+def test_own_conf_folders_are_searched(commands: Commands, tmp_path: Path) -> None:
+    """./conf and the one beside the recipe add options; their paths may hold anything."""
+    here, there = tmp_path / "it's, here", tmp_path / "there"
+    for folder, option, lr in ((here, "mine", 0.5), (there, "theirs", 0.25)):
+        (folder / "conf" / "optimizer").mkdir(parents=True)
+        (folder / "conf" / "optimizer" / f"{option}.yaml").write_text(f"lr: {lr}\n")
+    recipe = there / "copy.py"
+    recipe.write_text(
+        "from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n"
+        "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None: ...\nmain()\n"
+    )
+    for option, lr in (("mine", 0.5), ("theirs", 0.25)):
+        shown = commands.run(recipe, [f"optimizer={option}", "--cfg", "job"], here)
+        assert yaml.safe_load(shown.output)["optimizer"]["lr"] == lr
+    refused = commands.run(recipe, ["optimizer=mien"], here)
+    assert "did you mean mine?" in refused.errors
+    assert "theirs" in refused.errors
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("learning_rates: 1\n", "optimizer/mine.yaml: optimizer.learning_rates: no such key"),
+        ("lr: fast\n", "optimizer/mine.yaml: optimizer.lr: must be a number"),
+        ("lr: [1\n", "mine.yaml, line 2: is not YAML: expected ',' or ']'"),
+        ("- lr\n", "mine"),
+    ],
+)
+def test_an_option_file_with_a_mistake_is_told(commands: Commands, tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "conf" / "optimizer").mkdir(parents=True)
+    (tmp_path / "conf" / "optimizer" / "mine.yaml").write_text(text)
+    (tmp_path / "recipe.py").write_text(
+        "from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n"
+        "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None: ...\nmain()\n"
+    )
+    ended = commands.run(tmp_path / "recipe.py", ["optimizer=mine"], tmp_path)
+    assert ended.status == 2
+    assert len(ended.errors.splitlines()) == 1
+    assert told in ended.errors
+    assert "Traceback" not in ended.errors
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_key_misspelt_is_recognised(name: str) -> None:
+    """One letter of the last word left out: for nine of ten keys the right one is suggested, none is accepted."""
+    schema = RECIPES[name]
+    register_schemas(name, schema)
+    keys = [key for key in known_keys(schema) if not key.startswith("data.") and len(key.rpartition(".")[2]) > 3]
+    misspelt = {key: key[:-2] + key[-1] for key in keys if key[:-2] + key[-1] not in keys}
+    overrides = tuple(f"{wrong}=1" for wrong in misspelt.values())
+    problems = diagnose(Request(name, schema, (CONF,), overrides), ValueError(), lambda cfg: [])
+    assert len(problems) == len(misspelt)
+    told = dict(re.fullmatch(r"(.*)=1: no such key(?:; did you mean (.*)\?)?", line).groups() for line in problems)
+    right = [key for key, wrong in misspelt.items() if told[wrong] == key]
+    assert len(right) >= 0.9 * len(misspelt), {key: told[wrong] for key, wrong in misspelt.items() if key not in right}
+
+
+@pytest.mark.parametrize(
+    ("typed_key", "meant"),
+    [
+        ("model.head", "model.heads"),
+        ("training.max_step", "training.max_steps"),
+        ("parallelism.tpp", "parallelism.tp"),
+        ("paralelism", "parallelism"),
+        ("trainin.max_steps", "training.max_steps"),
+        ("max_steps", "training.max_steps"),
+        ("training.lr", "optimizer.lr"),
+        ("wandb.mode", "logging.wandb.mode"),
+        ("qqq.zzz", None),
+    ],
+)
+def test_the_nearest_key(typed_key: str, meant: str | None) -> None:
+    assert nearest_key(typed_key, known_keys(FinetuneConfig)) == meant
+
+
+def test_every_problem_of_a_frozen_config_is_told() -> None:
+    container = yaml.safe_load(to_yaml(compose("finetune", "model=tiny")))
+    container["training"]["max_steps"] = "many"
+    container["optimizer"]["lr"] = -1
+    container["logging"]["wandb"]["extra"] = 1
+    del container["model"]
+    with pytest.raises(ConfigError) as caught:
+        typed(container, FinetuneConfig)
+    assert [problem.partition(":")[0] for problem in sorted(caught.value.problems)] == [
+        "logging.wandb.extra=1",
+        "model",
+        "optimizer.lr=-1.0",
+        "training.max_steps=many",
+    ]

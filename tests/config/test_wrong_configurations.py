@@ -1,0 +1,365 @@
+"""What a person can get wrong, told in one sentence with the value, the rule and the key, before anything starts.
+
+Every row is a command line in an empty folder. It must end with status 2, one line, no traceback and no file, and
+must not have imported torch. The recipes are stand-ins with the configs of the real ones and a main that does
+nothing; the last test takes the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.config.commands import REPOSITORY, Commands, Ended
+
+STAND_IN = """
+from components.config.schema import {schema}
+from components.launch import recipe
+
+@recipe("{name}")
+def main(cfg: {schema}) -> None:
+    print("started")
+
+main()
+"""
+
+UNKNOWN_KEY = [
+    ("training.max_step=3", "no such key", "did you mean training.max_steps?"),
+    ("model.head=9", "no such key", "did you mean model.heads?"),
+    ("parallelism.tpp=2", "no such key", "did you mean parallelism.tp?"),
+    ("logging.wandb.mod=online", "no such key", "did you mean logging.wandb.mode?"),
+    ("trainig.max_steps=3", "no such key", "did you mean training.max_steps?"),
+    ("max_step=3", "no such key", "did you mean training.max_steps?"),
+    ("training.lr=1", "no such key", "did you mean optimizer.lr?"),
+    ("xyzzy=3", "xyzzy=3: no such key"),
+    ("+training.max_step=3", "training.max_step=3: no such key", "did you mean training.max_steps?"),
+    ("+trainig.max_steps=3", "trainig.max_steps=3: no such key", "did you mean training.max_steps?"),
+    ("+logging.wandb.projet=x", "no such key", "did you mean logging.wandb.project?"),
+    ("++run.sed=1", "run.sed=1: no such key", "did you mean run.seed?"),
+    ("++xyzzy=3", "xyzzy=3: no such key"),
+    ("training={max_stepz:3}", "training={max_stepz:3}", "does not have"),
+    ("data.path=x.jsonl", "the chosen option of data has no such key", "data=NAME", "jsonl"),
+]
+WRONG_TYPE = [
+    ("training.max_steps=abc", "training.max_steps=abc: must be a whole number"),
+    ("training.max_steps=4.5", "training.max_steps=4.5: must be a whole number"),
+    ("training.max_steps=true", "must be a whole number"),
+    ("training.max_steps=[1,2]", "must be a whole number"),
+    ("training.max_steps=", "training.max_steps", "must be a whole number"),
+    ("++training.max_steps=abc", "must be a whole number"),
+    ("optimizer.lr=fast", "optimizer.lr=fast: must be a number"),
+    ("optimizer.betas=3", "optimizer.betas=3: must be a list"),
+    ("optimizer.betas=[a,b]", "must be a number"),
+    ("logging.plot=maybe", "logging.plot=maybe: must be true or false"),
+    ("run.seed=null", "run.seed=null: must not be null"),
+    ("run.dir=[a]", "run.dir=[a]: must be a single value"),
+    ("training=3", "training=3: is a section with keys"),
+]
+WRONG_CHOICE = [
+    ("parallelism.strategy=fsdp", "must be one of single, ddp, fsdp2, megatron_fsdp", "did you mean fsdp2?"),
+    ("model.compute_dtype=fp16", "must be one of auto, bfloat16, float32, float64"),
+    ("cluster.device=gpu", "must be one of auto, cpu, cuda"),
+    ("cluster.kind=pbs", "must be one of local, slurm"),
+    ("optimizer.schedule=cosin", "must be one of", "did you mean cosine?"),
+    ("logging.wandb.mode=on", "must be one of disabled, offline, online"),
+    ("data.kind=sftt", "must be one of docs, sft, chat, custom", "did you mean sft?"),
+    ("parallelism.uneven_heads=split", "must be one of replicate, refuse"),
+]
+MISSPELT_GROUP_OR_OPTION = [
+    ("paralelism=fsdp2", "paralelism=fsdp2: no such key", "did you mean parallelism?"),
+    ("parallelism=fsdp3", "no such option", "did you mean fsdp2?", "hsdp"),
+    ("data=jsonll", "no such option", "did you mean jsonl?"),
+    ("experiment=smok", "no such option", "did you mean smoke?"),
+    ("+training.max_steps=30", "write training.max_steps=30 without the plus"),
+    ("+experiment=smoke", "write experiment=smoke without the plus"),
+    ("cluster=slurm_8node", "no such option", "local_2proc"),
+    ("parallelism=3", "must be the name of an option", "fsdp2_tp2"),
+]
+MISSING_VALUE = [
+    ("data=jsonl", "data.path: not set", "set data.path="),
+    ("data=chat_jsonl", "data.path: not set"),
+    ("data=jsonl data.path=null", "data.path=null: must not be null"),
+    ("data=jsonl data.path=''", "data.path='': is empty"),
+    ("training.max_steps=???", "training.max_steps: not set"),
+    ("~data", "data: not set"),
+    ("model=tiny model.init=pretrained", "model.path=null: pretrained weights need a path", "model.init=random"),
+]
+OUT_OF_RANGE = [
+    ("optimizer.lr=-1", "optimizer.lr=-1.0: must be greater than 0"),
+    ("training.max_steps=0", "training.max_steps=0: must be at least 1"),
+    ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
+    ("run.seed=-1", "run.seed=-1: must lie between 0"),
+    ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: must be two numbers"),
+    ("data.eval_fraction=1.5", "data.eval_fraction=1.5"),
+    ("cluster.procs_per_node=0", "cluster.procs_per_node=0", "1 or more"),
+    ("cluster.nodes=2", "cluster.nodes=2", "set cluster.nodes=1"),
+]
+MESH = [
+    ("parallelism=tp2 cluster.procs_per_node=3", "tp 2 = 2 processes, but there are 3", "cluster.procs_per_node=2"),
+    ("parallelism=fsdp2_tp2 cluster.procs_per_node=3", "3 processes cannot be divided by tp 2 = 2"),
+    ("parallelism=single cluster=local_2proc", "1 processes, but there are 2", "cluster.procs_per_node=1"),
+    ("parallelism=hsdp cluster.procs_per_node=5", "5 processes cannot be divided by dp_shard 2 = 2"),
+    ("parallelism.dp_replicate=-1", "dp_replicate=-1 and parallelism.dp_shard=-1", "only one axis"),
+    ("parallelism.tp=0", "parallelism.tp=0: must be 1 or more"),
+    (
+        "parallelism=ddp parallelism.tp=2",
+        "parallelism.tp=2: strategy ddp has no such axis",
+        "parallelism.strategy=fsdp2",
+    ),
+    ("parallelism.sequence_parallel=true", "parallelism.sequence_parallel=true: needs parallelism.tp > 1"),
+    ("parallelism.pp=2", "parallelism.pp=2", "not built yet"),
+]
+UNEVEN_HEADS = [
+    (
+        "model=smollm2_135m_hub parallelism=tp2 parallelism.uneven_heads=refuse",
+        *("parallelism.tp=2", "9 attention heads and 3 kv heads", "parallelism.uneven_heads=replicate"),
+    ),
+    (
+        "model=qwen3_0_6b parallelism=tp3 parallelism.uneven_heads=refuse",
+        *("parallelism.tp=3", "16 attention heads and 8 kv heads"),
+    ),
+    (
+        "model=tiny model.config.num_attention_heads=6 parallelism=tp4 parallelism.uneven_heads=refuse",
+        *("parallelism.tp=4", "6 attention heads and 2 kv heads"),
+    ),
+]
+BATCH = [
+    ("training.global_batch_size=7", "training.global_batch_size=7", "4 x 1 = 4", "training.micro_batch_size"),
+    ("training.global_batch_size=20 cluster=local_2proc", "training.global_batch_size=20", "4 x 2 = 8"),
+    ("training.micro_batch_size=3", "training.global_batch_size=16", "3 x 1 = 3"),
+    ("parallelism=fsdp2_tp2 cluster.procs_per_node=8 training.micro_batch_size=8", "8 x 4 = 32"),
+]
+NOT_BUILT = [
+    ("cluster.kind=slurm", "cluster.kind=slurm: submitting to Slurm is not built yet", "cluster=local"),
+    ("-m training.max_steps=10,20", "-m", "sweeps are not built yet"),
+    ("training.max_steps=10,20", "training.max_steps=10,20", "several values"),
+]
+SYNTAX = [
+    ("training.max_steps", "training.max_steps: cannot be read", "KEY=VALUE"),
+    ("run.name=a=b", "run.name=a=b: cannot be read", "quote"),
+    ("run.name=${nowhere}", "run.name", "nowhere", "${...}"),
+    ("hydra.run.dir=x", "hydra.run.dir=x", "Hydra only composes"),
+    ("=3", "=3: has no key"),
+    ("--config-dir nowhere", "--config-dir=nowhere: no such folder"),
+]
+PLACES = [
+    ("run.resume=nowhere", "run.resume=nowhere: no such checkpoint"),
+    ("run.resume=''", "run.resume=''", "auto, never"),
+    ("run.dir=/dev/null/run", "run.dir=/dev/null/run: cannot be used", "choose another run.dir"),
+    ("cluster.device=cuda", "cluster.device=cuda: no GPU is visible"),
+]
+TABLE = {
+    "unknown_key": UNKNOWN_KEY,
+    "wrong_type": WRONG_TYPE,
+    "wrong_choice": WRONG_CHOICE,
+    "misspelt_group_or_option": MISSPELT_GROUP_OR_OPTION,
+    "missing_value": MISSING_VALUE,
+    "out_of_range": OUT_OF_RANGE,
+    "mesh": MESH,
+    "uneven_heads": UNEVEN_HEADS,
+    "batch": BATCH,
+    "not_built": NOT_BUILT,
+    "syntax": SYNTAX,
+    "places": PLACES,
+}
+ROWS = [
+    pytest.param(line, parts, id=f"{category}: {line}") for category, rows in TABLE.items() for line, *parts in rows
+]
+
+
+@pytest.fixture(scope="module")
+def finetune(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe with the config of recipes/finetune.py."""
+    return stand_in(tmp_path_factory.mktemp("recipes"), "finetune", "FinetuneConfig")
+
+
+@pytest.fixture(scope="module")
+def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe with the config of recipes/evaluate.py."""
+    return stand_in(tmp_path_factory.mktemp("recipes"), "evaluate", "EvaluateConfig")
+
+
+def stand_in(folder: Path, name: str, schema: str) -> Path:
+    file = folder / f"{name}.py"
+    file.write_text(STAND_IN.format(name=name, schema=schema))
+    return file
+
+
+def assert_refused(ended: Ended, parts: list[str], folder: Path, *, torch_allowed: bool = False) -> None:
+    """One line that holds all `parts`, status 2, no traceback, nothing left in `folder`."""
+    assert ended.status == 2, ended
+    assert "Traceback" not in ended.errors + ended.output
+    assert ended.output == ""
+    assert len(ended.errors.splitlines()) == 1, ended.errors
+    for part in parts:
+        assert part in ended.errors
+    assert not (folder / "outputs").exists()
+    if not torch_allowed:
+        assert not ended.imported_torch
+
+
+@pytest.mark.parametrize(("line", "parts"), ROWS)
+def test_refused_in_one_sentence(
+    commands: Commands, finetune: Path, tmp_path: Path, line: str, parts: list[str]
+) -> None:
+    arguments = line.split(" ")
+    if "model=" not in line:
+        arguments.append("model=tiny")
+    key, _, value = arguments[0].lstrip("+").partition("=")
+    ended = commands.run(finetune, arguments, tmp_path)
+    assert_refused(ended, parts, tmp_path)
+    assert os.listdir(tmp_path) == []
+    if key.startswith(("training.", "optimizer.", "run.")) and "," not in value and not line.endswith("${nowhere}"):
+        assert key in ended.errors
+
+
+def write_rows(path: Path, *rows: dict[str, object]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def data_files(folder: Path) -> None:
+    """The files that the rows of DATA name."""
+    write_rows(folder / "qa.jsonl", {"question": "q", "answer": "a"})
+    (folder / "qa.csv").write_text("question,answer\nq,a\n")
+    write_rows(folder / "chat.jsonl", {"messages": [{"role": "user", "content": "q"}]})
+    (folder / "empty.jsonl").write_text("")
+    (folder / "blank.jsonl").write_text("\n\n")
+    (folder / "header.csv").write_text("prompt,response\n")
+    (folder / "broken.jsonl").write_text('{"prompt": \n')
+    (folder / "notes.docx").write_text("x")
+    (folder / "bare").mkdir()
+
+
+DATA = [
+    ("data=jsonl data.path=nope.jsonl", "data.path", "nope.jsonl", "no such file"),
+    ("data=jsonl data.path=./nope/", "data.path", "nope", "no such"),
+    ("data=jsonl data.path=qa.jsonl data.eval_path=nope.csv data.prompt_column=question data.response_column=answer",
+     "data.eval_path", "nope.csv"),
+    ("data=jsonl data.path=bare", "data.path", "bare"),
+    ("data=jsonl data.path=notes.docx", "data.path", "notes.docx"),
+    ("data=jsonl data.path=broken.jsonl", "broken.jsonl"),
+    ("data=jsonl data.path=qa.jsonl data.prompt_column=question", "data.response_column", "response", "answer"),
+    ("data=jsonl data.path=qa.csv data.response_column=answer", "data.prompt_column", "prompt", "question"),
+    ("data=chat_jsonl data.path=chat.jsonl data.messages_column=conversations", "data.messages_column", "messages"),
+    ("data=jsonl data.path=empty.jsonl", "data.path", "empty.jsonl", "empty"),
+    ("data=jsonl data.path=blank.jsonl", "data.path", "blank.jsonl"),
+    ("data=jsonl data.path=header.csv", "data.path", "header.csv", "no rows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "parts"), [pytest.param(line, parts, id=line) for line, *parts in DATA])
+def test_data_file_refused_in_one_sentence(
+    commands: Commands, finetune: Path, tmp_path: Path, line: str, parts: list[str]
+) -> None:
+    data_files(tmp_path)
+    assert_refused(commands.run(finetune, [*line.split(" "), "model=tiny"], tmp_path), parts, tmp_path)
+
+
+def model_folders(folder: Path) -> None:
+    """The folders that the rows of MODEL name."""
+    (folder / "bare").mkdir()
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 2}
+    for name in ("no_weights", "broken"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "broken" / "config.json").write_text("{")
+    (folder / "fake.gguf").write_bytes(b"not a model at all, really not")
+
+
+MODEL = [
+    ("model.path=no_weights", "model.path=no_weights: the folder has no weights", "model.init=random"),
+    ("model.path=bare", "model.path=bare: the folder has no config.json"),
+    ("model.path=./nowhere", "model.path=./nowhere: no such folder"),
+    ("model.path=nowhere.gguf", "model.path=nowhere.gguf: no such file"),
+    ("model.path=fake.gguf", "fake.gguf", "not a GGUF file"),
+    ("model.path=broken", "broken", "config.json cannot be read"),
+    ("model.path=package:no_such_package/x.gguf", "no_such_package", "not installed"),
+    ("model=tiny model.tokenizer=./nowhere", "model.tokenizer=./nowhere: no such folder"),
+]
+
+
+@pytest.mark.parametrize(("line", "parts"), [pytest.param(line, parts, id=line) for line, *parts in MODEL])
+def test_model_without_files_refused_in_one_sentence(
+    commands: Commands, finetune: Path, tmp_path: Path, line: str, parts: list[str]
+) -> None:
+    model_folders(tmp_path)
+    assert_refused(commands.run(finetune, line.split(" "), tmp_path), parts, tmp_path)
+
+
+def test_the_other_recipe_is_as_strict(commands: Commands, evaluate: Path, tmp_path: Path) -> None:
+    ended = commands.run(evaluate, ["model=tiny", "evaluation.micro_batch=3"], tmp_path)
+    assert_refused(ended, ["did you mean evaluation.micro_batch_size?"], tmp_path)
+    ended = commands.run(evaluate, ["model=tiny", "training.max_steps=3"], tmp_path)
+    assert_refused(ended, ["training.max_steps=3: no such key"], tmp_path)
+
+
+def test_gpus_are_counted_without_torch(commands: Commands, finetune: Path, tmp_path: Path) -> None:
+    arguments = ["model=tiny", "cluster.procs_per_node=2"]
+    ended = commands.run(finetune, arguments, tmp_path, CUDA_VISIBLE_DEVICES="0")
+    assert_refused(ended, ["cluster.procs_per_node=2", "2 processes, but 1 visible GPU"], tmp_path)
+
+
+def test_all_mistakes_are_told_at_once(commands: Commands, finetune: Path, tmp_path: Path) -> None:
+    """Of composition, of sections, across sections, of the model's and the data's files."""
+    arguments = [
+        *("parallelism=tp2", "cluster.procs_per_node=3"),
+        *("data=jsonl", "data.path=nope.jsonl"),
+        *("model.path=./nowhere", "optimizer.lr=-1", "checkpoint.keep=0"),
+        *("training.max_step=3", "+logging.plott=true", "run.seed=x"),
+    ]
+    ended = commands.run(finetune, arguments, tmp_path)
+    assert ended.status == 2
+    heading, *lines = ended.errors.splitlines()
+    expected = [
+        "training.max_step=3: no such key",
+        "run.seed=x: must be a whole number",
+        "logging.plott=True: no such key",
+        "optimizer.lr=-1.0: must be greater than 0",
+        "checkpoint.keep=0: must be at least 1",
+        "parallelism: tp 2 = 2 processes, but there are 3",
+        "model.path=./nowhere: no such folder",
+        "data.path=nope.jsonl: no such file",
+    ]
+    assert heading == f"{len(expected)} problems with this run:"
+    assert len(lines) == len(expected)
+    for sentence in expected:
+        assert sum(line.startswith(sentence) for line in lines) == 1, (sentence, ended.errors)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_mistake_is_not_followed_by_its_consequences(commands: Commands, finetune: Path, tmp_path: Path) -> None:
+    """The misspelt option would have set the mesh; what the default mesh does to the batch is not told."""
+    ended = commands.run(finetune, ["model=tiny", "parallelism=tp22", "cluster=local_4proc"], tmp_path)
+    assert_refused(ended, ["parallelism=tp22: no such option"], tmp_path)
+
+
+def test_nothing_wrong_is_not_refused(commands: Commands, finetune: Path, tmp_path: Path) -> None:
+    """The control of everything above."""
+    ended = commands.run(finetune, ["model=tiny"], tmp_path)
+    assert (ended.status, ended.output) == (0, "started\n")
+
+
+@pytest.mark.parametrize("name", ["finetune", "evaluate"])
+@pytest.mark.parametrize("arguments", [["run.sed=3"], ["data=jsonl", "data.path=nope.jsonl"]])
+def test_the_real_recipes_refuse_in_a_moment(tmp_path: Path, name: str, arguments: list[str]) -> None:
+    """As a person starts them. Seconds are of the processor: this machine may be busy."""
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = {[str(REPOSITORY / 'recipes' / f'{name}.py'), 'model=tiny', *arguments]}\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally:\n    print(*(name in sys.modules for name in ('torch', 'transformers', 'numpy')))\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == "False False False\n"
+    assert len(done.stderr.splitlines()) == 1
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+    assert os.listdir(tmp_path) == []
