@@ -17,7 +17,6 @@ became of each, for tests about failures. Neither leaves a process behind.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -41,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 PROCESS_GROUP_TIMEOUT = timedelta(seconds=40)
-GRACE_SECONDS = 3.0  # for the peers of a failed rank to report what they saw
+GRACE_SECONDS = 2.0  # for the peers of a failed rank to report what they saw
 _PR_SET_PDEATHSIG = 1
 _STALE_PREFIXES = ("SLURM_", "TORCHELASTIC_", "MESHBOOK_", "GROUP_", "ROLE_", "PMI_", "OMPI_")
 
@@ -73,7 +72,7 @@ class Outcome:
         if self.stack is not None:
             return f"rank {self.rank}: still running, killed by the harness. It stood here:\n{self.stack}"
         if self.signal:
-            return f"rank {self.rank}: died of {self.signal}"
+            return f"rank {self.rank}: died of {self.signal}\n{self.traceback or ''}"
         return f"rank {self.rank}: left with exit code {self.exit_code} and no result"
 
 
@@ -156,12 +155,10 @@ class _World:
                 for rank in range(self.size):
                     self._fork(rank, folder, port)
                 while len(self.done) < self.size and time.monotonic() < deadline:
-                    self._collect(deadline)
+                    self._collect(deadline, folder)
                     if not all(outcome.ok for outcome in self.done.values()):
                         deadline = min(deadline, time.monotonic() + grace)
-                        grace = float(
-                            "inf"
-                        )  # the first failure starts the clock, later ones do not restart it
+                        grace = float("inf")  # the first failure starts the clock, later ones do not restart it
                 self._ask_for_stacks(folder)
             finally:
                 self._kill()
@@ -176,15 +173,15 @@ class _World:
         self.processes.append(process)
         self.pipes.append(receiver)
 
-    def _collect(self, deadline: float) -> None:
+    def _collect(self, deadline: float, folder: Path) -> None:
         waiting = {rank: self.pipes[rank] for rank in range(self.size) if rank not in self.done}
         sentinels = {self.processes[rank].sentinel: rank for rank in waiting}
         ready = wait([*waiting.values(), *sentinels], timeout=max(0.0, deadline - time.monotonic()))
         for rank, pipe in waiting.items():
             if pipe in ready or self.processes[rank].sentinel in ready:
-                self.done[rank] = self._outcome(rank)
+                self.done[rank] = self._outcome(rank, folder)
 
-    def _outcome(self, rank: int) -> Outcome:
+    def _outcome(self, rank: int, folder: Path) -> Outcome:
         pipe, process = self.pipes[rank], self.processes[rank]
         try:
             report = pipe.recv_bytes() if pipe.poll() else None
@@ -194,7 +191,8 @@ class _World:
             return Outcome(rank, **pickle.loads(report))
         process.join()
         if process.exitcode < 0:
-            return Outcome(rank, signal=signal.Signals(-process.exitcode).name)
+            name = signal.Signals(-process.exitcode).name
+            return Outcome(rank, signal=name, traceback=_read(folder / f"stack_{rank}"))
         return Outcome(rank, exit_code=process.exitcode)
 
     def _ask_for_stacks(self, folder: Path) -> None:
@@ -205,8 +203,7 @@ class _World:
         if hung:
             time.sleep(0.3)
         for rank in hung:
-            stack = folder / f"stack_{rank}"
-            self.done[rank] = Outcome(rank, stack=stack.read_text() if stack.exists() else "")
+            self.done[rank] = Outcome(rank, stack=_read(folder / f"stack_{rank}"))
 
     def _kill(self) -> None:
         for process in self.processes:
@@ -221,32 +218,29 @@ class _World:
     def _rank_main(self, rank: int, sender: Connection, folder: Path, port: int) -> None:
         os.setpgid(0, 0)
         _die_with_parent()
-        atexit._clear()  # the parent's exit handlers are not this process's
         with open(folder / f"stack_{rank}", "w") as stack:
+            faulthandler.enable(file=stack, all_threads=False)
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-            report = self._report(rank, folder, port)
+            returned, report = self._report(rank, folder, port)
             sys.stdout.flush()
             sys.stderr.flush()
-            try:
-                sender.send_bytes(report)
-                atexit._run_exitfuncs()  # as a process that ends by itself
-            finally:
-                os._exit(0)
+            sender.send_bytes(report)
+            while returned:  # until the parent ends the world: a peer may still be reading what this rank sent
+                signal.pause()
+            os._exit(0)  # not through the interpreter's exit, which would run the parent's exit handlers
 
-    def _report(self, rank: int, folder: Path, port: int) -> bytes:
+    def _report(self, rank: int, folder: Path, port: int) -> tuple[bool, bytes]:
+        """Call the function; return whether it returned, and the pickled fields of the rank's outcome."""
         try:
             torch.set_num_threads(1)
             self._set_environment(rank, folder, port)
             if self.init:
                 join_world()
-            report = pickle.dumps({"result": self.function(rank, *self.args)})
-            if dist.is_initialized():
-                dist.destroy_process_group()
+                dist.barrier()  # one that fails at once must not do so while the others are still connecting
+            return True, pickle.dumps({"result": self.function(rank, *self.args)})
         except BaseException as error:  # SystemExit and KeyboardInterrupt are fates of a rank like any other
-            sys.last_value = error  # as the interpreter does for an exception that ends a process
             summary = "".join(traceback.format_exception_only(error)).strip()
-            return pickle.dumps({"exception": summary, "traceback": traceback.format_exc()})
-        return report
+            return False, pickle.dumps({"exception": summary, "traceback": traceback.format_exc()})
 
     def _set_environment(self, rank: int, folder: Path, port: int) -> None:
         for name in [name for name in os.environ if name.startswith(_STALE_PREFIXES)]:
@@ -276,6 +270,10 @@ def _held_port() -> Any:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("::", 0))
         yield holder.getsockname()[1]
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _die_with_parent() -> None:

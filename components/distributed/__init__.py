@@ -25,8 +25,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from components.distributed.mesh import Mesh, build_mesh, mesh_table  # noqa: F401
-    from components.distributed.parallelizer import parallelize  # noqa: F401
+    from components.distributed.mesh import Mesh, build_mesh, seed_ranks  # noqa: F401
+    from components.distributed.parallelizer import parallelize, wrap_replicas  # noqa: F401
     from components.distributed.process_group import (  # noqa: F401
         DistInfo,
         exchange_text_from_rank_zero,
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "mesh": "Mesh build_mesh mesh_table",
-    "parallelizer": "parallelize",
+    "mesh": "Mesh build_mesh seed_ranks",
+    "parallelizer": "parallelize wrap_replicas",
     "process_group": "DistInfo exchange_text_from_rank_zero start_process_group",
     "ranks": "is_rank_zero",
     "seeding": "stream",

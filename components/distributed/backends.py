@@ -18,9 +18,7 @@ def device_backends(backend: str) -> dict[str, str]:
     name = backend.lower()
     capability = dist.Backend.backend_capability.get(name)
     if capability is None:
-        raise ValueError(
-            f"backend={backend}: torch.distributed knows {', '.join(dist.Backend.backend_capability)}"
-        )
+        raise ValueError(f"backend={backend}: torch.distributed knows {', '.join(dist.Backend.backend_capability)}")
     return {device: name for device in capability if not (name in _PARTIAL and device != "cpu")}
 
 

@@ -48,11 +48,8 @@ def synchronize_value(
     header = decode(message.tolist())
     if header.scalar is not None:
         return cast(Value, header.scalar)
-    if root:
-        received = _own_copy(value, device)
-    else:
-        received = torch.empty(header.shape, dtype=header.dtype, device=device)
-    dist.broadcast(received, group=group, group_src=src)
+    received = _own_copy(value, device) if root else torch.empty(header.shape, dtype=header.dtype, device=device)
+    dist.broadcast(_bytes(received), group=group, group_src=src)
     return cast(Value, received)
 
 
@@ -83,9 +80,7 @@ def all_reduce_value(
     if len(numbers) == len(headers):
         return cast(Value, _reduce_scalars(numbers, op))
     if len({(header.dtype, header.shape) for header in headers}) > 1:
-        raise mismatch(
-            "all_reduce_value", "all ranks must pass numbers, or tensors of one type and shape", headers
-        )
+        raise mismatch("all_reduce_value", "all ranks must pass numbers, or tensors of one type and shape", headers)
     reduced = _own_copy(value, device)
     if reduced.dtype is torch.bool and op == dist.ReduceOp.SUM:
         reduced = reduced.to(torch.int64)
@@ -146,7 +141,7 @@ class _AllGatherRows(torch.autograd.Function):
     def forward(ctx: Any, row: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group = group
         rows = row.new_empty(dist.get_world_size(group), row.numel())
-        dist.all_gather(list(rows.unbind()), row.contiguous(), group=group)
+        dist.all_gather([_bytes(other) for other in rows], _bytes(row.contiguous()), group=group)
         return rows
 
     @staticmethod
@@ -154,6 +149,11 @@ class _AllGatherRows(torch.autograd.Function):
         total = grad_outputs[0].contiguous().clone()  # (ranks, n), reduced in place below
         dist.all_reduce(total, group=ctx.group)
         return total[dist.get_rank(ctx.group)], None
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: what is only moved may be of types that a backend cannot reduce."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _own_copy(value: Any, device: torch.device) -> torch.Tensor:

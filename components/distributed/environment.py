@@ -66,26 +66,35 @@ def read_rank_variables(environ: Mapping[str, str] | None = None) -> RankVariabl
             them.
     """
     environ = os.environ if environ is None else environ
+    if _numbered_by_slurm(environ, "RANK", "WORLD_SIZE"):
+        return _checked(_srun_variables(environ))
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         return _checked(_torchrun_variables(environ))
-    if (_integer(environ, "SLURM_STEP_NUM_TASKS") or 0) > 1:
-        return _checked(_srun_variables(environ))
     return RankVariables(Source.single, 0, 1, local_rank=0, local_world_size=1, num_nodes=1)
 
 
 def read_local_variables(environ: Mapping[str, str] | None, rank: int, world_size: int) -> RankVariables:
     """Return the variables of a process whose rank is known already, as after `init_process_group`.
 
-    LOCAL_RANK, LOCAL_WORLD_SIZE and NUM_NODES say where it runs; without them and inside a Slurm step,
-    Slurm does.
+    LOCAL_RANK, LOCAL_WORLD_SIZE and NUM_NODES say where it runs; without them and inside a Slurm step, Slurm
+    does.
     """
     environ = os.environ if environ is None else environ
     if world_size == 1:
         return RankVariables(Source.single, 0, 1, local_rank=0, local_world_size=1, num_nodes=1)
-    slurm_only = not environ.get("RANK") and not environ.get("LOCAL_RANK")
-    if slurm_only and (_integer(environ, "SLURM_STEP_NUM_TASKS") or 0) == world_size:
+    if _numbered_by_slurm(environ, "RANK", "LOCAL_RANK") and _step_tasks(environ) == world_size:
         return _checked(_srun_variables(environ))
     return _checked(_torchrun_variables({**environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)}))
+
+
+def _numbered_by_slurm(environ: Mapping[str, str], *names: str) -> bool:
+    """Whether this is a task of a Slurm step with several, and nobody but this process has set `names`."""
+    ours = _previous(environ)
+    return _step_tasks(environ) > 1 and not any(environ.get(name) and name not in ours for name in names)
+
+
+def _step_tasks(environ: Mapping[str, str]) -> int:
+    return _integer(environ, "SLURM_STEP_NUM_TASKS") or 0
 
 
 def required(environ: Mapping[str, str], name: str, companion: str) -> int:
@@ -214,6 +223,4 @@ def restore_variables(environ: MutableMapping[str, str] | None = None) -> None:
 
 def _previous(environ: Mapping[str, str]) -> dict[str, str | None]:
     note = json.loads(environ.get(EXPORTED) or "{}")
-    return (
-        note["previous"] if note.get("pid") == os.getpid() else {}
-    )  # a child inherits the note, not the duty
+    return note["previous"] if note.get("pid") == os.getpid() else {}  # a child inherits the note, not the duty

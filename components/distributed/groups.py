@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _get_process_group_store
 
 from components.distributed.environment import read_local_variables, read_rank_variables
-from components.distributed.rendezvous import open_store
+from components.distributed.rendezvous import keep_store, open_store
 from components.distributed.store_sync import StoreSync
 
 REACH_TIMEOUT = timedelta(minutes=10)  # to reach the store, where no process group exists yet
@@ -92,6 +92,7 @@ def find_members(group: dist.ProcessGroup | None) -> Members | None:
     ranks = tuple(dist.get_process_group_ranks(group))
     if len(ranks) == 1:
         return None
+    keep_store(_get_default_store(), dist.get_rank(), dist.get_world_size())
     variables = read_local_variables(None, dist.get_rank(), dist.get_world_size())
     members = f"{ranks[0]}-{ranks[-1]}-{zlib.crc32(repr(ranks).encode()):08x}"
     store = dist.PrefixStore(f"meshbook/{members}", _get_process_group_store(group or _get_default_group()))

@@ -37,9 +37,7 @@ class Header:
         if self.scalar is not None:
             return f"the {type(self.scalar).__name__} {self.scalar}"
         name = str(self.dtype).removeprefix("torch.")
-        return f"a {name} tensor of shape {list(self.shape)}" + (
-            " with gradient" if self.requires_grad else ""
-        )
+        return f"a {name} tensor of shape {list(self.shape)}" + (" with gradient" if self.requires_grad else "")
 
 
 def encode(value: Scalar | torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -67,9 +67,7 @@ def initialize_distributed(backend: str, timeout_minutes: float = 1) -> DistInfo
     """
     info = start_process_group("auto", backend, rendezvous_timeout=timedelta(minutes=timeout_minutes))
     if info.world_size > 1 and not provides(info.backend, backend):
-        logger.warning(
-            "backend=%s was asked for, but the process group already runs on %s", backend, info.backend
-        )
+        logger.warning("backend=%s was asked for, but the process group already runs on %s", backend, info.backend)
     return info
 
 

@@ -27,9 +27,7 @@ def _detect_ib_interface() -> str | None:
         logger.debug("no InfiniBand interface looked for: the command `ip` is not on PATH")
         return None
     try:
-        shown = subprocess.run(
-            [command, "-br", "addr"], capture_output=True, text=True, timeout=5, check=True
-        ).stdout
+        shown = subprocess.run([command, "-br", "addr"], capture_output=True, text=True, timeout=5, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("no InfiniBand interface looked for: `ip -br addr` failed: %s", error)
         return None
@@ -71,7 +69,5 @@ def _set_nccl_env() -> None:
         os.environ.setdefault("NCCL_IB_DISABLE", "0")
         os.environ.setdefault("NCCL_NET_GDR_LEVEL", "2")
     if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
-        logger.warning(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: timeouts end nothing, a stuck collective hangs for ever"
-        )
+        logger.warning("TORCH_NCCL_ASYNC_ERROR_HANDLING=0: timeouts end nothing, a stuck collective hangs for ever")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

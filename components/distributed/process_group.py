@@ -31,9 +31,7 @@ from components.distributed.store_sync import StoreSync
 
 logger = logging.getLogger(__name__)
 
-CUDA_BACKEND = (
-    "cpu:gloo,cuda:nccl"  # nccl alone could not reduce a CPU tensor, gloo alone hardly a CUDA tensor
-)
+CUDA_BACKEND = "cpu:gloo,cuda:nccl"  # nccl alone could not reduce a CPU tensor, gloo alone hardly a CUDA tensor
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -107,11 +105,8 @@ def launch_group(
     else:
         variables = _located(variables, meet(variables, store, variables.node, timeouts[0]))
     if use_cuda:
-        # Before the first communication, or every rank of the node would open a context on device 0.
-        torch.cuda.set_device((variables.local_rank or 0) % torch.cuda.device_count())
-    start = StoreSync.enter(
-        store, "default_pg", variables.rank, variables.world_size
-    )  # a new start, new keys
+        use_cuda_device(variables.local_rank or 0)
+    start = StoreSync.enter(store, "default_pg", variables.rank, variables.world_size)  # a new start, new keys
     dist.init_process_group(
         backend,
         store=start.store,
@@ -120,20 +115,24 @@ def launch_group(
         timeout=timeouts[1],
         **options,
     )
-    start.store.set_timeout(
-        timeouts[1]
-    )  # nccl connects at the first collective, by which time ranks may lie apart
+    start.store.set_timeout(timeouts[1])  # nccl connects at the first collective, by which time ranks may lie apart
     atexit.unregister(destroy_global_state)
     atexit.register(destroy_global_state)
     return current_info(device)
 
 
+def use_cuda_device(local_rank: int) -> None:
+    """Make this process compute on its own CUDA device, before it opens a context on device 0 by communicating.
+
+    Where each process sees only its own device, that is device 0 whatever the local rank.
+    """
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+
+
 def current_info(device: str = "auto") -> DistInfo:
     """Return the truth about the process group that is running."""
     rank, backend = dist.get_rank(), str(dist.get_backend())
-    use_cuda = device == "cuda" or (
-        device == "auto" and torch.cuda.is_available() and backend_supports_cuda(backend)
-    )
+    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available() and backend_supports_cuda(backend))
     if device == "cuda":
         _require_cuda("cluster.device=cuda")
     place = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
@@ -155,9 +154,7 @@ def choose_backend(device: str, backend: str | None, world_size: int) -> tuple[b
     if wants_cuda and not torch.cuda.is_available():
         if world_size > 1:
             _require_cuda(f"backend={backend}")
-        logger.warning(
-            "backend=%s: no CUDA device is visible; a single process runs on gloo instead", backend
-        )
+        logger.warning("backend=%s: no CUDA device is visible; a single process runs on gloo instead", backend)
         return False, "gloo"
     if backend is None:
         use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -205,9 +202,7 @@ def _located(variables: RankVariables, nodes: list[str]) -> RankVariables:
     )
     if found != variables:
         names = {"LOCAL_RANK": found.local_rank, "LOCAL_WORLD_SIZE": found.local_world_size}
-        export_variables(
-            {name: str(value) for name, value in {**names, "NUM_NODES": found.num_nodes}.items()}
-        )
+        export_variables({name: str(value) for name, value in {**names, "NUM_NODES": found.num_nodes}.items()})
     return found
 
 

@@ -129,9 +129,7 @@ def get_num_nodes() -> int:
         return 1
     variables = _running_variables()
     if variables.num_nodes is None:
-        stated = (
-            f"LOCAL_WORLD_SIZE={variables.local_world_size}" if variables.local_world_size else "none of them"
-        )
+        stated = f"LOCAL_WORLD_SIZE={variables.local_world_size}" if variables.local_world_size else "none of them"
         raise RankEnvironmentError(
             f"the number of nodes is unknown: {variables.world_size} ranks, {stated} set; set NUM_NODES"
         )

@@ -103,17 +103,28 @@ def meet(variables: RankVariables, store: dist.Store, value: str, timeout: timed
 
 
 @functools.cache
-def _stores() -> dict[tuple[str, int, int], dist.Store]:
+def _stores() -> dict[tuple[str, int], dist.Store]:
     """The stores this process serves or has joined: rank 0 must serve its store for as long as it lives."""
     return {}
 
 
 def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    key = (host, port, rank)
+    key = (host, port)
     if key not in _stores():
         _stores()[key] = _connect(host, port, rank, world_size, timeout)
         atexit.register(_leave, _stores()[key], rank, world_size)
     return _stores()[key]
+
+
+def keep_store(store: dist.Store, rank: int, world_size: int) -> None:
+    """Keep the store of a process group that somebody else started until all its ranks have left it.
+
+    Otherwise it ends with rank 0's group, while others may still look for what rank 0 said last. A store that
+    this process opened is kept already.
+    """
+    if not _stores():
+        _stores()["of the process group", 0] = store
+        atexit.register(_leave, store, rank, world_size)
 
 
 def _leave(store: dist.Store, rank: int, world_size: int) -> None:
@@ -166,12 +177,8 @@ def _first_host_of_step(environ: Mapping[str, str]) -> str:
     scontrol = shutil.which("scontrol", path=environ.get("PATH"))
     if not nodes or scontrol is None:
         what = f"{name}={nodes} needs scontrol, which is not on PATH" if nodes else f"{name} is not set"
-        raise RankEnvironmentError(
-            f"MASTER_ADDR is not set and {what}; set MASTER_ADDR to the host of rank 0"
-        )
-    shown = subprocess.run(
-        [scontrol, "show", "hostnames", nodes], capture_output=True, text=True, check=False
-    )
+        raise RankEnvironmentError(f"MASTER_ADDR is not set and {what}; set MASTER_ADDR to the host of rank 0")
+    shown = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True, check=False)
     hosts = shown.stdout.split()
     if shown.returncode or not hosts:
         raise RankEnvironmentError(

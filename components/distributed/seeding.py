@@ -24,9 +24,7 @@ def _set_seed(seed: int, rank: int, pp_rank: int = 0) -> None:
     """
     effective = seed + pp_rank
     if not 0 <= effective <= LARGEST_SEED:
-        raise ConfigError(
-            f"run.seed={seed}: with pipeline rank {pp_rank} it must lie between 0 and {LARGEST_SEED}"
-        )
+        raise ConfigError(f"run.seed={seed}: with pipeline rank {pp_rank} it must lie between 0 and {LARGEST_SEED}")
     torch.manual_seed(effective)
     torch.cuda.manual_seed_all(effective)
     random.seed(effective)
@@ -34,7 +32,7 @@ def _set_seed(seed: int, rank: int, pp_rank: int = 0) -> None:
 
 
 def stream(seed: int, *coordinates: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a generator whose stream depends on `seed` and `coordinates` only: other coordinates, other stream.
+    """Return a generator of a stream that depends on `seed` and `coordinates` only: others, another stream.
 
     For what must differ between ranks although `_set_seed` seeds them alike: data augmentation by dp rank,
     dropout on activations sharded over tp.

@@ -54,9 +54,7 @@ class StoreSync:
         try:
             return self.store.check([key])
         except dist.DistError as error:
-            raise PeerFailure(
-                "the store of the ranks is gone: the process that serves it has ended"
-            ) from error
+            raise PeerFailure("the store of the ranks is gone: the process that serves it has ended") from error
 
     def read(self, key: str) -> str:
         """Return the value of a key that is set."""

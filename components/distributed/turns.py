@@ -59,9 +59,7 @@ def do_n_at_a_time(
     try:
         result = f()
     except BaseException as error:
-        sync.settle(
-            "verdict", f"rank {members.ranks[members.rank]} failed with {type(error).__name__}: {error}"
-        )
+        sync.settle("verdict", f"rank {members.ranks[members.rank]} failed with {type(error).__name__}: {error}")
         sync.farewell(sync.size - 1)
         raise
     if sync.count("finished") == sync.size:

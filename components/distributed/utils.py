@@ -22,7 +22,6 @@ import os
 from datetime import datetime, timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
@@ -51,6 +50,7 @@ from components.distributed.process_group import (
     current_info,
     launch_group,
     start_process_group,
+    use_cuda_device,
 )
 from components.distributed.ranks import (
     get_fs_local_rank,
@@ -140,10 +140,8 @@ def init_distributed(
     validate_env_vars()
     info = current_info()
     if info.device.type == "cuda":
-        torch.cuda.set_device(get_local_rank() % torch.cuda.device_count())
-    logger.info(
-        "rank %d = local rank %d, file system rank %d", info.rank, get_local_rank(), get_fs_local_rank()
-    )
+        use_cuda_device(get_local_rank())
+    logger.info("rank %d = local rank %d, file system rank %d", info.rank, get_local_rank(), get_fs_local_rank())
 
 
 def _barrier_with_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> bool:
@@ -166,9 +164,7 @@ def barrier_and_log(string: str) -> None:
     A line before the barrier (at level DEBUG on the other ranks) tells which ranks had arrived if it hangs.
     """
     first = get_rank() == 0
-    logger.log(
-        logging.INFO if first else logging.DEBUG, "[%s] rank %d waits for all ranks", string, get_rank()
-    )
+    logger.log(logging.INFO if first else logging.DEBUG, "[%s] rank %d waits for all ranks", string, get_rank())
     barrier()
     if first:
         logger.info("[%s] datetime: %s", string, datetime.now().strftime("%Y-%m-%d %H:%M:%S"))
@@ -193,9 +189,7 @@ def dp_eval_sample_shard(distributed_config: Any, dp_rank: int, dp_size: int) ->
     strategy = getattr(distributed_config, "strategy", None)
     if strategy is None:
         name = type(distributed_config).__name__
-        raise ConfigError(
-            f"distributed_config={name}: has no attribute `strategy`; pass the parallelism config"
-        )
+        raise ConfigError(f"distributed_config={name}: has no attribute `strategy`; pass the parallelism config")
     if not 0 <= dp_rank < dp_size:
         raise ConfigError(f"dp_rank={dp_rank}: must lie between 0 and dp_size - 1 = {dp_size - 1}")
     return (dp_rank, dp_size) if str(strategy) == "ddp" and dp_size > 1 else None
@@ -235,9 +229,7 @@ def _start_as_told(
         variables = read_local_variables(None, rank, world_size)
         export_variables({"RANK": str(rank), "WORLD_SIZE": str(world_size)})
     if store is None and init_method not in (None, "env://"):
-        store = next(
-            rendezvous(init_method, variables.rank, variables.world_size, timeout=RENDEZVOUS_TIMEOUT)
-        )[0]
+        store = next(rendezvous(init_method, variables.rank, variables.world_size, timeout=RENDEZVOUS_TIMEOUT))[0]
     if store is None and variables.world_size > 1:
         store = open_store(variables, RENDEZVOUS_TIMEOUT)
     launch_group(variables, store, "auto", backend, (RENDEZVOUS_TIMEOUT, timeout), **options)
@@ -259,14 +251,6 @@ def _set_variables(shared_fs: bool, *, stated: bool) -> None:
     if shared_fs and not stated and os.environ.get(SHARED_FS) == "0":
         logger.warning("%s=0 stands against the default shared_filesytem=True: not shared", SHARED_FS)
         shared_fs = False
-    if (
-        shared_fs
-        and not stated
-        and (known.num_nodes or 1) > 1
-        and known.rank == 0
-        and SHARED_FS not in os.environ
-    ):
-        logger.warning(
-            "%d nodes are taken to see the same files; say shared_filesytem=False if not", known.num_nodes
-        )
+    if shared_fs and not stated and (known.num_nodes or 1) > 1 and known.rank == 0 and SHARED_FS not in os.environ:
+        logger.warning("%d nodes are taken to see the same files; say shared_filesytem=False if not", known.num_nodes)
     export_variables({SHARED_FS: "1" if shared_fs else "0"})

@@ -44,9 +44,7 @@ def test_a_failed_rank_fails_the_caller_with_its_traceback_and_its_peers_are_end
         time.sleep(600)
 
     began = time.monotonic()
-    with pytest.raises(
-        RankFailure, match=r"(?s)rank\(s\) 0, 1 of 2.*time.sleep|LookupError: the reason"
-    ) as caught:
+    with pytest.raises(RankFailure, match=r"(?s)rank\(s\) 0, 1 of 2.*time.sleep|LookupError: the reason") as caught:
         run_ranks(2, body)
     assert time.monotonic() - began < 30
     assert "LookupError: the reason" in str(caught.value)

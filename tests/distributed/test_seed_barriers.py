@@ -1,0 +1,247 @@
+"""Waiting for all ranks (seed pages 001, 002 and 003): ours against the published behaviour.
+
+Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from components.distributed import init, utils
+from components.distributed.barriers import BarrierTimeoutError
+from components.distributed.groups import NotInGroupError
+from tests.distributed import published
+from tests.distributed.contrast import both_sides, contrast, hear, tell
+from tests.harness import join_world, run_ranks, start_ranks
+
+SECOND = timedelta(seconds=1)
+
+
+@both_sides
+@pytest.mark.parametrize("with_group", [False, True], ids=["world", "group"])
+def test_the_barriers_timeout_holds(side: str, with_group: bool) -> None:
+    """SEED_NOTES 2 (_barrier_with_timeout): peers waited 30 min inside new_group, and with group= for ever."""
+
+    def check(rank: int, barrier: Callable[..., bool]) -> None:
+        group = dist.new_group([0, 1]) if with_group else None
+        if rank == 1:
+            hear("rank 0 has given up")
+        assert barrier(timedelta(seconds=0.3), group) is False
+        tell("rank 0 has given up")
+        value = torch.ones(1)
+        dist.all_reduce(value)  # no group was harmed
+        assert value.item() == 2
+
+    contrast(
+        side,
+        check,
+        utils._barrier_with_timeout,
+        published._barrier_with_timeout,
+        symptom="rank 0: still running",
+        published_timeout=2,
+    )
+
+
+@both_sides
+def test_barriers_leave_no_groups_behind(side: str) -> None:
+    """SEED_NOTES 2 (_barrier_with_timeout): one world-sized group built per call, O(world^2) sockets each time."""
+
+    def check(rank: int, barrier: Callable[..., bool]) -> None:
+        before = dist.distributed_c10d._world.group_count
+        assert all(barrier(10 * SECOND) for _ in range(5))
+        assert dist.distributed_c10d._world.group_count == before
+
+    contrast(side, check, utils._barrier_with_timeout, published._barrier_with_timeout, symptom="assert 6 == 1")
+
+
+def test_a_barrier_of_a_subgroup_is_its_members_own(caplog: pytest.LogCaptureFixture) -> None:
+    """SEED_NOTES 2: an explicit group=. Members wait for members only, others are told that they are none."""
+
+    def check(rank: int) -> tuple[bool, bool]:
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            with pytest.raises(NotInGroupError, match="rank 0 is no member"):
+                utils._barrier_with_timeout(SECOND, group)
+            return True, True
+        return utils._barrier_with_timeout(10 * SECOND, group), utils._barrier_with_timeout(10 * SECOND, group)
+
+    assert run_ranks(3, check) == [(True, True)] * 3
+
+
+def test_a_single_process_waits_for_nobody() -> None:
+    """Seed page 001: True at once without a process group, and in a group of one."""
+    assert utils._barrier_with_timeout(timedelta(0))
+    assert utils._create_gloo_group() is None
+    utils.barrier()
+    assert run_ranks(1, lambda rank: utils._barrier_with_timeout(timedelta(0))) == [True]
+
+
+@both_sides
+def test_the_gloo_group_waits_as_long_as_the_run_does(side: str) -> None:
+    """SEED_NOTES 2 (_create_gloo_group): 30 minutes by default, whatever the timeout of the run."""
+
+    def check(rank: int, create: Callable[[], Any]) -> None:
+        join_world(SECOND)
+        group = create()
+        dist.barrier(group)
+        if rank == 1:
+            hear("rank 0 has given up")
+            return
+        with pytest.raises(RuntimeError):
+            dist.barrier(group)
+        tell("rank 0 has given up")
+
+    contrast(
+        side,
+        check,
+        utils._create_gloo_group,
+        published._create_gloo_group,
+        symptom="rank 0: still running",
+        published_timeout=2,
+        init=False,
+    )
+
+
+class Lines(logging.Handler):
+    """Log lines of level INFO and above, wherever they come from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger().addHandler(self)
+        logging.getLogger().setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        tell(f"line {len(self.lines)}")
+
+
+def _published_barrier_and_log(string: str) -> None:
+    published.barrier_and_log(string, logging.getLogger("published"))
+
+
+@both_sides
+def test_only_rank_zero_logs(side: str) -> None:
+    """SEED_NOTES 2 (barrier_and_log): every rank logged although the page says rank 0."""
+
+    def check(rank: int, barrier_and_log: Callable[..., None]) -> None:
+        log = Lines()
+        barrier_and_log("before training")
+        assert bool(log.lines) == (rank == 0), f"rank {rank}: {log.lines}"
+        if rank == 0:
+            assert log.lines[-1].startswith("[before training] datetime: ")
+
+    contrast(side, check, utils.barrier_and_log, _published_barrier_and_log, symptom=r"rank 1: \['\[before")
+
+
+@both_sides
+def test_a_barrier_that_hangs_has_left_a_line(side: str) -> None:
+    """SEED_NOTES 2 (barrier_and_log): it logged after the barrier only."""
+
+    def check(rank: int, barrier_and_log: Callable[..., None]) -> None:
+        if rank == 0:
+            Lines()
+        else:
+            hear("line 1")  # before this rank comes to the barrier
+        barrier_and_log("before training")
+
+    contrast(
+        side,
+        check,
+        utils.barrier_and_log,
+        _published_barrier_and_log,
+        symptom="rank 0: still running",
+        published_timeout=2,
+    )
+
+
+@both_sides
+def test_the_group_works_after_a_barrier_timed_out(side: str) -> None:
+    """SEED_NOTES 4 (_barrier_with_timeout), 2 (a timed-out gloo group is dead): and the missing rank is named."""
+
+    def check(rank: int, barrier: Callable[[float, str], None]) -> None:
+        if rank == 1:
+            hear("rank 0 has given up")
+        with pytest.raises(RuntimeError, match=r"timed out after 0.3s during mesh") as caught:
+            barrier(0.3, "mesh")
+        tell("rank 0 has given up")
+        assert "rank(s) 1 did not come" in str(caught.value)
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 2
+
+    contrast(
+        side, check, init._barrier_with_timeout, published.barrier_with_reason, symptom=r"AssertionError|DID NOT RAISE"
+    )
+
+
+@both_sides
+def test_another_error_is_not_called_a_timeout(side: str) -> None:
+    """SEED_NOTES 4 (_barrier_with_timeout): "timed out" is claimed for any RuntimeError."""
+
+    def check(rank: int, barrier: Callable[[float, str], None]) -> None:
+        if rank == 1:
+            _leave_after_reporting()
+        with pytest.raises(RuntimeError) as caught:
+            barrier(20.0, "mesh")
+        assert "timed out" not in str(caught.value), str(caught.value)
+        assert "Barrier failed during mesh" in str(caught.value)
+
+    def _leave_after_reporting() -> None:
+        """Arrive where ours lets ranks report, then die without taking part in the collective."""
+        from components.distributed.barriers import missing_after
+
+        if side == "ours":
+            missing_after(timedelta(seconds=20))
+        time.sleep(0.3)
+        os._exit(0)
+
+    def expect_survivor() -> None:
+        survivor, _ = start_ranks(2, check, init._barrier_with_timeout)
+        assert survivor.ok, str(survivor)
+
+    if side == "ours":
+        expect_survivor()
+    else:
+        survivor, _ = start_ranks(2, check, published.barrier_with_reason)
+        assert "AssertionError: Barrier timed out" in str(survivor)
+
+
+def test_the_barrier_passes_and_a_single_process_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """Seed page 003: returns when all have come; BarrierTimeoutError is a RuntimeError, as the page promises."""
+
+    def check(rank: int) -> None:
+        for _ in range(3):
+            init._barrier_with_timeout(20.0, reason="DeviceMesh construction")
+
+    run_ranks(3, check)
+    init._barrier_with_timeout(0.1, reason="nothing")
+    assert issubclass(BarrierTimeoutError, RuntimeError)
+    assert logging.getLogger(init.__name__) is init.logger
+
+
+def test_a_barrier_waits_for_all() -> None:
+    """Seed page 002 (barrier); SEED_NOTES 3: within the group's own timeout, members only."""
+
+    def check(rank: int) -> float:
+        group = dist.new_group([0, 2])
+        if rank == 1:
+            with pytest.raises(NotInGroupError):
+                utils.barrier(group)
+        else:
+            utils.barrier(group)
+        began = time.monotonic()
+        time.sleep(0.3 * (rank == 1))
+        utils.barrier()
+        return time.monotonic() - began
+
+    assert min(run_ranks(3, check)) > 0.25

@@ -1,0 +1,235 @@
+"""Ending a distributed run (seed pages 000 and 003): ours against the published behaviour.
+
+Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from components.distributed import init, shutdown
+from tests.distributed import published
+from tests.distributed.contrast import alone, both_sides, contrast, srun
+from tests.harness import join_world, run_ranks, start_ranks
+
+
+@both_sides
+def test_cleanup_is_registered_once(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEED_NOTES 1.4: three starts, one handler at exit."""
+
+    def check(rank: int, functions: tuple[Callable[..., Any], Callable[[], None]]) -> None:
+        initialize, destroy = functions
+        for _ in range(3):
+            initialize("gloo")
+            destroy()
+        asked = []
+        monkeypatch.setattr(dist, "is_initialized", lambda: bool(asked.append(1)))
+        atexit._run_exitfuncs()
+        assert len(asked) == 1
+
+    contrast(
+        side,
+        check,
+        (init.initialize_distributed, init.destroy_global_state),
+        (published.initialize_distributed, published.destroy_global_state),
+        symptom="AssertionError",
+        world_size=1,
+        init=False,
+        env=alone(),
+    )
+
+
+@both_sides
+def test_the_sigint_handler_survives_destroying(side: str) -> None:
+    """SEED_NOTES 1.4, 5 (_destroy_dist_connection): Ctrl-C afterwards does what it did before."""
+
+    def check(rank: int, destroy: Callable[[], None]) -> None:
+        def mine(number: int, frame: Any) -> None:
+            raise KeyboardInterrupt("mine")
+
+        signal.signal(signal.SIGINT, mine)
+        destroy()
+        assert signal.getsignal(signal.SIGINT) is mine
+        assert not dist.is_initialized()
+
+    contrast(
+        side, check, init.destroy_global_state, published.destroy_global_state, symptom="AssertionError", world_size=1
+    )
+
+
+@both_sides
+def test_the_sigint_handler_survives_a_failure_to_destroy(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEED_NOTES 1.4: handler not restored when destroy raises."""
+
+    def fail() -> None:
+        raise OSError("cannot")
+
+    def check(rank: int, destroy: Callable[[], None]) -> None:
+        monkeypatch.setattr(dist, "destroy_process_group", fail)
+        with pytest.raises(OSError, match="cannot"):
+            destroy()
+        monkeypatch.undo()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    contrast(
+        side, check, init.destroy_global_state, published.destroy_global_state, symptom="AssertionError", world_size=1
+    )
+
+
+@both_sides
+def test_any_thread_may_destroy(side: str) -> None:
+    """SEED_NOTES 1.4: signal.signal raises outside the main thread."""
+
+    def check(rank: int, destroy: Callable[[], None]) -> None:
+        errors: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                destroy()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+        assert not errors, repr(errors)
+        assert not dist.is_initialized()
+
+    contrast(
+        side,
+        check,
+        init.destroy_global_state,
+        published.destroy_global_state,
+        symptom="signal only works in main thread",
+        world_size=1,
+    )
+
+
+def test_deep_ep_buffers_are_freed_before_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed page 000: the buffer goes first; SEED_NOTES 1 (destroy_global_state): best effort, a no-op when unused."""
+
+    def check(rank: int) -> list[str]:
+        order: list[str] = []
+
+        class Buffer:
+            def __init__(self, name: str, explicitly_destroy: bool = True, fails: bool = False) -> None:
+                self.name, self.explicitly_destroy, self.fails = name, explicitly_destroy, fails
+                self.runtime: object | None = object()
+
+            def destroy(self) -> None:
+                assert dist.is_initialized()
+                if self.fails:
+                    raise RuntimeError("nvshmem")
+                order.append(self.name)
+
+        class ElasticBuffer(Buffer):
+            pass
+
+        deep_ep = types.ModuleType("deep_ep")
+        deep_ep.Buffer, deep_ep.ElasticBuffer = Buffer, ElasticBuffer  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)
+        freed_before = Buffer("freed before")
+        freed_before.runtime = None
+        buffers = [
+            Buffer("explicit"),
+            Buffer("failing", fails=True),
+            ElasticBuffer("elastic"),
+            Buffer("implicit", explicitly_destroy=False),
+            freed_before,
+        ]
+        destroy = dist.destroy_process_group
+
+        def watched() -> None:
+            order.append("group")
+            destroy()
+
+        monkeypatch.setattr(dist, "destroy_process_group", watched)
+        init.destroy_global_state()
+        init.destroy_global_state()  # nothing is left to do
+        assert buffers[3].runtime is None, "the buffer without destroy() keeps its memory"
+        return order
+
+    assert run_ranks(1, check)[0] in (["explicit", "elastic", "group"], ["elastic", "explicit", "group"])
+
+
+@both_sides
+def test_nothing_stale_is_believed_after_the_end(side: str) -> None:
+    """SEED_NOTES 1 (get_world_size_safe), 4 (get_world_info, destroy_distributed): what was exported is taken back."""
+
+    def check(rank: int, functions: tuple[Callable[..., Any], Callable[[], None]]) -> None:
+        get_world_info, destroy = functions
+        before = dict(os.environ)
+        assert get_world_info() == (rank, rank, 2)
+        assert os.environ["RANK"] == str(rank)  # what the page promises
+        assert os.environ.get("LOCAL_WORLD_SIZE", "2") == "2"
+        join_world()  # reads RANK and WORLD_SIZE
+        destroy()
+        assert dict(os.environ) == before
+
+    contrast(
+        side,
+        check,
+        (init.get_world_info, init.destroy_distributed),
+        (published.get_world_info, published.destroy_distributed),
+        symptom="AssertionError",
+        init=False,
+        env=srun,
+    )
+
+
+def test_destroying_beside_a_dead_peer_ends() -> None:
+    """SEED_NOTES 4 (destroy_distributed): no protection when a peer already died."""
+
+    def check(rank: int) -> float:
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1), async_op=True)
+        began = time.monotonic()
+        init.destroy_distributed()
+        return time.monotonic() - began
+
+    survivor, dead = start_ranks(2, check, timeout=20)
+    assert dead.signal == "SIGKILL"
+    assert survivor.ok, str(survivor)
+    assert survivor.result < 15
+
+
+def test_a_device_that_never_drains_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEED_NOTES 4 (destroy_distributed): no device sync. Ours waits for the device, but not for ever."""
+    queries = []
+
+    class Event:
+        def __init__(self, after: int) -> None:
+            self.after = after
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            queries.append(1)
+            return len(queries) > self.after
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(shutdown, "backend_supports_cuda", lambda: True)
+    monkeypatch.setattr(shutdown, "DRAIN_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(after=3))
+    shutdown._drain_device()
+    assert len(queries) == 4
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(after=10**9))
+    began = time.monotonic()
+    shutdown._drain_device()
+    assert time.monotonic() - began < 5

@@ -1,0 +1,259 @@
+"""Ranks, nodes and variables of a running process group (seed page 002): ours against the published behaviour.
+
+Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from components.config.errors import ConfigError
+from components.distributed import init, utils
+from components.distributed.environment import RankEnvironmentError
+from components.distributed.groups import NotInGroupError
+from tests.distributed import published
+from tests.distributed.contrast import both_sides, contrast, nodes_of_two, without
+from tests.harness import join_world, run_ranks
+
+LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@both_sides
+def test_a_rank_outside_a_group_does_not_pass_for_a_number(side: str) -> None:
+    """SEED_NOTES 3 (get_world_size, get_fs_local_rank): -1 for non-members."""
+
+    def check(rank: int, module: Any) -> None:
+        group = dist.new_group([1, 2])
+        if rank:
+            assert module.get_world_size(group) == 2
+            assert module.get_fs_local_rank(group) == rank - 1
+            assert module.get_rank(group) == rank - 1
+            return
+        assert module.get_rank(group) == -1  # torch's convention, and the page's
+        for function in (module.get_world_size, module.get_fs_local_rank):
+            with pytest.raises(NotInGroupError):
+                function(group)
+
+    contrast(
+        side, check, utils, published, symptom="DID NOT RAISE", world_size=3, env=lambda rank: {"OLMO_SHARED_FS": "1"}
+    )
+
+
+@both_sides
+def test_an_unknown_local_rank_is_not_zero(side: str) -> None:
+    """SEED_NOTES 3 (get_local_rank): two ranks on a node were both 0 where LOCAL_RANK was unset."""
+
+    def check(rank: int, get_local_rank: Callable[[], int]) -> None:
+        with pytest.raises(RankEnvironmentError, match=f"LOCAL_RANK is not set on rank {rank} of 2"):
+            get_local_rank()
+
+    contrast(side, check, utils.get_local_rank, published.get_local_rank, symptom="DID NOT RAISE", env=without(*LOCAL))
+
+
+@both_sides
+def test_the_ranks_of_a_node_are_counted_from_what_is_known(side: str) -> None:
+    """SEED_NOTES 3 (get_local_world_size, validate_env_vars): NUM_NODES alone passed, then KeyError."""
+
+    def check(rank: int, module: Any) -> None:
+        module.validate_env_vars()
+        assert module.get_local_world_size() == 2
+
+    contrast(
+        side,
+        check,
+        utils,
+        published,
+        symptom="KeyError: 'LOCAL_WORLD_SIZE'",
+        world_size=4,
+        env=lambda rank: {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": None, "NUM_NODES": "2"},
+    )
+
+
+@both_sides
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NUM_NODES": "7"}, "NUM_NODES=7: must lie between 1 and the number of processes, 2"),
+        ({"NUM_NODES": "2"}, "NUM_NODES=2: contradicts LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3: must lie between 1 and WORLD_SIZE=2"),
+    ],
+    ids=["more nodes than ranks", "no ranks left", "node larger than world"],
+)
+def test_impossible_numbers_of_nodes_are_refused(side: str, variables: dict[str, str], message: str) -> None:
+    """SEED_NOTES 3 (get_num_nodes): NUM_NODES won unconditionally, and 0 nodes where a node exceeds the world."""
+
+    def check(rank: int, module: Any) -> None:
+        for function in (module.get_num_nodes, module.validate_env_vars):
+            with pytest.raises(RankEnvironmentError, match=message):
+                function()
+
+    contrast(side, check, utils, published, symptom="DID NOT RAISE", env=lambda rank: dict(variables))
+
+
+@both_sides
+def test_unequal_nodes_are_counted(side: str) -> None:
+    """SEED_NOTES 3 (get_num_nodes): floor, so heterogeneous nodes were wrong. Nodes of 2 and 1, as torchrun tells."""
+
+    def check(rank: int, module: Any) -> None:
+        assert module.get_num_nodes() == 2
+
+    def unequal(rank: int) -> dict[str, str | None]:
+        return {
+            "LOCAL_RANK": str(rank % 2),
+            "LOCAL_WORLD_SIZE": "2" if rank < 2 else "1",
+            "GROUP_WORLD_SIZE": "2",
+        }
+
+    contrast(side, check, utils, published, symptom=r"assert [13] == 2", world_size=3, env=unequal)
+
+
+def test_variables_that_contradict_the_group_are_refused() -> None:
+    """Seed page 002 (validate_env_vars): every problem at once."""
+
+    def check(rank: int) -> None:
+        os.environ |= {"RANK": "5", "WORLD_SIZE": "9"}
+        with pytest.raises(RankEnvironmentError) as caught:
+            utils.validate_env_vars()
+        assert [problem.split(":")[0] for problem in caught.value.problems[:2]] == ["RANK=5", "WORLD_SIZE=9"]
+
+    run_ranks(2, check)
+
+
+def test_ranks_of_a_group_are_translated() -> None:
+    """Seed page 002 (get_global_rank, is_distributed)."""
+
+    def check(rank: int) -> tuple[int, int]:
+        group = dist.new_group([1, 2])
+        assert utils.is_distributed()
+        return utils.get_global_rank(2), utils.get_global_rank(1, group) if rank else 2
+
+    assert run_ranks(3, check) == [(2, 2)] * 3
+
+
+@both_sides
+def test_ranks_told_by_the_caller_are_kept(side: str) -> None:
+    """SEED_NOTES 3 (init_distributed): rank= and world_size= left RANK=0, WORLD_SIZE=1 on every rank."""
+
+    def check(rank: int, init_distributed: Callable[..., None]) -> None:
+        url = f"tcp://127.0.0.1:{os.environ['HARNESS_PORT']}"
+        init_distributed("gloo", rank=rank, world_size=2, init_method=url)
+        told = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NUM_NODES")]
+        assert told == [str(rank), "2", str(rank), "2", "1"]
+        assert "MASTER_PORT" not in os.environ
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 2
+        init.destroy_global_state()
+        assert "RANK" not in os.environ
+        assert "OLMO_SHARED_FS" not in os.environ
+
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    port = str(15000 + os.getpid() % 15000)
+    contrast(
+        side,
+        check,
+        utils.init_distributed,
+        published.init_distributed,
+        symptom=r"'0', '1'",
+        init=False,
+        env=lambda rank: {**dict.fromkeys(names), "HARNESS_PORT": port},
+    )
+
+
+@both_sides
+def test_a_stale_local_rank_does_not_survive_in_a_single_process(side: str) -> None:
+    """SEED_NOTES 3 (_bootstrap_single_process_distributed_env): a stale LOCAL_RANK=3 was kept."""
+
+    def check(rank: int, init_distributed: Callable[..., None]) -> None:
+        init_distributed("gloo")
+        assert dist.get_world_size() == 1
+        assert os.environ["LOCAL_RANK"] == "0"
+        assert utils.get_local_rank() == 0
+
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    contrast(
+        side,
+        check,
+        utils.init_distributed,
+        published.init_distributed,
+        symptom="assert '3' == '0'",
+        world_size=1,
+        init=False,
+        env=lambda rank: {**dict.fromkeys(names), "LOCAL_RANK": "3"},
+    )
+
+
+@both_sides
+def test_a_missing_local_rank_is_found_out(side: str) -> None:
+    """SEED_NOTES 3 (init_distributed, validate_env_vars): LOCAL_RANK missing was an error, or a bare KeyError."""
+
+    def check(rank: int, init_distributed: Callable[..., None]) -> None:
+        init_distributed("gloo")
+        assert (utils.get_local_rank(), utils.get_local_world_size(), utils.get_num_nodes()) == (rank, 2, 1)
+
+    contrast(
+        side,
+        check,
+        utils.init_distributed,
+        published.init_distributed,
+        symptom="Missing env var LOCAL_RANK",
+        init=False,
+        env=without(*LOCAL),
+    )
+
+
+@both_sides
+def test_equivalent_backends_are_accepted(side: str) -> None:
+    """SEED_NOTES 3 (init_distributed): names were compared as text; a backend that is not there is still refused."""
+
+    def check(rank: int, init_distributed: Callable[..., None]) -> None:
+        dist.init_process_group(
+            "cpu:gloo", store=dist.FileStore(os.environ["HARNESS_RENDEZVOUS_FILE"], 2), rank=rank, world_size=2
+        )
+        init_distributed("gloo")
+        with pytest.raises(ConfigError, match="backend=nccl: the process group already runs on cpu:gloo"):
+            init_distributed("nccl")
+
+    contrast(
+        side,
+        check,
+        utils.init_distributed,
+        published.init_distributed,
+        symptom="initialised with cpu:gloo, not gloo",
+        init=False,
+    )
+
+
+@both_sides
+def test_disks_of_a_nodes_own_can_be_said_to_be_so(side: str) -> None:
+    """SEED_NOTES 3 (init_distributed): shared_filesytem=False could not unset a flag that was set before."""
+
+    def check(rank: int, init_distributed: Callable[..., None]) -> None:
+        join_world()
+        init_distributed("gloo", shared_filesytem=False)
+        assert utils.get_fs_local_rank() == rank % 2, "still shared"
+        if init_distributed is utils.init_distributed:
+            init_distributed("gloo", shared_filesystem=True)
+            assert utils.get_fs_local_rank() == rank
+            with pytest.raises(ConfigError, match="contradicts"):
+                init_distributed("gloo", shared_filesytem=False, shared_filesystem=True)
+            os.environ["OLMO_SHARED_FS"] = "0"
+            init_distributed("gloo")  # the default does not outweigh what somebody said
+            assert utils.get_fs_local_rank() == rank % 2
+
+    contrast(
+        side,
+        check,
+        utils.init_distributed,
+        published.init_distributed,
+        symptom="still shared",
+        world_size=4,
+        init=False,
+        env=lambda rank: {**nodes_of_two(rank), "OLMO_SHARED_FS": "1"},
+    )

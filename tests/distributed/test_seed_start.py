@@ -1,0 +1,264 @@
+"""Starting a distributed run (seed pages 000 and 003): ours against the published behaviour.
+
+Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from components.config.errors import ConfigError
+from components.distributed import init, process_group
+from components.distributed.environment import RankEnvironmentError
+from components.distributed.process_group import (
+    DistInfo,
+    choose_backend,
+    start_process_group,
+)
+from components.distributed.rendezvous import RendezvousError
+from tests.distributed import published
+from tests.distributed.contrast import alone, both_sides, contrast, srun, without
+from tests.harness import run_ranks
+
+
+@both_sides
+def test_the_rendezvous_timeout_is_no_collective_timeout(side: str) -> None:
+    """SEED_NOTES 1.1, 7 (12): a barrier after `timeout_minutes` of other work must not end the run."""
+
+    def check(rank: int, initialize: Callable[..., Any]) -> None:
+        initialize("gloo", timeout_minutes=2 / 60)
+        if rank == 1:
+            time.sleep(2.8)
+        dist.barrier()
+
+    contrast(
+        side,
+        check,
+        init.initialize_distributed,
+        published.initialize_distributed,
+        symptom="(?i)timed out|timeout",
+        init=False,
+    )
+
+
+@both_sides
+def test_dist_info_tells_what_runs_not_what_was_asked(side: str) -> None:
+    """SEED_NOTES 1.2: the second call, and a single process that asks for nccl, report backend and device truly."""
+
+    def check(rank: int, initialize: Callable[..., Any]) -> None:
+        for info in (initialize("nccl"), initialize("nccl")):
+            assert info.backend == dist.get_backend() == "gloo"
+            assert info.device == torch.device("cpu")
+            assert (info.rank, info.world_size, info.is_main) == (0, 1, True)
+
+    contrast(
+        side,
+        check,
+        init.initialize_distributed,
+        published.initialize_distributed,
+        symptom="AssertionError",
+        world_size=1,
+        init=False,
+        env=alone(),
+    )
+
+
+def test_dist_info_cannot_be_changed_and_knows_a_running_group() -> None:
+    """SEED_NOTES 1 (DistInfo): frozen; also true of a group that somebody else started on another backend."""
+
+    def check(rank: int) -> DistInfo:
+        info = init.initialize_distributed("cpu:gloo,cuda:nccl")
+        with pytest.raises(FrozenInstanceError):
+            info.rank = 3  # type: ignore[misc]
+        return info
+
+    infos = run_ranks(2, check)
+    assert infos == [DistInfo("gloo", rank, 2, torch.device("cpu"), rank == 0) for rank in (0, 1)]
+
+
+def test_nccl_always_comes_with_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEED_NOTES 1.3: one GPU is no reason to swap nccl for gloo, nor is nccl one to lose CPU collectives."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for world_size in (1, 8):
+        for asked in (None, "nccl", "cpu:gloo,cuda:nccl"):
+            assert choose_backend("auto", asked, world_size) == (True, "cpu:gloo,cuda:nccl")
+    assert choose_backend("auto", "gloo", 8) == (False, "gloo")
+    assert choose_backend("cpu", None, 8) == (False, "gloo")
+    with pytest.raises(ConfigError, match="backend=nccl is for CUDA"):
+        choose_backend("cpu", "nccl", 8)
+
+
+def test_cuda_that_is_not_there_is_refused() -> None:
+    """SEED_NOTES 1.3: nothing falls back unsaid; a single process asked for nccl runs on gloo and says so."""
+    for device, backend, world_size in (("cuda", None, 1), ("auto", "nccl", 2)):
+        with pytest.raises(ConfigError, match="no CUDA device is visible"):
+            choose_backend(device, backend, world_size)
+    with pytest.raises(ConfigError, match=r"cluster\.device=tpu"):
+        choose_backend("tpu", None, 1)
+    assert choose_backend("auto", "nccl", 1) == (False, "gloo")
+
+
+def test_the_device_is_one_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEED_NOTES 1.5: with one visible GPU per task, local rank 3 uses device 0."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    process_group.use_cuda_device(local_rank=3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    process_group.use_cuda_device(local_rank=3)
+    assert chosen == [0, 1]
+
+
+@both_sides
+def test_half_an_environment_is_an_error(side: str) -> None:
+    """SEED_NOTES 1.6: RANK=3 without WORLD_SIZE is no single process."""
+
+    def check(rank: int, initialize: Callable[..., Any]) -> None:
+        with pytest.raises(ValueError, match="WORLD_SIZE is not set although RANK=3 is"):
+            initialize("gloo")
+
+    contrast(
+        side,
+        check,
+        init.initialize_distributed,
+        published.initialize_distributed,
+        symptom="DID NOT RAISE",
+        world_size=1,
+        init=False,
+        env=alone(RANK="3"),
+    )
+
+
+def test_starting_again_after_the_end_works() -> None:
+    """SEED_NOTES 4 (init_distributed): idempotent while it runs, and repeatable on the same store afterwards."""
+
+    def check(rank: int) -> list[float]:
+        sums = []
+        for _ in range(3):
+            first, second = start_process_group(), start_process_group()
+            assert first == second
+            value = torch.tensor([float(rank + 1)])
+            dist.all_reduce(value)
+            sums.append(value.item())
+            init.destroy_global_state()
+        return sums
+
+    assert run_ranks(2, check, init=False) == [[3.0] * 3] * 2
+
+
+def test_a_start_names_the_rank_that_never_came() -> None:
+    """SEED_NOTES 1.1, 4 (_barrier_with_timeout): a timeout that holds, and says who is missing."""
+
+    def check(rank: int) -> None:
+        start_process_group()
+        init.destroy_global_state()
+        if rank != 2:
+            with pytest.raises(RendezvousError, match=r"rank\(s\) 2 did not arrive within 0.7 s"):
+                start_process_group(rendezvous_timeout=timedelta(seconds=0.7))
+
+    run_ranks(3, check, init=False)
+
+
+def test_the_store_listens_on_loopback_only() -> None:
+    """RELIABILITY: a TCPStore on 127.0.0.1 by itself listens on every interface, gloo on the host's address."""
+
+    def check(rank: int) -> set[str]:
+        if rank == 0 and "MESHBOOK_STORE_FD" in os.environ:
+            assert os.fstat(int(os.environ["MESHBOOK_STORE_FD"]))
+        start_process_group()
+        dist.barrier()
+        return _listening_addresses()
+
+    loopback = {"0100007F"}
+    for listener in (None, socket.create_server(("127.0.0.1", 0))):
+        environment: dict[str, str | None] = {"GLOO_SOCKET_IFNAME": None}
+        if listener is not None:
+            descriptor, port = listener.fileno(), listener.getsockname()[1]
+            environment |= {"MESHBOOK_STORE_FD": str(descriptor), "MASTER_PORT": str(port)}
+        results = run_ranks(2, check, init=False, env=lambda rank, e=environment: e)  # type: ignore[misc]
+        assert results == [loopback, loopback]
+
+
+def _listening_addresses() -> set[str]:
+    """Local addresses (hexadecimal) on which this process listens."""
+    sockets = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    inodes = {name[len("socket:[") : -1] for name in sockets if name.startswith("socket:[")}
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in inodes and fields[3] == "0A":
+                addresses.add(fields[1].split(":")[0])
+    return addresses
+
+
+@both_sides
+def test_no_rank_invents_an_address(side: str) -> None:
+    """SEED_NOTES 4 (init_distributed): each rank took a port of its own and localhost, and waited for nobody."""
+
+    def check(rank: int, start: Callable[[], Any]) -> None:
+        with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT not set"):
+            start()
+
+    contrast(
+        side,
+        check,
+        start_process_group,
+        published.start_on_own_port,
+        symptom="(?i)timeout|timed out|still running",
+        init=False,
+        env=without("MASTER_ADDR", "MASTER_PORT"),
+        published_timeout=2.5,
+    )
+
+
+@both_sides
+def test_a_failing_scontrol_is_an_error(side: str, tmp_path: Path) -> None:
+    """SEED_NOTES 4 (init_distributed): scontrol's status is checked; published, MASTER_ADDR became the empty string."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'slurm_load: cannot contact controller' >&2\nexit 1\n")
+    scontrol.chmod(0o755)
+    nodes = {
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }
+    path = f"{tmp_path}:{os.environ['PATH']}"
+
+    def check(rank: int, start: Callable[[], Any]) -> None:
+        with pytest.raises(RankEnvironmentError, match="status 1: slurm_load: cannot contact controller"):
+            start()
+
+    contrast(
+        side,
+        check,
+        start_process_group,
+        published.start_on_own_port,
+        symptom="RANK expected|DistNetworkError|still running",
+        world_size=1,
+        init=False,
+        env=lambda rank: srun(rank, PATH=path, **nodes),
+    )
+
+
+def test_a_step_of_srun_needs_no_address() -> None:
+    """SEED_NOTES 4 (init_distributed): host and port follow from the step, the same on all ranks."""
+
+    def check(rank: int) -> tuple[int, int, str | None]:
+        info = start_process_group()
+        dist.barrier()
+        return info.rank, info.world_size, os.environ.get("MASTER_PORT")
+
+    assert run_ranks(2, check, init=False, env=srun) == [(0, 2, None), (1, 2, None)]

@@ -1,0 +1,265 @@
+"""Exact values across ranks (seed page 002): ours against the published behaviour.
+
+Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from components.distributed import utils
+from components.distributed.groups import NotInGroupError
+from components.distributed.header import MismatchError
+from tests.distributed import published
+from tests.distributed.contrast import both_sides, contrast
+from tests.harness import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@both_sides
+def test_numbers_arrive_exactly(side: str) -> None:
+    """SEED_NOTES 3 (synchronize_value), 8.10: 0.1 became 0.10000000149 on every rank, src included."""
+
+    def check(rank: int, synchronize: Callable[..., Any]) -> None:
+        for value in (0.1, -(2**53) - 1, 2**63 - 1, True, math.inf, 1e-320):
+            received = synchronize(value if rank == 0 else type(value)(0), CPU)
+            assert received == value
+            assert type(received) is type(value)
+
+    contrast(side, check, utils.synchronize_value, published.synchronize_value, symptom="assert 0.1000000014")
+
+
+@both_sides
+def test_a_tensor_argument_is_never_changed(side: str) -> None:
+    """SEED_NOTES 3 (synchronize_value, all_reduce_value): overwritten in place when already on the device."""
+
+    def check(rank: int, functions: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
+        mine = torch.full((2, 3), float(rank + 1), dtype=torch.bfloat16)
+        before = mine.clone()
+        synchronized, reduced = functions[0](mine, CPU), functions[1](mine, CPU)
+        assert torch.equal(mine, before), "the argument changed"
+        assert torch.equal(synchronized, torch.ones_like(mine))
+        assert torch.equal(reduced, torch.full_like(mine, 3.0))
+
+    contrast(
+        side,
+        check,
+        (utils.synchronize_value, utils.all_reduce_value),
+        (published.synchronize_value, published.all_reduce_value),
+        symptom="the argument changed",
+    )
+
+
+@both_sides
+@pytest.mark.parametrize("name", ["synchronize_value", "synchronize_flag", "broadcast_object"])
+def test_the_root_is_a_rank_of_the_group(side: str, name: str) -> None:
+    """SEED_NOTES 3 (synchronize_value, synchronize_flag, broadcast_object): src=0 failed in groups without rank 0."""
+
+    def check(rank: int, module: Any) -> None:
+        group = dist.new_group([1, 2])
+        function = getattr(module, name)
+        arguments = () if name == "broadcast_object" else (CPU,)
+        value = True if name == "synchronize_flag" else rank * 10
+        if rank:
+            expected = True if name == "synchronize_flag" else 10
+            assert function(value, *arguments, group=group) == expected
+        elif module is utils:
+            with pytest.raises(NotInGroupError):
+                function(value, *arguments, group=group)
+
+    contrast(side, check, utils, published, symptom="ValueError.*(?i:group|rank)", world_size=3, published_timeout=4)
+
+
+@both_sides
+def test_the_root_decides_what_kind_of_value_it_is(side: str) -> None:
+    """SEED_NOTES 3 (synchronize_value): a type mismatch across ranks hangs, or reads other bits."""
+
+    def check(rank: int, synchronize: Callable[..., Any]) -> None:
+        assert synchronize(7 if rank == 0 else 7.5, CPU) == 7
+        received = synchronize(torch.arange(3) if rank == 0 else 0.5, CPU)
+        assert received.tolist() == [0, 1, 2]
+        received = synchronize(torch.ones(2, 2, dtype=torch.float64) if rank == 0 else torch.zeros(5), CPU)
+        assert received.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        assert received.dtype is torch.float64
+        assert synchronize(torch.tensor(rank == 0), CPU).item() is True
+        assert synchronize(torch.tensor([5 - rank], dtype=torch.int16), CPU).tolist() == [5]
+        assert synchronize(torch.zeros(0, 3), CPU).shape == (0, 3)
+
+    contrast(
+        side,
+        check,
+        utils.synchronize_value,
+        published.synchronize_value,
+        symptom="AssertionError|SIGABRT|still running|RuntimeError",
+        published_timeout=4,
+    )
+
+
+def test_another_root_and_values_that_cannot_travel() -> None:
+    """Seed page 002: src; what is no bool, int, float or tensor is refused before anything is sent."""
+
+    def check(rank: int) -> tuple[float, str]:
+        with pytest.raises(OverflowError, match="64 bits"):
+            utils.all_reduce_value(2**63, CPU)
+        with pytest.raises(TypeError, match="str: expected a bool"):
+            utils.all_reduce_value("text", CPU)  # type: ignore[type-var]
+        return utils.synchronize_value(rank + 0.5, CPU, src=2), utils.broadcast_object(f"from {rank}", src=1)
+
+    assert run_ranks(3, check) == [(2.5, "from 1")] * 3
+
+
+@both_sides
+def test_sums_are_exact(side: str) -> None:
+    """SEED_NOTES 3 (all_reduce_value), 8.10: 16777217.0 twice was 33554432.0."""
+
+    def check(rank: int, reduce: Callable[..., Any]) -> None:
+        assert reduce(16777217.0, CPU) == 33554434.0
+        assert reduce(2**53 + 1, CPU) == 2**54 + 2
+        assert reduce(0.1 * (rank + 1), CPU) == 0.1 + 0.2
+
+    contrast(side, check, utils.all_reduce_value, published.all_reduce_value, symptom="assert 33554432.0 == 33554434.0")
+
+
+@both_sides
+def test_the_sum_of_flags_is_a_count(side: str) -> None:
+    """SEED_NOTES 3 (all_reduce_value): bool SUM returned True."""
+
+    def check(rank: int, reduce: Callable[..., Any]) -> None:
+        count = reduce(True, CPU)
+        assert count == 3, count
+        assert reduce(torch.tensor([True, rank == 0]), CPU).tolist() == [3, 1]
+        assert reduce(rank == 1, CPU, op=dist.ReduceOp.MAX) is True
+
+    contrast(
+        side,
+        check,
+        utils.all_reduce_value,
+        published.all_reduce_value,
+        symptom="AssertionError: (True|1)",
+        world_size=3,
+    )
+
+
+@both_sides
+def test_values_that_do_not_go_together_are_an_error_on_every_rank(side: str) -> None:
+    """SEED_NOTES 3 (all_reduce_value, all_gather): a dtype mismatch aborted the process."""
+
+    def check(rank: int, module: Any) -> None:
+        double = torch.ones(2, dtype=torch.float64 if rank else torch.float32)
+        with pytest.raises(MismatchError, match=r"rank 0: a float32 .* rank 1: a float64 tensor of shape \[2\]"):
+            module.all_gather(double)
+        with pytest.raises(MismatchError, match=r"rank 0: a float32 .* rank 1: a float64"):
+            module.all_reduce_value(double, CPU)
+        with pytest.raises(MismatchError, match=r"shape \[1\]; rank 1: a float32 tensor of shape \[2\]"):
+            module.all_reduce_value(torch.ones(rank + 1), CPU)
+        with pytest.raises(MismatchError, match=r"rank 0: the int 1; rank 1: a float32 tensor"):
+            module.all_reduce_value(torch.ones(1) if rank else 1, CPU)
+        assert module.all_reduce_value(1.5 if rank else 1, CPU) == 2.5  # numbers of any kind add up
+
+    contrast(
+        side,
+        check,
+        utils,
+        published,
+        symptom="SIGABRT|invalid|still running|Connection|DID NOT RAISE",
+        published_timeout=4,
+    )
+
+
+def test_every_reduction_of_numbers() -> None:
+    """Seed page 002: op; NaN is seen whatever rank has it."""
+    ops = dist.ReduceOp
+
+    def check(rank: int) -> list[Any]:
+        value = rank + 2  # 2, 3, 4
+        results: list[Any] = [utils.all_reduce_value(value, CPU, op) for op in (ops.PRODUCT, ops.MIN, ops.MAX, ops.AVG)]
+        results += [utils.all_reduce_value(value, CPU, op) for op in (ops.BAND, ops.BOR, ops.BXOR)]
+        results.append(math.isnan(utils.all_reduce_value(math.nan if rank == 1 else 1.0, CPU, ops.MIN)))
+        with pytest.raises(ValueError, match="numbers can be reduced by"):
+            utils.all_reduce_value(value, CPU, "mean")
+        return results
+
+    assert run_ranks(3, check) == [[24, 2, 4, 3.0, 0, 7, 5, True]] * 3
+
+
+@both_sides
+def test_ragged_tensors_are_gathered(side: str) -> None:
+    """SEED_NOTES 3 (all_gather), 8.10: ragged shapes were intended, but raised."""
+
+    def check(rank: int, gather: Callable[..., Any]) -> None:
+        gathered = gather(torch.full((rank, 2), rank, dtype=torch.int16))
+        assert [item.tolist() for item in gathered] == [[], [[1, 1]], [[2, 2], [2, 2]]]
+        assert [tuple(item.shape) for item in gathered] == [(0, 2), (1, 2), (2, 2)]
+        assert [item.tolist() for item in gather(torch.tensor(rank == 1))] == [False, True, False]
+        for dtype in (torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.uint64):
+            gathered = gather(torch.full((rank + 1,), rank).to(dtype))
+            assert [item.to(torch.complex64).real.tolist() for item in gathered] == [[0], [1, 1], [2, 2, 2]]
+            assert {item.dtype for item in gathered} == {dtype}
+        assert [item.tolist() for item in gather(torch.zeros(0))] == [[], [], []]
+
+    contrast(
+        side,
+        check,
+        utils.all_gather,
+        published.all_gather,
+        symptom="RuntimeError|invalid tensor size|SIGABRT|still running",
+        world_size=3,
+        published_timeout=4,
+    )
+
+
+@both_sides
+def test_gathering_is_differentiable(side: str) -> None:
+    """SEED_NOTES 3 (all_gather): no autograd. The reference is plain arithmetic: each rank weighs each tensor."""
+
+    def check(rank: int, gather: Callable[..., Any]) -> None:
+        mine = torch.full((rank + 1,), 2.0, dtype=torch.float64, requires_grad=True)
+        gathered = gather(mine)
+        assert gathered[0].requires_grad, "no gradient"
+        sum((rank + 1) * (source + 1) * item.pow(2).sum() for source, item in enumerate(gathered)).backward()
+        # d/dx of sum over ranks r of (r + 1) (source + 1) x^2 at x = 2
+        assert mine.grad is not None
+        assert mine.grad.tolist() == [(1 + 2) * (rank + 1) * 4.0] * (rank + 1)
+        with torch.no_grad():
+            assert not gather(mine)[0].requires_grad
+        if gather is utils.all_gather:
+            with pytest.raises(MismatchError, match="with gradient"):
+                gather(mine if rank else mine.detach())
+
+    contrast(side, check, utils.all_gather, published.all_gather, symptom="no gradient|RuntimeError")
+
+
+@both_sides
+def test_gathering_pickles_nothing(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEED_NOTES 3 (all_gather): a pickled collective per call."""
+
+    def forbidden(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a pickled collective")
+
+    def check(rank: int, gather: Callable[..., Any]) -> None:
+        monkeypatch.setattr(dist, "all_gather_object", forbidden)
+        assert [item.item() for item in gather(torch.tensor([rank]))] == [0, 1]
+
+    contrast(side, check, utils.all_gather, published.all_gather, symptom="a pickled collective")
+
+
+def test_a_single_process_sees_its_own_value() -> None:
+    """Seed page 002: most helpers work in a non-distributed context as well."""
+    tensor = torch.ones(2)
+    assert utils.synchronize_value(0.1, CPU) == 0.1
+    assert utils.synchronize_flag(True, CPU) is True
+    assert utils.all_reduce_value(3, CPU) == 3
+    assert utils.broadcast_object("x") == "x"
+    assert utils.all_gather(tensor) == [tensor]
+    assert utils.all_gather_object("x") == ["x"]
+    assert (utils.get_world_size(), utils.get_local_rank(), utils.get_fs_local_rank()) == (1, 0, 0)
+    assert (utils.get_local_world_size(), utils.get_num_nodes(), utils.get_global_rank(3)) == (1, 1, 3)
+    utils.validate_env_vars()
+    assert run_ranks(2, lambda rank: utils.all_gather_object({"rank": rank})) == [[{"rank": 0}, {"rank": 1}]] * 2

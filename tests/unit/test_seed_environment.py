@@ -1,0 +1,263 @@
+"""Which rank am I, and where do the ranks meet (seed pages 000 and 003): ours against the published behaviour.
+
+Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from components.config.errors import ConfigError
+from components.distributed import init, utils
+from components.distributed.environment import (
+    RankEnvironmentError,
+    export_variables,
+    read_rank_variables,
+    restore_variables,
+    tasks_on_node,
+)
+from components.distributed.rendezvous import master_address
+from tests.distributed import published
+from tests.distributed.contrast import alone, both_sides, contrast
+from tests.harness import run_ranks
+
+STEP = {  # task 3 of a step of 4 on two nodes
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n3,n4",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+}
+
+
+def single(side: str, check: Callable[[Any], None], ours: Any, published: Any, symptom: str, **variables: str) -> None:
+    """Run a check in one process that has these variables and no other of a launcher."""
+    contrast(
+        side,
+        lambda rank, implementation: check(implementation),
+        ours,
+        published,
+        symptom=symptom,
+        world_size=1,
+        init=False,
+        env=alone(**variables),
+    )
+
+
+@both_sides
+def test_an_empty_variable_is_an_unset_one(side: str) -> None:
+    """SEED_NOTES 1 (get_rank_safe, get_world_size_safe), 4 (get_world_info): RANK="" was a bare ValueError of int()."""
+
+    def check(module: Any) -> None:
+        assert module.get_rank_safe() == 0
+        assert module.get_world_size_safe() == 1
+        assert module.get_world_info() == (0, 0, 1)
+
+    single(side, check, init, published, "ValueError: invalid literal", RANK="", WORLD_SIZE="", LOCAL_RANK="")
+
+
+@both_sides
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "3"}, "WORLD_SIZE is not set although RANK=3 is"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set although WORLD_SIZE=2 is"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4: must lie between 0 and WORLD_SIZE - 1 = 3"),
+        ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK=-1: must lie between 0"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be at least 1"),
+        ({"RANK": "one", "WORLD_SIZE": "4"}, "RANK='one': must be a whole number"),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2: must be 0 or"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3"}, "LOCAL_RANK=3: must be 0 or more and below"),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8: must lie between 1 and"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_PROCID is not set although SLURM_STEP_NUM_TASKS=4 is"),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_contradictions_are_told_by_name(side: str, variables: dict[str, str], message: str) -> None:
+    """SEED_NOTES 1.6, 4 (get_world_info): no rank<world check, partial environments were believed."""
+
+    def check(get_world_info: Callable[[], Any]) -> None:
+        with pytest.raises(RankEnvironmentError, match=message) as caught:
+            get_world_info()
+        assert isinstance(caught.value, ConfigError)
+        assert caught.value.problems
+
+    single(side, check, init.get_world_info, published.get_world_info, "DID NOT RAISE|invalid literal", **variables)
+
+
+@both_sides
+def test_an_allocation_is_not_a_step(side: str) -> None:
+    """SEED_NOTES 4 (get_world_info), 8.9: plain python inside salloc or a batch script waited for 7 ranks."""
+
+    def check(get_world_info: Callable[[], Any]) -> None:
+        assert get_world_info() == (0, 0, 1)
+        assert "RANK" not in os.environ
+
+    batch = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+    single(side, check, init.get_world_info, published.get_world_info, r"\(0, 0, 8\)", **batch)
+    if side == "ours":  # srun -n1, as srun --pty
+        step = {**batch, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"}
+        single(side, check, init.get_world_info, None, "", **step)
+
+
+@both_sides
+def test_sources_are_never_mixed(side: str) -> None:
+    """SEED_NOTES 4 (get_world_info), 7 (15): RANK from torchrun with WORLD_SIZE from Slurm."""
+
+    def check(get_world_info: Callable[[], Any]) -> None:
+        with pytest.raises(RankEnvironmentError, match="WORLD_SIZE is not set although RANK=1 is"):
+            get_world_info()
+
+    single(side, check, init.get_world_info, published.get_world_info, "DID NOT RAISE", **STEP, RANK="1")
+    if side == "ours":
+        torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        single(side, lambda module: _same(module.get_world_info(), (1, 1, 2)), init, None, "", **STEP, **torchrun)
+
+
+def _same(value: Any, expected: Any) -> None:
+    assert value == expected
+
+
+@both_sides
+def test_a_task_of_srun_knows_its_place(side: str) -> None:
+    """SEED_NOTES 1 (get_local_rank_preinit), 4 (is_rank_zero): no SLURM_LOCALID, and srun's rank 3 was rank zero."""
+
+    def check(module: Any) -> None:
+        assert not module.is_rank_zero(), "rank 3 passes for rank 0"
+        assert module.get_rank_safe() == 3
+        assert module.get_world_size_safe() == 4
+        assert module.get_local_rank_preinit() == 1
+        assert utils.get_rank() == 3
+        if module is init:
+            assert module.get_local_world_size_preinit() == 2
+            assert module.get_world_info() == (3, 1, 4)
+            assert {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} == {
+                "RANK": "3",
+                "LOCAL_RANK": "1",
+                "WORLD_SIZE": "4",
+                "LOCAL_WORLD_SIZE": "2",
+            }
+            assert read_rank_variables().node == "slurm node 1"  # what was exported hides nothing
+
+    single(side, check, init, published, "rank 3 passes for rank 0", **STEP)
+
+
+@both_sides
+def test_the_rank_is_known_before_the_process_group(side: str) -> None:
+    """SEED_NOTES 3 (get_rank): ignored RANK before the start, so every rank was rank 0."""
+
+    def check(get_rank: Callable[[], int]) -> None:
+        assert get_rank() == 3
+
+    single(side, check, utils.get_rank, published.get_rank, "assert 0 == 3", RANK="3", WORLD_SIZE="4")
+
+
+@both_sides
+def test_explicit_ranks_decide_who_is_rank_zero(side: str) -> None:
+    """SEED_NOTES 4 (is_rank_zero): wrong under mp.spawn with explicit ranks, where no variable is set."""
+
+    def check(rank: int, is_rank_zero: Callable[[], bool]) -> None:
+        store = dist.FileStore(os.environ["HARNESS_RENDEZVOUS_FILE"], 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        assert is_rank_zero() == (rank == 0), f"rank {rank}"
+
+    contrast(side, check, init.is_rank_zero, published.is_rank_zero, symptom="rank 1", init=False, env=alone())
+
+
+def test_the_local_rank_is_told_or_an_error() -> None:
+    """SEED_NOTES 1 (get_local_rank_preinit, get_local_world_size_preinit): before init, from the one source."""
+
+    def check(rank: int) -> tuple[int, int]:
+        local = init.get_local_rank_preinit(), init.get_local_world_size_preinit()
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+        for function in (init.get_local_rank_preinit, init.get_local_world_size_preinit):
+            with pytest.raises(RankEnvironmentError, match=f"LOCAL_.* is not set on rank {rank} of 2"):
+                function()
+        return local
+
+    assert run_ranks(2, check, init=False) == [(0, 2), (1, 2)]
+    assert (init.get_local_rank_preinit(), init.get_local_world_size_preinit()) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "node", "tasks"),
+    [
+        ("2(x3),1", 0, 2),
+        ("2(x3),1", 2, 2),
+        ("2(x3),1", 3, 1),
+        ("4", 0, 4),
+        ("1,3(x2)", 1, 3),
+        ("2", 1, None),
+        ("", 0, None),
+    ],
+)
+def test_slurms_list_of_tasks(text: str, node: int, tasks: int | None) -> None:
+    """SEED_NOTES 4 (get_world_info): LOCAL_WORLD_SIZE was never set."""
+    assert tasks_on_node(text, node) == tasks
+
+
+def test_exported_variables_are_put_back() -> None:
+    """SEED_NOTES 4 (get_world_info): writes to the environment survived; a child must not undo its parent's."""
+    environ = {"RANK": "7", "KEEP": "1"}
+    export_variables({"RANK": "0", "NEW": "a"}, environ)
+    export_variables({"NEW": "b", "KEEP": "1"}, environ)
+    assert (environ["RANK"], environ["NEW"]) == ("0", "b")
+    child = {**environ, "MESHBOOK_EXPORTED": environ["MESHBOOK_EXPORTED"].replace(str(os.getpid()), "1")}
+    restore_variables(child)
+    assert (child["RANK"], child["NEW"]) == ("0", "b")
+    restore_variables(environ)
+    assert environ == {"RANK": "7", "KEEP": "1"}
+
+
+def test_the_port_follows_from_job_and_step() -> None:
+    """SEED_NOTES 4 (init_distributed), LAUNCH: the same on all ranks, below the ephemeral range, another per step."""
+    ports = set()
+    for step in range(3):
+        tasks = [{**STEP, "SLURM_STEP_ID": str(step), "SLURM_PROCID": str(rank)} for rank in range(4)]
+        found = {master_address(read_rank_variables(task), task) for task in tasks}
+        assert len(found) == 1
+        host, port = found.pop()
+        assert host == "n3"  # the first node of the step, which need not be the job's
+        assert 10000 <= port < 30000
+        ports.add(port)
+    assert len(ports) == 3
+    stated = {**STEP, "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
+    assert master_address(read_rank_variables(stated), stated) == ("head", 1234)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"MASTER_PORT": "70000", "MASTER_ADDR": "n1"}, "MASTER_PORT=70000: must lie between 1 and 65535"),
+        ({"MASTER_PORT": "http", "MASTER_ADDR": "n1"}, "MASTER_PORT='http': must be a whole number"),
+        ({"MASTER_ADDR": "n1"}, "MASTER_PORT not set: the 2 ranks need the address of rank 0"),
+        ({"MASTER_PORT": "1"}, "MASTER_ADDR not set"),
+    ],
+)
+def test_wrong_addresses_are_told_by_name(variables: dict[str, str], message: str) -> None:
+    """SEED_NOTES 4 (init_distributed): localhost and a random port were made up instead."""
+    environ = {"RANK": "0", "WORLD_SIZE": "2", **variables}
+    with pytest.raises(RankEnvironmentError, match=message):
+        master_address(read_rank_variables(environ), environ)
+
+
+def test_a_node_list_without_scontrol_is_an_error_where_it_is_needed(tmp_path: Path) -> None:
+    """SEED_NOTES 4 (init_distributed): a container has no scontrol."""
+    environ = {**STEP, "SLURM_STEP_NODELIST": "n[3-4]", "PATH": str(tmp_path)}
+    with pytest.raises(RankEnvironmentError, match=r"SLURM_STEP_NODELIST=n\[3-4\] needs scontrol"):
+        master_address(read_rank_variables(environ), environ)
+    one_node = {**environ, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
+    assert master_address(read_rank_variables(one_node), one_node)[0] == "127.0.0.1"
