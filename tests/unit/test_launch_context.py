@@ -1,0 +1,87 @@
+"""Who a process is, told from its variables: the table of what torchrun, srun, sbatch and salloc set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from components.config.errors import ConfigError
+from components.launch.context import Context, LocalRank, detect, external_rank, without_ranks
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
+SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+OURS = {"MESHBOOK_WORKER": "1", "MESHBOOK_RUN_DIR": "/run"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "context"),
+    [
+        pytest.param({}, Context.launcher, id="login node"),
+        pytest.param({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}, Context.launcher, id="salloc shell"),
+        pytest.param({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Context.launcher, id="sbatch batch shell"),
+        pytest.param(
+            {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"},
+            Context.launcher,
+            id="srun -n1, srun --pty bash",
+        ),
+        pytest.param(SRUN, Context.external, id="srun -n4"),
+        pytest.param({**SRUN, "SLURM_PROCID": "0"}, Context.external, id="srun -n4, rank 0"),
+        pytest.param(TORCHRUN, Context.external, id="torchrun"),
+        pytest.param({**SRUN, **TORCHRUN}, Context.external, id="srun torchrun"),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, Context.external, id="torchrun of one"),
+        pytest.param({**TORCHRUN, **OURS}, Context.worker, id="our worker"),
+        pytest.param({**SRUN, **TORCHRUN, **OURS}, Context.worker, id="our worker within srun"),
+        pytest.param(OURS, Context.launcher, id="ours, but no rank"),
+        pytest.param({"RANK": "0"}, Context.launcher, id="a stale RANK alone"),
+        pytest.param({"RANK": "", "WORLD_SIZE": ""}, Context.launcher, id="set but empty"),
+        pytest.param({"LOCAL_RANK": "0", "MASTER_ADDR": "a"}, Context.launcher, id="stale others"),
+        pytest.param({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "x"}, Context.launcher, id="garbage"),
+    ],
+)
+def test_context(environ: dict[str, str], context: Context) -> None:
+    assert detect(environ) is context
+
+
+def test_an_external_rank_is_torchruns_where_both_number_it() -> None:
+    assert external_rank(TORCHRUN) == (1, 2)
+    assert external_rank(SRUN) == (3, 4)
+    assert external_rank({**SRUN, **TORCHRUN}) == (1, 2)
+
+
+def test_an_external_rank_that_is_no_number_is_told() -> None:
+    with pytest.raises(ConfigError, match="RANK='one': must be a whole number"):
+        external_rank({"RANK": "one", "WORLD_SIZE": "2"})
+
+
+def test_nothing_that_numbers_ranks_is_left() -> None:
+    kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "RANKING": "1"}
+    everything = {
+        **kept,
+        **TORCHRUN,
+        **SRUN,
+        **OURS,
+        "MASTER_PORT": "1",
+        "GROUP_RANK": "0",
+        "OMPI_COMM_WORLD_RANK": "0",
+    }
+    assert without_ranks(everything) == kept
+
+
+def test_only_rank_zero_gets_the_socket() -> None:
+    place = {"world_size": 2, "port": 5, "run_dir": Path("/run"), "attempt": 3}
+    zero = LocalRank(0, store_fd=7, **place).variables()
+    one = LocalRank(1, store_fd=None, **place).variables()
+    assert zero == {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "5",
+        "MESHBOOK_RUN_DIR": "/run",
+        "MESHBOOK_ATTEMPT": "3",
+        "MESHBOOK_STORE_FD": "7",
+    }
+    assert "MESHBOOK_STORE_FD" not in one
+    assert detect({**zero, "MESHBOOK_WORKER": "1"}) is Context.worker

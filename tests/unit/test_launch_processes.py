@@ -1,0 +1,66 @@
+"""How many processes a local run has, counted without CUDA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from components.config.schema import ClusterConfig, Device, FinetuneConfig, ModelConfig, ParallelismConfig, WeightInit
+from components.config.schema.data import DocsDataConfig
+from components.launch.processes import device_problems, local_processes, visible_gpus
+
+
+def config(procs: str = "auto", device: Device = Device.auto, **degrees: int) -> FinetuneConfig:
+    return FinetuneConfig(
+        cluster=ClusterConfig(procs_per_node=procs, device=device),
+        parallelism=ParallelismConfig(**degrees),
+        model=ModelConfig(init=WeightInit.random, config={"model_type": "llama"}, tokenizer="bytes"),
+        data=DocsDataConfig(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("cfg", "gpus", "processes"),
+    [
+        pytest.param(config(), 0, 1, id="a laptop: -1 counts as 1"),
+        pytest.param(config(tp=2), 0, 2, id="the product of what is stated"),
+        pytest.param(config(dp_replicate=2, dp_shard=3, tp=2), 0, 12, id="of all axes"),
+        pytest.param(config(), 8, 8, id="one per GPU"),
+        pytest.param(config(tp=2), 8, 8, id="GPUs decide, not the degrees"),
+        pytest.param(config(device=Device.cpu, tp=2), 8, 2, id="GPUs that are not used"),
+        pytest.param(config("3", tp=2), 8, 3, id="stated"),
+    ],
+)
+def test_local_processes(cfg: FinetuneConfig, gpus: int, processes: int) -> None:
+    assert local_processes(cfg, gpus) == processes
+
+
+@pytest.mark.parametrize(
+    ("value", "gpus"),
+    [("0", 1), ("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-1a,GPU-2b", 2), ("MIG-x", 1), ("NoDevFiles", 0)],
+)
+def test_cuda_visible_devices_decides(tmp_path: Path, value: str, gpus: int) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, tmp_path) == gpus
+
+
+def test_device_files_count_where_nothing_is_said(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    assert visible_gpus({}, tmp_path) == 0
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert visible_gpus({}, tmp_path) == 2
+
+
+def test_the_drivers_list_counts_where_there_are_no_device_files(tmp_path: Path) -> None:
+    for bus in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
+        (tmp_path / "proc/driver/nvidia/gpus" / bus).mkdir(parents=True)
+    assert visible_gpus({}, tmp_path) == 3
+
+
+def test_every_process_needs_a_gpu_of_its_own() -> None:
+    assert device_problems(config("2"), 2, gpus=2) == []
+    assert device_problems(config("2"), 2, gpus=0) == []
+    assert device_problems(config("2", Device.cpu), 2, gpus=1) == []
+    assert "2 processes, but 1 visible GPUs" in device_problems(config("2"), 2, gpus=1)[0]
+    assert "no GPU is visible" in device_problems(config(device=Device.cuda), 1, gpus=0)[0]

@@ -1,0 +1,277 @@
+"""Where a run lives: chosen, guarded, frozen, continued, and taken back."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from components.config.compose.frozen import read_frozen
+from components.config.errors import ConfigError
+from components.config.schema import EvaluateConfig, FinetuneConfig, ModelConfig, WeightInit
+from components.config.schema.data import DocsDataConfig
+from components.launch import run_directory
+from components.launch.record import start_record
+from components.launch.run_directory import RunDirectory, attempt_logs, open_run_directory
+
+RECORD = {"recipe": "finetune"}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def config(run_dir: str | None = None) -> FinetuneConfig:
+    cfg = FinetuneConfig(
+        model=ModelConfig(init=WeightInit.random, config={"model_type": "llama"}, tokenizer="bytes"),
+        data=DocsDataConfig(),
+    )
+    cfg.run.dir = run_dir
+    return cfg
+
+
+def start(cfg: FinetuneConfig, recipe: str = "finetune") -> RunDirectory:
+    directory = open_run_directory(cfg, recipe)
+    directory.freeze(cfg, {"recipe": recipe})
+    return directory
+
+
+def end(directory: RunDirectory) -> None:
+    """Free the lock, as the end of the process does."""
+    assert directory.lock is not None
+    os.close(directory.lock)
+
+
+def test_a_new_directory_is_named_by_recipe_and_time(tmp_path: Path) -> None:
+    cfg = config()
+    directory = start(cfg)
+    assert directory.path.parent == tmp_path / "outputs" / "finetune"
+    assert cfg.run.dir == str(directory.path)
+    assert read_frozen(directory.path / "config.yaml", FinetuneConfig) == cfg
+    assert json.loads((directory.path / "environment.json").read_text()) == RECORD
+    assert (directory.path / "logs" / "latest").resolve() == directory.logs == attempt_logs(directory.path, 0)
+
+
+def test_two_starts_of_the_same_moment_get_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second draws the same time and the same hex at first."""
+    drawn = iter(["aaaa", "aaaa", "bbbb"])
+    monkeypatch.setattr(run_directory.time, "strftime", lambda form: "20260101-000000")
+    monkeypatch.setattr(run_directory.secrets, "token_hex", lambda count: next(drawn))
+    names = [start(config()).path.name for _ in range(2)]
+    assert names == ["20260101-000000-aaaa", "20260101-000000-bbbb"]
+
+
+def test_a_given_directory_is_made_absolute_and_may_be_there(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert start(config("mine")).path == tmp_path / "mine"
+
+
+def test_the_same_run_goes_on_and_keeps_what_was() -> None:
+    first = start(config("mine"))
+    first.conclude("failed", "boom")
+    end(first)
+    longer = config("mine")
+    longer.training.max_steps = 999
+    second = start(longer)
+    assert (first.attempt, second.attempt) == (0, 1)
+    assert read_frozen(second.path / "config.yaml", FinetuneConfig).training.max_steps == 999
+    assert read_frozen(first.logs / "config.yaml", FinetuneConfig).training.max_steps == 100
+    assert json.loads((first.logs / "result.json").read_text()) == {"status": "failed", "error": "boom"}
+    assert not (second.path / "result.json").exists()
+    assert (second.path / "logs" / "latest").resolve() == second.logs
+
+
+def test_a_result_of_the_recipe_is_kept() -> None:
+    directory = start(config("mine"))
+    (directory.path / "result.json").write_text('{"status": "ok"}')
+    directory.conclude("failed", "boom")
+    assert (directory.path / "result.json").read_text() == '{"status": "ok"}'
+
+
+def change_seed(cfg: FinetuneConfig) -> None:
+    cfg.run.seed = 7
+
+
+def change_batch(cfg: FinetuneConfig) -> None:
+    cfg.training.global_batch_size = 32
+
+
+def change_length(cfg: FinetuneConfig) -> None:
+    cfg.training.seq_len = 64
+
+
+def change_model(cfg: FinetuneConfig) -> None:
+    cfg.model.path = "owner/model"
+
+
+def change_model_config(cfg: FinetuneConfig) -> None:
+    cfg.model.config = {"model_type": "gpt2"}
+
+
+def change_data(cfg: FinetuneConfig) -> None:
+    cfg.data.max_samples = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (change_seed, "run.seed=7"),
+        (change_batch, "training.global_batch_size=32"),
+        (change_length, "training.seq_len=64"),
+        (change_model, "model.path=owner/model"),
+        (change_model_config, "model.config={'model_type': 'gpt2'}"),
+        (change_data, "data.max_samples=3"),
+    ],
+)
+def test_what_makes_it_another_run_is_refused_by_key(change: Callable[[FinetuneConfig], None], key: str) -> None:
+    end(start(config("mine")))
+    other = config("mine")
+    change(other)
+    with pytest.raises(ConfigError) as caught:
+        open_run_directory(other, "finetune")
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith(f"{key}: the run in run.dir=")
+    other.run.resume = "never"
+    start(other)
+
+
+def test_every_changed_key_is_told_at_once() -> None:
+    end(start(config("mine")))
+    other = config("mine")
+    change_seed(other)
+    change_data(other)
+    with pytest.raises(ConfigError) as caught:
+        open_run_directory(other, "finetune")
+    assert len(caught.value.problems) == 2
+
+
+def test_what_may_change_on_the_way_may_change() -> None:
+    end(start(config("mine")))
+    other = config("mine")
+    other.optimizer.lr, other.parallelism.tp, other.training.micro_batch_size = 1.0, 2, 1
+    start(other)
+
+
+def test_starting_over_where_checkpoints_are_is_refused() -> None:
+    directory = start(config("mine"))
+    end(directory)
+    again = config("mine")
+    again.run.resume = "never"
+    (directory.path / "checkpoints" / "step_5.tmp-0").mkdir(parents=True)
+    end(start(copy.deepcopy(again)))
+    (directory.path / "checkpoints" / "step_5").mkdir()
+    with pytest.raises(ConfigError, match="run.resume=never: .* holds checkpoints"):
+        open_run_directory(again, "finetune")
+
+
+def test_a_run_of_another_recipe_is_refused_by_name() -> None:
+    end(start(config("mine")))
+    other = EvaluateConfig(model=config().model, data=DocsDataConfig())
+    other.run.dir = "mine"
+    with pytest.raises(ConfigError, match="holds a run of the recipe finetune, not evaluate"):
+        open_run_directory(other, "evaluate")
+
+
+def test_a_config_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("lr: 3\n")
+    with pytest.raises(ConfigError, match=r"its config.yaml is of another kind \(lr=3: no such key"):
+        open_run_directory(config("mine"), "finetune")
+
+
+def test_files_that_are_no_run_are_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("x")
+    with pytest.raises(ConfigError, match="holds files, but no run"):
+        open_run_directory(config("thesis"), "finetune")
+    assert os.listdir(tmp_path / "thesis") == ["chapter.tex"]
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_place_that_cannot_be_is_told(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=f"run.dir={tmp_path / place}: cannot be used"):
+        open_run_directory(config(place), "finetune")
+
+
+def test_a_directory_in_use_is_refused_by_name(tmp_path: Path) -> None:
+    first = start(config("mine"))
+    with pytest.raises(ConfigError, match=f"run.dir={tmp_path / 'mine'}: is in use"):
+        open_run_directory(config("mine"), "finetune")
+    end(first)
+    start(config("mine"))
+
+
+def test_a_refused_start_frees_the_directory() -> None:
+    end(start(config("mine")))
+    other = config("mine")
+    change_seed(other)
+    with pytest.raises(ConfigError, match="run.seed"):
+        open_run_directory(other, "finetune")
+    start(config("mine"))
+
+
+def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
+    for run_dir in (None, "a/b/c"):
+        directory = start(config(run_dir))
+        (directory.logs / "rank_1.log").write_text("said something")
+        (directory.path / "metrics.jsonl").touch()
+        directory.discard("no data")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_refused_run_leaves_what_was_there_before(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    start(config("mine")).discard("no data")
+    assert os.listdir(tmp_path / "mine") == []
+    (tmp_path / "outputs" / "finetune" / "earlier").mkdir(parents=True)
+    start(config()).discard("no data")
+    assert os.listdir(tmp_path / "outputs" / "finetune") == ["earlier"]
+
+
+def test_a_refused_run_leaves_what_the_recipe_made() -> None:
+    directory = start(config("mine"))
+    (directory.path / "export").mkdir()
+    directory.discard("no data")
+    assert json.loads((directory.path / "result.json").read_text()) == {"status": "invalid", "error": "no data"}
+    assert (directory.path / "config.yaml").exists()
+
+
+def test_a_run_that_went_on_is_not_taken_back() -> None:
+    end(start(config("mine")))
+    directory = start(config("mine"))
+    directory.discard("no data")
+    assert (directory.path / "config.yaml").exists()
+    assert json.loads((directory.path / "result.json").read_text())["status"] == "invalid"
+
+
+def test_modes_under_our_umask() -> None:
+    before = os.umask(0o077)
+    try:
+        directory = start(config())
+    finally:
+        os.umask(before)
+    for entry in [directory.path, *directory.path.rglob("*")]:
+        if not entry.is_symlink():
+            assert stat.S_IMODE(entry.stat().st_mode) == (0o700 if entry.is_dir() else 0o600), entry
+
+
+def test_the_record_tells_versions_git_and_command_but_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_canary")
+    record = start_record("finetune", Path(__file__), 2, 1)
+    assert "hf_canary" not in json.dumps(record)
+    assert record["versions"]["omegaconf"].startswith("2.3")
+    assert record["versions"]["torch"]
+    assert (record["recipe"], record["processes"], record["attempt"]) == ("finetune", 2, 1)
+    assert "pytest" in record["command"]
+    assert record["git"] is None or len(record["git"]["commit"]) == 40
+
+
+def test_a_recipe_outside_any_repository_has_no_git(tmp_path: Path) -> None:
+    assert start_record("finetune", tmp_path / "recipe.py", 1, 0)["git"] is None
