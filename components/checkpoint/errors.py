@@ -1,0 +1,34 @@
+"""What goes wrong with checkpoints while a run is running."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from components.distributed import all_gather_object
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; raised on every rank with every rank's reason."""
+
+
+@contextlib.contextmanager
+def agreed(what: str) -> Iterator[None]:
+    """Do something on all ranks; when it failed on any of them, raise CheckpointError on all.
+
+    A CheckpointError from within is one that all ranks have already.
+
+    Args:
+        what: The beginning of the sentence, such as "checkpoint PATH could not be written".
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from error
+    except Exception as error:  # told below, on every rank
+        problem = error
+    mine = None if problem is None else f"{type(problem).__name__}: {problem}"
+    told = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_object(mine)) if text is not None]
+    if told:
+        raise CheckpointError(f"{what}: {'; '.join(told)}") from problem

@@ -1,0 +1,149 @@
+"""Write a checkpoint: all of it under a temporary name, then one rename."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from components.checkpoint.errors import agreed
+from components.checkpoint.folders import FOLDER, STATE, TEMPORARY, published, random_file
+from components.checkpoint.manifest import FileRecord, Manifest, record_file, sync_folder, write_json
+from components.checkpoint.random_state import random_state
+from components.checkpoint.tensors import Tensors, check_layouts, model_tensors, optimizer_tensors, write_tensors
+from components.distributed import all_gather_object, broadcast_object
+
+logger = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    run_dir: Path | str,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: dict[str, Any],
+    *,
+    keep: int,
+) -> Path:
+    """Save the whole state of a run as `run_dir/checkpoints/step_<step>` and return that folder.
+
+    Call it on all ranks between two optimizer steps, with or without a process group. Each rank writes its own shards
+    and its random state. Everything goes to `step_<step>.tmp-<attempt>` and is on disk before the manifest is; one
+    rename publishes it, so that whatever is killed whenever, a published checkpoint is complete. A published name is
+    never written to again: a step that is saved a second time becomes `step_<step>.1`.
+
+    Args:
+        extra: What is not a tensor (counters, data cursor), as JSON values; the same on every rank.
+        keep: Complete checkpoints to keep, this one included; older ones and what killed attempts left are removed.
+
+    Raises:
+        CheckpointError: On every rank, when one of them could not write; what was published before is untouched.
+        ConfigError: A tensor is laid out in a way that cannot be saved.
+        TypeError: `extra` would not come back from JSON as it is.
+    """
+    _check_json(extra, "extra")
+    tensors = model_tensors(model)
+    tensors |= optimizer_tensors(optimizer, tensors)
+    check_layouts(tensors)
+    folder = Path(run_dir) / FOLDER
+    tmp = folder / broadcast_object(f"step_{step}{TEMPORARY}{secrets.token_hex(4)}")
+    failed = f"checkpoint {tmp} could not be written"
+    try:
+        with agreed(failed):
+            tmp.mkdir(parents=True, exist_ok=True)
+        with agreed(failed):
+            write_tensors(tmp, tensors)
+            write_json(tmp / random_file(_rank()), random_state())
+            own = _record_own_files(tmp)
+        records = {name: record for part in all_gather_object(own) for name, record in part.items()}
+        final = folder
+        with agreed(failed):
+            if _rank() == 0:
+                final = _publish(tmp, step, extra, records, mesh_of(tensors))
+    except BaseException:
+        if _rank() == 0:
+            shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    if _rank() == 0:
+        _prune(folder, keep)
+    return broadcast_object(final)
+
+
+def mesh_of(tensors: Tensors) -> dict[str, int]:
+    """Return the axes of the mesh that the tensors are laid over, and the number of processes as `world`."""
+    meshes = [tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)]
+    axes: dict[str, int] = {}
+    for mesh in meshes:
+        root = mesh._get_root_mesh()
+        axes |= dict(zip(root.mesh_dim_names or (), root.shape, strict=False))
+    return {"world": dist.get_world_size() if dist.is_initialized() else 1, **axes}
+
+
+def _record_own_files(tmp: Path) -> dict[str, FileRecord]:
+    """Hash what this rank wrote, as it can be read back."""
+    rank = _rank()
+    # torch.distributed.checkpoint numbers the shards of ranks from 1 on.
+    written = [*tmp.glob(f"shard-{rank + 1:05}-*.safetensors"), tmp / random_file(rank)]
+    return {path.name: record_file(path) for path in written}
+
+
+def _publish(tmp: Path, step: int, extra: dict[str, Any], records: dict[str, FileRecord], mesh: dict[str, int]) -> Path:
+    write_json(tmp / STATE, {"step": step, "extra": extra})
+    records[STATE] = record_file(tmp / STATE)
+    earlier = published(tmp.parent)
+    manifest = Manifest(
+        step=step,
+        serial=1 + max((known.serial for _, known in earlier), default=0),
+        mesh=mesh,
+        versions={"python": sys.version.split()[0], "torch": torch.__version__},
+        files=dict(sorted(records.items())),
+    )
+    manifest.write(tmp)
+    sync_folder(tmp)
+    final, again = tmp.parent / f"step_{step}", 0
+    while final.exists():
+        again += 1
+        final = tmp.parent / f"step_{step}.{again}"
+    os.rename(tmp, final)
+    sync_folder(tmp.parent)
+    return final
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Remove complete checkpoints beyond the newest `keep`, and what attempts that were killed left behind."""
+    newest_first = sorted(published(folder), key=lambda entry: entry[1].serial, reverse=True)
+    try:
+        for path, _ in newest_first[keep:]:
+            # Renamed first: a removal that is killed half-way leaves no broken checkpoint under a published name.
+            path.rename(path.with_name(f"{path.name}{TEMPORARY}{secrets.token_hex(4)}"))
+        for path in folder.glob(f"*{TEMPORARY}*"):
+            shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("old checkpoints in %s could not be removed: %s", folder, error)
+
+
+def _check_json(value: Any, where: str) -> None:
+    """JSON has no tuples, and no keys but strings; such values would come back as others."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where} has the key {key!r}: keys must be strings to be saved")
+            _check_json(inner, f"{where}[{key!r}]")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _check_json(inner, f"{where}[{index}]")
+    elif value is not None and type(value) not in (str, int, float, bool):
+        raise TypeError(f"{where} is a {type(value).__name__}: only JSON values can be saved")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,185 @@
+"""Model and optimizer state as named tensors, and their way to and from safetensors files.
+
+Names and global shapes are all that counts: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for what has the
+parameter's shape, `counter/<quantity>/<parameter>` for numbers such as AdamW's step. So any mesh reads what any mesh
+wrote. torch.distributed.checkpoint moves the shards; its Hugging Face storage writes
+safetensors and nothing else, where its own would leave a pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+
+from components.checkpoint.errors import CheckpointError
+from components.config.errors import ConfigError
+
+MODEL = "model/"
+OPTIMIZER = "optimizer/"
+COUNTER = "counter/"
+FILE_BYTES = 1024**3
+"""About the size of a rank's files: a file is put together in host memory."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def model_tensors(model: nn.Module) -> Tensors:
+    """Return parameters and persistent buffers, tied ones once, as `model/<name>`."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    seen: set[int] = set()
+    tensors: Tensors = {}
+    # Asking for the state dict makes FSDP put parameters back into shards, which the optimizer knows them as.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[MODEL + name] = tensor
+    return tensors
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensors:
+    """Return the optimizer's state of each parameter under its name.
+
+    Raises:
+        NotImplementedError: State that has neither the parameter's shape nor none.
+    """
+    tensors: Tensors = {}
+    for full_name, parameter in parameters.items():
+        name = full_name.removeprefix(MODEL)
+        for quantity, value in optimizer.state.get(parameter, {}).items():
+            if value is None:
+                continue
+            if value.ndim == 0:
+                tensors[f"{COUNTER}{quantity}/{name}"] = value
+            elif value.shape == parameter.shape:
+                tensors[f"{OPTIMIZER}{quantity}/{name}"] = value
+            else:
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__}: {quantity} of {name} is {tuple(value.shape)} where the parameter is "
+                    f"{tuple(parameter.shape)}; such state cannot be saved yet"
+                )
+    return tensors
+
+
+def write_tensors(folder: Path, tensors: Tensors) -> None:
+    """Write every rank's shards into `folder`; a collective. Replicas are written once."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = {name: tensor.numel() * tensor.element_size() // world for name, tensor in tensors.items()}
+    writer = dcp.HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=_files_of_bounded_size(sizes), save_distributed=True
+    )
+    with _translated():
+        dcp.save({name: _with_a_dim(tensor).contiguous() for name, tensor in tensors.items()}, storage_writer=writer)
+
+
+def read_shapes(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Return what is stored under each name: its type and global shape."""
+    described = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
+
+
+def read_tensors(folder: Path, tensors: Tensors) -> None:
+    """Fill this rank's parts of `tensors` in place from the files of `folder`; a collective."""
+    with _translated(), torch.no_grad():
+        parts = {name: _with_a_dim(tensor.detach()) for name, tensor in tensors.items()}
+        dcp.load(parts, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+
+
+def make_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Tensors, stored: dict[str, TensorStorageMetadata]
+) -> Tensors:
+    """Give the optimizer room for the state that is stored, without taking a step; return it by stored name.
+
+    Raises:
+        ConfigError: There is state of a parameter that the optimizer does not train.
+    """
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    optimizer.state.clear()
+    for key, described in stored.items():
+        kind, _, rest = key.partition("/")
+        quantity, _, name = rest.partition("/")
+        if f"{kind}/" not in (OPTIMIZER, COUNTER):
+            continue
+        parameter = parameters.get(MODEL + name)
+        group = groups.get(id(parameter))
+        if parameter is None or group is None:
+            raise ConfigError(
+                f"the checkpoint holds optimizer state of {name}, which this run does not train; set run.resume=never"
+            )
+        dtype = described.properties.dtype
+        if f"{kind}/" == OPTIMIZER:
+            value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        else:
+            # Where torch.optim keeps it: on the device only for kernels that read it there.
+            on_device = group.get("fused") or group.get("capturable")
+            value = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
+        optimizer.state[parameter][quantity] = value
+    return optimizer_tensors(optimizer, parameters)
+
+
+def check_layouts(tensors: Tensors) -> None:
+    """Refuse layouts of which torch.distributed.checkpoint would store or fill the wrong block, and say nothing.
+
+    It knows one block per rank. That is wrong for fused projections under tensor parallelism, and for FSDP over a
+    tensor-parallel shard of uneven size. Raises ConfigError.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            continue
+        placements = list(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
+        for position, (placement, _) in enumerate(placements):
+            if not isinstance(placement, _StridedShard):
+                continue
+            inner = math.prod(
+                degree
+                for other, degree in placements[position + 1 :]
+                if isinstance(other, (Shard, _StridedShard)) and other.dim == placement.dim
+            )
+            if placement.split_factor != inner or tensor.shape[placement.dim] % inner:
+                raise ConfigError(
+                    f"{name.partition('/')[2]}: {tuple(tensor.shape)} laid out as {tensor.placements} cannot be saved "
+                    f"or resumed; choose a parallelism.tp that divides dim {placement.dim}, or another plan"
+                )
+
+
+def _with_a_dim(tensor: torch.Tensor) -> torch.Tensor:
+    """Shards have offsets, and a scalar has none: it is stored as one value in one dim."""
+    return tensor.view(1) if tensor.ndim == 0 else tensor
+
+
+def _files_of_bounded_size(sizes: dict[str, int]) -> dict[str, int]:
+    """Tensor -> number of the file it goes to, from 1 on."""
+    numbers: dict[str, int] = {}
+    total = 0
+    for name, size in sizes.items():
+        numbers[name] = 1 + total // FILE_BYTES
+        total += size
+    return numbers
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """torch.distributed.checkpoint's errors, which every rank has, in one line; its warnings left out.
+
+    A single process is a fine place for a checkpoint, whatever it warns.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            told = [f"rank {rank}: {type(each).__name__}: {each}" for rank, (each, _) in error.failures.items()]
+            raise CheckpointError("; ".join(told)) from error

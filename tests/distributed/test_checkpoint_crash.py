@@ -1,0 +1,307 @@
+"""What a checkpoint survives: kills at every point, damage of every kind, disks that are full."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from components.checkpoint import (
+    CheckpointError,
+    find_checkpoint,
+    load_checkpoint,
+    load_model_weights,
+    save_checkpoint,
+    verify,
+)
+from components.config.errors import ConfigError
+from tests.harness import run_ranks, start_ranks
+
+Run = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def start(value: float = 0.0) -> Run:
+    """Two matrices, every number of which says which step was saved; sharded where there is a process group."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    if torch.distributed.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    set_all((model, optimizer), value)
+    return model, optimizer
+
+
+def set_all(run: Run, value: float) -> None:
+    model, optimizer = run
+    with torch.no_grad():
+        for parameter in model.parameters():
+            for tensor in (parameter, *optimizer.state[parameter].values()):
+                tensor.fill_(value)
+
+
+def save(run_dir: Path, step: int, keep: int = 3) -> Path:
+    return save_checkpoint(run_dir, step, *start(float(step)), {"step": step}, keep=keep)
+
+
+def assert_whole(run_dir: Path, steps: set[int]) -> Path:
+    """Resuming finds a whole checkpoint of one of `steps`, and all of its values are of that step."""
+    found = find_checkpoint(run_dir, "auto")
+    assert found is not None
+    run = start(-1.0)
+    step = load_checkpoint(found, *run)["step"]
+    assert step in steps
+    for parameter in run[0].parameters():
+        for tensor in (parameter, *run[1].state[parameter].values()):
+            assert torch.equal(tensor, torch.full_like(tensor, float(step)))
+    return found
+
+
+def killed_at(event: int, run_dir: Path, step: int, keep: int) -> bool:
+    """Save in a forked process that is killed at its `event`-th operation on files below `run_dir`."""
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        run = start(float(step))
+        seen = 0
+
+        def count(name: str, args: tuple[Any, ...]) -> None:
+            nonlocal seen
+            if any(str(arg).startswith(str(run_dir)) for arg in args):
+                if seen == event:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                seen += 1
+
+        sys.addaudithook(count)  # open, mkdir, rename, remove, rmdir, listdir, ...: everything that touches a file
+        save_checkpoint(run_dir, step, *run, {"step": step}, keep=keep)
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Each file operation of a save that also prunes is the last one once; nothing is ever lost, and runs go on."""
+    save(tmp_path / "before", 1)
+    event, outcomes = 0, []
+    while True:
+        run_dir = tmp_path / f"run_{event}"
+        shutil.copytree(tmp_path / "before", run_dir)
+        killed = killed_at(event, run_dir, step=2, keep=1)
+        outcomes.append(assert_whole(run_dir, {1, 2}).name)
+        if event % 5 == 0:  # the next attempt saves, and clears away what the killed one left
+            save(run_dir, 3, keep=2)
+            assert_whole(run_dir, {3})
+            left = {path.name for path in (run_dir / "checkpoints").iterdir()}
+            assert left == {"step_3", outcomes[-1]}
+        if not killed:
+            break
+        event += 1
+    assert event > 20  # the hook sees the save
+    assert "step_1" in outcomes
+    assert "step_2" in outcomes[:-1]  # killed after publishing, while pruning
+    assert outcomes == sorted(outcomes)
+
+
+def test_the_first_save_killed_anywhere_leaves_a_run_that_starts_over(tmp_path: Path) -> None:
+    event = 0
+    while killed_at(event, tmp_path / str(event), step=1, keep=1):
+        if find_checkpoint(tmp_path / str(event), "auto") is not None:
+            assert_whole(tmp_path / str(event), {1})
+        event += 3
+    assert event > 9
+
+
+def test_a_rank_killed_while_it_writes_harms_nothing_published(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        save(tmp_path, 1)
+        if rank == 1:
+            sys.addaudithook(
+                lambda name, args: (
+                    os.kill(os.getpid(), signal.SIGKILL)
+                    if name == "open" and str(args[0]).endswith(".safetensors")
+                    else None
+                )
+            )
+        save(tmp_path, 2)
+
+    outcomes = start_ranks(2, body, timeout=20)
+    assert outcomes[1].signal == "SIGKILL"
+    assert not outcomes[0].ok
+
+    run_ranks(2, lambda rank: assert_whole(tmp_path, {1}))
+
+
+def flip(path: Path, place: float) -> None:
+    data = bytearray(path.read_bytes())
+    bit = int(place * 8 * len(data))
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Path, Path], None]] = {
+    "flipped bit": lambda path, other: flip(path, 0.7),
+    "flipped first bit": lambda path, other: flip(path, 0.0),
+    "truncated": lambda path, other: os.truncate(path, path.stat().st_size - 1),
+    "emptied": lambda path, other: os.truncate(path, 0),
+    "extended": lambda path, other: path.write_bytes(path.read_bytes() + b"\0"),
+    "removed": lambda path, other: path.unlink(),
+    "that of another step": lambda path, other: shutil.copy(other / path.name, path) and None,
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_told_by_file_name_and_the_checkpoint_before_is_taken(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older, newer = save(tmp_path / "run", 1), save(tmp_path / "run", 2)
+    names = sorted(path.name for path in newer.iterdir())
+    assert len(names) == 4
+    for name in names:
+        if name == "manifest.json" and kind == "that of another step":
+            continue  # a manifest of another step makes every file a wrong one: the next test
+        run_dir = tmp_path / f"{kind}-{name}"
+        shutil.copytree(tmp_path / "run", run_dir)
+        damaged = run_dir / "checkpoints" / newer.name
+        DAMAGE[kind](damaged / name, run_dir / "checkpoints" / older.name)
+        if (damaged / name).exists() and (damaged / name).read_bytes() == (newer / name).read_bytes():
+            assert name.startswith("random")  # the random state did not move between the two saves
+            continue
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert assert_whole(run_dir, {1}).name == older.name
+        assert any(name in record.getMessage() and str(damaged) in record.getMessage() for record in caplog.records)
+        with pytest.raises(ConfigError, match=rf"run.resume=.*step_2: not a whole checkpoint: .*{name}"):
+            find_checkpoint(run_dir, str(damaged))
+        with pytest.raises(ConfigError, match=name):
+            load_model_weights(damaged, start()[0])
+
+
+def test_shards_that_are_swapped_or_foreign_are_refused(tmp_path: Path) -> None:
+    run_ranks(2, lambda rank: [save(tmp_path, step) and None for step in (1, 2)])
+    newest = tmp_path / "checkpoints" / "step_2"
+    first, second = sorted(newest.glob("*.safetensors"))
+    first.rename(newest / "x")
+    second.rename(first)
+    (newest / "x").rename(second)
+    assert {problem.split()[0] for problem in verify(newest)} == {first.name, second.name}
+    shutil.copy(tmp_path / "checkpoints" / "step_1" / "manifest.json", newest / "manifest.json")
+    assert verify(newest)
+    whole = tmp_path / "checkpoints" / "step_1"
+    shutil.copy(whole / first.name, whole / "shard-00003-model-00001-of-00001.safetensors")
+    assert verify(whole) == ["shard-00003-model-00001-of-00001.safetensors does not belong to it"]
+
+
+def test_two_hundred_random_bits_are_all_noticed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    files = sorted(path.iterdir())
+    dice = random.Random(0)
+    for _ in range(200):
+        victim = dice.choice(files)
+        before = victim.read_bytes()
+        flip(victim, dice.random())
+        assert any(victim.name in problem for problem in verify(path)), victim
+        victim.write_bytes(before)
+    assert verify(path) == []
+
+
+def test_ranks_share_the_reading_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("components.checkpoint.manifest.BLOCK_BYTES", 512)  # many blocks in a small file
+
+    def body(rank: int, damaged: int | None) -> tuple[int, str | None]:
+        if damaged is None:
+            save(tmp_path, 1), save(tmp_path, 2)
+        elif rank == 0:
+            flip(sorted((tmp_path / "checkpoints" / "step_2").glob("*.safetensors"))[damaged], 0.6)
+        opened = [0]
+        sys.addaudithook(
+            lambda name, args: opened.__setitem__(0, opened[0] + (name == "open" and "step_2" in str(args[0])))
+        )
+        torch.distributed.barrier()
+        found = find_checkpoint(tmp_path, "auto")
+        return opened[0], found and found.name
+
+    (first, one), (second, two) = run_ranks(2, body, None)
+    assert one == two == "step_2"
+    assert abs(first - second) <= 2
+    assert min(first, second) > 5
+    assert [name for _, name in run_ranks(2, body, 0)] == ["step_1", "step_1"]
+
+
+def test_a_full_disk_is_told_on_every_rank_and_leaves_the_last_one(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        save(tmp_path, 1)
+        if rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError, match="step_2.tmp-.* could not be written") as caught:
+            save(tmp_path, 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        torch.distributed.barrier()
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
+        assert_whole(tmp_path, {1})
+        save(tmp_path, 2)
+        assert_whole(tmp_path, {2})
+        return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert "File too large" in first
+
+
+def test_old_checkpoints_go_once_a_newer_one_is_there(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_9.tmp-dead").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_7").mkdir()  # somebody's, without a manifest: not ours to remove
+    for step in (2, 4, 10, 6):
+        save(tmp_path, step, keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_10", "step_6", "step_7"]
+    assert_whole(tmp_path, {6})  # the one saved last, not the highest number: a run may go back to an older step
+
+
+def test_a_published_name_is_never_written_again(tmp_path: Path) -> None:
+    first = save(tmp_path, 1)
+    before = {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in first.iterdir()}
+    again = save(tmp_path, 1)
+    assert (first.name, again.name) == ("step_1", "step_1.1")
+    assert {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in first.iterdir()} == before
+    assert find_checkpoint(tmp_path, "auto") == again
+    assert find_checkpoint(tmp_path, str(first)) == first
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path, "auto") is None
+    save(tmp_path, 1)
+    assert find_checkpoint(tmp_path, "never") is None
+    with pytest.raises(ConfigError, match=r"run.resume=.*step_5: not a whole checkpoint: manifest.json is missing"):
+        find_checkpoint(tmp_path, str(tmp_path / "checkpoints" / "step_5"))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"a": {"b": (1, 2)}}, r"extra\['a'\]\['b'\] is a tuple"),
+        ({"a": [torch.ones(1)]}, r"extra\['a'\]\[0\] is a Tensor"),
+        ({"a": {1: 2}}, r"extra\['a'\] has the key 1"),
+    ],
+)
+def test_what_json_would_change_is_refused(extra: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=message):
+        save_checkpoint(tmp_path, 1, *start(), extra, keep=1)
+    assert list(tmp_path.iterdir()) == []

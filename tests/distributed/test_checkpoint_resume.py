@@ -1,0 +1,253 @@
+"""What comes back from a checkpoint: every bit on the same mesh, every value on another one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from components.checkpoint import find_checkpoint, load_checkpoint, load_model_weights, save_checkpoint
+from components.checkpoint.random_state import random_state
+from components.config.errors import ConfigError
+from tests.distributed.test_models_sharded import shard
+from tests.harness import run_ranks
+from tests.tiny_models import VOCAB, tiny_config
+
+Run = tuple[PreTrainedModel, torch.optim.Optimizer]
+
+
+def start(layout: str | None, seed: int, family: str = "llama") -> Run:
+    """A model with dropout on a mesh (None: one plain process), and its AdamW."""
+    torch.manual_seed(seed)
+    config = tiny_config(family)
+    if family == "llama":
+        config.attention_dropout = 0.1  # GPT-2 has dropout of its own
+    model = AutoModelForCausalLM.from_config(config)
+    if layout is not None:
+        shard(model, layout)
+    # Under plain torch tensor parallelism norms stay plain tensors, which the fused kernel does not mix with DTensors.
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=layout != "tp2")
+
+
+def train(run: Run, steps: int) -> list[float]:
+    """Train on data that every source of randomness decides; the dropout of HF's attention follows torch's."""
+    model, optimizer = run
+    model.train()
+    losses = []
+    for _ in range(steps):
+        ids = torch.randint(VOCAB, (2, 12))
+        ids[0, 0], ids[0, 1] = random.randrange(VOCAB), int(np.random.randint(VOCAB))
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def seed_rank(rank: int) -> None:
+    torch.manual_seed(100 + rank)
+    random.seed(200 + rank)
+    np.random.seed(300 + rank)
+
+
+def bits(run: Run) -> str:
+    """Hash of everything this rank holds: parameters, optimizer state, random states."""
+    model, optimizer = run
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        for key, value in [("value", parameter), *sorted(optimizer.state[parameter].items())]:
+            local = value.to_local() if isinstance(value, DTensor) else value
+            digest.update(f"{name} {key} {local.dtype} {tuple(local.shape)} {local.device}".encode())
+            digest.update(local.detach().contiguous().numpy().tobytes())
+    digest.update(json.dumps(random_state()).encode())
+    return digest.hexdigest()
+
+
+def whole(run: Run) -> dict[str, torch.Tensor]:
+    """Everything with its global shape."""
+    model, optimizer = run
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for key, value in [("value", parameter), *optimizer.state[parameter].items()]:
+            value = value.detach()
+            tensors[f"{name} {key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return tensors
+
+
+LAYOUTS = [(None, 1, "gpt2"), ("fsdp2", 2, "gpt2"), ("fsdp4", 4, "llama"), ("fsdp2_tp2", 4, "llama")]
+
+
+@pytest.mark.parametrize(("layout", "world", "family"), LAYOUTS, ids=str)
+def test_a_resumed_run_is_the_same_run_bit_for_bit(layout: str | None, world: int, family: str, tmp_path: Path) -> None:
+    extra = {"state": {"step": 3, "loss": 0.1 + 0.2}, "data": {"epoch": 0, "index": 2**60 + 1}}
+
+    def uninterrupted(rank: int) -> Any:
+        run = start(layout, 0, family)
+        seed_rank(rank)
+        train(run, 3)
+        save_checkpoint(tmp_path, 3, *run, extra, keep=2)
+        return bits(run), train(run, 3), bits(run)
+
+    def resumed(rank: int) -> Any:
+        run = start(layout, 1, family)  # other weights, which must all be replaced
+        seed_rank(rank + 50)
+        train(run, 1)
+        found = find_checkpoint(tmp_path, "auto")
+        assert found == tmp_path / "checkpoints" / "step_3"
+        assert load_checkpoint(found, *run) == extra
+        return bits(run), train(run, 3), bits(run)
+
+    if layout is None:
+        first, second = uninterrupted(0), resumed(0)
+    else:
+        first, second = run_ranks(world, uninterrupted), run_ranks(world, resumed)
+        assert len({digest for digest, _, _ in first}) == world  # ranks do differ
+    assert first == second
+
+
+@pytest.mark.parametrize("written", ["fsdp4", "fsdp2_tp2", "hsdp2x2", None])
+def test_any_mesh_reads_what_any_mesh_wrote(written: str | None, tmp_path: Path) -> None:
+    def write(rank: int) -> None:
+        run = start(written, 0)
+        train(run, 2)
+        save_checkpoint(tmp_path, 2, *run, {}, keep=1)
+        tensors = whole(run)
+        if rank == 0:
+            torch.save(tensors, tmp_path / "expected.pt")
+
+    def read(rank: int, layout: str | None) -> None:
+        run = start(layout, 1)
+        before = torch.get_rng_state()
+        load_checkpoint(find_checkpoint(tmp_path, "auto"), *run)
+        assert torch.equal(torch.get_rng_state(), before) == (layout != written)
+        expected = torch.load(tmp_path / "expected.pt")
+        assert any("exp_avg_sq" in name for name in expected)
+        tensors = whole(run)
+        assert tensors.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(tensors[name], value), name
+        train(run, 1)
+        weights = start(layout, 2)[0]
+        load_model_weights(tmp_path / "checkpoints" / "step_2", weights)
+        for name, parameter in weights.named_parameters():
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            assert torch.equal(full, expected[f"{name} value"])
+
+    run_ranks(4, write) if written else write(0)
+    for world, layout in ((4, "fsdp4"), (4, "fsdp2_tp2"), (2, "tp2"), (2, "fsdp2")):
+        run_ranks(world, read, layout)
+    read(0, None)
+
+
+def test_names_are_those_of_the_model_inside_ddp(tmp_path: Path) -> None:
+    def body(rank: int) -> float:
+        model, _ = start(None, 0)
+        replica = torch.nn.parallel.DistributedDataParallel(model)
+        run = replica, torch.optim.AdamW(replica.parameters(), lr=1e-2, fused=True)
+        train(run, 1)
+        save_checkpoint(tmp_path, 1, *run, {}, keep=1)
+        return model.model.norm.weight.sum().item()
+
+    expected = run_ranks(2, body)[0]
+    run = start(None, 1)
+    load_checkpoint(find_checkpoint(tmp_path, "auto"), *run)
+    assert run[0].model.norm.weight.sum().item() == expected != 32.0
+
+
+def test_replicas_are_written_once(tmp_path: Path) -> None:
+    def body(rank: int) -> int:
+        run = start(None, 0)
+        train(run, 1)
+        save_checkpoint(tmp_path, 1, *run, {}, keep=1)
+        return sum(value.numel() * value.element_size() for value in whole(run).values())
+
+    size = run_ranks(2, body)[0]
+    files = list((tmp_path / "checkpoints" / "step_1").glob("*.safetensors"))
+    assert len(files) == 2  # the work is shared
+    assert size < sum(file.stat().st_size for file in files) < 1.2 * size + 30_000  # headers
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle_and_nothing_is_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(rank: int) -> None:
+        run = start("fsdp2", 0)
+        train(run, 1)
+        save_checkpoint(tmp_path, 1, *run, {"state": {}}, keep=1)
+
+    run_ranks(2, body)
+    files = sorted((tmp_path / "checkpoints" / "step_1").rglob("*"))
+    assert [path.name for path in files] == [
+        "manifest.json",
+        "random-00000.json",
+        "random-00001.json",
+        "shard-00001-model-00001-of-00001.safetensors",
+        "shard-00002-model-00001-of-00001.safetensors",
+        "state.json",
+    ]
+    for path in files:
+        data = path.read_bytes()
+        assert not data.startswith((b"\x80", b"PK", b"\x1f\x8b")), path  # pickle, torch.save's zip, gzip
+        if path.suffix == ".json":
+            json.loads(data)
+        else:
+            with safe_open(path, framework="pt") as opened:
+                assert len(opened.keys()) > 10
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a file was unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    load_checkpoint(find_checkpoint(tmp_path, "auto"), *start(None, 1))
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    run = start(None, 0)
+    train(run, 1)
+    path = save_checkpoint(tmp_path, 1, *run, {}, keep=1)
+
+    def refuse(change: Any, message: str) -> None:
+        other, _ = start(None, 0)
+        other = change(other) or other
+        with pytest.raises(ConfigError, match=message):
+            load_checkpoint(path, other, torch.optim.AdamW(other.parameters(), fused=True))
+
+    refuse(lambda model: model.double(), r"lm_head.weight|norm.weight is .*float32 there and .*float64 in this model")
+    refuse(lambda model: model.model.layers.pop(1) and None, r"holds tensors that this model does not have: .*layers.1")
+    refuse(
+        lambda model: model.model.layers.append(start(None, 0)[0].model.layers[0]) and None,
+        r"lacks tensors of this model: model.layers.2",
+    )
+    model, _ = start(None, 0)
+    with pytest.raises(ConfigError, match=r"optimizer state of .* which this run does not train"):
+        load_checkpoint(path, model, torch.optim.AdamW(model.model.layers[0].parameters()))
+
+
+def test_layouts_that_would_be_stored_wrong_are_refused_by_name(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+        fully_shard(model, mesh=mesh["fsdp"])
+        with pytest.raises(ConfigError, match=r"0.weight: \(5, 4\) laid out as .* cannot be saved"):
+            save_checkpoint(tmp_path, 1, model, torch.optim.AdamW(model.parameters()), {}, keep=1)
+
+    run_ranks(4, body)
+    assert find_checkpoint(tmp_path, "auto") is None
