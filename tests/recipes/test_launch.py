@@ -1,0 +1,235 @@
+"""`python recipe.py`: which processes run main, with what, and where it is written down. Real processes only."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.recipes.launching import TWO, Bench, until
+
+TELL = """
+note("pid", os.getpid())
+note("parent", os.getppid())
+note("cfg", json.dumps([cfg.run.dir, cfg.training.max_steps, type(cfg).__name__]))
+note("environ", json.dumps(dict(os.environ)))
+note("torch", "torch" in sys.modules)
+"""
+
+ALL_REDUCE = """
+import torch
+import torch.distributed as dist
+
+{start}
+value = torch.tensor([RANK + 1.0])
+dist.all_reduce(value)
+inodes = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path)]
+rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{{name}}").readlines()[1:]]
+note("listens", " ".join(row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{{row[9]}}]" in inodes))
+note("sum", value.item())
+dist.destroy_process_group()
+"""
+LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp has it
+
+
+def test_one_process_runs_here(bench: Bench) -> None:
+    """A debugger works: main runs in the process that was started."""
+    bench.write(TELL)
+    started = bench.start("training.max_steps=7")
+    done = started.wait()
+    assert done.status == 0
+    (run,) = bench.run_directories()
+    assert bench.notes("pid") == [str(started.process.pid)]
+    assert json.loads(bench.notes("cfg")[0]) == [str(run), 7, "FinetuneConfig"]
+    environ = json.loads(bench.notes("environ")[0])
+    expected = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    expected |= {"MESHBOOK_RUN_DIR": str(run), "MESHBOOK_ATTEMPT": "0"}
+    assert {name: environ.get(name) for name in expected} == expected
+    assert bench.notes("torch") == ["False"]
+    assert done.errors == f"run {run}: 1 process\n"
+    frozen = yaml.safe_load((run / "config.yaml").read_text())
+    assert frozen["training"]["max_steps"] == 7
+    assert frozen["run"]["dir"] == str(run)
+    record = json.loads((run / "environment.json").read_text())
+    assert (record["recipe"], record["processes"], record["recipe_file"]) == ("finetune", 1, str(bench.recipe))
+    assert "training.max_steps=7" in record["command"]
+
+
+def test_two_processes_are_children_and_get_the_same_config(bench: Bench) -> None:
+    bench.write(TELL + 'print("said by", RANK)\nprint("complained by", RANK, file=sys.stderr)')
+    started = bench.start(TWO)
+    done = started.wait()
+    assert done.status == 0
+    (run,) = bench.run_directories()
+    assert bench.notes("parent") == [str(started.process.pid)] * 2
+    assert bench.notes("cfg") == [json.dumps([str(run), 40, "FinetuneConfig"])] * 2
+    environs = [json.loads(text) for text in bench.notes("environ")]
+    assert [(each["RANK"], each["LOCAL_RANK"], each["WORLD_SIZE"]) for each in environs] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+    ]
+    cores = len(os.sched_getaffinity(0))
+    assert {each["OMP_NUM_THREADS"] for each in environs} == {str(max(cores // 2, 1))}
+    assert done.output == "said by 0\n"
+    assert "complained by 0" in done.errors
+    assert (run / "logs" / "latest" / "rank_1.log").read_text() == "said by 1\ncomplained by 1\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "loopback_only"),
+    [
+        ("from components import distributed\ndistributed.start_process_group('cpu')", True),
+        ("dist.init_process_group('gloo')", False),
+    ],
+    ids=["ours", "plain"],
+)
+def test_ranks_meet_through_the_launchers_socket(bench: Bench, start: str, loopback_only: bool) -> None:
+    """With our start-up nothing listens beyond loopback; a recipe that knows only torch works too."""
+    bench.write(ALL_REDUCE.format(start=start))
+    done = bench.run(TWO)
+    assert done.status == 0, done.errors
+    assert bench.notes("sum") == ["3.0", "3.0"]
+    listening = set(" ".join(bench.notes("listens")).split())
+    assert LOOPBACK in listening
+    if loopback_only:
+        assert listening == {LOOPBACK}
+
+
+def test_stale_rank_variables_do_not_leak(bench: Bench) -> None:
+    bench.write(TELL)
+    stale = {
+        **dict.fromkeys(("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK", "MASTER_PORT"), "77"),
+        **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "MESHBOOK_STORE_FD"), "77"),
+        **dict.fromkeys(("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "MESHBOOK_RUN_DIR"), "77"),
+    }
+    for processes in ("1", "2"):
+        done = bench.run(f"cluster.procs_per_node={processes}", environment=stale)
+        assert done.status == 0, done.errors
+        for environ in map(json.loads, bench.notes("environ")):
+            assert not {"GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"} & set(environ)
+            assert not [name for name in environ if name.startswith("TORCHELASTIC_")]
+            assert environ["LOCAL_RANK"] in "01"
+            assert environ["MASTER_PORT"] != "77"
+            assert environ["MESHBOOK_RUN_DIR"].startswith(str(bench.folder))
+            assert environ.get("MESHBOOK_STORE_FD") != "77"
+
+
+def test_a_copied_recipe_runs_from_anywhere(bench: Bench, tmp_path: Path) -> None:
+    bench.write(TELL)
+    elsewhere, folder = Bench(tmp_path / "my project"), tmp_path / "another folder"
+    elsewhere.folder.mkdir()
+    folder.mkdir()
+    shutil.copy(bench.recipe, elsewhere.recipe)
+    done = elsewhere.start(TWO, cwd=folder).wait()
+    assert done.status == 0, done.errors
+    (run,) = (folder / "outputs" / "finetune").glob("*")
+    assert json.loads(elsewhere.notes("cfg")[0])[0] == str(run)
+    assert sorted(entry.name for entry in folder.iterdir()) == ["outputs"]
+
+
+@pytest.mark.parametrize("package", [True, False])
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_another_components_beside_the_recipe_is_named(bench: Bench, package: bool, safe_path: str) -> None:
+    """Whether it is a package or a mere folder, and whether Python searches the script's folder or not."""
+    bench.write("note('ran')")
+    (bench.folder / "components").mkdir()
+    if package:
+        (bench.folder / "components" / "__init__.py").touch()
+    done = bench.run(environment={"PYTHONSAFEPATH": safe_path})
+    assert done.status == 2
+    assert len(done.errors.splitlines()) == 1
+    assert done.errors.startswith(str(bench.folder / "components"))
+    assert not bench.notes("ran")
+
+
+def test_what_is_written_is_its_owners_alone(bench: Bench) -> None:
+    bench.write(
+        'open(os.path.join(cfg.run.dir, f"by_{RANK}"), "w").close()\nos.makedirs(cfg.run.dir + "/d", exist_ok=True)'
+    )
+    done = bench.start(TWO, command=("sh", "-c", 'umask 000; exec "$0" "$@"', sys.executable)).wait()
+    assert done.status == 0, done.errors
+    (run,) = bench.run_directories()
+    entries = [bench.folder / "outputs", run.parent, run, *run.rglob("*")]
+    assert {entry.name for entry in entries} >= {"by_0", "by_1", "d", "rank_1.log", "config.yaml", "environment.json"}
+    for entry in entries:
+        if not entry.is_symlink():
+            assert stat.S_IMODE(entry.stat().st_mode) == (0o700 if entry.is_dir() else 0o600), entry
+
+
+def test_two_starts_at_once_get_two_directories(bench: Bench) -> None:
+    bench.write("note('ran')")
+    started = [bench.start() for _ in range(2)]
+    assert [each.wait().status for each in started] == [0, 0]
+    assert len(bench.run_directories()) == 2
+
+
+def test_a_run_directory_in_use_is_refused(bench: Bench) -> None:
+    bench.write("note('up')\nwait_for('go')")
+    first = bench.start("run.dir=mine")
+    bench.await_notes("up", 1)
+    refused = bench.run("run.dir=mine")
+    assert (refused.status, refused.output) == (2, "")
+    assert re.fullmatch(r"run.dir=.*/mine: is in use by a run that is still going; .*\n", refused.errors)
+    (bench.folder / "go").touch()
+    assert first.wait().status == 0
+    again = bench.run("run.dir=mine")
+    assert again.status == 0
+    assert sorted(entry.name for entry in (bench.folder / "mine" / "logs").iterdir()) == [
+        "attempt_0",
+        "attempt_1",
+        "latest",
+    ]
+
+
+def test_another_run_in_the_directory_is_refused_before_anything_starts(bench: Bench) -> None:
+    bench.write("note('seed', cfg.run.seed)")
+    assert bench.run("run.dir=mine", TWO).status == 0
+    refused = bench.run("run.dir=mine", "run.seed=1", "data.max_samples=3", TWO)
+    assert refused.status == 2
+    heading, *told = refused.errors.splitlines()
+    assert heading == "2 problems with this run:"
+    assert [line.partition("=")[0] for line in told] == ["data.max_samples", "run.seed"]
+    assert bench.notes("seed") == ["42", "42"]
+
+
+def test_a_dry_run_starts_and_writes_nothing(bench: Bench) -> None:
+    bench.write("note('ran')")
+    done = bench.run("cluster.dry_run=true", "parallelism=tp2")
+    assert done.status == 0
+    assert "would start 2 x" in done.output
+    assert "tp=2" in done.output
+    assert os.listdir(bench.folder) == ["tried.py"]
+
+
+def test_a_main_that_does_not_say_its_config_is_told(bench: Bench) -> None:
+    bench.write("note('ran')")
+    bench.recipe.write_text(bench.recipe.read_text().replace("cfg: FinetuneConfig", "cfg"))
+    done = bench.run()
+    assert done.status == 2
+    assert "main(cfg: FinetuneConfig)" in done.errors
+    assert len(done.errors.splitlines()) == 1
+
+
+def test_rank_zero_keeps_the_terminal(bench: Bench) -> None:
+    bench.write("note('tty', (sys.stdout.isatty(), sys.stderr.isatty()))\nprint('to the terminal')")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, str(bench.recipe), "model=tiny", TWO, f"run.dir={bench.folder}/run"])
+    shown = b""
+    until(lambda: len(bench.notes("tty")) == 2)
+    try:
+        while chunk := os.read(terminal, 4096):
+            shown += chunk
+    except OSError:  # the other end of a terminal that is closed
+        pass
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert b"to the terminal" in shown
+    assert bench.notes("tty") == ["(True, True)", "(False, False)"]

@@ -1,0 +1,110 @@
+"""Ranks that the user's own torchrun or srun started: rank 0 composes, one run directory, one message."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+
+import pytest
+
+from tests.recipes.launching import Bench, Done
+
+TELL = """
+from components import distributed
+import torch
+import torch.distributed as dist
+
+info = distributed.start_process_group("cpu")
+value = torch.tensor([1.0])
+dist.all_reduce(value)
+told = [cfg.run.dir, cfg.run.name, value.item(), os.environ["MESHBOOK_RUN_DIR"], os.environ["MESHBOOK_ATTEMPT"]]
+(Path(__file__).parent / f"told_{info.rank}").write_text(json.dumps(told))
+"""
+
+
+def srun(bench: Bench, *arguments: str) -> list[Done]:
+    """Start two tasks of one step, with the variables that srun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = []
+    for task in ("0", "1"):
+        step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+        place = {"SLURM_PROCID": task, "SLURM_LOCALID": task, "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1"}
+        place |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": port}
+        started.append(bench.start(*arguments, environment={**step, **place, "MASTER_ADDR": "127.0.0.1"}))
+    return [each.wait() for each in started]
+
+
+def torchrun(bench: Bench, *arguments: str) -> Done:
+    module = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return bench.start(*arguments, command=module).wait()
+
+
+def assert_one_run(bench: Bench) -> None:
+    (run,) = bench.run_directories()
+    assert bench.notes("told") == [json.dumps([str(run), "mine", 2.0, str(run), "0"])] * 2
+    assert json.loads((run / "environment.json").read_text())["processes"] == 2
+
+
+def test_torchrun(bench: Bench) -> None:
+    bench.write(TELL)
+    done = torchrun(bench, "run.name=mine")
+    assert done.status == 0, done.errors
+    assert_one_run(bench)
+    bench.assert_nobody_left()
+
+
+def test_srun(bench: Bench) -> None:
+    bench.write(TELL)
+    done = srun(bench, "run.name=mine")
+    assert [each.status for each in done] == [0, 0], done
+    assert_one_run(bench)
+    bench.assert_nobody_left()
+
+
+def test_a_mesh_that_does_not_fit_the_ranks_is_refused_by_all_and_told_by_one(bench: Bench) -> None:
+    bench.write("(Path(__file__).parent / 'ran').touch()")
+    done = srun(bench, "parallelism=tp3")
+    assert [each.status for each in done] == [2, 2]
+    told = done[0].errors.splitlines()
+    assert len(told) == 1
+    assert "tp 3 = 3 processes, but there are 2" in told[0]
+    assert done[1].errors == ""
+    assert [entry.name for entry in bench.folder.iterdir()] == ["tried.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "shown"),
+    [
+        (["--cfg", "job"], 0, "run:\n"),
+        (["-m", "run.seed=1,2"], 2, "sweeps are not built yet"),
+        (["--nonsense"], 2, "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_what_rank_zero_answers_ends_all(bench: Bench, arguments: list[str], status: int, shown: str) -> None:
+    bench.write("(Path(__file__).parent / 'ran').touch()")
+    done = srun(bench, *arguments)
+    assert [each.status for each in done] == [status, status]
+    assert shown in done[0].output + done[0].errors
+    assert done[1].output + done[1].errors == ""
+    assert [entry.name for entry in bench.folder.iterdir()] == ["tried.py"]
+
+
+def test_a_mistake_found_on_the_ranks_is_told_by_one_and_leaves_nothing(bench: Bench) -> None:
+    bench.write("raise ConfigError('data.path=x: has no rows')")
+    done = srun(bench)
+    assert [each.status for each in done] == [2, 2]
+    errors = "".join(each.errors for each in done)
+    assert errors.count("data.path=x: has no rows") == 1
+    assert "Traceback" not in errors
+    assert [entry.name for entry in bench.folder.iterdir()] == ["tried.py"]
+
+
+def test_a_single_external_rank_needs_no_torch(bench: Bench) -> None:
+    bench.write("note('torch', 'torch' in sys.modules)")
+    done = bench.start(environment={"RANK": "0", "WORLD_SIZE": "1"}).wait()
+    assert done.status == 0, done.errors
+    assert bench.notes("torch") == ["False"]
+    assert len(bench.run_directories()) == 1

@@ -1,0 +1,268 @@
+"""How a run ends: by failure, by a kill, by Ctrl-C. Whatever happens, no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.launching import TWO, Bench, Started, until
+
+FOREVER = "while True:\n    time.sleep(0.05)\n"
+TRAP = """
+stop = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda number, frame: stop.append(number))
+note("up")
+"""
+SAVES = TRAP + "while not stop:\n    time.sleep(0.02)\ntime.sleep(0.3)\nnote('got', [int(one) for one in stop])\n"
+
+
+def last_lines(errors: str, count: int = 2) -> list[str]:
+    return errors.rstrip("\n").splitlines()[-count:]
+
+
+def test_a_killed_rank_ends_the_run_and_is_named_last(bench: Bench) -> None:
+    """The other rank takes SIGTERM for save-and-stop and would go on for ever."""
+    bench.write(TRAP + "wait_for('up_0', 'up_1')\nif RANK == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + FOREVER)
+    started = bench.start(TWO)
+    bench.await_notes("up", 2)
+    began = time.monotonic()
+    done = started.wait()
+    assert time.monotonic() - began < 15
+    assert done.status == 1
+    (run,) = bench.run_directories()
+    assert last_lines(done.errors) == [
+        "rank 1 was ended by SIGKILL (out of memory, or killed by a person)",
+        f"logs: {run}/logs/attempt_0",
+    ]
+    assert bench.result()["status"] == "failed"
+    assert "rank 1" in bench.result()["error"]
+    bench.assert_nobody_left()
+
+
+def test_a_peer_that_only_lost_its_connection_is_not_blamed(bench: Bench) -> None:
+    bench.write("""
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        for step in range(10**6):
+            if RANK == 1 and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1))
+    """)
+    done = bench.run(TWO)
+    assert done.status == 1
+    assert last_lines(done.errors)[0].startswith("rank 1 was ended by SIGKILL")
+    (run,) = bench.run_directories()
+    report = json.loads((run / "logs" / "latest" / "rank_0.error.json").read_text())
+    assert report["kind"] == "exception"
+    assert "Traceback" not in done.errors
+    assert "Traceback" in (run / "logs" / "latest" / "rank_0.log").read_text()
+    bench.assert_nobody_left()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_is_told_once_with_its_rank_and_traceback(bench: Bench, rank: int) -> None:
+    bench.write(f"if RANK == {rank}:\n    raise ValueError('no such luck')\n" + FOREVER)
+    done = bench.run(TWO)
+    assert done.status == 1
+    assert done.errors.count("ValueError: no such luck\n") == 2  # the traceback's last line, and the summary
+    assert done.errors.count("Traceback") == 1
+    told, where = last_lines(done.errors)
+    assert told == f"rank {rank} exited with status 1: ValueError: no such luck"
+    assert where.startswith("logs: ")
+    assert "components/launch" not in done.errors.partition("Traceback")[2]
+    assert done.seconds < 15
+    assert bench.result() == {"status": "failed", "error": f"rank {rank}: ValueError: no such luck"}
+    bench.assert_nobody_left()
+
+
+def test_one_process_raises_as_python_does(bench: Bench) -> None:
+    bench.write("raise ValueError('no such luck')")
+    done = bench.run()
+    assert done.status == 1
+    assert last_lines(done.errors, 1) == ["ValueError: no such luck"]
+    assert bench.result()["status"] == "failed"
+
+
+def test_out_of_memory_has_a_status_of_its_own(bench: Bench) -> None:
+    bench.write("class OutOfMemoryError(RuntimeError): ...\nraise OutOfMemoryError('tried to allocate')")
+    for arguments in ([], [TWO]):
+        assert bench.run("run.dir=mine", *arguments).status == 1
+        assert json.loads((bench.folder / "mine" / "result.json").read_text())["status"] == "oom"
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_mistake_found_on_the_ranks_is_told_once_and_leaves_nothing(bench: Bench, processes: str) -> None:
+    bench.write("raise ConfigError(\"data.path='x.jsonl': has no rows; set data.path\")")
+    done = bench.run(f"cluster.procs_per_node={processes}")
+    assert done.status == 2
+    first, *rest = done.errors.splitlines()
+    assert first.startswith("run ")
+    assert rest == ["data.path='x.jsonl': has no rows; set data.path"]
+    assert os.listdir(bench.folder) == ["tried.py"]
+    bench.assert_nobody_left()
+
+
+def test_a_mistake_that_one_rank_finds_does_not_wait_for_the_others(bench: Bench) -> None:
+    bench.write(TRAP + "wait_for('up_0', 'up_1')\nif RANK == 0: raise ConfigError('a=1: wrong')\n" + FOREVER)
+    done = bench.run(TWO)
+    assert done.status == 2
+    assert last_lines(done.errors, 1) == ["a=1: wrong"]
+    assert done.seconds < 8
+    bench.assert_nobody_left()
+
+
+def test_a_status_of_a_ranks_own_is_told(bench: Bench) -> None:
+    bench.write("print('almost there')\nif RANK == 1:\n    os._exit(3)\n" + FOREVER)
+    done = bench.run(TWO)
+    assert done.status == 1
+    assert last_lines(done.errors, 3)[:2] == ["almost there", "rank 1 exited with status 3"]
+
+
+def test_a_rank_that_hangs_in_its_own_end_is_told_all_the_same(bench: Bench) -> None:
+    bench.write("""
+        import threading
+        if RANK == 1:
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            raise ValueError("and then it hangs")
+        time.sleep(600)
+    """)
+    done = bench.run(TWO)
+    assert done.status == 1
+    assert "ValueError: and then it hangs" in last_lines(done.errors)[0]
+    assert done.seconds < 15
+    bench.assert_nobody_left()
+
+
+def test_what_a_rank_started_goes_with_it(bench: Bench) -> None:
+    bench.write("""
+        import subprocess
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", __file__])
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+    """)
+    assert bench.run(TWO).status == 1
+    bench.assert_nobody_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_reaches_every_rank_once_and_they_save(bench: Bench, number: signal.Signals) -> None:
+    bench.write(SAVES)
+    started = bench.start(TWO)
+    bench.await_notes("up", 2)
+    started.signal(number)
+    done = started.wait()
+    assert (done.status, bench.notes("got")) == (0, [str([int(number)])] * 2)
+    assert len(done.errors.splitlines()) == 1
+    bench.assert_nobody_left()
+
+
+def at_a_terminal(bench: Bench) -> tuple[int, int]:
+    """Start two ranks at a terminal of their own; return the launcher's id and the terminal."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(bench.folder)
+        os.execv(sys.executable, [sys.executable, str(bench.recipe), "model=tiny", TWO])
+    return pid, terminal
+
+
+def end_of(pid: int, terminal: int) -> tuple[int, str]:
+    shown = b""
+    try:
+        while chunk := os.read(terminal, 4096):
+            shown += chunk
+    except OSError:  # the other end is closed
+        pass
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
+
+
+def test_ctrl_c_at_a_terminal_reaches_every_rank_once(bench: Bench) -> None:
+    """The terminal signals its whole foreground group: the launcher must be alone in it."""
+    bench.write(SAVES)
+    pid, terminal = at_a_terminal(bench)
+    bench.await_notes("up", 2)
+    os.write(terminal, b"\x03")
+    status, _ = end_of(pid, terminal)
+    assert (status, bench.notes("got")) == (0, [str([int(signal.SIGINT)])] * 2)
+    bench.assert_nobody_left()
+
+
+def test_the_second_ctrl_c_ends_everything_at_once(bench: Bench) -> None:
+    bench.write(TRAP + "while True:\n    time.sleep(0.02)\n    if stop: note('got')\n")
+    pid, terminal = at_a_terminal(bench)
+    bench.await_notes("up", 2)
+    os.write(terminal, b"\x03")
+    bench.await_notes("got", 2)
+    began = time.monotonic()
+    os.write(terminal, b"\x03")
+    status, shown = end_of(pid, terminal)
+    assert status == 130
+    assert time.monotonic() - began < 5
+    assert "interrupted twice" in shown
+    assert bench.result()["status"] == "interrupted"
+    bench.assert_nobody_left()
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_ctrl_c_before_ranks_can_save_is_no_failure(bench: Bench, processes: str) -> None:
+    bench.write("note('up')\n" + FOREVER)
+    started = bench.start(f"cluster.procs_per_node={processes}")
+    bench.await_notes("up", int(processes))
+    started.signal(signal.SIGINT)
+    done = started.wait()
+    assert done.status == 130
+    assert "Traceback" not in done.errors
+    assert bench.result()["status"] == "interrupted"
+    bench.assert_nobody_left()
+
+
+def kill(started: Started) -> None:
+    os.kill(started.process.pid, signal.SIGKILL)
+    started.process.wait()
+
+
+def test_no_rank_outlives_a_killed_launcher(bench: Bench) -> None:
+    bench.write(TRAP + FOREVER)
+    started = bench.start(TWO)
+    bench.await_notes("up", 2)
+    assert len(bench.processes()) == 3
+    kill(started)
+    bench.assert_nobody_left()
+
+
+def test_a_rank_whose_launcher_is_gone_before_it_looks_leaves(bench: Bench) -> None:
+    """Killed while the ranks still import: PR_SET_PDEATHSIG comes too late, the parent's id tells."""
+    bench.write("note('ran')\n" + FOREVER)
+    text = bench.recipe.read_text()
+    slow = 'if "MESHBOOK_WORKER" in os.environ:\n    note("importing")\n    time.sleep(1.5)\n\n@recipe'
+    bench.recipe.write_text(text.replace("@recipe", slow, 1))
+    started = bench.start(TWO)
+    bench.await_notes("importing", 2)
+    kill(started)
+    bench.assert_nobody_left()
+    assert bench.notes("ran") == []
+
+
+def test_the_directory_of_a_killed_run_can_be_continued(bench: Bench) -> None:
+    bench.write("note('up')\n" + FOREVER)
+    started = bench.start(TWO, "run.dir=mine")
+    bench.await_notes("up", 2)
+    kill(started)
+    until(lambda: not bench.processes())
+    bench.write("note('attempt', os.environ['MESHBOOK_ATTEMPT'])")
+    assert bench.run(TWO, "run.dir=mine").status == 0
+    assert bench.notes("attempt") == ["1", "1"]
+    assert sorted(file.name for file in Path(bench.folder / "mine" / "logs" / "attempt_0").iterdir()) == [
+        "config.yaml",
+        "environment.json",
+        "rank_1.log",
+    ]
