@@ -13,6 +13,8 @@ def device_backends(backend: str) -> dict[str, str]:
 
     Raises ValueError for a name that torch does not know.
     """
+    if backend == dist.Backend.UNDEFINED:  # somebody initialised without a name: torch chooses by the tensor
+        return dict(dist.Backend.default_device_backend_map)
     if ":" in backend:
         return dict(entry.split(":", 1) for entry in backend.lower().split(","))
     name = backend.lower()

@@ -53,11 +53,9 @@ def missing_after(timeout: timedelta, group: dist.ProcessGroup | None = None) ->
 def barrier_until(timeout: timedelta, group: dist.ProcessGroup | None = None) -> bool:
     """A timeout wrapper for a barrier (seed page 001, NeMo AutoModel: `_barrier_with_timeout`).
 
-    True if the barrier completed, on all ranks alike; False, with the missing ranks in the log, if the
-    timeout occurred
-    first. The wait is on the CPU, beside the process groups of the training: a timeout leaves those as they
-        were. What
-    the missing ranks would have contributed is still missing after False.
+    True if the barrier completed, on all ranks alike; False, with the missing ranks in the log, if the timeout
+    occurred first. The wait is on the CPU, beside the process groups of the training: a timeout leaves those as
+    they were. What the missing ranks would have contributed is still missing after False.
 
     Args:
         timeout: Maximum time to wait for the barrier.

@@ -17,7 +17,6 @@ from components.distributed.store_sync import PeerFailure, StoreSync
 logger = logging.getLogger(__name__)
 
 PATIENCE = timedelta(hours=10)
-_DONE = "done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +36,11 @@ class FirstRankPerNode(ContextDecorator):
         with FirstRankPerNode() as is_first:
             ...  # the first rank of the node prepares a file; the others then find it
 
-    The others wait until the first ranks of *all* nodes are through, for at most `timeout`, which no
-    process group's timeout shortens. If a first rank fails, its exception is raised as it is on that rank,
-    and as PeerFailure on all
-    that wait: none of them enters the section. If another rank fails, the next section fails everywhere. In
-        a single
-    process nothing waits. Sections may be nested, and the object may be a decorator. Before
-    `init_process_group` the ranks meet at the rendezvous. The scoped code should hold no collective.
+    The others wait until the first ranks of *all* nodes are through, for at most `timeout`, which no process
+    group's timeout shortens. If a first rank fails, its exception is raised as it is on that rank, and as
+    PeerFailure on all that wait: none of them enters the section. If another rank fails, the next section fails
+    everywhere. In a single process nothing waits. Sections may be nested, and the object may be a decorator.
+    Before `init_process_group` the ranks meet at the rendezvous. The scoped code should hold no collective.
 
     Args:
         group: Process group whose members take part, each node with those it has; None: all ranks.
@@ -88,7 +85,7 @@ class FirstRankPerNode(ContextDecorator):
             _report_failure(entry, f"{exc_type.__name__}: {exc_val}")
         elif entry.is_first:
             if entry.sync.count("firsts_done") == entry.firsts:
-                entry.sync.settle("verdict", _DONE)
+                entry.sync.settle_verdict(None)
             _await_firsts(entry)
         return False
 
@@ -99,31 +96,29 @@ class FirstRankPerNode(ContextDecorator):
         sync = members.sync("first_rank")
         nodes = members.nodes(timeout)
         indices = index_on_node(nodes)
-        before = StoreSync(members.store, members.rank, members.size)
-        if before.has("failed"):
-            raise PeerFailure(before.read("failed"))
+        if _earlier(members).has_verdict():
+            _earlier(members).raise_verdict("FirstRankPerNode")
         return _Entry(members, sync, indices[members.rank] == 0, indices.count(0), timeout)
 
 
 def _await_firsts(entry: _Entry) -> None:
-    sync = entry.sync
-    if not sync.poll(lambda: sync.has("verdict"), entry.timeout):
+    if not entry.sync.poll(entry.sync.has_verdict, entry.timeout):
         seconds = f"{entry.timeout.total_seconds():g} s"
-        sync.settle("verdict", f"the first rank of a node was not through after {seconds}")
-    verdict = sync.read("verdict")
-    if verdict == _DONE:
-        return
-    sync.told()
-    failure = TimeoutError if "was not through" in verdict else PeerFailure
-    raise failure(f"FirstRankPerNode: {verdict}")
+        entry.sync.settle_verdict(TimeoutError(f"the first rank of a node was not through after {seconds}"))
+    entry.sync.raise_verdict("FirstRankPerNode")
 
 
 def _report_failure(entry: _Entry, error: str) -> None:
-    who = f"rank {entry.members.ranks[entry.members.rank]} ({entry.members.node}) failed with {error}"
-    logger.error("FirstRankPerNode: %s", who)
-    if not entry.is_first:
-        StoreSync(entry.members.store, entry.members.rank, entry.members.size).settle("failed", who)
-        return
-    sync = entry.sync
-    sync.settle("verdict", who)
-    sync.farewell(sync.size - 1)
+    members = entry.members
+    failure = PeerFailure(f"rank {members.ranks[members.rank]} ({members.node}) failed with {error}")
+    logger.error("FirstRankPerNode: %s", failure)
+    if entry.is_first:
+        entry.sync.settle_verdict(failure)
+        entry.sync.farewell(entry.sync.size - 1)
+    else:
+        _earlier(members).settle_verdict(failure)
+
+
+def _earlier(members: Members) -> StoreSync:
+    """What the ranks that are not first leave behind when they fail: nobody waits for those."""
+    return StoreSync(dist.PrefixStore("first_rank/failed", members.store), members.rank, members.size)

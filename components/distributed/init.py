@@ -1,11 +1,11 @@
 """Starting and ending a distributed run: the names of seed pages 000 (NeMo AutoModel) and 003 (KempnerForge).
 
     who am I      get_rank_safe get_world_size_safe get_local_rank_preinit get_local_world_size_preinit
-                  get_world_info is_rank_zero                                     ->
-                  components.distributed.ranks
-    start         initialize_distributed DistInfo _set_nccl_env _set_seed         -> process_group, network,
-    seeding end           destroy_global_state destroy_distributed                        ->
-    components.distributed.shutdown
+                  get_world_info is_rank_zero                       (ranks.py)
+    start         initialize_distributed DistInfo                   (process_group.py)
+                  _set_nccl_env _detect_ib_interface _set_seed      (network.py, seeding.py)
+                  _barrier_with_timeout                             (barriers.py)
+    end           destroy_global_state destroy_distributed          (shutdown.py)
 
 `init_distributed` of page 003 builds a mesh and lives in components.distributed.mesh.
 """

@@ -37,9 +37,8 @@ class RendezvousError(RuntimeError):
 def master_address(variables: RankVariables, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port of rank 0's store, the same on every rank.
 
-    MASTER_ADDR and MASTER_PORT where they are set. In a Slurm step without them: the first node of the
-        step, and a
-    port that follows from the job and the step.
+    MASTER_ADDR and MASTER_PORT where they are set. In a Slurm step without them: the first node of the step, and
+    a port that follows from the job and the step.
 
     Raises:
         RankEnvironmentError: neither says where, or Slurm's node list cannot be expanded.

@@ -1,10 +1,8 @@
 """Ranks that wait for one another through the store they met at, without a collective.
 
-A collective that times out leaves its process group unusable, is bound to the group's own timeout, and
-cannot say
-who is missing. Keys in a store have none of that: waiting harms nothing, any timeout holds, and the ranks
-    that have
-not come are known by name. Waiting polls, because a blocking wait holds the store's lock against the watchdog
+A collective that times out leaves its process group unusable, is bound to the group's own timeout, and cannot
+say who is missing. Keys in a store have none of that: waiting harms nothing, any timeout holds, and the ranks that
+have not come are known by name. Waiting polls, because a blocking wait holds the store's lock against the watchdog
 of NCCL and against Ctrl-C.
 """
 
@@ -78,6 +76,22 @@ class StoreSync:
                 return False
             time.sleep(min(max(waited / 10, SHORTEST_PAUSE), LONGEST_PAUSE, left))
         return True
+
+    def settle_verdict(self, failure: PeerFailure | TimeoutError | None) -> None:
+        """Say how it ended for all, None: well. The first rank that says it is believed."""
+        kind = "" if failure is None else type(failure).__name__
+        self.settle("verdict", json.dumps([kind, str(failure or "")]))
+
+    def has_verdict(self) -> bool:
+        """Whether it is known how it ended."""
+        return self.has("verdict")
+
+    def raise_verdict(self, call: str) -> None:
+        """Raise the failure of which the verdict tells, if any; `call` is what the message starts with."""
+        kind, message = json.loads(self.read("verdict"))
+        if kind:
+            self.told()
+            raise (TimeoutError if kind == "TimeoutError" else PeerFailure)(f"{call}: {message}")
 
     def farewell(self, peers: int) -> None:
         """Stay until `peers` ranks have called `told`: the store may end with this process."""

@@ -13,7 +13,6 @@ from components.distributed.groups import Members, find_members, index_on_node
 from components.distributed.store_sync import PeerFailure, StoreSync
 
 T = TypeVar("T")
-_DONE = "done"
 
 
 def do_n_at_a_time(
@@ -59,12 +58,13 @@ def do_n_at_a_time(
     try:
         result = f()
     except BaseException as error:
-        sync.settle("verdict", f"rank {members.ranks[members.rank]} failed with {type(error).__name__}: {error}")
+        who = f"rank {members.ranks[members.rank]}"
+        sync.settle_verdict(PeerFailure(f"{who} failed with {type(error).__name__}: {error}"))
         sync.farewell(sync.size - 1)
         raise
     if sync.count("finished") == sync.size:
-        sync.settle("verdict", _DONE)
-    _wait(sync, lambda: sync.has("verdict"))
+        sync.settle_verdict(None)
+    _wait(sync, sync.has_verdict)
     return result
 
 
@@ -91,8 +91,7 @@ def _turns(members: Members, n: int | None, world_size: int | None, local_rank: 
 
 
 def _wait(sync: StoreSync, ready: Callable[[], bool]) -> None:
-    if not sync.poll(lambda: sync.has("verdict") or ready(), PATIENCE):
-        sync.settle("verdict", f"the ranks did not finish within {PATIENCE}")
-    if sync.has("verdict") and (verdict := sync.read("verdict")) != _DONE:
-        sync.told()
-        raise PeerFailure(f"do_n_at_a_time: {verdict}")
+    if not sync.poll(lambda: sync.has_verdict() or ready(), PATIENCE):
+        sync.settle_verdict(TimeoutError(f"the ranks did not finish within {PATIENCE}"))
+    if sync.has_verdict():
+        sync.raise_verdict("do_n_at_a_time")

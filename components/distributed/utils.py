@@ -1,16 +1,14 @@
 """Distributed helpers, most of which work in a single process too: seed pages 001 (NeMo) and 002 (OLMo-core).
 
     ranks         get_rank get_global_rank get_local_rank get_fs_local_rank get_world_size
-    get_local_world_size
-                  get_num_nodes validate_env_vars                                 ->
-                  components.distributed.ranks
-    values        synchronize_value synchronize_flag all_reduce_value broadcast_object all_gather
-                  all_gather_object                                               ->
-                  components.distributed.collectives
-    waiting       barrier barrier_and_log _barrier_with_timeout _create_gloo_group ->
-    components.distributed.barriers taking turns  FirstRankPerNode do_n_at_a_time
-    -> first_rank, turns start         init_distributed                                                ->
-    components.distributed.process_group
+                  get_local_world_size get_num_nodes validate_env_vars             (ranks.py)
+    values        synchronize_value synchronize_flag all_reduce_value broadcast_object
+                  all_gather all_gather_object                                     (collectives.py)
+    waiting       barrier barrier_and_log _barrier_with_timeout _create_gloo_group (barriers.py)
+    taking turns  FirstRankPerNode do_n_at_a_time                                  (first_rank.py, turns.py)
+    start         init_distributed                                                 (process_group.py)
+    further       dp_eval_sample_shard get_mesh_coordinates
+                  backend_supports_cpu backend_supports_cuda                       (backends.py)
 
 `get_sync_ctx` and `reduce_loss` of page 001 live in components.training.
 """
@@ -115,8 +113,8 @@ def init_distributed(
         backend: Backend(s) of torch.distributed. nccl stands for cpu:gloo,cuda:nccl.
         timeout: How long one collective may take.
         shared_filesytem: Whether all nodes see the same files, for `get_fs_local_rank`; spelt as on the page,
-            `shared_filesystem` is understood as well. Somebody's OLMO_SHARED_FS=0 outweighs the default,
-            False outweighs everything.
+            `shared_filesystem` is understood as well. Somebody's OLMO_SHARED_FS=0 outweighs the default, False
+            outweighs everything.
         kwargs: Further arguments of `init_process_group`, such as rank, world_size and init_method or store.
 
     Raises:
@@ -173,11 +171,10 @@ def barrier_and_log(string: str) -> None:
 def dp_eval_sample_shard(distributed_config: Any, dp_rank: int, dp_size: int) -> tuple[int, int] | None:
     """Return (dp_rank, dp_size) to shard eval samples across data-parallel ranks, else None (seed page 001).
 
-    Only plain DDP holds the whole model on every rank, so only there can each rank score samples of its
-    own. A sharded model gathers its layers in every forward; ranks that score different numbers of samples
-    would wait for
-    one another for ever, so all score the same. Shards may differ by one sample: reduce sums and counts,
-        not means.
+    Only plain DDP holds the whole model on every rank, so only there can each rank score samples of its own. A
+    sharded model gathers its layers in every forward; ranks that score different numbers of samples would wait
+    for one another for ever, so all score the same. Shards may differ by one sample: reduce sums and counts,
+    not means.
 
     Args:
         distributed_config: Anything with an attribute `strategy`, such as ParallelismConfig; ddp means DDP.

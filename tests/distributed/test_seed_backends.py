@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from components.distributed import utils
+from components.distributed.process_group import start_process_group
 from tests.distributed import published
 from tests.distributed.contrast import both_sides, contrast
 from tests.harness import run_ranks
@@ -69,3 +70,14 @@ def test_what_backends_support() -> None:
     assert utils.backend_supports_cpu()
     assert utils.backend_supports_cuda() == torch.cuda.is_available()
     assert run_ranks(1, lambda rank: (utils.backend_supports_cpu(), utils.backend_supports_cuda())) == [(True, False)]
+
+
+def test_a_group_started_without_a_backends_name_is_understood() -> None:
+    """Seed page 002: torch then chooses the backend by the tensor's device."""
+
+    def check(rank: int) -> tuple[bool, str]:
+        dist.init_process_group()
+        utils.barrier()
+        return utils.backend_supports_cpu(), str(start_process_group().device)
+
+    assert run_ranks(2, check, init=False) == [(True, "cpu")] * 2
