@@ -179,6 +179,46 @@ def test_own_conf_folders_are_searched(commands: Commands, tmp_path: Path) -> No
     assert "theirs" in refused.errors
 
 
+OWN_RECIPE = """
+from __future__ import annotations
+from dataclasses import dataclass, field
+from components.config.schema import FinetuneConfig
+from components.launch import recipe
+
+@dataclass(kw_only=True, slots=True)
+class DistilConfig:
+    temperature: float = 1.0
+
+@dataclass(kw_only=True, slots=True)
+class OwnConfig(FinetuneConfig):
+    distil: DistilConfig = field(default_factory=DistilConfig)
+
+@recipe("distil")
+def main(cfg: OwnConfig) -> None:
+    print(type(cfg).__name__, cfg.distil.temperature, cfg.parallelism.tp, cfg.optimizer.lr)
+
+main()
+"""
+
+
+def test_a_recipe_of_ones_own_with_a_config_of_ones_own(commands: Commands, tmp_path: Path) -> None:
+    """Its class adds a section, its conf/ holds the main config, our groups are there as before."""
+    recipe = tmp_path / "distil.py"
+    recipe.write_text(OWN_RECIPE)
+    refused = commands.run(recipe, [], tmp_path)
+    assert (refused.status, len(refused.errors.splitlines())) == (2, 1)
+    assert refused.errors.startswith(f"distil.yaml: there is no such config in {CONF}")
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "distil.yaml").write_text(
+        "defaults: [schema/distil, _self_, parallelism: fsdp2, model: tiny, data: pydocs, optimizer: adamw]\n"
+        "distil: {temperature: 2.0}\n"
+    )
+    assert commands.run(recipe, [], tmp_path).output == "OwnConfig 2.0 1 0.0003\n"
+    more = commands.run(recipe, ["distil.temperature=3", "optimizer=adamw_large"], tmp_path)
+    assert more.output == "OwnConfig 3.0 1 1e-05\n"
+    assert "did you mean distil.temperature?" in commands.run(recipe, ["distil.temperatur=3"], tmp_path).errors
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

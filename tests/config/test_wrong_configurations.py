@@ -261,6 +261,30 @@ def test_data_file_refused_in_one_sentence(
     assert_refused(commands.run(finetune, [*line.split(" "), "model=tiny"], tmp_path), parts, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("rows", "more", "parts"),
+    [
+        ([{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}], [], ["rows.jsonl:2", "null"]),
+        ([{"prompt": "a", "response": None}], ["data.bad_rows=drop"], ["rows.jsonl", "no rows"]),
+        ([{"prompt": "a", "response": "b"}, {"prompt": "a"}], [], ["rows.jsonl:2", "data.response_column=response"]),
+    ],
+    ids=["a null row", "all rows left out", "a row without the column"],
+)
+def test_what_only_reading_finds_is_refused_by_the_real_recipe(
+    commands: Commands, tmp_path: Path, rows: list[dict[str, object]], more: list[str], parts: list[str]
+) -> None:
+    """The ranks find it: torch is imported by then, but nothing is left behind either."""
+    write_rows(tmp_path / "rows.jsonl", *rows)
+    arguments = ["model=tiny", "data=jsonl", "data.path=rows.jsonl", *more]
+    ended = commands.run(REPOSITORY / "recipes" / "finetune.py", arguments, tmp_path)
+    assert ended.status == 2, ended
+    assert ended.imported_torch
+    assert "Traceback" not in ended.errors
+    for part in parts:
+        assert part in ended.errors
+    assert os.listdir(tmp_path) == ["rows.jsonl"]
+
+
 def model_folders(folder: Path) -> None:
     """The folders that the rows of MODEL name."""
     (folder / "bare").mkdir()

@@ -41,7 +41,14 @@ def compose_from_command_line(
     register_schemas(name, schema)
     free = free_keys(schema)
     overrides = tuple(_addable(override, free) for override in arguments.overrides)
-    request = Request(arguments.config_name or name, schema, _folders(arguments, recipe_dir), overrides)
+    main_config = arguments.config_name or name
+    folders = config_folders(
+        main_config,
+        recipe_dir,
+        before=_given_folder("--config-path", arguments.config_path),
+        after=_given_folder("--config-dir", arguments.config_dir),
+    )
+    request = Request(main_config, schema, folders, overrides)
     try:
         if _answered_by_hydra(arguments):
             _let_hydra_answer(request, arguments.overrides)
@@ -73,15 +80,11 @@ def _refuse_options(arguments: Namespace) -> None:
     raise_all(problems)
 
 
-def _folders(arguments: Namespace, recipe_dir: Path) -> tuple[Path, ...]:
-    """Return the folders to search: --config-path replaces this project's conf/, --config-dir adds one."""
-    given = {"--config-path": arguments.config_path, "--config-dir": arguments.config_dir}
-    for option, path in given.items():
-        if path is not None and not Path(path).is_dir():
-            raise ConfigError(f"{option}={path}: no such folder")
-    main_folder = [Path(arguments.config_path).resolve()] if arguments.config_path else []
-    added = [Path(arguments.config_dir).resolve()] if arguments.config_dir else []
-    return tuple(dict.fromkeys([*main_folder, *config_folders(recipe_dir), *added]))
+def _given_folder(option: str, path: str | None) -> list[Path]:
+    """Return the folder that an option names, if any. Raises ConfigError where it is none."""
+    if path is not None and not Path(path).is_dir():
+        raise ConfigError(f"{option}={path}: no such folder")
+    return [Path(path).resolve()] if path is not None else []
 
 
 def _addable(override: str, free: list[str]) -> str:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from components.config.errors import ConfigError
 from components.config.schema.data import DATA_KINDS
 from components.config.schema.recipes import RecipeConfig
 
@@ -58,11 +59,21 @@ def register_schemas(name: str, schema: type[RecipeConfig]) -> None:
         store.store(group="schema/data", name=str(kind), node=data_schema)
 
 
-def config_folders(recipe_dir: Path) -> tuple[Path, ...]:
-    """Return this project's conf/, then ./conf and the conf/ beside the recipe where they exist."""
-    candidates = [Path.cwd() / "conf", recipe_dir / "conf"]
-    own = [path.resolve() for path in candidates if path.is_dir()]
-    return tuple(dict.fromkeys([CONF, *own]))
+def config_folders(
+    name: str, recipe_dir: Path, before: Iterable[Path] = (), after: Iterable[Path] = ()
+) -> tuple[Path, ...]:
+    """Return the folders to search, the one that holds <name>.yaml first.
+
+    They are those `before`, this project's conf/, ./conf and the conf/ beside the recipe where they exist, and
+    those `after`. Raises ConfigError where none holds <name>.yaml.
+    """
+    own = [path.resolve() for path in (Path.cwd() / "conf", recipe_dir / "conf") if path.is_dir()]
+    folders = list(dict.fromkeys([*before, CONF, *own, *after]))
+    main = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
+    if main is None:
+        places = ", ".join(map(str, folders))
+        raise ConfigError(f"{name}.yaml: there is no such config in {places}; add it, or see --config-dir")
+    return tuple(dict.fromkeys([main, *folders]))
 
 
 def option_groups(folders: Iterable[Path]) -> dict[str, list[str]]:
