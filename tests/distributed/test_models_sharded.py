@@ -21,6 +21,7 @@ from components.config.errors import ConfigError
 from components.config.schema.model import ModelConfig, WeightInit
 from components.models import (
     build_on_meta,
+    count_parameters,
     decoder_layers,
     export_model,
     fill_weights,
@@ -28,6 +29,7 @@ from components.models import (
     load_tokenizer,
     materialize,
 )
+from components.models.safetensors import SafetensorsTensors
 from tests.harness import run_ranks
 from tests.tiny_models import DENSE, FAMILIES, logits, reference, tiny_folder
 
@@ -119,6 +121,28 @@ def test_llamas_load_into_every_layout(world: int, layout: str, tmp_path: Path) 
             torch.testing.assert_close(logits(model), logits(expected), rtol=1e-4, atol=1e-4)
 
     run_ranks(world, body)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(4, "fsdp4"), (4, "fsdp2_tp2"), (2, "tp2")])
+def test_a_rank_reads_the_values_that_it_keeps_and_no_others(
+    world: int, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_folder(tmp_path, "llama3")
+    read, amounts = SafetensorsTensors.read, []
+
+    def counted(self: SafetensorsTensors, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        values = read(self, name, index)
+        amounts.append(values.numel())
+        return values
+
+    monkeypatch.setattr(SafetensorsTensors, "read", counted)
+
+    def body(rank: int) -> tuple[int, int]:
+        model = sharded(ModelConfig(path=str(folder)), layout)
+        return sum(amounts), count_parameters(model).local_bytes // 4
+
+    for values, kept in run_ranks(world, body):
+        assert values == kept
 
 
 def test_random_weights_are_the_same_on_every_mesh() -> None:
@@ -215,6 +239,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from components.config.schema.model import ModelConfig
 from components.models import build_on_meta, decoder_layers, load_weights, materialize
+from components.models.safetensors import SafetensorsTensors
 from tests.harness import run_ranks
 
 cfg = ModelConfig(path=sys.argv[1])

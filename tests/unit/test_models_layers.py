@@ -164,9 +164,10 @@ def greedy(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list
     return model, tokenizer, told
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 @pytest.mark.parametrize("pad_multiple", [1, 8])
-def test_generation_is_greedy_decoding(pad_multiple: int, tmp_path: Path) -> None:
-    model, tokenizer, told = greedy(tiny_folder(tmp_path, "llama"))
+def test_generation_is_greedy_decoding(pad_multiple: int, family: str, tmp_path: Path) -> None:
+    model, tokenizer, told = greedy(tiny_folder(tmp_path, family))
     model.train()
     texts = generate(model, tokenizer, [PROMPT, PROMPT], 12, pad_multiple)
     assert texts == [tokenizer.decode(told, skip_special_tokens=True).strip()] * 2
