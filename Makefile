@@ -11,8 +11,14 @@ ARGS ?=
 
 .PHONY: finetune test parity lint install clean
 
+# A CPU without bfloat16 instructions computes in float32, several times slower: fewer steps there, and it says so.
 finetune: install
-	$(BIN)/python recipes/finetune.py $(ARGS)
+	@if nvidia-smi -L >/dev/null 2>&1 || grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null; then \
+	    $(BIN)/python recipes/finetune.py $(ARGS); \
+	else \
+	    echo "This CPU has no bfloat16 instructions: a shorter run in float32 (experiment=short)."; \
+	    $(BIN)/python recipes/finetune.py experiment=short $(ARGS); \
+	fi
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from components import (  # noqa: F401  (type checkers see plain submodules)
+    from components import (
         checkpoint,
         config,
         data,

@@ -77,14 +77,10 @@ def main(cfg: FinetuneConfig) -> None:
 
     def save() -> Path:
         extra = {"state": state.to_dict(), "data": batches.state_dict()}
-        return checkpoint.save_checkpoint(
-            cfg.run.dir, state.step, model, optimizer, extra, keep=cfg.checkpoint.keep
-        )
+        return checkpoint.save_checkpoint(cfg.run.dir, state.step, model, optimizer, extra, keep=cfg.checkpoint.keep)
 
     # Reporting
-    report = observability.Reporter(
-        cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps
-    )
+    report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
     counts = models.count_parameters(model)
     observability.print_banner(
         report.console,

@@ -24,15 +24,11 @@ def problems_of(file: Path) -> list[str]:
     found = [f"{name}: {lines} lines, at most {limit}"] if lines > limit else []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found += _problems_of_function(
-                node, f"{name}:{node.lineno} {node.name}", name.parts[0] == "recipes"
-            )
+            found += _problems_of_function(node, f"{name}:{node.lineno} {node.name}", name.parts[0] == "recipes")
     return found
 
 
-def _problems_of_function(
-    node: ast.FunctionDef | ast.AsyncFunctionDef, where: str, in_recipe: bool
-) -> list[str]:
+def _problems_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, where: str, in_recipe: bool) -> list[str]:
     found = []
     length = (node.end_lineno or node.lineno) - node.lineno + 1
     # A recipe's main is the recipe: its outer loop stays in sight, and the file's own budget holds.
@@ -61,9 +57,7 @@ def _nesting(node: ast.AST, depth: int = 0) -> int:
 
 def main() -> int:
     """Check every Python file of the project but its tests."""
-    files = [
-        file for folder in ("recipes", "components", "scripts") for file in (ROOT / folder).rglob("*.py")
-    ]
+    files = [file for folder in ("recipes", "components", "scripts") for file in (ROOT / folder).rglob("*.py")]
     problems = [line for file in sorted(files) for line in problems_of(file)]
     print("\n".join(problems) or f"{len(files)} files within their budgets")
     return 1 if problems else 0

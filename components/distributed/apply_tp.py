@@ -113,9 +113,7 @@ def _prepare_layer(
         if all(parameter.dim() < 2 for parameter in child.parameters()):
             tokenwise |= {f"{name}.{inner}".rstrip(".") for inner, _ in child.named_modules()}
             continue
-        inside = {
-            path: style for path, style in styles.items() if path == name or path.startswith(f"{name}.")
-        }
+        inside = {path: style for path, style in styles.items() if path == name or path.startswith(f"{name}.")}
         shared = _is_fully_known(name, child, inside)
         if shared or sequence_parallel:
             border = BlockInput(sequence_parallel=sequence_parallel, shared=shared)
@@ -123,9 +121,7 @@ def _prepare_layer(
         if sequence_parallel and shared:
             for path, style in inside.items():
                 if isinstance(style, RowwiseParallel):
-                    styles[path] = RowwiseParallel(
-                        input_layouts=style.input_layouts[0], output_layouts=Shard(1)
-                    )
+                    styles[path] = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=Shard(1))
         elif sequence_parallel:
             parallelize_module(child, tp_mesh, ShardSequence("output"), src_data_rank=None)
     return tokenwise if sequence_parallel else set()
@@ -149,10 +145,7 @@ def _notes(model: nn.Module, plan: Plan, tp: int, strict: bool) -> tuple[str, ..
     unmatched = [path for path in plan if not matching(model, path)]
     if unmatched and strict:
         raise ConfigError(
-            [
-                f"parallelism.tp_plan: {path!r} matches no module of {type(model).__name__}"
-                for path in unmatched
-            ]
+            [f"parallelism.tp_plan: {path!r} matches no module of {type(model).__name__}" for path in unmatched]
         )
     notes = [f"tp plan: no module is named {path}" for path in unmatched]
     heads = read_heads(model, tp)

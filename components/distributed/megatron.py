@@ -56,9 +56,7 @@ def nvfsdp_strategy_parallelize(
     tp has more than one rank and no plan is given, or where the sharding strategy does not exist.
     """
     if not HAVE_NVFSDP:
-        raise NvFsdpError(
-            "parallelism.strategy=megatron_fsdp: install the extra: pip install 'meshbook[megatron]'"
-        )
+        raise NvFsdpError("parallelism.strategy=megatron_fsdp: install the extra: pip install 'meshbook[megatron]'")
     if data_parallel_sharding_strategy not in SHARDING_STRATEGIES:
         raise NvFsdpError(
             f"data_parallel_sharding_strategy={data_parallel_sharding_strategy!r}: must be one of "
@@ -68,9 +66,7 @@ def nvfsdp_strategy_parallelize(
     tp = tp_mesh_name in names and device_mesh[tp_mesh_name].size() > 1
     if tp:
         if tp_shard_plan is None:
-            raise NvFsdpError(
-                f"{tp_mesh_name} has {device_mesh[tp_mesh_name].size()} ranks; give a tp_shard_plan"
-            )
+            raise NvFsdpError(f"{tp_mesh_name} has {device_mesh[tp_mesh_name].size()} ranks; give a tp_shard_plan")
         parallelize_module(model, device_mesh[tp_mesh_name], tp_shard_plan)  # type: ignore[arg-type]
     cp = cp_mesh_name in names and device_mesh[cp_mesh_name].size() > 1
     arguments: dict[str, Any] = {

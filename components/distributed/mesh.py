@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
-from components.distributed.init import _barrier_with_timeout, _set_seed
+from components.distributed.init import _barrier_with_timeout, _set_nccl_env, _set_seed, get_world_info
 from components.distributed.process_group import start_process_group
 
 VIEWS = {
@@ -103,9 +102,7 @@ def build_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh:
     # FSDP2 makes every parameter a DTensor on one mesh, whether or not there is anything to shard.
     if "dp_shard" not in names and (parallelism.strategy != Strategy.ddp or not names):
         names = [axis for axis in AXES if axis in names or axis == "dp_shard"]
-    device_mesh = init_device_mesh(
-        device_type, tuple(degrees[name] for name in names), mesh_dim_names=tuple(names)
-    )
+    device_mesh = init_device_mesh(device_type, tuple(degrees[name] for name in names), mesh_dim_names=tuple(names))
     return Mesh(device_mesh, shape)
 
 
@@ -116,17 +113,20 @@ def init_distributed(config: ParallelismConfig, seed: int = 42) -> DeviceMesh | 
     single process. CPU and CUDA alike; all six axes take part (the published version forgets cp). Calling it again
     with the same config returns an equal mesh over the same processes.
     """
+    if get_world_info()[2] > 1:
+        _set_nccl_env()
     info = start_process_group("auto")
     if info.world_size == 1:
         _set_seed(seed, rank=0)
         return None
     mesh = build_mesh(config, info.device.type)
-    _barrier_with_timeout(timedelta(seconds=60).total_seconds(), reason="construction of the device mesh")
+    _barrier_with_timeout(60.0, reason="construction of the device mesh")
     _set_seed(seed, rank=info.rank, pp_rank=mesh.rank("pp"))
     return mesh.device_mesh
 
 
 def seed_ranks(seed: int, mesh: Mesh) -> None:
-    """Seed every generator of this process: equal streams on tp ranks, which compute the same activations, others
-    on ranks that see other samples or other layers. Raises ConfigError where no generator could take the seed."""
+    """Seed every generator of this process: equal streams on tp ranks, which compute the same activations, others on
+    ranks that see other samples. Raises ConfigError where no generator could take the seed.
+    """
     _set_seed((seed + 1_000_003 * mesh.rank("dp")) % 2**32, rank=dist.get_rank(), pp_rank=0)

@@ -71,9 +71,7 @@ class Layout:
     """What a person should know: attention left replicated, plan entries without a module."""
 
 
-def parallelize(
-    model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, compute_dtype: torch.dtype
-) -> Layout:
+def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, compute_dtype: torch.dtype) -> Layout:
     """Shard a model in place as `parallelism` says: tensor parallel, then FSDP2. Nothing for single and ddp.
 
     The model should be on the meta device, to be materialised and loaded shard by shard afterwards.

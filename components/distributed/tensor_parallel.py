@@ -170,23 +170,15 @@ def as_replicated(tensor: torch.Tensor, device_mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(tensor, device_mesh, [Replicate()], run_check=False)
 
 
-def redistribute(
-    tensor: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement
-) -> torch.Tensor:
+def redistribute(tensor: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> torch.Tensor:
     """Move a plain tensor from one layout over the ranks to another; the gradient takes the way back."""
-    return (
-        DTensor.from_local(tensor, mesh, [source], run_check=False)
-        .redistribute(placements=[target])
-        .to_local()
-    )
+    return DTensor.from_local(tensor, mesh, [source], run_check=False).redistribute(placements=[target]).to_local()
 
 
 def convert_input(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Convert the hidden states that enter `module`: its `hidden_states` keyword or its first argument."""
 
-    def hook(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "hidden_states" in kwargs:
             return args, {**kwargs, "hidden_states": convert(kwargs["hidden_states"])}
         return (convert(args[0]), *args[1:]), kwargs

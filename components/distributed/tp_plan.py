@@ -63,9 +63,7 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
             return ReplicatedParameters(partial_grad=True)
         case _ if style in TRANSFORMERS_STYLES:
             return TransformersStyle(style)
-    raise ValueError(
-        f"Unknown parallel style: {style!r}; give a plan of your own by parallelism.tp_plan=module:name"
-    )
+    raise ValueError(f"Unknown parallel style: {style!r}; give a plan of your own by parallelism.tp_plan=module:name")
 
 
 class _NotAStyleNameError(TypeError, AssertionError):
@@ -100,9 +98,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> Plan:
         try:
             plan[path] = translate_to_torch_parallel_style(style)
         except ValueError as error:
-            raise ConfigError(
-                f"parallelism.tp: {type(model).__name__} plans {path} as {style!r}: {error}"
-            ) from error
+            raise ConfigError(f"parallelism.tp: {type(model).__name__} plans {path} as {style!r}: {error}") from error
     return plan
 
 
@@ -114,9 +110,7 @@ def load_plan(path: str, model: nn.Module) -> Plan:
     found = import_class_from_path(path)
     plan = found(model) if callable(found) else found
     if not isinstance(plan, dict):
-        raise ConfigError(
-            f"parallelism.tp_plan={path}: must be a dict or return one, not {type(plan).__name__}"
-        )
+        raise ConfigError(f"parallelism.tp_plan={path}: must be a dict or return one, not {type(plan).__name__}")
     return {
         name: translate_to_torch_parallel_style(style) if isinstance(style, str) else style
         for name, style in plan.items()
@@ -131,9 +125,7 @@ def import_class_from_path(name: str) -> Any:
     module_path, _, attributes = name.partition(":")
     parts = module_path.split(".")
     if not all(part.isidentifier() for part in parts) or (not attributes and len(parts) < 2):
-        raise ImportPathError(
-            f"{name!r} is not an import path; write package.module:name or package.module.Name"
-        )
+        raise ImportPathError(f"{name!r} is not an import path; write package.module:name or package.module.Name")
     for length in range(len(parts), 0, -1):
         candidate = ".".join(parts[:length])
         try:
@@ -147,9 +139,7 @@ def import_class_from_path(name: str) -> Any:
                 raise ImportPathError(f"{name!r}: {candidate} has no {attribute!r}")
             found = getattr(found, attribute)
         return found
-    raise ImportPathError(
-        f"{name!r}: there is no module {parts[0]!r}; is its folder installed or on PYTHONPATH?"
-    )
+    raise ImportPathError(f"{name!r}: there is no module {parts[0]!r}; is its folder installed or on PYTHONPATH?")
 
 
 class ImportPathError(ConfigError, ImportError):
@@ -229,9 +219,7 @@ def check_divisible(model: nn.Module, plan: Plan, tp: int) -> None:
             else:
                 continue
             if size % tp:
-                problems.setdefault(
-                    path, f"parallelism.tp={tp}: does not divide the {size} features of {name}"
-                )
+                problems.setdefault(path, f"parallelism.tp={tp}: does not divide the {size} features of {name}")
     if problems:
         raise ConfigError([f"{problem}; change parallelism.tp" for problem in problems.values()])
 

@@ -70,9 +70,7 @@ class Reporter:
     def continue_from(self, step: int) -> None:
         """Drop what metrics.jsonl says of later steps: they are done again, and the file stays one curve."""
         if self.enabled and self._metrics.exists():
-            kept = [
-                line for line in self._metrics.read_text().splitlines() if json.loads(line)["step"] <= step
-            ]
+            kept = [line for line in self._metrics.read_text().splitlines() if json.loads(line)["step"] <= step]
             replacement = self._metrics.with_suffix(".tmp")
             replacement.write_text("".join(f"{line}\n" for line in kept))
             replacement.replace(self._metrics)
@@ -126,9 +124,7 @@ class Reporter:
         if measured:
             result.tokens_per_second = round(sum(n for n, _ in measured) / sum(t for _, t in measured), 1)
         write_result(self._run_dir, result)
-        if self._plot and (
-            why_not := plot_losses(self.read(), self._run_dir / "loss.png", self._run_dir.name)
-        ):
+        if self._plot and (why_not := plot_losses(self.read(), self._run_dir / "loss.png", self._run_dir.name)):
             self.say(why_not)
         self.say(summary(result, self._run_dir))
 

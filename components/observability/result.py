@@ -50,9 +50,7 @@ def write_result(run_dir: Path, result: Result) -> None:
 
 def summary(result: Result, run_dir: Path) -> str:
     """Return the one line that a run ends with."""
-    parts = [
-        f"{result.status}: {result.steps} steps on {result.processes} processes in {result.wall_seconds:.0f} s"
-    ]
+    parts = [f"{result.status}: {result.steps} steps on {result.processes} processes in {result.wall_seconds:.0f} s"]
     if result.first_loss is not None and result.last_loss is not None:
         parts.append(f"loss {result.first_loss:.3f} to {result.last_loss:.3f}")
     if result.eval_loss is not None:

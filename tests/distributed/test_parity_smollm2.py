@@ -53,7 +53,6 @@ def test_real_weights_have_one_curve(world_size: int, smollm2: torch.nn.Module, 
         return texts[step * 4 : step * 4 + 4]
 
     cases = [Case("SmolLM2", shape, 1, 2, torch.float32, samples) for shape in SHAPES[world_size]]
-    import copy
 
     expected = reference(cases[0], copy.deepcopy(smollm2))
 

@@ -31,9 +31,7 @@ def published_sync_ctx(model: nn.Module, is_optim_step: bool, defer: bool) -> Ab
     return nullcontext()
 
 
-def published_reduce_loss(
-    losses: list[torch.Tensor], tokens: torch.Tensor, per_token: bool, group: Any
-) -> Any:
+def published_reduce_loss(losses: list[torch.Tensor], tokens: torch.Tensor, per_token: bool, group: Any) -> Any:
     """What NeMo AutoModel's does, on CPU: float32 sums, an int32 count, and no answer to an empty store."""
     loss = torch.stack(losses).float().sum().reshape(1)
     count = tokens.clone().to(torch.int32) if per_token else torch.tensor([len(losses)], dtype=torch.int32)
@@ -75,9 +73,7 @@ def deferral_is_undone_after_an_exception(sync: SyncContext, rank: int) -> None:
     model = sharded(rank)
     with pytest.raises(ZeroDivisionError), sync(model, False, True):
         raise ZeroDivisionError
-    groups = [
-        group for unit in model.modules() if isinstance(unit, FSDPModule) for group in _param_groups(unit)
-    ]
+    groups = [group for unit in model.modules() if isinstance(unit, FSDPModule) for group in _param_groups(unit)]
     assert groups
     assert all(group.reduce_grads for group in groups)
 
@@ -129,9 +125,7 @@ def test_ours_holds_where_the_published_fails() -> None:
         wrong = []
         for check in SYNC_CHECKS + REDUCE_CHECKS:
             ours, published = (
-                (get_sync_ctx, published_sync_ctx)
-                if check in SYNC_CHECKS
-                else (reduce_loss, published_reduce_loss)
+                (get_sync_ctx, published_sync_ctx) if check in SYNC_CHECKS else (reduce_loss, published_reduce_loss)
             )
             check(ours, rank)
             try:
@@ -142,9 +136,7 @@ def test_ours_holds_where_the_published_fails() -> None:
             # A check proves something if the published behaviour fails it on at least one rank.
             everyone: list[bool] = [False] * dist.get_world_size()
             if check is reduce_takes_an_empty_store:
-                return_early = (
-                    fails  # its peer is left hanging in a collective: nothing more runs on this group
-                )
+                return_early = fails  # its peer is left hanging in a collective: nothing more runs on this group
                 return wrong + ([] if return_early or rank == 0 else [check.__name__])
             dist.all_gather_object(everyone, fails)
             if not any(everyone):

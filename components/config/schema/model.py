@@ -75,7 +75,7 @@ class ModelConfig:
         problems: list[str] = []
         for name in ("layers", "heads", "kv_heads", "hidden", "vocab", "experts"):
             problems += at_least(f"model.{name}", getattr(self, name), 1)
-        if self.path is None and self.init is WeightInit.pretrained:
+        if self.path is None and self.init == WeightInit.pretrained:
             problems.append(
                 "model.path=null: pretrained weights need a path; set model.path to a hub name, folder or .gguf "
                 "file, or model.init=random to start from scratch"
@@ -87,6 +87,6 @@ class ModelConfig:
             )
         if self.path is None and self.tokenizer is None:
             problems.append("model.tokenizer=null: without model.path name one, or bytes for one token per byte")
-        if self.dtype is DType.auto:
+        if self.dtype == DType.auto:
             problems.append("model.dtype=auto: the stored type must be stated: float32, bfloat16 or float64")
         raise_all(problems)

@@ -150,7 +150,7 @@ class ParallelismConfig:
         problems += self._strategy_problems()
         if self.sequence_parallel and self.tp == 1:
             problems.append("parallelism.sequence_parallel=true: needs parallelism.tp > 1")
-        if self.cpu_offload and self.strategy is not Strategy.fsdp2:
+        if self.cpu_offload and self.strategy != Strategy.fsdp2:
             problems.append(
                 f"parallelism.cpu_offload=true: only fsdp2 can offload; parallelism.strategy={self.strategy}"
             )
