@@ -1,5 +1,6 @@
 # make finetune   install what is missing, then fine-tune SmolLM2-135M on this machine
 # make test       install what is missing, then run every test
+# make parity    every model on every mesh shape against one process
 # make lint       formatting, lint, types, import contracts, size budgets
 # make install    the environment alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
 
@@ -24,7 +25,7 @@ test: install
 	$(BIN)/python -m pytest $(ARGS)
 
 parity: install
-	$(BIN)/python -m pytest -m "parity or not parity" tests/distributed/test_parity.py $(ARGS)
+	MESHBOOK_ALL_PARITY=1 $(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_parity_smollm2.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

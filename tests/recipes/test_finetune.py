@@ -86,12 +86,14 @@ def test_every_mesh_logs_the_same_curve(overrides: tuple[str, ...], alone: tuple
 
 
 def test_the_export_is_a_model_of_transformers(alone: tuple[Path, str]) -> None:
-    """Loaded by plain transformers in another process it has the held-out loss that the run ended with."""
+    """It loads and generates in a process that knows nothing of this project; its loss is compared below."""
     script = (
         "import sys, json, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]); tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
         "ids = tokenizer('What does it do?', return_tensors='pt').input_ids\n"
-        "print(json.dumps([model.generate(ids, max_new_tokens=4).shape[1] - ids.shape[1], 'components' in sys.modules]))"
+        "longer = model.generate(ids, max_new_tokens=4)\n"
+        "print(json.dumps([longer.shape[1] - ids.shape[1], 'components' in sys.modules]))"
     )
     ran = subprocess.run(
         [sys.executable, "-c", script, str(alone[0] / "export")],
@@ -122,7 +124,7 @@ def test_evaluate_repeats_the_held_out_loss(what: str, alone: tuple[Path, str], 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGINT], ids=["preempted", "interrupted"])
 def test_a_stopped_run_goes_on_where_it_was(number: signal.Signals, alone: tuple[Path, str], tmp_path: Path) -> None:
-    """Told to stop, it saves and exits 0; typed again, the command ends with the undisturbed run's curve, bit by bit."""
+    """Told to stop, it saves and exits 0; typed again, the command ends with the undisturbed curve, bit by bit."""
     command = (*TINY, "parallelism=single", f"run.dir={tmp_path}/run", "checkpoint.every=3", "checkpoint.export=false")
     process = start(ROOT / "recipes" / "finetune.py", *command, cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
