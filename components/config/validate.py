@@ -51,6 +51,6 @@ def _batch_problems(cfg: FinetuneConfig, mesh: MeshShape) -> list[str]:
         return []
     return [
         f"training.global_batch_size={cfg.training.global_batch_size}: must be a multiple of micro_batch_size x dp = "
-        f"{cfg.training.micro_batch_size} x {mesh.dp} = {samples}; change training.global_batch_size or "
-        "training.micro_batch_size"
+        f"{cfg.training.micro_batch_size} x {mesh.dp} = {samples}; change training.global_batch_size, "
+        "training.micro_batch_size or parallelism.dp_shard"
     ]

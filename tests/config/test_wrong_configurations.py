@@ -357,10 +357,22 @@ def test_all_mistakes_are_told_at_once(commands: Commands, finetune: Path, tmp_p
     assert os.listdir(tmp_path) == []
 
 
-def test_a_mistake_is_not_followed_by_its_consequences(commands: Commands, finetune: Path, tmp_path: Path) -> None:
-    """The misspelt option would have set the mesh; what the default mesh does to the batch is not told."""
-    ended = commands.run(finetune, ["model=tiny", "parallelism=tp22", "cluster=local_4proc"], tmp_path)
-    assert_refused(ended, ["parallelism=tp22: no such option"], tmp_path)
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("parallelism=tp44", "parallelism=tp44: no such option"),
+        ("parallelism.tp=four", "parallelism.tp=four: must be a whole number"),
+        ("parallelism.tp=0", "parallelism.tp=0: must be 1 or more"),
+    ],
+)
+def test_a_mistake_is_not_followed_by_its_consequences(
+    commands: Commands, finetune: Path, tmp_path: Path, wrong: str, told: str
+) -> None:
+    """What was meant would have had dp 1; that 4 is too small a batch for dp 4 is not the person's problem."""
+    rest = ["model=tiny", "cluster=local_4proc", "training.global_batch_size=4"]
+    assert_refused(commands.run(finetune, [wrong, *rest], tmp_path), [told], tmp_path)
+    alone = commands.run(finetune, rest, tmp_path)
+    assert_refused(alone, ["training.global_batch_size=4", "4 x 4 = 16"], tmp_path)
 
 
 def test_nothing_wrong_is_not_refused(commands: Commands, finetune: Path, tmp_path: Path) -> None:

@@ -117,7 +117,9 @@ class _Search:
 
     def add_independent(self, problems: list[str]) -> None:
         """Add the problems that concern no section which has one already."""
-        bad = {_section(problem) for problem in self.problems}
+        bad = {_section(problem) for problem in self.problems} | self.bad_options
+        if "cluster" in bad:
+            bad.add("parallelism")  # the number of processes decides the degrees
         self.problems += [problem for problem in problems if not any(_concerns([problem], section) for section in bad)]
 
     def _refused(self, override: str, cfg: DictConfig) -> str | None:
