@@ -1,0 +1,146 @@
+"""Command lines with one mistake each, and what the one sentence about it must hold: value, rule and key.
+
+A row is the command line and the parts of the sentence. The rows that need files stand with the tests that make them.
+"""
+
+from __future__ import annotations
+
+UNKNOWN_KEY = [
+    ("training.max_step=3", "no such key", "did you mean training.max_steps?"),
+    ("model.head=9", "no such key", "did you mean model.heads?"),
+    ("parallelism.tpp=2", "no such key", "did you mean parallelism.tp?"),
+    ("logging.wandb.mod=online", "no such key", "did you mean logging.wandb.mode?"),
+    ("trainig.max_steps=3", "no such key", "did you mean training.max_steps?"),
+    ("max_step=3", "no such key", "did you mean training.max_steps?"),
+    ("training.lr=1", "no such key", "did you mean optimizer.lr?"),
+    ("xyzzy=3", "xyzzy=3: no such key"),
+    ("+training.max_step=3", "training.max_step=3: no such key", "did you mean training.max_steps?"),
+    ("+trainig.max_steps=3", "trainig.max_steps=3: no such key", "did you mean training.max_steps?"),
+    ("+logging.wandb.projet=x", "no such key", "did you mean logging.wandb.project?"),
+    ("++run.sed=1", "run.sed=1: no such key", "did you mean run.seed?"),
+    ("++xyzzy=3", "xyzzy=3: no such key"),
+    ("training={max_stepz:3}", "training={max_stepz:3}", "does not have"),
+    ("data.path=x.jsonl", "the chosen option of data has no such key", "data=NAME", "jsonl"),
+]
+WRONG_TYPE = [
+    ("training.max_steps=abc", "training.max_steps=abc: must be a whole number"),
+    ("training.max_steps=4.5", "training.max_steps=4.5: must be a whole number"),
+    ("training.max_steps=true", "must be a whole number"),
+    ("training.max_steps=[1,2]", "must be a whole number"),
+    ("training.max_steps=", "training.max_steps", "must be a whole number"),
+    ("++training.max_steps=abc", "must be a whole number"),
+    ("optimizer.lr=fast", "optimizer.lr=fast: must be a number"),
+    ("optimizer.betas=3", "optimizer.betas=3: must be a list"),
+    ("optimizer.betas=[a,b]", "must be a number"),
+    ("logging.plot=maybe", "logging.plot=maybe: must be true or false"),
+    ("run.seed=null", "run.seed=null: must not be null"),
+    ("run.dir=[a]", "run.dir=[a]: must be a single value"),
+    ("training=3", "training=3: is a section with keys"),
+]
+WRONG_CHOICE = [
+    ("parallelism.strategy=fsdp", "must be one of single, ddp, fsdp2, megatron_fsdp", "did you mean fsdp2?"),
+    ("model.compute_dtype=fp16", "must be one of auto, bfloat16, float32, float64"),
+    ("cluster.device=gpu", "must be one of auto, cpu, cuda"),
+    ("cluster.kind=pbs", "must be one of local, slurm"),
+    ("optimizer.schedule=cosin", "must be one of", "did you mean cosine?"),
+    ("logging.wandb.mode=on", "must be one of disabled, offline, online"),
+    ("data.kind=sftt", "must be one of docs, sft, chat, custom", "did you mean sft?"),
+    ("parallelism.uneven_heads=split", "must be one of replicate, refuse"),
+]
+MISSPELT_GROUP_OR_OPTION = [
+    ("paralelism=fsdp2", "paralelism=fsdp2: no such key", "did you mean parallelism?"),
+    ("parallelism=fsdp3", "no such option", "did you mean fsdp2?", "hsdp"),
+    ("data=jsonll", "no such option", "did you mean jsonl?"),
+    ("experiment=smok", "no such option", "did you mean smoke?"),
+    ("+training.max_steps=30", "write training.max_steps=30 without the plus"),
+    ("+experiment=smoke", "write experiment=smoke without the plus"),
+    ("cluster=slurm_8node", "no such option", "local_2proc"),
+    ("parallelism=3", "must be the name of an option", "fsdp2_tp2"),
+]
+MISSING_VALUE = [
+    ("data=jsonl", "data.path: not set", "set data.path="),
+    ("data=chat_jsonl", "data.path: not set"),
+    ("data=jsonl data.path=null", "data.path=null: must not be null"),
+    ("data=jsonl data.path=''", "data.path='': is empty"),
+    ("training.max_steps=???", "training.max_steps: not set"),
+    ("~data", "data: not set"),
+    ("model=tiny model.init=pretrained", "model.path=null: pretrained weights need a path", "model.init=random"),
+]
+OUT_OF_RANGE = [
+    ("optimizer.lr=-1", "optimizer.lr=-1.0: must be greater than 0"),
+    ("training.max_steps=0", "training.max_steps=0: must be at least 1"),
+    ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
+    ("run.seed=-1", "run.seed=-1: must lie between 0"),
+    ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: must be two numbers"),
+    ("data.eval_fraction=1.5", "data.eval_fraction=1.5"),
+    ("cluster.procs_per_node=0", "cluster.procs_per_node=0", "1 or more"),
+    ("cluster.nodes=2", "cluster.nodes=2", "set cluster.nodes=1"),
+]
+MESH = [
+    ("parallelism=tp2 cluster.procs_per_node=3", "tp 2 = 2 processes, but there are 3", "cluster.procs_per_node=2"),
+    ("parallelism=fsdp2_tp2 cluster.procs_per_node=3", "3 processes cannot be divided by tp 2 = 2"),
+    ("parallelism=single cluster=local_2proc", "1 processes, but there are 2", "cluster.procs_per_node=1"),
+    ("parallelism=hsdp cluster.procs_per_node=5", "5 processes cannot be divided by dp_shard 2 = 2"),
+    ("parallelism.dp_replicate=-1", "dp_replicate=-1 and parallelism.dp_shard=-1", "only one axis"),
+    ("parallelism.tp=0", "parallelism.tp=0: must be 1 or more"),
+    (
+        "parallelism=ddp parallelism.tp=2",
+        "parallelism.tp=2: strategy ddp has no such axis",
+        "parallelism.strategy=fsdp2",
+    ),
+    ("parallelism.sequence_parallel=true", "parallelism.sequence_parallel=true: needs parallelism.tp > 1"),
+    ("parallelism.pp=2", "parallelism.pp=2", "not built yet"),
+]
+UNEVEN_HEADS = [
+    (
+        "model=smollm2_135m_hub parallelism=tp2 parallelism.uneven_heads=refuse",
+        *("parallelism.tp=2", "9 attention heads and 3 kv heads", "parallelism.uneven_heads=replicate"),
+    ),
+    (
+        "model=qwen3_0_6b parallelism=tp3 parallelism.uneven_heads=refuse",
+        *("parallelism.tp=3", "16 attention heads and 8 kv heads"),
+    ),
+    (
+        "model=tiny model.config.num_attention_heads=6 parallelism=tp4 parallelism.uneven_heads=refuse",
+        *("parallelism.tp=4", "6 attention heads and 2 kv heads"),
+    ),
+]
+BATCH = [
+    ("training.global_batch_size=7", "training.global_batch_size=7", "4 x 1 = 4", "training.micro_batch_size"),
+    ("training.global_batch_size=20 cluster=local_2proc", "training.global_batch_size=20", "4 x 2 = 8"),
+    ("training.micro_batch_size=3", "training.global_batch_size=16", "3 x 1 = 3"),
+    ("parallelism=fsdp2_tp2 cluster.procs_per_node=8 training.micro_batch_size=8", "8 x 4 = 32"),
+]
+NOT_BUILT = [
+    ("cluster.kind=slurm", "cluster.kind=slurm: submitting to Slurm is not built yet", "cluster=local"),
+    ("-m training.max_steps=10,20", "-m", "sweeps are not built yet"),
+    ("training.max_steps=10,20", "training.max_steps=10,20", "several values"),
+]
+SYNTAX = [
+    ("training.max_steps", "training.max_steps: cannot be read", "KEY=VALUE"),
+    ("run.name=a=b", "run.name=a=b: cannot be read", "quote"),
+    ("run.name=${nowhere}", "run.name", "nowhere", "${...}"),
+    ("hydra.run.dir=x", "hydra.run.dir=x", "Hydra only composes"),
+    ("=3", "=3: has no key"),
+    ("--config-dir nowhere", "--config-dir=nowhere: no such folder"),
+]
+PLACES = [
+    ("run.resume=nowhere", "run.resume=nowhere: no such checkpoint"),
+    ("run.resume=''", "run.resume=''", "auto, never"),
+    ("run.dir=/dev/null/run", "run.dir=/dev/null/run: cannot be used", "choose another run.dir"),
+    ("cluster.device=cuda", "cluster.device=cuda: no GPU is visible"),
+]
+TABLE = {
+    "unknown_key": UNKNOWN_KEY,
+    "wrong_type": WRONG_TYPE,
+    "wrong_choice": WRONG_CHOICE,
+    "misspelt_group_or_option": MISSPELT_GROUP_OR_OPTION,
+    "missing_value": MISSING_VALUE,
+    "out_of_range": OUT_OF_RANGE,
+    "mesh": MESH,
+    "uneven_heads": UNEVEN_HEADS,
+    "batch": BATCH,
+    "not_built": NOT_BUILT,
+    "syntax": SYNTAX,
+    "places": PLACES,
+}
