@@ -121,7 +121,7 @@ def _question(conversation: Conversation) -> str:
 def _kept(samples: list[Sample], cfg: DataConfig, is_eval: bool) -> list[Sample]:
     """Return the samples of one side, at most as many as asked for."""
     if not samples:
-        raise ConfigError(f"{_describe(cfg, is_eval)}: has no rows")
+        raise ConfigError(f"data: {_describe(cfg, is_eval)}: has no rows; name others by data.path or data.split")
     if _held_out_by_hash(cfg):
         samples = _side(samples, cfg.eval_fraction, is_eval)
     return samples[: cfg.max_eval_samples if is_eval else cfg.max_samples]
