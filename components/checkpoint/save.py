@@ -97,6 +97,9 @@ def _record_own_files(tmp: Path) -> dict[str, FileRecord]:
 
 
 def _publish(tmp: Path, step: int, extra: dict[str, Any], records: dict[str, FileRecord], mesh: dict[str, int]) -> Path:
+    unseen = sorted(name for name in records if not (tmp / name).is_file())
+    if unseen:
+        raise OSError(f"rank 0 does not see {', '.join(unseen)}: run.dir must be on a file system that all nodes share")
     write_json(tmp / STATE, {"step": step, "extra": extra})
     records[STATE] = record_file(tmp / STATE)
     earlier = published(tmp.parent)
@@ -115,6 +118,7 @@ def _publish(tmp: Path, step: int, extra: dict[str, Any], records: dict[str, Fil
         final = tmp.parent / f"step_{step}.{again}"
     os.rename(tmp, final)
     sync_folder(tmp.parent)
+    sync_folder(tmp.parent.parent)
     return final
 
 

@@ -28,7 +28,8 @@ from components.checkpoint import (
     save_checkpoint,
     verify,
 )
-from components.checkpoint.manifest import Manifest
+from components.checkpoint.manifest import FileRecord, Manifest
+from components.checkpoint.save import _publish
 from components.config.errors import ConfigError
 from tests.harness import run_ranks, start_ranks
 
@@ -270,6 +271,35 @@ def test_a_full_disk_is_told_on_every_rank_and_leaves_the_last_one(tmp_path: Pat
     first, second = run_ranks(2, body)
     assert first == second
     assert "File too large" in first
+
+
+def test_everything_is_on_disk_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a loss of power would show: every file and the folder are synced, the manifest last, then the rename."""
+    sync, rename, events = os.fsync, os.rename, []
+
+    def synced(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{int(descriptor)}")).name)
+        sync(descriptor)
+
+    def renamed(old: Path, new: Path) -> None:
+        events.append("rename")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    path = save(tmp_path, 1)
+    published = events.index("rename")
+    assert set(events[: published - 1]) == {file.name for file in path.iterdir()}
+    assert events[published - 2] == "manifest.json"
+    assert events[published - 1].startswith("step_1.tmp-")
+    assert events[published + 1 :] == ["checkpoints", tmp_path.name]
+
+
+def test_nodes_that_do_not_share_the_folder_are_told(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_1.tmp-x").mkdir(parents=True)
+    records = {"shard-00002-model-00001-of-00001.safetensors": FileRecord(1, [])}
+    with pytest.raises(OSError, match=r"rank 0 does not see shard-00002.*file system that all nodes share"):
+        _publish(tmp_path / "checkpoints" / "step_1.tmp-x", 1, {}, records, {"world": 2})
 
 
 def test_old_checkpoints_go_once_a_newer_one_is_there(tmp_path: Path) -> None:

@@ -166,7 +166,9 @@ def test_an_empty_file(tmp_path, name):
 def test_a_file_without_rows(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     assert check_files(sft(tmp_path / name)) == [f"data.path={tmp_path}/{name}: {name} has no rows"]
-    assert problems(sft(tmp_path / name)) == [f"{tmp_path}/{name} (train): has no rows"]
+    assert problems(sft(tmp_path / name)) == [
+        f"data: {tmp_path}/{name} (train): has no rows; name others by data.path or data.split"
+    ]
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv"])
