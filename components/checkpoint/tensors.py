@@ -30,8 +30,8 @@ from components.config.errors import ConfigError
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 COUNTER = "counter/"
-FILE_BYTES = 1024**3
-"""About the size of a rank's files: a file is put together in host memory."""
+FILE_BYTES = 512 * 1024**2
+"""About the size of a rank's files: each is put together in host memory, in twice its size."""
 
 Tensors = dict[str, torch.Tensor]
 
