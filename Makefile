@@ -1,6 +1,6 @@
 # make finetune   install what is missing, then fine-tune SmolLM2-135M on this machine
 # make test       install what is missing, then run every test
-# make parity    every model on every mesh shape against one process
+# make parity     every model on every mesh shape against one process
 # make lint       formatting, lint, types, import contracts, size budgets
 # make install    the environment alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
 

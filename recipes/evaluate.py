@@ -33,7 +33,7 @@ def main(cfg: EvaluateConfig) -> None:
     # Data: every held-out sample is seen by exactly one data-parallel rank
     tokenizer = models.load_tokenizer(cfg.model)
     eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.evaluation.seq_len, split="eval")
-    padding = data.Padding(multiple=mesh.shape.sequence_multiple, token_id=tokenizer.pad_token_id)
+    padding = data.Padding(multiple=mesh.sequence_multiple, token_id=tokenizer.pad_token_id)
     held_out = data.eval_batches(
         eval_set,
         micro_batch_size=cfg.evaluation.micro_batch_size,

@@ -43,7 +43,7 @@ def main(cfg: FinetuneConfig) -> None:
     tokenizer = models.load_tokenizer(cfg.model)
     train_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="train")
     eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="eval")
-    padding = data.Padding(multiple=mesh.shape.sequence_multiple, token_id=tokenizer.pad_token_id)
+    padding = data.Padding(multiple=mesh.sequence_multiple, token_id=tokenizer.pad_token_id)
     batches = data.TrainBatches(train_set, plan, seed=cfg.run.seed, padding=padding)
 
     # Model: shaped on the meta device, laid over the mesh, then given memory and filled shard by shard
@@ -54,7 +54,9 @@ def main(cfg: FinetuneConfig) -> None:
     if cfg.model.compile:
         models.compile_layers(model)
     models.materialize(model, info.device)
-    models.fill_weights(model, cfg.model, cfg.run.seed)
+    found = checkpoint.find_checkpoint(cfg.run.dir, cfg.run.resume)
+    if found is None:
+        models.fill_weights(model, cfg.model, cfg.run.seed)
     replica = distributed.wrap_replicas(model, mesh, cfg.parallelism)
 
     # Optimizer, over the sharded parameters
@@ -69,11 +71,11 @@ def main(cfg: FinetuneConfig) -> None:
 
     # State, and where an earlier attempt left off
     state = training.TrainState()
-    found = checkpoint.find_checkpoint(cfg.run.dir, cfg.run.resume)
     if found is not None:
         saved = checkpoint.load_checkpoint(found, model, optimizer)
         state = training.TrainState.from_dict(saved["state"])
         batches.load_state_dict(saved["data"])
+    resumed_at = state.step
 
     def save() -> Path:
         extra = {"state": state.to_dict(), "data": batches.state_dict()}
@@ -154,7 +156,8 @@ def main(cfg: FinetuneConfig) -> None:
         # Finish: the last numbers, the last evaluation, what remains of the run
         for late in reader.flush():
             record(late)
-        report.say(f"saved {save()}")
+        if found is None or state.step > resumed_at:
+            report.say(f"saved {save()}")
         if status == "ok":
             eval_loss = evaluate()
             show_generations()

@@ -29,6 +29,8 @@ class Mesh:
 
     device_mesh: DeviceMesh
     shape: MeshShape
+    sequence_multiple: int = 1
+    """Rows are padded to a multiple of this many tokens."""
     _views: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
 
     def __contains__(self, axis: str) -> bool:
@@ -103,7 +105,7 @@ def build_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh:
     if "dp_shard" not in names and (parallelism.strategy != Strategy.ddp or not names):
         names = [axis for axis in AXES if axis in names or axis == "dp_shard"]
     device_mesh = init_device_mesh(device_type, tuple(degrees[name] for name in names), mesh_dim_names=tuple(names))
-    return Mesh(device_mesh, shape)
+    return Mesh(device_mesh, shape, parallelism.sequence_multiple(shape))
 
 
 def init_distributed(config: ParallelismConfig, seed: int = 42) -> DeviceMesh | None:

@@ -15,6 +15,7 @@ from components.config.errors import ConfigError
 from components.config.model_files import ModelFiles, locate
 from components.config.schema.model import ModelConfig
 from components.config.shape import ModelShape, shape_of_config
+from components.models.attention import use_causal_sdpa
 from components.models.gguf import read_config
 from components.models.hub import explain_loading_error
 from components.models.tokenizer import load_tokenizer
@@ -79,6 +80,8 @@ def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrained
         ) from error
     _load_generation_config(model, cfg)
     model.config.use_cache = False
+    if not use_causal_sdpa(model):
+        logger.info("attention: %s with transformers' own masks; the host waits once per forward", cfg.attention)
     return model.train()
 
 

@@ -27,7 +27,7 @@ def generate(
 
     Args:
         pad_multiple: 1: one forward of the prompt, then one per token with a cache of keys and values. More: what the
-            mesh divides sequences by (`MeshShape.sequence_multiple` under sequence or context parallelism);
+            mesh divides sequences by (`Mesh.sequence_multiple` under sequence or context parallelism);
             the whole row, padded on the right to this multiple, is computed again for each token.
     """
     was_training = model.training

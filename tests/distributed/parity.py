@@ -175,7 +175,7 @@ def micro_batches(case: Case, mesh: Mesh, step: int) -> list[dict[str, torch.Ten
     per_rank = len(samples) // mesh.size("dp")
     mine = samples[mesh.rank("dp") * per_rank :][:per_rank]
     size = per_rank // case.accumulation
-    return [pad(mine[start : start + size], mesh.shape.sequence_multiple) for start in range(0, per_rank, size)]
+    return [pad(mine[start : start + size], mesh.sequence_multiple) for start in range(0, per_rank, size)]
 
 
 def pad(samples: list[Sample], multiple: int) -> dict[str, torch.Tensor]:

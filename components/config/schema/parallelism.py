@@ -90,11 +90,6 @@ class MeshShape:
         """Processes that see different samples."""
         return self.dp_replicate * self.dp_shard * self.ep
 
-    @property
-    def sequence_multiple(self) -> int:
-        """Rows are padded to a multiple of this many tokens, so that cp and tp can cut them evenly."""
-        return math.lcm(2 * self.cp if self.cp > 1 else 1, self.tp)
-
     def __str__(self) -> str:
         return " x ".join(f"{axis}={degree}" for axis, degree in asdict(self).items())
 
@@ -159,6 +154,10 @@ class ParallelismConfig:
     def degree(self, axis: str) -> int:
         """The stated degree of an axis; -1 where it is to be inferred."""
         return getattr(self, axis)
+
+    def sequence_multiple(self, mesh: MeshShape) -> int:
+        """Rows are padded to a multiple of this many tokens, so that cp and sequence parallel can cut them evenly."""
+        return math.lcm(2 * mesh.cp if mesh.cp > 1 else 1, mesh.tp if self.sequence_parallel else 1)
 
     def _strategy_problems(self) -> list[str]:
         replicating = {Strategy.single: (), Strategy.ddp: ("dp_replicate",)}
