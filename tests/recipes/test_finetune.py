@@ -151,3 +151,12 @@ def test_a_copied_recipe_runs_from_anywhere(tmp_path: Path) -> None:
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     assert len(list((tmp_path / "outputs" / "finetune").iterdir())) == 1
+
+
+def test_wandb_offline_needs_no_account_and_a_failing_one_stops_nothing(tmp_path: Path) -> None:
+    short = (*TINY, "training.max_steps=2", "checkpoint.export=false", "generation.samples=0", "parallelism=single")
+    run("finetune.py", *short, f"run.dir={tmp_path}/offline", "logging.wandb.mode=offline", cwd=tmp_path)
+    assert list((tmp_path / "offline" / "wandb").glob("offline-run-*-offline"))
+    output = run("finetune.py", *short, f"run.dir={tmp_path}/online", "logging.wandb.mode=online", cwd=tmp_path)
+    assert "wandb is off from here on" in output  # no account, no network
+    assert result(tmp_path / "online")["status"] == "ok"
