@@ -100,7 +100,26 @@ def test_style_names_of_transformers_5_are_known(side: str) -> None:
     )
 
 
-TP_STYLES = ["all_reduce", "colwise", "colwise_gather_output", "colwise_rep", "embedding_colwise", "embedding_rowwise", "local_params", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts", "packed_colwise", "packed_rowwise", "replicate", "replicated_with_grad_allreduce", "rowwise", "rowwise_rep", "rowwise_split_input", "sequence_parallel"]
+TP_STYLES = [
+    "all_reduce",
+    "colwise",
+    "colwise_gather_output",
+    "colwise_rep",
+    "embedding_colwise",
+    "embedding_rowwise",
+    "local_params",
+    "mla_kv_a_proj",
+    "moe_identity_expert",
+    "moe_tp_experts",
+    "packed_colwise",
+    "packed_rowwise",
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "rowwise",
+    "rowwise_rep",
+    "rowwise_split_input",
+    "sequence_parallel",
+]
 
 
 def test_every_style_of_transformers_is_translated_or_refused_by_name() -> None:
