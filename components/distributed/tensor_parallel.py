@@ -82,7 +82,8 @@ class TransformersStyle(ParallelStyle):
         self.name = name
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+        # The registry is empty until this module, which fills it, is imported.
+        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
         style = ALL_PARALLEL_STYLES[self.name]
         for name, _ in list(module.named_parameters(recurse=False)):

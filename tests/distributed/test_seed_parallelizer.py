@@ -124,7 +124,7 @@ TP_STYLES = [
 
 def test_every_style_of_transformers_is_translated_or_refused_by_name() -> None:
     """get_hf_tp_shard_plan: an unknown style falls back, with a log line only, to a Llama-shaped plan."""
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     assert set(TP_STYLES) <= set(ALL_PARALLEL_STYLES)
     for name in TP_STYLES:
