@@ -103,8 +103,8 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _forward(model: nn.Module, batch: MicroBatch, settings: StepSettings) -> torch.Tensor:
-    # Rows are padded on the right: under causal attention no real token sees padding, so no mask is needed, and
-    # without position_ids transformers does not probe them for packed documents (a host-device sync).
+    # Rows are padded on the right: under causal attention no real token sees padding, so no mask is needed; the
+    # attention that models are built with asks for none, and so never makes the host wait.
     with _autocast(settings):
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
     return token_loss_sum(logits, batch["labels"])
