@@ -54,6 +54,8 @@ def main(cfg: EvaluateConfig) -> None:
     else:
         checkpoint.load_model_weights(cfg.evaluation.checkpoint, model)
 
+    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+
     # Reporting
     report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main)
     counts = models.count_parameters(model)
@@ -75,15 +77,16 @@ def main(cfg: EvaluateConfig) -> None:
     # Evaluation
     settings = training.StepSettings(
         device=info.device,
-        counts_tokens=mesh.counts_tokens,
+        mesh=mesh,
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
     )
     with report:
-        loss, tokens = training.evaluate(model, held_out, settings)
+        loss, tokens = training.evaluate(replica, held_out, settings)
         report.evaluation(step=0, eval_loss=loss, tokens=tokens)
         report.say(f"perplexity {math.exp(loss):.3f} per target token")
         prompts = [*data.sample_prompts(eval_set, cfg.generation.samples), *cfg.generation.prompts]
-        answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, padding.multiple)
+        with distributed.whole_rows(replica, mesh, cfg.parallelism) as forward:
+            answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, forward)
         report.generations(prompts, answers, when="(greedy)")
         report.finish(
             observability.Result(

@@ -57,7 +57,7 @@ def main(cfg: FinetuneConfig) -> None:
     found = checkpoint.find_checkpoint(cfg.run.dir, cfg.run.resume)
     if found is None:
         models.fill_weights(model, cfg.model, cfg.run.seed)
-    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism)
+    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
 
     # Optimizer, over the sharded parameters
     optimizer = training.build_optimizer(model, cfg.optimizer)
@@ -65,7 +65,7 @@ def main(cfg: FinetuneConfig) -> None:
         device=info.device,
         max_grad_norm=cfg.training.max_grad_norm,
         defer_grad_sync=cfg.parallelism.defer_grad_sync,
-        counts_tokens=mesh.counts_tokens,
+        mesh=mesh,
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
     )
 
@@ -112,13 +112,14 @@ def main(cfg: FinetuneConfig) -> None:
             dp_size=plan.dp_size,
             padding=padding,
         )
-        loss, tokens = training.evaluate(model, held_out, settings)
+        loss, tokens = training.evaluate(replica, held_out, settings)
         report.evaluation(step=state.step, eval_loss=loss, tokens=tokens)
         return loss
 
     def show_generations() -> None:
         prompts = [*data.sample_prompts(eval_set, cfg.generation.samples), *cfg.generation.prompts]
-        answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, padding.multiple)
+        with distributed.whole_rows(replica, mesh, cfg.parallelism) as forward:
+            answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, forward)
         report.generations(prompts, answers, when=f"after {state.step} steps")
 
     def record(step: training.StepMetrics) -> None:

@@ -7,6 +7,10 @@ Starting and ending
 Mesh and layout
     mesh.py            build_mesh: six axes, groups only where they are used
     parallelizer.py    parallelize, and the names of seed page 004
+    apply_tp.py        tensor parallel: plans (tp_plan.py) and styles (tensor_parallel.py)
+    context.py         context parallel: parts of rows, and attention over whole ones
+    pipeline.py        pipeline parallel: stages (stages.py) under torch's schedules
+    fsdp.py            sharded parameters, summed gradients
 Helpers that work in a single process too
     utils.py           names of seed pages 001 and 002
     ranks.py           get_rank, get_num_nodes, ...; collectives.py: exact values, ragged tensors, objects
@@ -26,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from components.distributed.mesh import Mesh, build_mesh, seed_ranks  # noqa: F401
-    from components.distributed.parallelizer import parallelize, wrap_replicas  # noqa: F401
+    from components.distributed.parallelizer import parallelize, whole_rows, wrap_replicas  # noqa: F401
     from components.distributed.process_group import (  # noqa: F401
         DistInfo,
         exchange_text_from_rank_zero,
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "mesh": "Mesh build_mesh seed_ranks",
-    "parallelizer": "parallelize wrap_replicas",
+    "parallelizer": "parallelize whole_rows wrap_replicas",
     "process_group": "DistInfo exchange_text_from_rank_zero start_process_group",
     "ranks": "is_rank_zero",
     "seeding": "stream",

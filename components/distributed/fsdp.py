@@ -54,7 +54,7 @@ def shard_with_fsdp2(
     apply_fsdp_sharding_recursively(model, mesh, inner, offload_policy)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if embeddings is not None and head is not None and embeddings.weight is not head.weight:
+    if _weight(embeddings) is not None and _weight(head) is not None and _weight(embeddings) is not _weight(head):
         _shard(embeddings, mesh, inner, offload_policy, reshard=True)
     _shard(model, mesh, mp_policy, offload_policy, reshard=False)
     for unit in fsdp_units(model):
@@ -63,6 +63,10 @@ def shard_with_fsdp2(
         # gloo has no pre-multiplied sum; dividing by 1 leaves the plain sum on every backend.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _weight(module: nn.Module | None) -> torch.Tensor | None:
+    return getattr(module, "weight", None)
 
 
 def mixed_precision(compute_dtype: torch.dtype, param_dtype: torch.dtype) -> MixedPrecisionPolicy | None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (importing it makes the backend "fake" known)
 
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
 from components.distributed.init import _barrier_with_timeout, _set_nccl_env, _set_seed, get_world_info
@@ -31,6 +32,8 @@ class Mesh:
     shape: MeshShape
     sequence_multiple: int = 1
     """Rows are padded to a multiple of this many tokens."""
+    head_stage: int = 0
+    """The place on the pp axis that holds the last layers and the head, and so the loss."""
     _views: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
 
     def __contains__(self, axis: str) -> bool:
@@ -61,14 +64,15 @@ class Mesh:
         """The mesh that dense parameters are laid over: (fsdp,), or (dp_replicate, fsdp) for hybrid sharding."""
         if self.size("dp_replicate") == 1:
             return self["fsdp"]
-        if self.size("fsdp") == self.size("dp_shard"):
-            return self.device_mesh["dp_replicate", "dp_shard"]
         return self.device_mesh["dp_replicate", self["fsdp"].mesh_dim_names[0]]  # type: ignore[index]
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether this rank's tokens count in a sum over all ranks: tp ranks read the same samples, one counts."""
-        return self.rank("tp") == 0
+        """Whether this rank's tokens and losses count in a sum over all ranks.
+
+        tp ranks and pipeline stages read the same tokens: tp rank 0 of the stage that has the loss counts.
+        """
+        return self.rank("tp") == 0 and self.rank("pp") == self.head_stage
 
     @property
     def coordinates(self) -> str:
@@ -81,7 +85,8 @@ class Mesh:
         return self.device_mesh.mesh_dim_names or ()
 
     def _flatten(self, view: str) -> DeviceMesh:
-        axes = tuple(axis for axis in VIEWS[view] if axis in self._names)
+        held = tuple(axis for axis in VIEWS[view] if axis in self._names)
+        axes = tuple(axis for axis in held if self.size(axis) > 1) or held[:1]
         if not axes:
             raise KeyError(f"the mesh {self.shape} has no axis of the view {view!r}")
         if len(axes) == 1:
@@ -104,8 +109,25 @@ def build_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh:
     # FSDP2 makes every parameter a DTensor on one mesh, whether or not there is anything to shard.
     if "dp_shard" not in names and (parallelism.strategy != Strategy.ddp or not names):
         names = [axis for axis in AXES if axis in names or axis == "dp_shard"]
-    device_mesh = init_device_mesh(device_type, tuple(degrees[name] for name in names), mesh_dim_names=tuple(names))
-    return Mesh(device_mesh, shape, parallelism.sequence_multiple(shape))
+    unused = {name: "fake" for name in names if name not in _axes_with_groups(shape)}
+    device_mesh = init_device_mesh(
+        device_type,
+        tuple(degrees[name] for name in names),
+        mesh_dim_names=tuple(names),
+        backend_override=unused or None,
+    )
+    return Mesh(device_mesh, shape, parallelism.sequence_multiple(shape), parallelism.stage_places(shape.pp)[-1])
+
+
+def _axes_with_groups(shape: MeshShape) -> set[str]:
+    """Return the axes over which some collective runs; the others only number the ranks.
+
+    dp_shard alone gathers parameters or experts; as a part of a larger view it is the view that gathers.
+    """
+    used = set(AXES)
+    if shape.dp_shard > 1 and shape.cp > 1:
+        used -= {"dp_shard"}
+    return used
 
 
 def init_distributed(config: ParallelismConfig, seed: int = 42) -> DeviceMesh | None:

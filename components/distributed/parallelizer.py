@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from components.config.errors import ConfigError
-from components.config.schema.parallelism import ParallelismConfig, Strategy
+from components.config.schema.parallelism import AttentionLayout, ParallelismConfig, Strategy
 from components.config.shape import ModelShape, shape_of_config
 from components.config.validate import model_problems
 from components.distributed.apply_tp import apply_tensor_parallel
+from components.distributed.context import use_context_parallel, whole_rows_attention
 from components.distributed.fsdp import (
     apply_fsdp_sharding_recursively,
     mixed_precision,
@@ -34,12 +36,15 @@ from components.distributed.fsdp import (
 from components.distributed.init import destroy_global_state
 from components.distributed.megatron import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from components.distributed.mesh import Mesh
+from components.distributed.pipeline import Hidden, Pipeline
+from components.distributed.stages import Stages, cut_into_stages
 from components.distributed.tp_plan import (
     Plan,
     get_hf_tp_shard_plan,
     import_class_from_path,
     import_classes_from_paths,
     load_plan,
+    read_heads,
     translate_to_torch_parallel_style,
 )
 
@@ -55,6 +60,7 @@ __all__ = [
     "parallelize",
     "translate_to_torch_parallel_style",
     "unshard_fsdp2_model",
+    "whole_rows",
     "wrap_replicas",
 ]
 
@@ -68,11 +74,15 @@ class Layout:
     tp_fraction: float = 0.0
     """Part of the parameters that is sharded over tp, in [0, 1]."""
     notes: tuple[str, ...] = ()
-    """What a person should know: attention left replicated, plan entries without a module."""
+    """What a person should know: attention left replicated, plan entries without a module, how cp attends."""
+    stages: Stages | None = None
+    """This rank's part of a pipeline; None without one."""
+    hidden: Hidden | None = None
+    """What travels between its stages."""
 
 
 def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, compute_dtype: torch.dtype) -> Layout:
-    """Shard a model in place as `parallelism` says: tensor parallel, then FSDP2. Nothing for single and ddp.
+    """Lay a model over the mesh in place: tensor and context parallel, pipeline stages, FSDP2 over each stage.
 
     The model should be on the meta device, to be materialised and loaded shard by shard afterwards.
     Raises ConfigError for a model without a plan under tp > 1 and for sizes that tp does not divide.
@@ -85,7 +95,8 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
     shape = ModelShape(**shape_of_config(config.to_dict())) if config is not None else ModelShape()
     if problems := model_problems(parallelism, mesh.shape, shape):
         raise ConfigError(problems)
-    layout = Layout()
+    notes: tuple[str, ...] = ()
+    fraction = 0.0
     if mesh.size("tp") > 1:
         plan = load_plan(parallelism.tp_plan, model) if parallelism.tp_plan else get_hf_tp_shard_plan(model)
         applied = apply_tensor_parallel(
@@ -95,29 +106,74 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
             sequence_parallel=parallelism.sequence_parallel,
             strict=parallelism.tp_plan is not None,
         )
-        layout = Layout(applied.fraction, applied.notes)
+        fraction, notes = applied.fraction, applied.notes
+    if mesh.size("cp") > 1:
+        heads = local_heads(model, mesh.size("tp"))
+        notes += (use_context_parallel(model, mesh["cp"], parallelism.cp_attention, heads),)
+    stages = None
+    if mesh.size("pp") > 1:
+        stages = cut_into_stages(model, parallelism.stage_places(mesh.size("pp")), mesh.rank("pp"))
     if parallelism.strategy == Strategy.fsdp2:
-        shard_with_fsdp2(
-            model,
-            mesh.sharding,
-            mixed_precision(compute_dtype, next(model.parameters()).dtype),
-            offload_to_cpu(parallelism.cpu_offload),
-            parallelism.reshard_after_forward,
-        )
-    return layout
+        for module in [stage.module for stage in stages.own] if stages else [model]:
+            shard_with_fsdp2(
+                module,
+                mesh.sharding,
+                mixed_precision(compute_dtype, next(model.parameters()).dtype),
+                offload_to_cpu(parallelism.cpu_offload),
+                parallelism.reshard_after_forward,
+            )
+    shards = mesh.size("tp") if parallelism.sequence_parallel else 1
+    hidden = Hidden(shape.hidden, shape.vocab, compute_dtype, shards) if shape.hidden and shape.vocab else None
+    return Layout(fraction, notes, stages, hidden)
 
 
-def wrap_replicas(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig) -> nn.Module:
-    """Return the module to call in training: DDP around a loaded model, the model itself for every other strategy.
+def wrap_replicas(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, layout: Layout) -> nn.Module | Pipeline:
+    """Return what training calls: a pipeline, DDP around a loaded model, the model itself for every other strategy.
 
     DDP's gradients are SUMMED over the replicas, like FSDP2's here: the training step divides, once.
     """
+    if layout.stages is not None and layout.hidden is not None:
+        return Pipeline(model, layout.stages, mesh["pp"], parallelism.pp_schedule, layout.hidden)
     if parallelism.strategy != Strategy.ddp or mesh.size("dp_replicate") == 1:
         return model
     group = mesh["dp_replicate"].get_group()
     replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     replica.register_comm_hook(group, _sum_gradients)
     return replica
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRows:
+    """A forward that every rank calls with the same whole rows, for generation: like a Hugging Face model's."""
+
+    call: Callable[..., Any]
+    multiple: int
+    """Rows are padded on the right to a multiple of this many tokens."""
+    keeps_cache: bool
+    """Whether keys and values of earlier tokens may be kept."""
+
+
+@contextmanager
+def whole_rows(replica: nn.Module | Pipeline, mesh: Mesh, parallelism: ParallelismConfig) -> Iterator[WholeRows]:
+    """Within the context the model that `wrap_replicas` returned takes whole rows on every rank."""
+    multiple = mesh.size("tp") if parallelism.sequence_parallel else 1
+    if isinstance(replica, Pipeline):
+        with whole_rows_attention(replica.module):
+            yield WholeRows(replica.logits, multiple, keeps_cache=False)
+        return
+    model = replica.module if isinstance(replica, DistributedDataParallel) else replica
+    with whole_rows_attention(model):
+        yield WholeRows(model, multiple, keeps_cache=multiple == 1)
+
+
+def local_heads(model: nn.Module, tp: int) -> tuple[int, int]:
+    """Return how many query and kv heads a tp rank computes."""
+    heads = read_heads(model, tp)
+    if heads is None:
+        raise ConfigError(f"parallelism.cp: {type(model).__name__} states no number of heads; set parallelism.cp=1")
+    if heads.layout == AttentionLayout.replicated:
+        return heads.heads, heads.kv_heads
+    return heads.heads // tp, max(heads.kv_heads // tp, 1)
 
 
 def _sum_gradients(group, bucket):

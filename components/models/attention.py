@@ -14,8 +14,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-CAUSAL_SDPA = "causal_sdpa"
-"""Name of this attention in transformers' interface; never written to a config.json."""
+from components.config.schema.model import CAUSAL_SDPA
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 

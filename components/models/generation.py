@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+class WholeRowForward(Protocol):
+    """How a mesh computes whole rows."""
+
+    @property
+    def call(self) -> Callable[..., Any]: ...
+    @property
+    def multiple(self) -> int: ...
+    @property
+    def keeps_cache(self) -> bool: ...
+
+
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
     max_new_tokens: int,
-    pad_multiple: int = 1,
+    forward: WholeRowForward | None = None,
 ) -> list[str]:
     """Return the greedy continuation of each prompt, without the prompt and special tokens.
 
@@ -26,48 +38,55 @@ def generate(
     prompts: they run the same forwards, and every token is rank 0's, so that no rank stops before another.
 
     Args:
-        pad_multiple: 1: one forward of the prompt, then one per token with a cache of keys and values. More: what the
-            mesh divides sequences by (`Mesh.sequence_multiple` under sequence or context parallelism);
-            the whole row, padded on the right to this multiple, is computed again for each token.
+        forward: How a mesh computes whole rows; None: the model does it itself. Where no cache of keys and values can
+            be kept, the whole row, padded on the right to `forward.multiple`, is computed again for each token.
     """
     was_training = model.training
     model.eval()
     try:
-        answers = [_continue(model, tokenizer, prompt, max_new_tokens, pad_multiple) for prompt in prompts]
+        answers = [_continue(model, tokenizer, prompt, max_new_tokens, forward) for prompt in prompts]
     finally:
         model.train(was_training)
     return [str(tokenizer.decode(answer, skip_special_tokens=True)).strip() for answer in answers]
 
 
 def _continue(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, pad_multiple: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    max_new_tokens: int,
+    forward: WholeRowForward | None,
 ) -> list[int]:
     device = next(model.parameters()).device
     ends = _end_tokens(model, tokenizer)
     tokens = _encode(tokenizer, prompt)
     start = len(tokens)
+    call = forward.call if forward else model
+    multiple, keeps_cache = (forward.multiple, forward.keeps_cache) if forward else (1, True)
     cache = None
     while len(tokens) < start + max_new_tokens:
         seen = 0 if cache is None else cache.get_seq_length()
         new = tokens[seen:]
-        width = -(-len(new) // pad_multiple) * pad_multiple
+        width = -(-len(new) // multiple) * multiple
         # Padding on the right is never seen by the tokens before it: attention is causal.
         ids = torch.tensor([new + [tokenizer.pad_token_id] * (width - len(new))], device=device)  # (1, width)
         positions = torch.arange(seen, seen + width, device=device)[None]  # (1, width)
-        output = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=pad_multiple == 1)
-        cache = output.past_key_values
-        token = _likeliest(output.logits, len(new) - 1)
+        last = torch.tensor([len(new) - 1], device=device)
+        cached = {"past_key_values": cache, "use_cache": True} if keeps_cache else {}
+        output = call(input_ids=ids, position_ids=positions, logits_to_keep=last, **cached)
+        cache = output.past_key_values if keeps_cache else None
+        token = _likeliest(output.logits)
         if token in ends:
             break
         tokens.append(token)
     return tokens[start:]
 
 
-def _likeliest(logits: torch.Tensor, position: int) -> int:
-    """The likeliest token after `position` of the only row; the same on every rank. logits: (1, width, vocabulary)"""
+def _likeliest(logits: torch.Tensor) -> int:
+    """The likeliest token of the only position; the same on every rank. logits: (1, 1, vocabulary)"""
     if isinstance(logits, DTensor):
         logits = logits.full_tensor()
-    token = logits[0, position].argmax()
+    token = logits[0, -1].argmax()
     if dist.is_initialized():
         dist.broadcast(token, src=0)
     return int(token)

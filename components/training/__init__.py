@@ -12,7 +12,7 @@ state.py      what a resume needs besides tensors; the request to stop
 
 from components.training.gradients import clip_gradients, gradient_norm
 from components.training.loop import StepSettings, evaluate, train_step
-from components.training.loss import count_targets, reduce_loss, token_loss_sum
+from components.training.loss import count_targets, next_tokens, reduce_loss, token_loss_sum
 from components.training.metrics import StepMetrics, StepReader
 from components.training.optim import build_optimizer, learning_rate, set_learning_rate
 from components.training.precision import autocast_dtype, compute_dtype
@@ -34,6 +34,7 @@ __all__ = [
     "get_sync_ctx",
     "gradient_norm",
     "learning_rate",
+    "next_tokens",
     "reduce_loss",
     "set_learning_rate",
     "token_loss_sum",

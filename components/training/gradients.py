@@ -9,12 +9,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 
-def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+def gradient_norm(parameters: Iterable[torch.Tensor], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the global L2 norm of the gradients as a float64 scalar on their device, equal on every rank.
 
     Gradients may be plain or lie on different meshes: what an axis shards is summed over it, what it replicates is
     counted once. One small collective per mesh axis that
     shards anything; the host does not wait. Raises ValueError for a gradient that is still a partial sum.
+
+    Args:
+        stages: The ranks of the other pipeline stages, whose parameters are others.
     """
     by_groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
     process_groups: dict[str, dist.ProcessGroup] = {}
@@ -30,7 +33,10 @@ def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         part = squares[rows]
         dist.all_reduce(part, group=group)
         squares[rows] = part
-    return squares.sum().sqrt()
+    total = squares.sum()
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt()
 
 
 def clip_gradients(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:

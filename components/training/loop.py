@@ -14,9 +14,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from components.distributed.context import shard_rows
+from components.distributed.mesh import Mesh
+from components.distributed.pipeline import Pipeline, pad_to_longest
 from components.training.gradients import clip_gradients, gradient_norm
-from components.training.loss import count_targets, token_loss_sum
+from components.training.loss import count_targets, next_tokens, token_loss_sum
 from components.training.optim import step_if_finite
 from components.training.sync import get_sync_ctx
 
@@ -34,14 +38,14 @@ class StepSettings:
     """Gradients are scaled down to this global norm; 0: no clipping."""
     defer_grad_sync: bool = True
     """Reduce gradients in the last micro-batch only."""
-    counts_tokens: bool = True
-    """Whether this rank's tokens count in sums over all ranks (tp ranks read the same samples: one counts)."""
+    mesh: Mesh | None = None
+    """Which part of each row is this rank's, and whose tokens count in sums over all ranks; None: one process."""
     autocast: torch.dtype | None = None
     """Type of matrix products where the strategy does not set it (single, ddp)."""
 
 
 def train_step(
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     micro_batches: Sequence[MicroBatch],
     optimizer: torch.optim.Optimizer,
     settings: StepSettings,
@@ -55,43 +59,50 @@ def train_step(
 
     Returns a float64 vector of `metrics.FIELDS` on the device, equal on every rank.
     """
-    batches = [to_device(batch, settings.device) for batch in micro_batches]
-    counted = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum()
+    if isinstance(model, Pipeline):
+        micro_batches = pad_to_longest(micro_batches)
+    batches = [_local_part(batch, settings) for batch in micro_batches]
+    counted = torch.stack([count_targets(batch["targets"]) for batch in batches]).sum()
     asked = torch.tensor(stop, dtype=torch.float64).to(settings.device, non_blocking=True)
-    totals = _sum_over_ranks(torch.cat([(counted * settings.counts_tokens)[None], asked]))  # tokens, stop flags
+    totals = _sum_over_ranks(torch.cat([(counted * _counts(settings))[None], asked]))  # tokens, stop flags
     tokens = totals[0].clamp(min=1)
 
-    loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
-    for index, batch in enumerate(batches):
-        last = index == len(batches) - 1
-        with get_sync_ctx(model, last, settings.defer_grad_sync):
-            loss = _forward(model, batch, settings)
-            (loss / tokens.to(loss.dtype)).backward()
-        loss_sum += loss.detach()
+    if isinstance(model, Pipeline):
+        loss_sum = model.forward_backward(batches, token_loss_sum, tokens)
+    else:
+        loss_sum = _forward_backward(model, batches, tokens, settings)
 
-    norm = gradient_norm(model.parameters())
-    clip_gradients(model.parameters(), norm, settings.max_grad_norm)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    norm = gradient_norm(parameters, model.group if isinstance(model, Pipeline) else None)
+    clip_gradients(parameters, norm, settings.max_grad_norm)
     skipped = step_if_finite(optimizer, norm)
     optimizer.zero_grad(set_to_none=True)
 
-    loss_sum = _sum_over_ranks((loss_sum * settings.counts_tokens)[None])
+    loss_sum = _sum_over_ranks((loss_sum * _counts(settings))[None])
     return torch.cat([loss_sum / tokens, norm[None], totals[:1], skipped.double()[None], totals[1:]])
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[MicroBatch], settings: StepSettings) -> tuple[float, int]:
+def evaluate(
+    model: nn.Module | Pipeline, batches: Iterable[MicroBatch], settings: StepSettings
+) -> tuple[float, int]:
     """Return (mean loss per target token, number of target tokens) over the batches of all ranks.
 
     Every rank must bring the same number of batches: a sharded forward is a collective.
     """
-    was_training = model.training
-    model.eval()
+    module = model.module if isinstance(model, Pipeline | DistributedDataParallel) else model
+    was_training = module.training
+    module.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=settings.device)  # loss, tokens
     for batch in batches:
-        batch = to_device(batch, settings.device)
-        totals += torch.stack([_forward(model, batch, settings).double(), count_targets(batch["labels"])])
-    model.train(was_training)
-    loss, tokens = _sum_over_ranks(totals * settings.counts_tokens).tolist()
+        batch = _local_part(batch, settings)
+        if isinstance(model, Pipeline):
+            loss = model.loss(batch, token_loss_sum)
+        else:
+            loss = _forward(module, batch, settings)
+        totals += torch.stack([loss.double(), count_targets(batch["targets"])])
+    module.train(was_training)
+    loss, tokens = _sum_over_ranks(totals * _counts(settings)).tolist()
     return (loss / tokens if tokens else float("nan")), int(tokens)
 
 
@@ -102,12 +113,38 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
+def _local_part(batch: MicroBatch, settings: StepSettings) -> MicroBatch:
+    """Return what this rank computes of a micro-batch: input_ids and targets, and position_ids under cp."""
+    batch = to_device(batch, settings.device)
+    rows = {"input_ids": batch["input_ids"], "targets": next_tokens(batch["labels"])}
+    return shard_rows(rows, settings.mesh)
+
+
+def _counts(settings: StepSettings) -> bool:
+    return settings.mesh is None or settings.mesh.counts_tokens
+
+
+def _forward_backward(
+    model: nn.Module, batches: list[MicroBatch], tokens: torch.Tensor, settings: StepSettings
+) -> torch.Tensor:
+    """Add the gradients of all micro-batches; return the sum of this rank's token losses in float64."""
+    loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        with get_sync_ctx(model, last, settings.defer_grad_sync):
+            loss = _forward(model, batch, settings)
+            (loss / tokens.to(loss.dtype)).backward()
+        loss_sum += loss.detach()
+    return loss_sum
+
+
 def _forward(model: nn.Module, batch: MicroBatch, settings: StepSettings) -> torch.Tensor:
     # Rows are padded on the right: under causal attention no real token sees padding, so no mask is needed; the
     # attention that models are built with asks for none, and so never makes the host wait.
+    inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
     with _autocast(settings):
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-    return token_loss_sum(logits, batch["labels"])
+        logits = model(**inputs, use_cache=False).logits
+    return token_loss_sum(logits, batch["targets"])
 
 
 def _autocast(settings: StepSettings) -> AbstractContextManager[None]:

@@ -10,27 +10,34 @@ IGNORED = -100
 """Label of a token that carries no loss (the convention of Hugging Face)."""
 
 
-def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Return what each position has to predict: (batch, seq) labels, aligned with the inputs, moved one to the left.
+
+    The last position predicts nothing (IGNORED). Done on whole rows, before cp cuts them; it copies no logits.
+    """
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the sum of the cross-entropies of next-token predictions.
 
     Args:
-        logits: (batch, seq, vocab); position t predicts token t + 1.
-        labels: (batch, seq) int64, aligned with the inputs; IGNORED where a token is no target.
+        logits: (batch, seq, vocab); position t predicts targets[:, t].
+        targets: (batch, seq) int64, from `next_tokens`; IGNORED where nothing is predicted.
 
     Returns a scalar in float32, or in float64 for float64 logits.
     """
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # (batch, seq); shifting labels copies no logits
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def count_targets(labels: torch.Tensor) -> torch.Tensor:
-    """Return how many tokens of `labels` (batch, seq) are targets, as a float64 scalar on their device.
+def count_targets(targets: torch.Tensor) -> torch.Tensor:
+    """Return how many of `targets` (batch, seq) carry loss, as a float64 scalar on their device.
 
-    The first token of a row is predicted from nothing and never counts. float64 counts exactly up to 2^53.
+    float64 counts exactly up to 2^53.
     """
-    return (labels[:, 1:] != IGNORED).sum().to(torch.float64)
+    return (targets != IGNORED).sum().to(torch.float64)
 
 
 def reduce_loss(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from components import distributed, training
+from components import distributed, models, training
 from components.config.schema import ParallelismConfig
 from components.distributed.mesh import Mesh
 
@@ -147,8 +147,9 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
     config = ParallelismConfig(**case.parallelism)
     mesh = distributed.build_mesh(config, "cpu")
     model = copy.deepcopy(rank_model).train()
-    distributed.parallelize(model, mesh, config, case.dtype)
-    called = distributed.wrap_replicas(model, mesh, config)
+    models.use_causal_sdpa(model)
+    layout = distributed.parallelize(model, mesh, config, case.dtype)
+    called = distributed.wrap_replicas(model, mesh, config, layout)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     plain = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
@@ -156,8 +157,7 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
         lr=LR, betas=(0.9, 0.95), fused=True,
     )  # fmt: skip
     settings = training.StepSettings(
-        device=torch.device("cpu"), max_grad_norm=CLIP, counts_tokens=mesh.counts_tokens,
-        defer_grad_sync=config.defer_grad_sync,
+        device=torch.device("cpu"), max_grad_norm=CLIP, mesh=mesh, defer_grad_sync=config.defer_grad_sync
     )  # fmt: skip
     curve = Curve()
     if case.dtype == torch.float64:
@@ -188,7 +188,7 @@ def pad(samples: list[Sample], multiple: int) -> dict[str, torch.Tensor]:
 
 
 def first_gradients(
-    model: torch.nn.Module, called: torch.nn.Module, batches: list[dict[str, torch.Tensor]], settings: Any
+    model: torch.nn.Module, called: Any, batches: list[dict[str, torch.Tensor]], settings: Any
 ) -> dict[str, torch.Tensor]:
     """The whole gradients of a step, caught where the optimizer would use them; the weights stay as they are."""
     caught: dict[str, torch.Tensor] = {}
@@ -202,8 +202,7 @@ def first_gradients(
     catcher = Catcher(model.parameters(), lr=0.0)
     catcher.param_groups[0]["fused"] = False
     unclipped = type(settings)(
-        device=settings.device, max_grad_norm=0.0, counts_tokens=settings.counts_tokens,
-        defer_grad_sync=settings.defer_grad_sync,
+        device=settings.device, max_grad_norm=0.0, mesh=settings.mesh, defer_grad_sync=settings.defer_grad_sync
     )  # fmt: skip
     training.train_step(called, batches, catcher, unclipped)
     return caught

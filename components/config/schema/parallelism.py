@@ -20,7 +20,7 @@ from components.config.schema.checks import raise_all
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """The mesh axes, outermost first."""
 
-NOT_BUILT = {"pp": "pipeline", "ep": "expert", "cp": "context"}
+NOT_BUILT = {"ep": "expert"}
 """Axes that are in the contract but not built yet."""
 
 
@@ -31,6 +31,44 @@ class Strategy(StrEnum):
     ddp = "ddp"
     fsdp2 = "fsdp2"
     megatron_fsdp = "megatron_fsdp"
+
+
+PipelineSchedule = StrEnum(
+    "PipelineSchedule",
+    {
+        "GPipe": "GPipe",
+        "1F1B": "1F1B",
+        "Interleaved1F1B": "Interleaved1F1B",
+        "LoopedBFS": "LoopedBFS",
+        "InterleavedZeroBubble": "InterleavedZeroBubble",
+        "ZBVZeroBubble": "ZBVZeroBubble",
+        "DualPipeV": "DualPipeV",
+    },
+)
+"""Orders of forwards and backwards over pipeline stages, by torch's names.
+
+GPipe: all forwards, then all backwards: most memory. 1F1B: a backward as soon as there is one. Interleaved1F1B,
+LoopedBFS, InterleavedZeroBubble: several stages per rank, shorter idle times, more traffic. ZBVZeroBubble, DualPipeV:
+two stages per rank that lie on the ranks as a V, so that one rank holds the first and the last.
+"""
+
+SINGLE_STAGE = ("GPipe", "1F1B")
+"""Schedules with one stage per rank."""
+
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules whose second half of the stages runs back over the ranks."""
+
+
+class ContextAttention(StrEnum):
+    """How the ranks of the cp axis attend to one another's part of the sequence.
+
+    ulysses: an all-to-all gives each rank all tokens of some heads (Jacobs et al. 2023); all_gather: each rank gathers
+    keys and values, some heads at a time; auto: ulysses where cp divides the heads that a rank has, else all_gather.
+    """
+
+    auto = "auto"
+    ulysses = "ulysses"
+    all_gather = "all_gather"
 
 
 class UnevenHeads(StrEnum):
@@ -109,9 +147,15 @@ class ParallelismConfig:
     ep: int = 1
     """Shards of the experts of a mixture-of-experts model."""
     cp: int = 1
-    """Shards of the sequence in attention."""
+    """Shards of the sequence: each rank computes its part of every row."""
     tp: int = 1
     """Shards of the matrices within a layer."""
+    pp_schedule: PipelineSchedule = PipelineSchedule("1F1B")
+    """Order of the micro-batches over the pipeline stages."""
+    stages_per_rank: int = 2
+    """Pipeline stages of each rank under a schedule that has several (two under the V schedules)."""
+    cp_attention: ContextAttention = ContextAttention.auto
+    """auto, ulysses or all_gather."""
     sequence_parallel: bool = False
     """Shard the activations between the tp regions along the sequence; needs tp > 1."""
     uneven_heads: UnevenHeads = UnevenHeads.replicate
@@ -143,6 +187,11 @@ class ParallelismConfig:
             if self.degree(axis) != 1
         ]
         problems += self._strategy_problems()
+        if self.stages_per_rank < 2 or (self.pp_schedule in V_SHAPED and self.stages_per_rank != 2):
+            problems.append(
+                f"parallelism.stages_per_rank={self.stages_per_rank}: must be 2 or more, and 2 under a V schedule; for "
+                "one stage per rank choose parallelism.pp_schedule=1F1B or GPipe"
+            )
         if self.sequence_parallel and self.tp == 1:
             problems.append("parallelism.sequence_parallel=true: needs parallelism.tp > 1")
         if self.cpu_offload and self.strategy != Strategy.fsdp2:
@@ -156,11 +205,26 @@ class ParallelismConfig:
         return getattr(self, axis)
 
     def sequence_multiple(self, mesh: MeshShape) -> int:
-        """Rows are padded to a multiple of this many tokens, so that cp and sequence parallel can cut them evenly."""
-        return math.lcm(2 * mesh.cp if mesh.cp > 1 else 1, mesh.tp if self.sequence_parallel else 1)
+        """Rows are padded to a multiple of this many tokens, so that cp and sequence parallel can cut them evenly.
+
+        cp cuts a row into 2 x cp chunks, two for each rank; sequence parallel cuts what a rank of cp holds into tp.
+        """
+        return mesh.cp * math.lcm(2 if mesh.cp > 1 else 1, mesh.tp if self.sequence_parallel else 1)
+
+    def stage_places(self, pp: int) -> list[int]:
+        """Return which place on the pp axis holds each pipeline stage, first stage first."""
+        if pp == 1 or self.pp_schedule in SINGLE_STAGE:
+            return list(range(pp))
+        if self.pp_schedule in V_SHAPED:
+            return [*range(pp), *reversed(range(pp))]
+        return list(range(pp)) * self.stages_per_rank
 
     def _strategy_problems(self) -> list[str]:
-        replicating = {Strategy.single: (), Strategy.ddp: ("dp_replicate",)}
+        replicating = {
+            Strategy.single: (),
+            Strategy.ddp: ("dp_replicate",),
+            Strategy.megatron_fsdp: ("dp_replicate", "dp_shard", "tp"),
+        }
         if self.strategy not in replicating:
             return []
         return [

@@ -1,0 +1,243 @@
+"""Pipeline parallelism: the stages of a model run by torch's schedules.
+
+The micro-batches of a step are those of gradient accumulation. Losses are sums, divided by the global number of target
+tokens before the backward, so gradients need no scaling afterwards; under FSDP they are reduced once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from components.config.schema.parallelism import SINGLE_STAGE, PipelineSchedule
+from components.distributed.stages import Stage, Stages
+
+Batch = dict[str, torch.Tensor]
+"""input_ids and targets, and position_ids under cp: (micro_batch, seq) each."""
+TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits (batch, seq, vocabulary), targets (batch, seq)) -> the sum of the token losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """What travels from one stage to the next."""
+
+    size: int
+    vocabulary: int
+    dtype: torch.dtype
+    sequence_shards: int
+    """Ranks that share the tokens of a hidden state: tp under sequence parallelism."""
+
+    def shape(self, rows: int, seq: int) -> tuple[int, int, int]:
+        """(batch, seq / sequence_shards, hidden)"""
+        return rows, seq // self.sequence_shards, self.size
+
+
+class Pipeline:
+    """This rank's stages and the schedule over all of them; what the training step calls instead of a model."""
+
+    def __init__(
+        self, module: nn.Module, stages: Stages, mesh: DeviceMesh, schedule: PipelineSchedule, hidden: Hidden
+    ) -> None:
+        self.module = module
+        """What this rank has of the model, under the model's own names."""
+        self.group = mesh.get_group()
+        self._mesh = mesh
+        self._stages = stages
+        self._name = str(schedule)
+        self._hidden = hidden
+        self._device = next(module.parameters()).device
+        self._built: tuple[tuple[int, ...], Any] = ((), None)
+        self._loss: TokenLoss | None = None
+        self._tied_is_fresh = False
+        if stages.tied_head is not None:
+            stages.tied_head.to_empty(device=self._device)
+
+    def forward_backward(self, batches: list[Batch], token_loss: TokenLoss, tokens: torch.Tensor) -> torch.Tensor:
+        """Add the gradients of a step's micro-batches, all of one shape; return this rank's token losses in float64.
+
+        Args:
+            token_loss: The sum of a micro-batch's token losses.
+            tokens: Target tokens of the whole step, over all ranks.
+        """
+        self._copy_tied_weight()
+        self._loss = lambda logits, targets: _quotient(token_loss(logits, targets), tokens)
+        whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        rows, seq = batches[0]["input_ids"].shape
+        schedule = self._schedule(len(batches), rows, seq)
+        losses: list[torch.Tensor] = []
+        schedule.step(
+            *([whole["input_ids"]] if self._stages.own[0].index == 0 else []),
+            target=whole["targets"] if self._has_head else None,
+            losses=losses if self._has_head else None,
+            position_ids=_positions(whole),
+            return_outputs=False,
+        )
+        self._move_tied_gradient()
+        if not losses:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.stack([loss.detach().double() for loss in losses]).sum() * tokens
+
+    def loss(self, batch: Batch, token_loss: TokenLoss) -> torch.Tensor:
+        """Return the sum of a micro-batch's token losses on the ranks of the last stage, zero on the others."""
+        self._copy_tied_weight()
+        logits = self._forward(batch["input_ids"], _positions(batch))
+        if logits is None:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return token_loss(logits, batch["targets"])
+
+    def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor) -> Any:
+        """Return an object whose `logits` (batch, positions to keep, vocabulary) every rank has, in float32."""
+        self._copy_tied_weight()
+        logits = self._forward(input_ids, position_ids, logits_to_keep=logits_to_keep)
+        shape = (len(input_ids), len(logits_to_keep), self._hidden.vocabulary)
+        logits = torch.empty(shape, device=self._device) if logits is None else logits.float().contiguous()
+        dist.broadcast(logits, src=self._rank_of(len(self._stages.places) - 1), group=self.group)
+        return SimpleNamespace(logits=logits, past_key_values=None)
+
+    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **head: Any) -> torch.Tensor | None:
+        """Pass one micro-batch through all stages; logits where the last one is."""
+        passed = input_ids
+        for stage in self._stages.own:
+            if stage.index > 0 and not self._is_here(stage.index - 1):
+                passed = torch.empty(
+                    self._hidden.shape(*input_ids.shape), dtype=self._hidden.dtype, device=self._device
+                )
+                dist.recv(passed, src=self._rank_of(stage.index - 1), group=self.group)
+            last = stage.index == len(self._stages.places) - 1
+            passed = stage.module(passed, position_ids=position_ids, **(head if last else {}))
+            if last:
+                return passed
+            if not self._is_here(stage.index + 1):
+                dist.send(passed.contiguous(), dst=self._rank_of(stage.index + 1), group=self.group)
+        return None
+
+    def _schedule(self, micro_batches: int, rows: int, seq: int) -> Any:
+        """torch's schedule for micro-batches of (rows, seq); a new one when the shape has changed."""
+        key = (micro_batches, rows, seq)
+        if self._built[0] != key:
+            built = [self._torch_stage(stage, rows, seq) for stage in self._stages.own]
+            self._built = key, get_schedule_class(self._name)(
+                built[0] if self._name in SINGLE_STAGE else built,
+                n_microbatches=micro_batches,
+                loss_fn=self._token_loss,
+                scale_grads=False,
+            )
+        return self._built[1]
+
+    def _torch_stage(self, stage: Stage, rows: int, seq: int) -> PipelineStage:
+        # Shapes are stated, so that torch need not run the stage once to find them.
+        hidden = torch.empty(
+            self._hidden.shape(rows, seq), dtype=self._hidden.dtype, device="meta", requires_grad=True
+        )
+        tokens = torch.empty((rows, seq), dtype=torch.int64, device="meta")
+        last = stage.index == len(self._stages.places) - 1
+        logits = torch.empty((rows, seq, self._hidden.vocabulary), dtype=self._hidden.dtype, device="meta")
+        return PipelineStage(
+            stage.module,
+            stage.index,
+            len(self._stages.places),
+            self._device,
+            input_args=tokens if stage.index == 0 else hidden,
+            output_args=logits.requires_grad_() if last else hidden,
+            group=self.group,
+        )
+
+    def _token_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self._loss is None:
+            raise RuntimeError("the schedule asks for a loss outside of a step")
+        return self._loss(logits, targets)
+
+    @property
+    def _has_head(self) -> bool:
+        return self._is_here(len(self._stages.places) - 1)
+
+    def _is_here(self, stage: int) -> bool:
+        return self._stages.places[stage] == self._mesh.get_local_rank()
+
+    def _rank_of(self, stage: int) -> int:
+        return dist.get_global_rank(self.group, self._stages.places[stage])
+
+    def _copy_tied_weight(self) -> None:
+        """Bring the embedding's weight to the head that is tied to it, unless no step was done since."""
+        if self._tied_is_fresh:
+            return
+        self._tied_is_fresh = True
+        embedding, head = self._tied_weights()
+        with torch.no_grad():
+            self._move(embedding, head)
+
+    def _move_tied_gradient(self) -> None:
+        """Add the gradient of the tied head's working copy to the embedding's; after it comes the update."""
+        self._tied_is_fresh = False
+        embedding, head = self._tied_weights()
+        arrived = None if embedding is None else torch.empty_like(_local(embedding))
+        self._move(None if head is None else head.grad, arrived)
+        if embedding is not None:
+            _local(embedding.grad).add_(arrived)
+        if head is not None:
+            head.grad = None
+
+    def _move(self, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+        """Copy this rank's part of a tensor from one end of the pipeline to the other; None: not this rank's."""
+        if source is not None and target is not None:
+            _local(target).copy_(_local(source))
+            return
+        first, last = self._rank_of(0), self._rank_of(len(self._stages.places) - 1)
+        other = last if dist.get_rank() == first else first
+        if source is not None:
+            dist.send(_local(source).contiguous(), dst=other, group=self.group)
+        if target is not None:
+            arrived = torch.empty_like(_local(target), memory_format=torch.contiguous_format)
+            dist.recv(arrived, src=other, group=self.group)
+            _local(target).copy_(arrived)
+
+    def _tied_weights(self) -> tuple[Any, Any]:
+        """The sharded weights of a tied embedding and head, as far as this rank has them."""
+        for stage in self._stages.own:
+            if isinstance(stage.module, FSDPModule):
+                stage.module.reshard()
+        return tuple(
+            None if module is None else module.weight for module in (self._stages.embedding, self._stages.tied_head)
+        )
+
+
+def pad_to_longest(batches: list[Batch]) -> list[Batch]:
+    """Pad the micro-batches of a step (micro_batch, seq) on the right to one length: stages want one shape."""
+    longest = max(batch["input_ids"].shape[1] for batch in batches)
+    fill = {"input_ids": 0, "labels": -100}
+    return [
+        {
+            name: F.pad(batch[name], (0, longest - batch[name].shape[1]), value=value)
+            for name, value in fill.items()
+        }
+        for batch in batches
+    ]
+
+
+def _quotient(loss: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return loss / tokens.to(loss.dtype)
+
+
+def _positions(batch: Batch) -> torch.Tensor:
+    """(batch, seq): those that cp gave, or the order of the row."""
+    if "position_ids" in batch:
+        return batch["position_ids"].contiguous()
+    rows, seq = batch["input_ids"].shape
+    return torch.arange(seq, device=batch["input_ids"].device).repeat(rows, 1)
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

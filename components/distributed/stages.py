@@ -1,0 +1,220 @@
+"""Cutting a Hugging Face causal LM into pipeline stages without rewriting it.
+
+A stage runs the model's own forward; where another stage's modules would be stand parameterless stand-ins that hand
+hidden states on. The embeddings belong to the first stage, what follows the decoder layers to the last. What is left
+of the model itself keeps the names it always had, so loading, optimizer, checkpoints and export need not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from components.config.errors import ConfigError
+
+
+class Absent(nn.Module):
+    """Stands where another stage's module would be, and returns its first argument."""
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """(batch, seq, hidden) -> the same."""
+        return hidden
+
+
+class NothingAdded(nn.Module):
+    """Stands for learned positions, which the first stage has added already."""
+
+    def forward(self, positions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return a zero that can be added to anything."""
+        return torch.zeros((), device=positions.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of this rank."""
+
+    index: int
+    """Its number, 0 for the first of the whole pipeline."""
+    module: nn.Module
+    """Tokens (first stage) or hidden states in, hidden states or logits (last stage) out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What a rank has of a pipeline."""
+
+    own: tuple[Stage, ...]
+    """This rank's stages, in order."""
+    places: tuple[int, ...]
+    """Place on the pp axis of every stage of the pipeline."""
+    embedding: nn.Module | None = None
+    """The input embedding of a tied model, where this rank has the first stage."""
+    tied_head: nn.Module | None = None
+    """The head of a tied model, where this rank has the last stage: its weight is a working copy of the embedding's,
+    and no parameter of the model."""
+
+
+def stage_layers(layers: int, stages: int) -> list[range]:
+    """Return which decoder layers each stage has: equal numbers, what is left over to the middle stages.
+
+    The first stage also embeds and the last also projects to the vocabulary, so these two get the smaller share.
+    """
+    base, extra = divmod(layers, stages)
+    middle_first = sorted(range(stages), key=lambda stage: (stage in (0, stages - 1), stage))
+    sizes = [base + (stage in middle_first[:extra]) for stage in range(stages)]
+    starts = [sum(sizes[:stage]) for stage in range(stages)]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def cut_into_stages(model: nn.Module, places: list[int], place: int) -> Stages:
+    """Leave in `model` what the stages at `place` of the pp axis have, and return these stages, sharing its modules.
+
+    Call it on the meta device, after tensor and expert parallelism and before FSDP, which shards each stage.
+
+    Args:
+        places: Place on the pp axis of every stage.
+        place: This rank's.
+
+    Raises ConfigError for a model whose parts cannot be told apart.
+    """
+    anatomy = _Anatomy.of(model)
+    ranges = stage_layers(len(anatomy.layers), len(places))
+    own = [index for index, holder in enumerate(places) if holder == place]
+    tied = anatomy.untie()
+    stages = tuple(Stage(index, _stage(anatomy, index, ranges)) for index in own)
+    first, last = 0 in own, len(places) - 1 in own
+    kept = {layer for index in own for layer in ranges[index]}
+    _leave(anatomy.inner, anatomy.layers_name, anatomy.layers, kept)
+    for name in [] if first else anatomy.before:
+        anatomy.inner._modules[name] = _stand_in(anatomy, name)
+    for name in [] if last else anatomy.after:
+        anatomy.inner._modules[name] = Absent()
+    for name in anatomy.heads:
+        if not last or (tied and anatomy.root._modules[name] is anatomy.head):
+            anatomy.root._modules[name] = Absent()
+    return Stages(
+        own=stages,
+        places=tuple(places),
+        embedding=anatomy.embedding if tied and first else None,
+        tied_head=anatomy.head if tied and last else None,
+    )
+
+
+@dataclass(slots=True)
+class _Anatomy:
+    """The parts of a causal LM: embeddings, decoder layers, what follows them."""
+
+    root: nn.Module
+    inner: nn.Module
+    """The module that runs the layers."""
+    inner_name: str
+    layers_name: str
+    layers: list[nn.Module]
+    before: list[str]
+    """Children of the inner model with parameters, before the layers."""
+    after: list[str]
+    heads: list[str]
+    """Children of the root with parameters, besides the inner model."""
+    embedding: Any
+    head: Any
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Anatomy:
+        inner_name = getattr(model, "base_model_prefix", "")
+        inner = model._modules.get(inner_name)
+        lists = [name for name, child in (inner or model).named_children() if isinstance(child, nn.ModuleList)]
+        if inner is None or len(lists) != 1:
+            raise ConfigError(
+                f"parallelism.pp: {type(model).__name__} is not embeddings, one list of decoder layers and a head; it "
+                "cannot be cut into stages; set parallelism.pp=1"
+            )
+        names = list(inner._modules)
+        position = names.index(lists[0])
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+        anatomy = cls(
+            root=model,
+            inner=inner,
+            inner_name=inner_name,
+            layers_name=lists[0],
+            layers=list(inner._modules[lists[0]]),  # type: ignore[call-overload]
+            before=[name for name in names[:position] if _matters(inner._modules[name])],
+            after=[name for name in names[position + 1 :] if _has_parameters(inner._modules[name])],
+            heads=[name for name, child in model._modules.items() if name != inner_name and _has_parameters(child)],
+            embedding=embedding,
+            head=model.get_output_embeddings(),  # type: ignore[operator]
+        )
+        for name in anatomy.before:
+            _stand_in(anatomy, name)
+        return anatomy
+
+    def untie(self) -> bool:
+        """Give a tied head a weight of its own; return whether it was tied."""
+        if self.head is None or self.head.weight is not self.embedding.weight:
+            return False
+        self.head.weight = nn.Parameter(torch.empty_like(self.embedding.weight))
+        return True
+
+
+def _stage(anatomy: _Anatomy, index: int, ranges: list[range]) -> nn.Module:
+    """The model with nothing of other stages in it; before the last stage, the inner model is all of it."""
+    first, last = index == 0, index == len(ranges) - 1
+    inner = _shallow(anatomy.inner)
+    _leave(inner, anatomy.layers_name, anatomy.layers, set(ranges[index]))
+    for name in [] if first else anatomy.before:
+        inner._modules[name] = _stand_in(anatomy, name)
+    for name in [] if last else anatomy.after:
+        inner._modules[name] = Absent()
+    stage = inner
+    if last:
+        stage = _shallow(anatomy.root)
+        stage._modules[anatomy.inner_name] = inner
+    stage.forward = partial(_forward, stage.forward, first)
+    return stage
+
+
+def _forward(
+    compute: Any, first: bool, inputs: torch.Tensor, position_ids: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    given = {"input_ids": inputs} if first else {"inputs_embeds": inputs}
+    return compute(**given, position_ids=position_ids, use_cache=False, **options)[0]
+
+
+def _leave(inner: nn.Module, name: str, layers: list[nn.Module], kept: set[int]) -> None:
+    """Layers keep their numbers: models look up what kind of layer each is by them."""
+    inner._modules[name] = nn.ModuleList(layer if i in kept else Absent() for i, layer in enumerate(layers))
+
+
+def _stand_in(anatomy: _Anatomy, name: str) -> nn.Module:
+    module = anatomy.inner._modules[name]
+    if module is anatomy.embedding or isinstance(module, nn.Dropout):
+        return Absent()
+    if isinstance(module, nn.Embedding):
+        return NothingAdded()
+    raise ConfigError(
+        f"parallelism.pp: {type(anatomy.root).__name__} has {name} between its embedding and its layers, which only "
+        "the first stage may apply; set parallelism.pp=1"
+    )
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """A module of the same class and with the same tensors, whose hooks and children can be changed by themselves."""
+    shared = ("_parameters", "_buffers")
+    clone = type(module).__new__(type(module))
+    clone.__dict__ = {
+        key: value.copy() if isinstance(value, dict) and key not in shared else value
+        for key, value in vars(module).items()
+    }
+    return clone
+
+
+def _has_parameters(module: nn.Module | None) -> bool:
+    return module is not None and any(True for _ in module.parameters())
+
+
+def _matters(module: nn.Module | None) -> bool:
+    """Whether a child before the layers must not be applied twice."""
+    return _has_parameters(module) or isinstance(module, nn.Dropout)
