@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from components.config.errors import ConfigError
-from components.config.schema.parallelism import (
+from components.config.layouts import (
     AttentionLayout,
+    attention_layout,
+    local_heads,
+    micro_batch_rule,
+    ulysses_divides,
+)
+from components.config.schema.parallelism import (
+    SPLIT_BACKWARD,
+    ContextAttention,
     MeshShape,
     ParallelismConfig,
     UnevenHeads,
-    attention_layout,
 )
-from components.config.schema.recipes import FinetuneConfig, RecipeConfig
+from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, RecipeConfig
 from components.config.shape import ModelShape
 
 
@@ -26,6 +33,14 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
     problems = model_problems(cfg.parallelism, mesh, shape or ModelShape())
     if isinstance(cfg, FinetuneConfig):
         problems += _batch_problems(cfg, mesh)
+        problems += _row_problems("training.seq_len", cfg.training.seq_len, cfg.parallelism, mesh)
+    if isinstance(cfg, EvaluateConfig):
+        problems += _row_problems("evaluation.seq_len", cfg.evaluation.seq_len, cfg.parallelism, mesh)
+    if mesh.pp > 1 and cfg.model.compile and cfg.parallelism.pp_schedule in SPLIT_BACKWARD:
+        problems.append(
+            f"parallelism.pp_schedule={cfg.parallelism.pp_schedule}: splits the backward, which compiled layers do in "
+            "one piece; set model.compile=false or parallelism.pp_schedule=Interleaved1F1B"
+        )
     return problems
 
 
@@ -40,17 +55,54 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
                 f"which {mesh.tp} ranks cannot share evenly; change parallelism.tp, or set "
                 "parallelism.uneven_heads=replicate to compute attention on every tp rank"
             )
-    if shape.layers is not None and shape.layers < mesh.pp:
-        problems.append(f"parallelism.pp={mesh.pp}: the model has only {shape.layers} layers; set pp to that or less")
+    stages = len(parallelism.stage_places(mesh.pp))
+    if shape.layers is not None and shape.layers < stages:
+        problems.append(
+            f"parallelism.pp={mesh.pp}: {parallelism.pp_schedule} makes {stages} stages of it, but the model has only "
+            f"{shape.layers} layers; set a smaller parallelism.pp, or parallelism.pp_schedule=1F1B, a stage per rank"
+        )
+    if shape.heads is not None and mesh.cp > 1 and parallelism.cp_attention == ContextAttention.ulysses:
+        heads, kv_heads = local_heads(shape.heads, shape.kv_heads or shape.heads, mesh.tp)
+        if not ulysses_divides(heads, kv_heads, mesh.cp):
+            problems.append(
+                f"parallelism.cp_attention=ulysses: cp {mesh.cp} cannot share the {heads} heads and {kv_heads} kv "
+                "heads of a rank evenly; set parallelism.cp_attention=all_gather, or another parallelism.cp"
+            )
     return problems
+
+
+def _row_problems(key: str, seq_len: int, parallelism: ParallelismConfig, mesh: MeshShape) -> list[str]:
+    multiple = parallelism.sequence_multiple(mesh)
+    if seq_len % multiple == 0:
+        return []
+    why = " and ".join(
+        text
+        for text, applies in (
+            (f"cp {mesh.cp} cuts a row into {2 * mesh.cp} chunks", mesh.cp > 1),
+            (f"sequence parallel cuts what a rank holds into tp {mesh.tp}", parallelism.sequence_parallel),
+        )
+        if applies
+    )
+    return [f"{key}={seq_len}: must be a multiple of {multiple}, because {why}; change {key}"]
 
 
 def _batch_problems(cfg: FinetuneConfig, mesh: MeshShape) -> list[str]:
     samples = cfg.training.micro_batch_size * mesh.dp
     if cfg.training.global_batch_size % samples == 0:
-        return []
+        return _schedule_problems(cfg, mesh, cfg.training.global_batch_size // samples)
     return [
         f"training.global_batch_size={cfg.training.global_batch_size}: must be a multiple of micro_batch_size x dp = "
         f"{cfg.training.micro_batch_size} x {mesh.dp} = {samples}; change training.global_batch_size, "
         "training.micro_batch_size or parallelism.dp_shard"
+    ]
+
+
+def _schedule_problems(cfg: FinetuneConfig, mesh: MeshShape, micro_batches: int) -> list[str]:
+    rule = micro_batch_rule(cfg.parallelism.pp_schedule, mesh.pp, micro_batches) if mesh.pp > 1 else None
+    if rule is None:
+        return []
+    return [
+        f"training.global_batch_size={cfg.training.global_batch_size}: leaves {micro_batches} micro-batches per step, "
+        f"but {rule}; change training.global_batch_size or training.micro_batch_size, or choose "
+        "parallelism.pp_schedule=GPipe"
     ]

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from components.config.errors import ConfigError
+from components.config.layouts import stage_layers
 from components.distributed.tensor_parallel import (
     BlockInput,
     GatherSequence,
@@ -46,7 +47,7 @@ class Applied:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, tp_mesh: DeviceMesh, plan: Plan, *, sequence_parallel: bool, strict: bool
+    model: nn.Module, tp_mesh: DeviceMesh, plan: Plan, *, sequence_parallel: bool, strict: bool, stages: int = 1
 ) -> Applied:
     """Lay a model over the tp axis in place; afterwards every parameter is a DTensor on it, tied ones stay tied.
 
@@ -54,6 +55,7 @@ def apply_tensor_parallel(
         plan: Module path, `*` for one part of it -> style.
         sequence_parallel: Shard activations between the blocks of decoder layers along the sequence.
         strict: A path that matches nothing is an error (a user's plan); else it is told (a model's own plan).
+        stages: Pipeline stages that the model is cut into afterwards; whole sequences travel between them.
     """
     plan = fit_attention(model, plan, tp_mesh.size())
     notes = _notes(model, plan, tp_mesh.size(), strict)
@@ -80,8 +82,9 @@ def apply_tensor_parallel(
         convert_output(embeddings, lambda hidden: hidden * 1)
     if sequence_parallel:
         ordered = list(layers.values())
-        parallelize_module(ordered[0], tp_mesh, ShardSequence("input"), src_data_rank=None)
-        parallelize_module(ordered[-1], tp_mesh, GatherSequence(), src_data_rank=None)
+        for stage in stage_layers(len(ordered), stages):
+            parallelize_module(ordered[stage[0]], tp_mesh, ShardSequence("input"), src_data_rank=None)
+            parallelize_module(ordered[stage[-1]], tp_mesh, GatherSequence(), src_data_rank=None)
     _retie(model, ties)
     return Applied(sharded_fraction(list(model.parameters())), notes)
 

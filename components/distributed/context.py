@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from components.config.errors import ConfigError
+from components.config.layouts import ulysses_divides
 from components.config.schema.model import CAUSAL_SDPA
 from components.config.schema.parallelism import ContextAttention
 from components.distributed.mesh import Mesh
@@ -61,13 +62,12 @@ def use_context_parallel(model: nn.Module, mesh: DeviceMesh, method: ContextAtte
     Args:
         heads: Query heads and kv heads that one rank has, after tensor parallelism.
 
-    Raises ConfigError for a model whose attention needs a mask of its own, and for ulysses where cp does not divide
-    the heads.
+    Raises ConfigError for a model whose attention needs a mask of its own.
     """
-    config = model.config
-    if config._attn_implementation != CAUSAL_SDPA:  # type: ignore[union-attr]
+    config: Any = model.config
+    if config._attn_implementation != CAUSAL_SDPA:
         raise ConfigError(
-            f"parallelism.cp={mesh.size()}: {type(model).__name__} attends by {config._attn_implementation}; "  # type: ignore[union-attr]
+            f"parallelism.cp={mesh.size()}: {type(model).__name__} attends by {config._attn_implementation}; "
             "cp needs model.attention=sdpa and layers of full or sliding attention; set parallelism.cp=1"
         )
     chosen, why = choose_attention(method, mesh.size(), heads)
@@ -81,12 +81,7 @@ def use_context_parallel(model: nn.Module, mesh: DeviceMesh, method: ContextAtte
 def choose_attention(method: ContextAttention, cp: int, heads: tuple[int, int]) -> tuple[ContextAttention, str]:
     """Return how cp ranks attend, ulysses or all_gather, and why; `heads` are a rank's query and kv heads."""
     queries, keys = heads
-    divides = queries % cp == 0 and (keys % cp == 0 or cp % keys == 0)
-    if method == ContextAttention.ulysses and not divides:
-        raise ConfigError(
-            f"parallelism.cp_attention=ulysses: cp {cp} cannot share {queries} heads and {keys} kv heads of a rank "
-            "evenly; set parallelism.cp_attention=all_gather, or another parallelism.cp"
-        )
+    divides = ulysses_divides(queries, keys, cp)
     if method != ContextAttention.auto:
         return method, "as parallelism.cp_attention says"
     if divides:
@@ -97,8 +92,8 @@ def choose_attention(method: ContextAttention, cp: int, heads: tuple[int, int]) 
 @contextmanager
 def whole_rows_attention(model: nn.Module) -> Iterator[None]:
     """Within the context the model takes whole rows, the same on every cp rank: for generation."""
-    config = model.config
-    sharded = config._attn_implementation  # type: ignore[union-attr]
+    config: Any = model.config
+    sharded = config._attn_implementation
     if not sharded.startswith(f"{CAUSAL_SDPA}_"):
         yield
         return

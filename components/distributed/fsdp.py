@@ -54,7 +54,8 @@ def shard_with_fsdp2(
     apply_fsdp_sharding_recursively(model, mesh, inner, offload_policy)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if _weight(embeddings) is not None and _weight(head) is not None and _weight(embeddings) is not _weight(head):
+    own_weights = [getattr(module, "weight", None) for module in (embeddings, head)]
+    if embeddings is not None and None not in own_weights and own_weights[0] is not own_weights[1]:
         _shard(embeddings, mesh, inner, offload_policy, reshard=True)
     _shard(model, mesh, mp_policy, offload_policy, reshard=False)
     for unit in fsdp_units(model):
@@ -63,10 +64,6 @@ def shard_with_fsdp2(
         # gloo has no pre-multiplied sum; dividing by 1 leaves the plain sum on every backend.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-
-
-def _weight(module: nn.Module | None) -> torch.Tensor | None:
-    return getattr(module, "weight", None)
 
 
 def mixed_precision(compute_dtype: torch.dtype, param_dtype: torch.dtype) -> MixedPrecisionPolicy | None:

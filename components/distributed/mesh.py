@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -109,7 +110,7 @@ def build_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh:
     # FSDP2 makes every parameter a DTensor on one mesh, whether or not there is anything to shard.
     if "dp_shard" not in names and (parallelism.strategy != Strategy.ddp or not names):
         names = [axis for axis in AXES if axis in names or axis == "dp_shard"]
-    unused = {name: "fake" for name in names if name not in _axes_with_groups(shape)}
+    unused: dict[Any, Any] = {name: "fake" for name in names if name not in _axes_with_groups(shape)}
     device_mesh = init_device_mesh(
         device_type,
         tuple(degrees[name] for name in names),

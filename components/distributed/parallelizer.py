@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from components.config.errors import ConfigError
-from components.config.schema.parallelism import AttentionLayout, ParallelismConfig, Strategy
+from components.config.layouts import local_heads
+from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConfig, Strategy
 from components.config.shape import ModelShape, shape_of_config
 from components.config.validate import model_problems
 from components.distributed.apply_tp import apply_tensor_parallel
@@ -44,7 +45,6 @@ from components.distributed.tp_plan import (
     import_class_from_path,
     import_classes_from_paths,
     load_plan,
-    read_heads,
     translate_to_torch_parallel_style,
 )
 
@@ -97,6 +97,7 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
         raise ConfigError(problems)
     notes: tuple[str, ...] = ()
     fraction = 0.0
+    places = parallelism.stage_places(mesh.size("pp"))
     if mesh.size("tp") > 1:
         plan = load_plan(parallelism.tp_plan, model) if parallelism.tp_plan else get_hf_tp_shard_plan(model)
         applied = apply_tensor_parallel(
@@ -105,14 +106,19 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
             plan,
             sequence_parallel=parallelism.sequence_parallel,
             strict=parallelism.tp_plan is not None,
+            stages=len(places),
         )
         fraction, notes = applied.fraction, applied.notes
     if mesh.size("cp") > 1:
-        heads = local_heads(model, mesh.size("tp"))
+        if shape.heads is None:
+            raise ConfigError(f"parallelism.cp: {type(model).__name__} states no number of heads; set parallelism.cp=1")
+        heads = local_heads(shape.heads, shape.kv_heads or shape.heads, mesh.size("tp"))
         notes += (use_context_parallel(model, mesh["cp"], parallelism.cp_attention, heads),)
     stages = None
     if mesh.size("pp") > 1:
-        stages = cut_into_stages(model, parallelism.stage_places(mesh.size("pp")), mesh.rank("pp"))
+        stages = cut_into_stages(model, places, mesh.rank("pp"))
+    # Between the two halves of a split backward the parameters must stay where the first half found them.
+    split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
     if parallelism.strategy == Strategy.fsdp2:
         for module in [stage.module for stage in stages.own] if stages else [model]:
             shard_with_fsdp2(
@@ -120,10 +126,9 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
                 mesh.sharding,
                 mixed_precision(compute_dtype, next(model.parameters()).dtype),
                 offload_to_cpu(parallelism.cpu_offload),
-                parallelism.reshard_after_forward,
+                parallelism.reshard_after_forward and not split,
             )
-    shards = mesh.size("tp") if parallelism.sequence_parallel else 1
-    hidden = Hidden(shape.hidden, shape.vocab, compute_dtype, shards) if shape.hidden and shape.vocab else None
+    hidden = Hidden(shape.hidden, shape.vocab, compute_dtype) if shape.hidden and shape.vocab else None
     return Layout(fraction, notes, stages, hidden)
 
 
@@ -164,16 +169,6 @@ def whole_rows(replica: nn.Module | Pipeline, mesh: Mesh, parallelism: Paralleli
     model = replica.module if isinstance(replica, DistributedDataParallel) else replica
     with whole_rows_attention(model):
         yield WholeRows(model, multiple, keeps_cache=multiple == 1)
-
-
-def local_heads(model: nn.Module, tp: int) -> tuple[int, int]:
-    """Return how many query and kv heads a tp rank computes."""
-    heads = read_heads(model, tp)
-    if heads is None:
-        raise ConfigError(f"parallelism.cp: {type(model).__name__} states no number of heads; set parallelism.cp=1")
-    if heads.layout == AttentionLayout.replicated:
-        return heads.heads, heads.kv_heads
-    return heads.heads // tp, max(heads.kv_heads // tp, 1)
 
 
 def _sum_gradients(group, bucket):

@@ -6,7 +6,7 @@ tokens before the backward, so gradients need no scaling afterwards; under FSDP 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -37,12 +37,10 @@ class Hidden:
     size: int
     vocabulary: int
     dtype: torch.dtype
-    sequence_shards: int
-    """Ranks that share the tokens of a hidden state: tp under sequence parallelism."""
 
-    def shape(self, rows: int, seq: int) -> tuple[int, int, int]:
-        """(batch, seq / sequence_shards, hidden)"""
-        return rows, seq // self.sequence_shards, self.size
+    def buffer(self, rows: int, seq: int, device: torch.device | str) -> torch.Tensor:
+        """Return room for hidden states: (batch, seq, hidden)."""
+        return torch.empty((rows, seq, self.size), dtype=self.dtype, device=device)
 
 
 class Pipeline:
@@ -112,9 +110,7 @@ class Pipeline:
         passed = input_ids
         for stage in self._stages.own:
             if stage.index > 0 and not self._is_here(stage.index - 1):
-                passed = torch.empty(
-                    self._hidden.shape(*input_ids.shape), dtype=self._hidden.dtype, device=self._device
-                )
+                passed = self._hidden.buffer(len(input_ids), input_ids.shape[1], self._device)
                 dist.recv(passed, src=self._rank_of(stage.index - 1), group=self.group)
             last = stage.index == len(self._stages.places) - 1
             passed = stage.module(passed, position_ids=position_ids, **(head if last else {}))
@@ -129,19 +125,20 @@ class Pipeline:
         key = (micro_batches, rows, seq)
         if self._built[0] != key:
             built = [self._torch_stage(stage, rows, seq) for stage in self._stages.own]
-            self._built = key, get_schedule_class(self._name)(
-                built[0] if self._name in SINGLE_STAGE else built,
-                n_microbatches=micro_batches,
-                loss_fn=self._token_loss,
-                scale_grads=False,
+            self._built = (
+                key,
+                get_schedule_class(self._name)(
+                    built[0] if self._name in SINGLE_STAGE else built,
+                    n_microbatches=micro_batches,
+                    loss_fn=self._token_loss,
+                    scale_grads=False,
+                ),
             )
         return self._built[1]
 
     def _torch_stage(self, stage: Stage, rows: int, seq: int) -> PipelineStage:
         # Shapes are stated, so that torch need not run the stage once to find them.
-        hidden = torch.empty(
-            self._hidden.shape(rows, seq), dtype=self._hidden.dtype, device="meta", requires_grad=True
-        )
+        hidden = self._hidden.buffer(rows, seq, "meta").requires_grad_()
         tokens = torch.empty((rows, seq), dtype=torch.int64, device="meta")
         last = stage.index == len(self._stages.places) - 1
         logits = torch.empty((rows, seq, self._hidden.vocabulary), dtype=self._hidden.dtype, device="meta")
@@ -209,20 +206,16 @@ class Pipeline:
         for stage in self._stages.own:
             if isinstance(stage.module, FSDPModule):
                 stage.module.reshard()
-        return tuple(
-            None if module is None else module.weight for module in (self._stages.embedding, self._stages.tied_head)
-        )
+        embedding, head = self._stages.embedding, self._stages.tied_head
+        return embedding and embedding.weight, head and head.weight
 
 
-def pad_to_longest(batches: list[Batch]) -> list[Batch]:
+def pad_to_longest(batches: Sequence[Batch]) -> list[Batch]:
     """Pad the micro-batches of a step (micro_batch, seq) on the right to one length: stages want one shape."""
     longest = max(batch["input_ids"].shape[1] for batch in batches)
     fill = {"input_ids": 0, "labels": -100}
     return [
-        {
-            name: F.pad(batch[name], (0, longest - batch[name].shape[1]), value=value)
-            for name, value in fill.items()
-        }
+        {name: F.pad(batch[name], (0, longest - batch[name].shape[1]), value=value) for name, value in fill.items()}
         for batch in batches
     ]
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from components.config.errors import ConfigError
+from components.config.layouts import stage_layers
 
 
 class Absent(nn.Module):
@@ -56,18 +57,6 @@ class Stages:
     tied_head: nn.Module | None = None
     """The head of a tied model, where this rank has the last stage: its weight is a working copy of the embedding's,
     and no parameter of the model."""
-
-
-def stage_layers(layers: int, stages: int) -> list[range]:
-    """Return which decoder layers each stage has: equal numbers, what is left over to the middle stages.
-
-    The first stage also embeds and the last also projects to the vocabulary, so these two get the smaller share.
-    """
-    base, extra = divmod(layers, stages)
-    middle_first = sorted(range(stages), key=lambda stage: (stage in (0, stages - 1), stage))
-    sizes = [base + (stage in middle_first[:extra]) for stage in range(stages)]
-    starts = [sum(sizes[:stage]) for stage in range(stages)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def cut_into_stages(model: nn.Module, places: list[int], place: int) -> Stages:
@@ -180,7 +169,9 @@ def _forward(
     compute: Any, first: bool, inputs: torch.Tensor, position_ids: torch.Tensor, **options: Any
 ) -> torch.Tensor:
     given = {"input_ids": inputs} if first else {"inputs_embeds": inputs}
-    return compute(**given, position_ids=position_ids, use_cache=False, **options)[0]
+    output = compute(**given, position_ids=position_ids, use_cache=False, **options)[0]
+    # Schedules that split the backward detach what a stage returns, in place; a view cannot be.
+    return output.clone() if output._is_view() else output
 
 
 def _leave(inner: nn.Module, name: str, layers: list[nn.Module], kept: set[int]) -> None:

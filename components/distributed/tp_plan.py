@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from components.config.errors import ConfigError
-from components.config.schema.parallelism import AttentionLayout, attention_layout
+from components.config.layouts import AttentionLayout, attention_layout
 from components.distributed.tensor_parallel import KVHeadSlice, ReplicatedParameters, TransformersStyle
 
 Plan = dict[str, ParallelStyle]

@@ -83,9 +83,7 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module | Pipeline, batches: Iterable[MicroBatch], settings: StepSettings
-) -> tuple[float, int]:
+def evaluate(model: nn.Module | Pipeline, batches: Iterable[MicroBatch], settings: StepSettings) -> tuple[float, int]:
     """Return (mean loss per target token, number of target tokens) over the batches of all ranks.
 
     Every rank must bring the same number of batches: a sharded forward is a collective.
@@ -96,10 +94,7 @@ def evaluate(
     totals = torch.zeros(2, dtype=torch.float64, device=settings.device)  # loss, tokens
     for batch in batches:
         batch = _local_part(batch, settings)
-        if isinstance(model, Pipeline):
-            loss = model.loss(batch, token_loss_sum)
-        else:
-            loss = _forward(module, batch, settings)
+        loss = model.loss(batch, token_loss_sum) if isinstance(model, Pipeline) else _forward(module, batch, settings)
         totals += torch.stack([loss.double(), count_targets(batch["targets"])])
     module.train(was_training)
     loss, tokens = _sum_over_ranks(totals * _counts(settings)).tolist()

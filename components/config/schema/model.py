@@ -8,7 +8,6 @@ from typing import Any
 
 from components.config.schema.checks import at_least, raise_all
 
-
 CAUSAL_SDPA = "causal_sdpa"
 """What model.attention=sdpa is called within transformers once it needs no mask; never written to a config.json."""
 

@@ -52,11 +52,17 @@ LoopedBFS, InterleavedZeroBubble: several stages per rank, shorter idle times, m
 two stages per rank that lie on the ranks as a V, so that one rank holds the first and the last.
 """
 
+ONE_F_ONE_B = PipelineSchedule("1F1B")
+"""The default."""
+
 SINGLE_STAGE = ("GPipe", "1F1B")
 """Schedules with one stage per rank."""
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules whose second half of the stages runs back over the ranks."""
+
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules that compute the gradients of inputs and of weights apart."""
 
 
 class ContextAttention(StrEnum):
@@ -84,27 +90,6 @@ class ActivationCheckpointing(StrEnum):
     none = "none"
     full = "full"
     selective = "selective"
-
-
-class AttentionLayout(StrEnum):
-    """How attention heads lie over the tp axis."""
-
-    sharded = "sharded"
-    kv_replicated = "kv_replicated"
-    replicated = "replicated"
-
-
-def attention_layout(heads: int, kv_heads: int, tp: int) -> AttentionLayout:
-    """Return how `heads` query heads and `kv_heads` key/value heads lie over `tp` ranks.
-
-    sharded: tp divides both. kv_replicated: fewer kv heads than ranks, each shared by tp / kv_heads ranks.
-    replicated: neither divides, so every rank computes all heads.
-    """
-    if heads % tp == 0 and kv_heads % tp == 0:
-        return AttentionLayout.sharded
-    if heads % tp == 0 and tp % kv_heads == 0:
-        return AttentionLayout.kv_replicated
-    return AttentionLayout.replicated
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +135,7 @@ class ParallelismConfig:
     """Shards of the sequence: each rank computes its part of every row."""
     tp: int = 1
     """Shards of the matrices within a layer."""
-    pp_schedule: PipelineSchedule = PipelineSchedule("1F1B")
+    pp_schedule: PipelineSchedule = ONE_F_ONE_B
     """Order of the micro-batches over the pipeline stages."""
     stages_per_rank: int = 2
     """Pipeline stages of each rank under a schedule that has several (two under the V schedules)."""
