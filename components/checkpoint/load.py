@@ -23,6 +23,7 @@ from components.checkpoint.tensors import (
     check_layouts,
     make_optimizer_state,
     model_tensors,
+    over_all_ranks,
     read_shapes,
     read_tensors,
 )
@@ -83,10 +84,10 @@ def verify(path: Path) -> list[str]:
 def load_checkpoint(path: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Put back the state that `save_checkpoint` wrote, and return its `extra`.
 
-    Any mesh can load what any mesh wrote. Parameters, optimizer state and counters come back bit for bit; the random
-    states too, where the mesh is the one that wrote them (else the ranks keep their own, and it is said). Hyper-
-    parameters are not state: they are those of the optimizer given. Call it on all ranks with a path from
-    `find_checkpoint`, which verifies the contents; here only sizes are compared.
+    Any mesh can load what any mesh wrote, with pipeline stages or without. Parameters, optimizer state and counters
+    come back bit for bit; the random states too, where the mesh is the one that wrote them (else the ranks keep their
+    own, and it is said). Hyper-parameters are not state: they are those of the optimizer given. Call it on all ranks
+    with a path from `find_checkpoint`, which verifies the contents; here only sizes are compared.
 
     Raises:
         ConfigError: The checkpoint is not of this model: tensors missing, too many, of another shape or type.
@@ -143,8 +144,10 @@ def _newest_first(folder: Path) -> list[Path]:
     return [path for _, path in sorted(whole, reverse=True)]
 
 
-def _check_model(path: Path, tensors: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:
-    check_layouts(tensors)
+def _check_model(path: Path, mine: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:
+    """Compare what is stored with the tensors of all ranks together, so that all come to the same end."""
+    check_layouts(mine)
+    tensors = over_all_ranks({name: (tuple(tensor.shape) or (1,), tensor.dtype) for name, tensor in mine.items()})
     held = {name: described for name, described in stored.items() if name.startswith(MODEL)}
     problems = []
     for what, names in (
@@ -156,7 +159,7 @@ def _check_model(path: Path, tensors: Tensors, stored: dict[str, TensorStorageMe
             problems.append(f"checkpoint {path} {what}: {listed}{', ...' if len(names) > SHOWN else ''}")
     for name in held.keys() & tensors.keys():
         there = (tuple(held[name].size), held[name].properties.dtype)
-        here = (tuple(tensors[name].shape) or (1,), tensors[name].dtype)
+        here = tensors[name]
         if there != here:
             problems.append(
                 f"checkpoint {path}: {name.removeprefix(MODEL)} is {there[0]} {there[1]} there and {here[0]} "

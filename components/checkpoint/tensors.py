@@ -2,7 +2,8 @@
 
 Names and global shapes are all that counts: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for what has the
 parameter's shape, `counter/<quantity>/<parameter>` for numbers such as AdamW's step. So any mesh reads what any mesh
-wrote. torch.distributed.checkpoint moves the shards; its Hugging Face storage writes
+wrote. Ranks may hold different names (pipeline stages): what has to be known of all is exchanged, and each rank reads
+what it holds. torch.distributed.checkpoint moves the shards; its Hugging Face storage writes
 safetensors and nothing else, where its own would leave a pickle.
 """
 
@@ -11,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,6 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from components.checkpoint.errors import CheckpointError
 from components.config.errors import ConfigError
+from components.distributed import all_gather_object
+
+T = TypeVar("T")
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
@@ -34,6 +39,15 @@ FILE_BYTES = 512 * 1024**2
 """About the size of a rank's files: each is put together in host memory, in twice its size."""
 
 Tensors = dict[str, torch.Tensor]
+
+
+def over_all_ranks(mine: dict[str, T]) -> dict[str, T]:
+    """Return the entries of all ranks; of a name that several have, the first rank's. A collective."""
+    union: dict[str, T] = {}
+    for held in all_gather_object(mine):
+        for name, entry in held.items():
+            union.setdefault(name, entry)
+    return union
 
 
 def model_tensors(model: nn.Module) -> Tensors:
@@ -76,8 +90,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Tensors) -> 
 
 def write_tensors(folder: Path, tensors: Tensors) -> None:
     """Write every rank's shards into `folder`; a collective. Replicas are written once."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    sizes = {name: tensor.numel() * tensor.element_size() // world for name, tensor in tensors.items()}
+    # Rank 0's mapping is the one that counts, for the names of all ranks.
+    everyone = all_gather_object({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
+    holders = Counter(name for held in everyone for name in held)
+    sizes = {name: size // holders[name] for held in everyone for name, size in held.items()}
     writer = dcp.HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=_files_of_bounded_size(sizes), save_distributed=True
     )
@@ -101,24 +117,29 @@ def read_tensors(folder: Path, tensors: Tensors) -> None:
 def make_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Tensors, stored: dict[str, TensorStorageMetadata]
 ) -> Tensors:
-    """Give the optimizer room for the state that is stored, without taking a step; return it by stored name.
+    """Give the optimizer room for what is stored of this rank's parameters, without taking a step; a collective.
+
+    Returns the state by stored name.
 
     Raises:
-        ConfigError: There is state of a parameter that the optimizer does not train.
+        ConfigError: On every rank: there is state of a parameter that no rank's optimizer trains.
     """
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    trained_anywhere = over_all_ranks({name: True for name, each in parameters.items() if id(each) in groups})
     optimizer.state.clear()
     for key, described in stored.items():
         kind, _, rest = key.partition("/")
         quantity, _, name = rest.partition("/")
         if f"{kind}/" not in (OPTIMIZER, COUNTER):
             continue
-        parameter = parameters.get(MODEL + name)
-        group = groups.get(id(parameter))
-        if parameter is None or group is None:
+        if MODEL + name not in trained_anywhere:
             raise ConfigError(
                 f"the checkpoint holds optimizer state of {name}, which this run does not train; set run.resume=never"
             )
+        parameter = parameters.get(MODEL + name)
+        group = groups.get(id(parameter))
+        if parameter is None or group is None:
+            continue
         dtype = described.properties.dtype
         if f"{kind}/" == OPTIMIZER:
             value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -134,8 +155,14 @@ def check_layouts(tensors: Tensors) -> None:
     """Refuse layouts of which torch.distributed.checkpoint would store or fill the wrong block, and say nothing.
 
     It knows one block per rank. That is wrong for fused projections under tensor parallelism, and for FSDP over a
-    tensor-parallel shard of uneven size. Raises ConfigError.
+    tensor-parallel shard of uneven size. A collective. Raises ConfigError, on every rank.
     """
+    problems = over_all_ranks(dict.fromkeys(_layout_problems(tensors), True))
+    if problems:
+        raise ConfigError(list(problems))
+
+
+def _layout_problems(tensors: Tensors) -> Iterator[str]:
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
             continue
@@ -149,7 +176,7 @@ def check_layouts(tensors: Tensors) -> None:
                 if isinstance(other, (Shard, _StridedShard)) and other.dim == placement.dim
             )
             if placement.split_factor != inner or tensor.shape[placement.dim] % inner:
-                raise ConfigError(
+                yield (
                     f"{name.partition('/')[2]}: {tuple(tensor.shape)} laid out as {tensor.placements} cannot be saved "
                     f"or resumed; choose a parallelism.tp that divides dim {placement.dim}, or another plan"
                 )

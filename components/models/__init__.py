@@ -9,8 +9,9 @@ weights.py     fill_weights: load_weights from disk, or initialize_weights (init
 generation.py  generate: answers to prompts
 export.py      export_model: a folder that transformers loads
 
-shards.py tells which part of a tensor a rank holds, twin.py what transformers made before anything was sharded,
-names.py which tensors are saved; gguf.py, safetensors.py and hub.py read files and explain why they cannot.
+shards.py tells which part of a tensor a rank holds, gather.py brings the parts of all ranks together, twin.py tells
+what transformers made before anything was sharded, names.py which tensors are saved; gguf.py, safetensors.py and hub.py
+read files and explain why they cannot.
 
 The names below are imported at first use; transformers is imported by what needs it.
 """

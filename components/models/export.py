@@ -6,24 +6,20 @@ import copy
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from components.models.gather import WRITER, gathered_tensors
 from components.models.names import saved_tensors
 from components.models.safetensors import INDEX_FILE, SINGLE_FILE
-from components.models.shards import blocks_at, holders, local_blocks, local_part, part_shape
 from components.models.twin import meta_twin
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-WRITER = 0
-"""The rank that writes."""
 
 
 def export_model(
@@ -37,9 +33,10 @@ def export_model(
 ) -> Path:
     """Write `folder`: weights in safetensors, config, generation config, tokenizer and a model card.
 
-    Call it on all ranks. Rank 0 gathers one tensor at a time and writes a file whenever `shard_bytes` are together,
-    so it holds that much at most. The folder appears under its name once it is complete, replacing an older one.
-    Tensors have the names that transformers expects on disk; tied ones are written once.
+    Call it on all ranks; each may hold other parameters (pipeline stages). Rank 0 gathers one tensor at a time and
+    writes a file whenever `shard_bytes` are together, so it holds that much at most. The folder appears under its name
+    once it is complete, replacing an older one. Tensors have the names that transformers expects on disk; tied ones
+    are written once.
 
     Args:
         dtype: Type to write; None: as stored.
@@ -47,16 +44,17 @@ def export_model(
         card: Text for the model card, below its title.
 
     Raises:
-        NotImplementedError: Weights whose form on disk cannot be made one parameter at a time.
+        NotImplementedError: On every rank: weights whose form on disk cannot be made one parameter at a time.
         OSError: On every rank, when rank 0 could not write.
     """
     from safetensors import SafetensorError
 
     folder = Path(folder)
-    to_disk = _disk_form(model)
+    twin = meta_twin(model)
+    to_disk = _disk_form(twin)
     writer = _Writer(folder, shard_bytes) if _rank() == WRITER else None
     problem = None
-    for name, full in _gathered(model):
+    for name, full in gathered_tensors(model, list(saved_tensors(twin))):
         if writer is None or problem is not None or full is None:
             continue  # after a failure the others still give their parts, so that nobody waits for anybody
         try:
@@ -129,12 +127,11 @@ def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _disk_form(model: PreTrainedModel) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _disk_form(twin: PreTrainedModel) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return what turns a parameter into the tensors that transformers keeps on disk for it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
-    twin = meta_twin(model)
     conversions = get_model_conversion_mapping(twin, add_legacy=False)
     for conversion in conversions:
         if isinstance(conversion, WeightConverter) and len(conversion.target_patterns) > 1:
@@ -145,42 +142,6 @@ def _disk_form(model: PreTrainedModel) -> Callable[[str, torch.Tensor], dict[str
     kept = [each for each in conversions if not isinstance(each, PrefixChange)]
     object.__setattr__(twin, "_weight_conversions", kept)
     return lambda name, value: revert_weight_conversion(twin, {name: value})
-
-
-@torch.no_grad()
-def _gathered(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield every saved tensor: whole and on the CPU for the writer, None for the other ranks."""
-    for name, tensor in saved_tensors(model).items():
-        if not isinstance(tensor, DTensor):
-            yield name, tensor.detach().cpu() if _rank() == WRITER else None
-            continue
-        if WRITER not in tensor.device_mesh.mesh:
-            yield name, None  # this rank's mesh holds a replica of what the writer's mesh holds
-            continue
-        part = local_part(tensor)
-        full = torch.empty(tensor.shape, dtype=tensor.dtype) if _rank() == WRITER else None
-        for rank, coordinate in holders(tensor):
-            blocks = blocks_at(tensor, coordinate, name) if rank != _rank() else local_blocks(tensor, name)
-            if not blocks:
-                continue
-            if full is not None:
-                received = part if rank == WRITER else _receive(part_shape(blocks, tensor.ndim), part, rank)
-                for block in blocks:
-                    full[block.full].copy_(received[block.local])
-            elif rank == _rank():
-                dist.send(_on_wire(part).contiguous().view(-1).view(torch.uint8), dst=WRITER)
-        yield name, full
-
-
-def _receive(shape: tuple[int, ...], like: torch.Tensor, rank: int) -> torch.Tensor:
-    part = torch.empty(shape, dtype=like.dtype, device=_on_wire(like).device)
-    dist.recv(part.view(-1).view(torch.uint8), src=rank)
-    return part
-
-
-def _on_wire(part: torch.Tensor) -> torch.Tensor:
-    """NCCL only moves what is on a GPU, also where FSDP keeps the parameters in host memory."""
-    return part.cuda() if dist.get_backend() == "nccl" else part
 
 
 def _rank() -> int:

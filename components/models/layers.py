@@ -1,4 +1,8 @@
-"""A model's decoder layers: find them, recompute them in the backward, compile them; and count parameters."""
+"""A model's decoder layers: find them, recompute them in the backward, compile them; and count parameters.
+
+Under pipeline parallelism a rank's model has stand-ins without parameters for the layers of other stages: they keep
+their place in the list, and nothing is done to them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,18 +35,26 @@ class ParameterCounts:
 
 
 def count_parameters(model: nn.Module) -> ParameterCounts:
-    """Count a model's parameters, whole and on this rank, whatever the mesh."""
-    parameters = list(model.parameters())
-    parts = [local_part(parameter) for parameter in parameters]
+    """Count a model's parameters, whole and on this rank, whatever the mesh. Call it on all ranks.
+
+    The ranks tell one another the names that they hold, so that those of other pipeline stages count too.
+    """
+    mine = {name: (parameter.numel(), parameter.requires_grad) for name, parameter in model.named_parameters()}
+    everyone = [mine]
+    if dist.is_initialized():
+        everyone = [mine] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    whole = {name: size for held in everyone for name, size in held.items()}
+    parts = [local_part(parameter) for parameter in model.parameters()]
     return ParameterCounts(
-        total=sum(parameter.numel() for parameter in parameters),
-        trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        total=sum(size for size, _ in whole.values()),
+        trainable=sum(size for size, trained in whole.values() if trained),
         local_bytes=sum(part.numel() * part.element_size() for part in parts),
     )
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers in order: the first list of modules with `num_hidden_layers` members.
+    """Return the decoder layers in order, stand-ins included: the first list of `num_hidden_layers` modules.
 
     Raises:
         NotImplementedError: The model has no such list.
@@ -59,7 +72,7 @@ def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str 
     Only the layer's own forward is compiled: hooks around it, FSDP's among them, stay outside, and so does the
     recomputation of `checkpoint_activations`, before or after which this may be called.
     """
-    for layer in decoder_layers(model):
+    for layer in filter(_is_here, decoder_layers(model)):
         forward = layer.forward
         if isinstance(forward, partial) and forward.func is checkpoint:
             compiled = torch.compile(forward.args[0], fullgraph=fullgraph, backend=backend)
@@ -71,8 +84,9 @@ def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str 
 def checkpoint_activations(model: PreTrainedModel, policy: ActivationCheckpointing) -> None:
     """Keep only the input of decoder layers and recompute the rest in the backward: less memory, a third more work.
 
-    full: every layer; selective: every other one. A layer's forward is replaced in place, so parameter names stay as
-    they are, and the recomputation happens inside FSDP's hooks, where the layer's parameters are together anyway.
+    full: every layer; selective: every other one of the whole model. A layer's forward is replaced in place, so
+    parameter names stay as they are, and the recomputation happens inside FSDP's hooks, where the layer's parameters
+    are together anyway.
     """
     stride = {
         ActivationCheckpointing.none: 0,
@@ -81,5 +95,9 @@ def checkpoint_activations(model: PreTrainedModel, policy: ActivationCheckpointi
     }[policy]
     if stride == 0:
         return
-    for layer in decoder_layers(model)[::stride]:
+    for layer in filter(_is_here, decoder_layers(model)[::stride]):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _is_here(layer: nn.Module) -> bool:
+    return any(True for _ in layer.parameters())

@@ -19,23 +19,27 @@ def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
     """Give every parameter its memory on `device`, uninitialised, and every buffer its value.
 
     For a model from `build_on_meta`, before or after tensor parallelism and `fully_shard`. Only this rank's
-    parts are allocated. Buffers, such as rotary frequencies, are in no file: they get what the model's own
-    constructor computes on a CPU, the same on every device. Tied parameters stay tied.
+    parts are allocated; modules of other pipeline stages may be missing. Buffers, such as rotary frequencies, are in
+    no file: they get what the model's own constructor computes on a CPU, the same on every device. Tied parameters
+    stay tied.
     """
     tied = tied_names(model)
     model.to_empty(device=device)
     for name, original in tied.items():
         _set(model, name, model.get_parameter(original))
     twin = buffer_twin(model)
-    for name, value in twin.named_buffers(remove_duplicate=False):
-        if value.is_meta:
+    computed = dict(twin.named_buffers(remove_duplicate=False))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        value = computed.get(name)
+        if value is None or value.is_meta:
             raise RuntimeError(f"buffer {name} of {type(model).__name__} is not computed by its constructor")
-        model.get_buffer(name).copy_(value)
+        buffer.copy_(value)
     # Some models keep computed tensors as plain attributes, which `to_empty` does not see.
-    for name, module in twin.named_modules():
-        for attribute, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                setattr(model.get_submodule(name), attribute, value.to(device))
+    twins = dict(twin.named_modules())
+    for name, module in model.named_modules():
+        for attribute, value in vars(twins[name]).items() if name in twins else ():
+            if isinstance(value, torch.Tensor) and attribute in vars(module):
+                setattr(module, attribute, value.to(device))
 
 
 def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,15 +77,15 @@ def part_shape(blocks: list[Block], ndim: int) -> tuple[int, ...]:
     return tuple(max((block.local[dim].stop for block in blocks), default=0) for dim in range(ndim))
 
 
-def holders(tensor: DTensor) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield rank and mesh coordinate of the first holder of every part; replicas are left out."""
-    mesh = tensor.device_mesh
-    choices = [
-        range(degree) if isinstance(placement, (Shard, _StridedShard)) else range(1)
-        for placement, degree in zip(tensor.placements, mesh.shape, strict=True)
-    ]
-    for coordinate in itertools.product(*choices):
-        yield int(mesh.mesh[coordinate]), coordinate
+def is_first_holder(tensor: torch.Tensor) -> bool:
+    """Whether this rank is the first in the tensor's own mesh that holds its part; always for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return True
+    coordinate = tensor.device_mesh.get_coordinate()
+    return coordinate is not None and all(
+        place == 0 or isinstance(placement, (Shard, _StridedShard))
+        for placement, place in zip(tensor.placements, coordinate, strict=True)
+    )
 
 
 @torch.no_grad()

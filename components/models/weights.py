@@ -70,8 +70,9 @@ def fill_weights(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
 def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
     """Set parameters and persistent buffers from the files of `cfg.path`, cast to the types they have.
 
-    For a materialised model whose parameters are plain tensors or DTensors. A rank reads the bytes of its own
-    parts; only GGUF tensors and fused experts are made whole first, one parameter at a time.
+    For a materialised model whose parameters are plain tensors or DTensors. It may lack those of other pipeline
+    stages; the files are compared with the whole model. A rank reads the bytes of its own parts; only GGUF tensors
+    and fused experts are made whole first, one parameter at a time.
 
     Raises:
         ConfigError: Files that are missing or not reachable; any tensor that is missing, not expected, of
@@ -86,8 +87,11 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
     _check(plan, twin, stored.shapes(), given)
     targets = saved_tensors(model)
     for name, source in plan.direct.items():
-        fill(targets[name], name, partial(stored.read, source))
+        if name in targets:
+            fill(targets[name], name, partial(stored.read, source))
     for first, conversion in plan.converted.items():
+        if targets.keys().isdisjoint(_made_from(conversion, first)):
+            continue
         try:
             made = _convert(conversion, first, twin, stored)
         except (RuntimeError, ValueError, KeyError) as error:
@@ -100,7 +104,8 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
                 raise ConfigError(_misshaped(given, name, values.shape, targets[name].shape))
             fill(targets[name], name, values.__getitem__)
     for alias, (name, source) in plan.repeated.items():
-        _check_equal(targets[name], name, partial(stored.read, source), f"{given}: {alias}")
+        if name in targets:
+            _check_equal(targets[name], name, partial(stored.read, source), f"{given}: {alias}")
 
 
 def _open(cfg: ModelConfig, twin: PreTrainedModel) -> StoredTensors:
