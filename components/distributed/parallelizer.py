@@ -24,6 +24,7 @@ from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.config.shape import ModelShape, shape_of_config
 from components.config.validate import model_problems
 from components.distributed.apply_tp import apply_tensor_parallel
+from components.distributed.expert import apply_expert_parallel, experts_modules
 from components.distributed.fsdp import (
     apply_fsdp_sharding_recursively,
     mixed_precision,
@@ -86,6 +87,9 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
     if problems := model_problems(parallelism, mesh.shape, shape):
         raise ConfigError(problems)
     layout = Layout()
+    if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and experts_modules(model)):
+        axes = tuple(axis for axis in ("ep", "tp") if mesh.size(axis) > 1)
+        layout = Layout(notes=apply_expert_parallel(model, mesh.device_mesh[axes]))
     if mesh.size("tp") > 1:
         plan = load_plan(parallelism.tp_plan, model) if parallelism.tp_plan else get_hf_tp_shard_plan(model)
         applied = apply_tensor_parallel(
@@ -95,7 +99,7 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
             sequence_parallel=parallelism.sequence_parallel,
             strict=parallelism.tp_plan is not None,
         )
-        layout = Layout(applied.fraction, applied.notes)
+        layout = Layout(applied.fraction, layout.notes + applied.notes)
     if parallelism.strategy == Strategy.fsdp2:
         shard_with_fsdp2(
             model,
@@ -103,6 +107,7 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
             mixed_precision(compute_dtype, next(model.parameters()).dtype),
             offload_to_cpu(parallelism.cpu_offload),
             parallelism.reshard_after_forward,
+            mesh.expert_sharding if mesh.size("ep") > 1 else None,
         )
     return layout
 

@@ -20,7 +20,7 @@ from components.config.schema.checks import raise_all
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """The mesh axes, outermost first."""
 
-NOT_BUILT = {"pp": "pipeline", "ep": "expert", "cp": "context"}
+NOT_BUILT = {"pp": "pipeline", "cp": "context"}
 """Axes that are in the contract but not built yet."""
 
 
