@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
+from components.distributed.expert import is_experts, is_laid_out
 from components.distributed.tensor_parallel import (
     BlockInput,
     GatherSequence,
@@ -73,6 +74,8 @@ def apply_tensor_parallel(
         partial_norms |= _prepare_layer(name, layer, styles, tp_mesh, sequence_parallel)
     for name, module in list(model.named_modules()):
         style = styles.get(name) or ReplicatedParameters(partial_grad=name in partial_norms)
+        if is_laid_out(module):
+            continue  # experts, over ep and tp
         if name in styles or any(True for _ in module.parameters(recurse=False)):
             parallelize_module(module, tp_mesh, style, src_data_rank=None)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
@@ -145,7 +148,7 @@ def _is_fully_known(name: str, block: nn.Module, inside: dict[str, ParallelStyle
 
 
 def _notes(model: nn.Module, plan: Plan, tp: int, strict: bool) -> tuple[str, ...]:
-    unmatched = [path for path in plan if not matching(model, path)]
+    unmatched = [path for path in plan if not matching(model, path) and not _names_experts_parameter(model, path)]
     if unmatched and strict:
         raise ConfigError(
             [f"parallelism.tp_plan: {path!r} matches no module of {type(model).__name__}" for path in unmatched]
@@ -158,6 +161,12 @@ def _notes(model: nn.Module, plan: Plan, tp: int, strict: bool) -> tuple[str, ..
             f"cannot be shared evenly (parallelism.uneven_heads=refuse makes this an error)"
         )
     return tuple(notes)
+
+
+def _names_experts_parameter(model: nn.Module, path: str) -> bool:
+    """Whether a path names a parameter of fused experts, whose layout follows from their module."""
+    module_path, _, leaf = path.rpartition(".")
+    return any(is_experts(module) and hasattr(module, leaf) for _, module in matching(model, module_path))
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:

@@ -16,6 +16,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
+
+from components.distributed.expert import experts_modules
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward of their own: they cannot be gathered, their children are."""
@@ -43,14 +46,21 @@ def shard_with_fsdp2(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
     reshard_after_forward: bool = True,
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard a whole model in place: a unit per decoder layer, one for an untied embedding, one for the rest.
+
+    With `expert_mesh`, experts that lie on ranks of their own are units of their own on that mesh.
 
     Gradients are SUMMED over the mesh, never averaged: the training step divides once, by the global number of
     target tokens. Only the root casts its output, as the policy says: layers that did would hand the next one a type
     its weights do not have. Tied embeddings share the root's unit (torch 2.13 refuses to split them).
     """
     inner = replace(mp_policy, output_dtype=None) if mp_policy else None
+    for experts in experts_modules(model).values() if expert_mesh is not None else ():
+        # Their inputs have the right type already; the router's weights may be float32 on purpose.
+        policy = replace(inner, cast_forward_inputs=False) if inner else None
+        _shard(experts, expert_mesh, policy, offload_policy, reshard=True)
     apply_fsdp_sharding_recursively(model, mesh, inner, offload_policy)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -139,10 +149,19 @@ def _shard(
     *,
     reshard: bool,
 ) -> None:
+    ranks = mesh.shape[-1]
     fully_shard(
         module,
         mesh=mesh,
         reshard_after_forward=reshard,
+        shard_placement_fn=lambda parameter: Shard(_sharded_dim(parameter, ranks)),
         mp_policy=mp_policy or MixedPrecisionPolicy(),
         offload_policy=offload_policy or OffloadPolicy(),
     )
+
+
+def _sharded_dim(parameter: nn.Parameter, ranks: int) -> int:
+    """0; but 1 for fused experts that are too few for the ranks: FSDP2 would pad each rank's part to an expert."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    few = local.dim() == 3 and local.shape[0] % ranks != 0
+    return 1 if few and local.shape[1] % ranks == 0 else 0

@@ -18,6 +18,7 @@ VIEWS = {
     "dp": ("dp_replicate", "dp_shard", "ep"),
     "dp_cp": ("dp_replicate", "dp_shard", "ep", "cp"),
     "fsdp": ("dp_shard", "ep", "cp"),
+    "efsdp": ("dp_shard", "cp"),
 }
 """Flattened view -> the axes it flattens."""
 
@@ -63,9 +64,12 @@ class Mesh:
     @property
     def sharding(self) -> DeviceMesh:
         """The mesh that dense parameters are laid over: (fsdp,), or (dp_replicate, fsdp) for hybrid sharding."""
-        if self.size("dp_replicate") == 1:
-            return self["fsdp"]
-        return self.device_mesh["dp_replicate", self["fsdp"].mesh_dim_names[0]]  # type: ignore[index]
+        return self._sharding("fsdp")
+
+    @property
+    def expert_sharding(self) -> DeviceMesh:
+        """The mesh that experts are laid over beside ep: (efsdp,), or (dp_replicate, efsdp) for hybrid sharding."""
+        return self._sharding("efsdp")
 
     @property
     def counts_tokens(self) -> bool:
@@ -84,6 +88,11 @@ class Mesh:
     @property
     def _names(self) -> tuple[str, ...]:
         return self.device_mesh.mesh_dim_names or ()
+
+    def _sharding(self, view: str) -> DeviceMesh:
+        if self.size("dp_replicate") == 1:
+            return self[view]
+        return self.device_mesh["dp_replicate", self[view].mesh_dim_names[0]]  # type: ignore[index]
 
     def _flatten(self, view: str) -> DeviceMesh:
         held = tuple(axis for axis in VIEWS[view] if axis in self._names)

@@ -27,6 +27,7 @@ from components.config.shape import ModelShape, shape_of_config
 from components.config.validate import model_problems
 from components.distributed.apply_tp import apply_tensor_parallel
 from components.distributed.context import use_context_parallel, whole_rows_attention
+from components.distributed.expert import apply_expert_parallel, experts_modules
 from components.distributed.fsdp import (
     apply_fsdp_sharding_recursively,
     mixed_precision,
@@ -98,6 +99,9 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
     notes: tuple[str, ...] = ()
     fraction = 0.0
     places = parallelism.stage_places(mesh.size("pp"))
+    if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and experts_modules(model)):
+        axes = tuple(axis for axis in ("ep", "tp") if mesh.size(axis) > 1)
+        notes += apply_expert_parallel(model, mesh.device_mesh[axes])
     if mesh.size("tp") > 1:
         plan = load_plan(parallelism.tp_plan, model) if parallelism.tp_plan else get_hf_tp_shard_plan(model)
         applied = apply_tensor_parallel(
@@ -108,7 +112,8 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
             strict=parallelism.tp_plan is not None,
             stages=len(places),
         )
-        fraction, notes = applied.fraction, applied.notes
+        fraction = applied.fraction
+        notes += applied.notes
     if mesh.size("cp") > 1:
         if shape.heads is None:
             raise ConfigError(f"parallelism.cp: {type(model).__name__} states no number of heads; set parallelism.cp=1")
@@ -127,6 +132,7 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
                 mixed_precision(compute_dtype, next(model.parameters()).dtype),
                 offload_to_cpu(parallelism.cpu_offload),
                 parallelism.reshard_after_forward and not split,
+                mesh.expert_sharding if mesh.size("ep") > 1 else None,
             )
     hidden = Hidden(shape.hidden, shape.vocab, compute_dtype) if shape.hidden and shape.vocab else None
     return Layout(fraction, notes, stages, hidden)

@@ -8,7 +8,7 @@ scheme (Shoeybi et al. 2019) and its sequence parallelism (Korthikanti et al. 20
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ class ReplicatedParameters(ParallelStyle):
         compute = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with local_parameters(module, placement):
+            with local_parameters(module, [placement]):
                 return compute(*args, **kwargs)
 
         module.forward = forward
@@ -146,10 +146,10 @@ class GatherSequence(ParallelStyle):
 
 
 @contextmanager
-def local_parameters(module: nn.Module, grad_placement: Placement) -> Iterator[None]:
-    """Within the context the module's own DTensor parameters are plain tensors with gradients of that placement."""
+def local_parameters(module: nn.Module, grad_placements: Sequence[Placement]) -> Iterator[None]:
+    """Within the context the module's own DTensor parameters are plain tensors with gradients of these placements."""
     own: dict[str, Any] = {name: value for name, value in module._parameters.items() if isinstance(value, DTensor)}
-    plain: dict[str, Any] = {name: value.to_local(grad_placements=[grad_placement]) for name, value in own.items()}
+    plain: dict[str, Any] = {name: value.to_local(grad_placements=grad_placements) for name, value in own.items()}
     module._parameters.update(plain)
     try:
         yield

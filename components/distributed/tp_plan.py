@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from components.config.errors import ConfigError
 from components.config.layouts import AttentionLayout, attention_layout
+from components.distributed.expert import ExpertParallel
 from components.distributed.tensor_parallel import KVHeadSlice, ReplicatedParameters, TransformersStyle
 
 Plan = dict[str, ParallelStyle]
@@ -26,7 +27,6 @@ TRANSFORMERS_STYLES = (
     "packed_colwise",
     "packed_rowwise",
     "mla_kv_a_proj",
-    "moe_tp_experts",
     "moe_identity_expert",
     "local_params",
     "all_reduce",
@@ -61,6 +61,8 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
             return ReplicatedParameters()
         case "replicated_with_grad_allreduce":
             return ReplicatedParameters(partial_grad=True)
+        case "moe_tp_experts":
+            return ExpertParallel()
         case _ if style in TRANSFORMERS_STYLES:
             return TransformersStyle(style)
     raise ValueError(f"Unknown parallel style: {style!r}; give a plan of your own by parallelism.tp_plan=module:name")

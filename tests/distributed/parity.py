@@ -51,6 +51,14 @@ MODELS: dict[str, dict[str, Any]] = {
              "bos_token_id": 1, "eos_token_id": 2},
     "phi3": {**SMALL, "model_type": "phi3"},
 }  # fmt: skip
+EXPERTS = {**SMALL, "num_experts_per_tok": 2, "output_router_logits": False}
+MOE_MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {**EXPERTS, "model_type": "mixtral", "num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": {**EXPERTS, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8,
+                  "norm_topk_prob": True},
+    "olmoe": {**EXPERTS, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
+}  # fmt: skip
+"""Mixtures of experts: 4, 8 and 6 of them."""
 
 Sample = tuple[torch.Tensor, torch.Tensor]  # tokens and labels, (seq,) each
 
@@ -83,14 +91,18 @@ class Curve:
 def build(name: str, dtype: torch.dtype) -> torch.nn.Module:
     """A model from scratch, its norms and biases moved off their trivial initial values."""
     torch.manual_seed(7)
-    values = dict(MODELS[name])
+    values = dict((MODELS | MOE_MODELS)[name])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    if dtype == torch.float64 and name in MOE_MODELS:
+        model.set_experts_implementation("eager")  # torch's grouped products have no float64
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     for module in model.modules():
         if dtype == torch.float64 and type(module).__name__.endswith("RMSNorm"):
             module.forward = types.MethodType(_float64_norm, module)
+        if dtype == torch.float64 and type(module).__name__.endswith("TopKRouter"):
+            module.forward = types.MethodType(_float64_router, module)
     return model.to(dtype)
 
 
@@ -99,6 +111,15 @@ def _float64_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
     gemma = type(self).__name__.startswith("Gemma")
     eps = self.eps if gemma else self.variance_epsilon
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (self.weight + (1 if gemma else 0))
+
+
+def _float64_router(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The router of Mixtral, Qwen3-MoE and OLMoE in the type of its input, for the same reason."""
+    logits = F.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
+    scores, chosen = torch.topk(torch.softmax(logits, dim=-1), self.top_k, dim=-1)
+    if getattr(self, "norm_topk_prob", True):
+        scores = scores / scores.sum(dim=-1, keepdim=True)
+    return logits, scores, chosen
 
 
 def samples_of_step(step: int) -> list[Sample]:

@@ -20,9 +20,6 @@ from components.config.schema.checks import raise_all
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """The mesh axes, outermost first."""
 
-NOT_BUILT = {"ep": "expert"}
-"""Axes that are in the contract but not built yet."""
-
 
 class Strategy(StrEnum):
     """single: one process; ddp: replicate; fsdp2: shard with FSDP2; megatron_fsdp: shard with Megatron-FSDP."""
@@ -166,11 +163,6 @@ class ParallelismConfig:
         if len(inferred) > 1:
             keys = " and ".join(f"parallelism.{axis}=-1" for axis in inferred)
             problems.append(f"{keys}: only one axis can take what is left; give the others a number")
-        problems += [
-            f"parallelism.{axis}={self.degree(axis)}: {name} parallelism is not built yet; set parallelism.{axis}=1"
-            for axis, name in NOT_BUILT.items()
-            if self.degree(axis) != 1
-        ]
         problems += self._strategy_problems()
         if self.stages_per_rank < 2 or (self.pp_schedule in V_SHAPED and self.stages_per_rank != 2):
             problems.append(
