@@ -42,6 +42,12 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
             )
     if shape.layers is not None and shape.layers < mesh.pp:
         problems.append(f"parallelism.pp={mesh.pp}: the model has only {shape.layers} layers; set pp to that or less")
+    if mesh.ep > 1 and shape.experts == 0:
+        problems.append(f"parallelism.ep={mesh.ep}: the model is dense, it has no experts; set parallelism.ep=1")
+    elif shape.experts is not None and shape.experts % mesh.ep:
+        problems.append(
+            f"parallelism.ep={mesh.ep}: does not divide the model's {shape.experts} experts; change parallelism.ep"
+        )
     return problems
 
 

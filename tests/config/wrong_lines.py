@@ -91,6 +91,14 @@ MESH = [
     ("parallelism.sequence_parallel=true", "parallelism.sequence_parallel=true: needs parallelism.tp > 1"),
     ("parallelism.pp=2", "parallelism.pp=2", "not built yet"),
 ]
+EXPERTS = [
+    ("model=smollm2_135m parallelism=fsdp2_ep2", "parallelism.ep=2: the model is dense", "parallelism.ep=1"),
+    ("model=tiny_moe parallelism.ep=3 training.global_batch_size=12", "parallelism.ep=3: does not divide the model's 8 experts"),
+    ("model=tiny_moe parallelism=fsdp2_ep4 model.config.num_experts=6", "parallelism.ep=4", "6 experts"),
+    ("model=tiny_moe parallelism=ddp parallelism.ep=2", "parallelism.ep=2: strategy ddp has no such axis"),
+    ("model=tiny_moe parallelism=megatron_fsdp parallelism.ep=2", "parallelism.ep=2", "parallelism.strategy=fsdp2"),
+    ("model=tiny_moe parallelism=fsdp2_ep2 cluster.procs_per_node=3", "3 processes cannot be divided by ep 2 = 2"),
+]
 UNEVEN_HEADS = [
     (
         "model=smollm2_135m_hub parallelism=tp2 parallelism.uneven_heads=refuse",
@@ -138,6 +146,7 @@ TABLE = {
     "missing_value": MISSING_VALUE,
     "out_of_range": OUT_OF_RANGE,
     "mesh": MESH,
+    "experts": EXPERTS,
     "uneven_heads": UNEVEN_HEADS,
     "batch": BATCH,
     "not_built": NOT_BUILT,

@@ -143,6 +143,10 @@ class ParallelismConfig:
             if self.degree(axis) != 1
         ]
         problems += self._strategy_problems()
+        if self.ep != 1 and self.strategy == Strategy.megatron_fsdp:
+            problems.append(
+                f"parallelism.ep={self.ep}: experts are sharded by fsdp2 only; set parallelism.strategy=fsdp2"
+            )
         if self.sequence_parallel and self.tp == 1:
             problems.append("parallelism.sequence_parallel=true: needs parallelism.tp > 1")
         if self.cpu_offload and self.strategy != Strategy.fsdp2:
