@@ -37,14 +37,16 @@ class ExpertParallel(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             part = distribute_tensor(parameter.data, device_mesh, placements, src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-        group = _group(device_mesh, placements)
-        module.num_experts = _count(module) // (dist.get_world_size(group) if group else 1)
+        divided = _divided_over(device_mesh, placements)
+        module.num_experts = _count(module) // (divided.size() if divided is not None else 1)
         compute, gradients = module.forward, _gradients(placements)
 
         # (tokens, hidden), (tokens, top_k), (tokens, top_k) -> (tokens, hidden)
         def forward(
             hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
+            # Asked for at each call: a group that is kept would outlive the end of the processes.
+            group = None if divided is None else divided.get_group()
             with local_parameters(module, gradients):
                 if tp is None:
                     return _send_and_compute(module, compute, group, hidden_states, top_k_index, top_k_weights)
@@ -69,8 +71,8 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     if not found:
         raise ConfigError(
-            f"parallelism.ep={sizes.get('ep', 1)}: {type(model).__name__} has no module of fused experts to shard; "
-            "set parallelism.ep=1"
+            f"parallelism.ep={sizes.get('ep', 1)}: {type(model).__name__} is dense, or keeps its experts apart: it has no "
+            "module of fused experts to shard; set parallelism.ep=1"
         )
     counts = sorted({_count(module) for module in found.values()})
     problems = [
@@ -135,12 +137,12 @@ def _gradients(placements: list[Placement]) -> list[Placement]:
     return [Partial() if placement.is_replicate() else placement for placement in placements]
 
 
-def _group(mesh: DeviceMesh, placements: list[Placement]) -> dist.ProcessGroup | None:
-    """The ranks among which the experts are divided; None where each holds them all."""
+def _divided_over(mesh: DeviceMesh, placements: list[Placement]) -> DeviceMesh | None:
+    """The ranks among which the experts are divided, as a 1-D mesh; None where each holds them all."""
     axes = [axis for axis, place in zip(mesh.mesh_dim_names or (), placements, strict=True) if place.is_shard()]
     if len(axes) == 2:
-        return mesh._flatten("ep_tp").get_group()
-    return mesh.get_group(axes[0]) if axes else None
+        return mesh._flatten("ep_tp")
+    return mesh[axes[0]] if axes else None
 
 
 def _send_and_compute(
@@ -166,7 +168,7 @@ def _send_and_compute(
     local = torch.arange(module.num_experts, device=hidden.device).repeat(ranks)
     local = local.repeat_interleave(arriving.view(-1), output_size=len(rows))
     answers = _exchange(_compute(module, compute, rows, local), received, sent, group)  # (tokens x top_k, hidden)
-    slots = torch.empty_like(answers).index_copy(0, order, answers).view(*chosen.shape, -1)
+    slots = torch.empty_like(answers).index_copy(0, order, answers).view(*chosen.shape, answers.shape[1])
     return (slots * weights[..., None]).sum(dim=1).to(hidden.dtype)
 
 

@@ -132,6 +132,17 @@ AXES = [
     ("parallelism.stages_per_rank=1", "parallelism.stages_per_rank=1: must be 2 or more"),
     ("parallelism.cp_attention=ring", "parallelism.cp_attention=ring", "must be one of auto, ulysses, all_gather"),
 ]
+EXPERTS = [
+    ("model=smollm2_135m parallelism=fsdp2_ep2", "parallelism.ep=2: the model is dense", "parallelism.ep=1"),
+    (
+        "model=tiny_moe parallelism.ep=3 training.global_batch_size=12",
+        "parallelism.ep=3: does not divide the model's 8 experts",
+    ),
+    ("model=tiny_moe parallelism=fsdp2_ep4 model.config.num_experts=6", "parallelism.ep=4", "6 experts"),
+    ("model=tiny_moe parallelism=ddp parallelism.ep=2", "parallelism.ep=2: strategy ddp has no such axis"),
+    ("model=tiny_moe parallelism=megatron_fsdp parallelism.ep=2", "parallelism.ep=2", "parallelism.strategy=fsdp2"),
+    ("model=tiny_moe parallelism=fsdp2_ep2 cluster.procs_per_node=3", "3 processes cannot be divided by ep 2 = 2"),
+]
 UNEVEN_HEADS = [
     (
         "model=smollm2_135m_hub parallelism=tp2 parallelism.uneven_heads=refuse",
@@ -180,6 +191,7 @@ TABLE = {
     "out_of_range": OUT_OF_RANGE,
     "mesh": MESH,
     "axes": AXES,
+    "experts": EXPERTS,
     "uneven_heads": UNEVEN_HEADS,
     "batch": BATCH,
     "not_built": NOT_BUILT,
