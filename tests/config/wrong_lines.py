@@ -93,7 +93,10 @@ MESH = [
 ]
 EXPERTS = [
     ("model=smollm2_135m parallelism=fsdp2_ep2", "parallelism.ep=2: the model is dense", "parallelism.ep=1"),
-    ("model=tiny_moe parallelism.ep=3 training.global_batch_size=12", "parallelism.ep=3: does not divide the model's 8 experts"),
+    (
+        "model=tiny_moe parallelism.ep=3 training.global_batch_size=12",
+        "parallelism.ep=3: does not divide the model's 8 experts",
+    ),
     ("model=tiny_moe parallelism=fsdp2_ep4 model.config.num_experts=6", "parallelism.ep=4", "6 experts"),
     ("model=tiny_moe parallelism=ddp parallelism.ep=2", "parallelism.ep=2: strategy ddp has no such axis"),
     ("model=tiny_moe parallelism=megatron_fsdp parallelism.ep=2", "parallelism.ep=2", "parallelism.strategy=fsdp2"),
