@@ -94,21 +94,17 @@ COMPUTED.remove((torch.float64, "grouped_mm"))  # torch has none
 @pytest.mark.parametrize(("dtype", "implementation"), COMPUTED, ids=str)
 @pytest.mark.parametrize("world_size", TOKENS)
 def test_experts_alone_with_any_number_of_tokens(world_size: int, dtype: torch.dtype, implementation: str) -> None:
-    config = MixtralConfig(hidden_size=16, intermediate_size=24, num_local_experts=6)
-    config._experts_implementation = implementation
     torch.manual_seed(3)
-    whole = MixtralExperts(config).to(dtype)
-    for parameter in whole.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    plain = experts_of(6, dtype, implementation)
     inputs = [
         (torch.randn(count, 16, dtype=dtype), torch.rand(count, 6).topk(2).indices, torch.rand(count, 2, dtype=dtype))
         for count in TOKENS[world_size]
     ]
     together = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
-    expected = results(whole, *together)
+    expected = results(plain, *together)
 
     def on_rank(rank: int) -> list[float]:
-        module = copy.deepcopy(whole)
+        module = copy.deepcopy(plain)
         ExpertParallel()._apply(module, init_device_mesh("cpu", (world_size,), mesh_dim_names=("ep",)))
         assert module.gate_up_proj.to_local().shape == (6 // world_size, 48, 16)
         mine = results(module, *inputs[rank])
@@ -118,6 +114,33 @@ def test_experts_alone_with_any_number_of_tokens(world_size: int, dtype: torch.d
 
     errors = run_ranks(world_size, on_rank)
     assert max(map(max, errors)) < BOUNDS[dtype], errors
+
+
+@pytest.mark.parametrize("tokens", [1, 13])
+@pytest.mark.parametrize(("world_size", "experts"), [(2, 4), (3, 4)], ids=["divided", "not divided"])
+def test_experts_alone_with_ranks_that_see_the_same_tokens(world_size: int, experts: int, tokens: int) -> None:
+    torch.manual_seed(4)
+    plain = experts_of(experts, torch.float64, "eager")
+    inputs = torch.randn(tokens, 16).double(), torch.rand(tokens, 4).topk(2).indices, torch.rand(tokens, 2).double()
+    expected = results(plain, *inputs)
+
+    def on_rank(rank: int) -> list[float]:
+        module = copy.deepcopy(plain)
+        ExpertParallel()._apply(module, init_device_mesh("cpu", (world_size,), mesh_dim_names=("any_name",)))
+        assert len(module.down_proj.to_local()) == (2 if world_size == 2 else 4)
+        return [error(value, wanted) for value, wanted in zip(results(module, *inputs), expected, strict=True)]
+
+    errors = run_ranks(world_size, on_rank)
+    assert max(map(max, errors)) < BOUNDS[torch.float64], errors
+
+
+def experts_of(count: int, dtype: torch.dtype, implementation: str) -> MixtralExperts:
+    config = MixtralConfig(hidden_size=16, intermediate_size=24, num_local_experts=count)
+    config._experts_implementation = implementation
+    module = MixtralExperts(config).to(dtype)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module
 
 
 def results(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> list[Any]:
@@ -133,7 +156,7 @@ def results(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor,
 
 
 def error(value: torch.Tensor, wanted: torch.Tensor) -> float:
-    assert value.shape == wanted.shape and value.dtype == wanted.dtype
+    assert (value.shape, value.dtype) == (wanted.shape, wanted.dtype)
     return ((value - wanted).double().norm() / max(wanted.double().norm().item(), 1e-30)).item()
 
 
@@ -150,14 +173,19 @@ def test_a_model_that_cannot_be_divided_is_refused_by_name() -> None:
         return [refusal("llama"), refusal("olmoe")]
 
     dense, uneven = run_ranks(4, on_rank)[0]
-    assert "parallelism.ep=4" in dense and "LlamaForCausalLM" in dense and "set parallelism.ep=1" in dense
+    assert dense.startswith("parallelism.ep=4: LlamaForCausalLM is dense")
+    assert dense.endswith("set parallelism.ep=1")
     assert "parallelism.ep=4: does not divide the model's 6 experts" in uneven
 
 
-ODD = {"model_type": "mixtral", "hidden_size": 33, "head_dim": 8, "intermediate_size": 24, "num_local_experts": 6,
-       "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 272}  # fmt: skip
-"""Under fsdp2_ep2 a rank's 3 experts are cut over two: the first matrix along dim 1, the second unevenly along 0."""
-LAYOUTS = [(4, FSDP2_EP2), (4, HSDP_EP2), (4, EP2_TP2), (4, {**TP, **SP}), (2, EP), (2, FSDP2)]
+ODD = {"model_type": "mixtral", "hidden_size": 33, "head_dim": 8, "intermediate_size": 24, "num_hidden_layers": 2,
+       "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 272}  # fmt: skip
+LAYOUTS = {
+    4: [(4, EP2_TP2), (4, FSDP2_EP2), (2, TP)],
+    6: [(4, FSDP2_EP2), (4, HSDP_EP2), (4, EP2_TP2), (2, FSDP2)],
+}
+"""Number of experts -> processes and shapes. Of 6, fsdp2_ep2 leaves a rank 3, to be cut over two: the first matrix is
+cut along dim 1 and the second, of odd size, unevenly along dim 0; ep2_tp2 leaves the tp ranks the same ones."""
 
 
 def on_mesh(model_config: ModelConfig, shape: dict[str, Any], seed: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -186,8 +214,9 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         assert torch.equal(found[name], value), name
 
 
-def test_weights_are_drawn_loaded_saved_resumed_and_exported_on_every_mesh(tmp_path: Path) -> None:
-    scratch = ModelConfig(config=ODD, init=WeightInit.random, tokenizer="bytes")
+@pytest.mark.parametrize("experts", LAYOUTS)
+def test_weights_are_drawn_loaded_saved_resumed_and_exported_on_every_mesh(experts: int, tmp_path: Path) -> None:
+    scratch = ModelConfig(config={**ODD, "num_local_experts": experts}, init=WeightInit.random, tokenizer="bytes")
     torch.manual_seed(0)
     config = models.build_on_meta(scratch).config
     plain = transformers.AutoModelForCausalLM.from_config(config)
@@ -215,9 +244,9 @@ def test_weights_are_drawn_loaded_saved_resumed_and_exported_on_every_mesh(tmp_p
         checkpoint.load_checkpoint(checkpoint.find_checkpoint(folder, "auto"), *run)
         same(whole(*run), torch.load(folder / "expected.pt"))
 
-    folders = [tmp_path / str(index) for index in range(len(LAYOUTS))]
-    for (world_size, shape), folder in zip(LAYOUTS, folders, strict=True):
+    folders = [tmp_path / str(index) for index in range(len(LAYOUTS[experts]))]
+    for (world_size, shape), folder in zip(LAYOUTS[experts], folders, strict=True):
         run_ranks(world_size, write, shape, folder)
         same(whole(transformers.AutoModelForCausalLM.from_pretrained(folder / "export")), whole(plain))
-    for index, (world_size, shape) in enumerate(LAYOUTS):
+    for index, (world_size, shape) in enumerate(LAYOUTS[experts]):
         run_ranks(world_size, read, shape, folders[index - 1])
