@@ -7,6 +7,7 @@ Starting and ending
 Mesh and layout
     mesh.py            build_mesh: six axes, groups only where they are used
     parallelizer.py    parallelize, and the names of seed page 004
+    replicas.py        wrap_replicas, whole_rows: what training and generation call
     apply_tp.py        tensor parallel: plans (tp_plan.py) and styles (tensor_parallel.py)
     context.py         context parallel: parts of rows, and attention over whole ones
     expert.py          expert parallel: experts on ranks of their own, tokens sent to them
@@ -34,13 +35,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from components.distributed.groups_of_mesh import groups_of_mesh  # noqa: F401
     from components.distributed.mesh import Mesh, build_mesh, seed_ranks  # noqa: F401
-    from components.distributed.parallelizer import parallelize, whole_rows, wrap_replicas  # noqa: F401
+    from components.distributed.parallelizer import parallelize  # noqa: F401
     from components.distributed.process_group import (  # noqa: F401
         DistInfo,
         exchange_text_from_rank_zero,
         start_process_group,
     )
     from components.distributed.ranks import is_rank_zero  # noqa: F401
+    from components.distributed.replicas import whole_rows, wrap_replicas  # noqa: F401
     from components.distributed.seeding import stream  # noqa: F401
     from components.distributed.shutdown import destroy_global_state  # noqa: F401
     from components.distributed.traffic import StepTraffic, record_traffic  # noqa: F401
@@ -61,9 +63,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "groups_of_mesh": "groups_of_mesh",
     "mesh": "Mesh build_mesh seed_ranks",
-    "parallelizer": "parallelize whole_rows wrap_replicas",
+    "parallelizer": "parallelize",
     "process_group": "DistInfo exchange_text_from_rank_zero start_process_group",
     "ranks": "is_rank_zero",
+    "replicas": "whole_rows wrap_replicas",
     "seeding": "stream",
     "shutdown": "destroy_global_state",
     "traffic": "StepTraffic record_traffic",

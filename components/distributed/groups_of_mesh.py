@@ -20,6 +20,7 @@ PURPOSES = {
     "dp": "sums over ranks that see different samples",
     "dp_cp": "sums over ranks that see different tokens",
     "fsdp": "dense parameters gathered, gradients reduce-scattered",
+    "ep_tp": "tokens to their experts",
     "efsdp": "experts' parameters gathered, gradients reduce-scattered",
     WORLD: "sums of losses, tokens, stop flags",
 }

@@ -23,7 +23,7 @@ from components.config.schema.parallelism import MeshShape
 from components.distributed.groups_of_mesh import groups_of_mesh
 from components.distributed.mesh import Mesh
 from components.distributed.traffic import StepTraffic, Traffic, TrafficRow, record_traffic
-from components.models import compile_layers
+from components.models import compile_layers, use_causal_sdpa
 from components.observability import Reporter
 from tests.distributed.parity import Case, build, micro_batches
 from tests.harness import run_ranks
@@ -32,12 +32,27 @@ FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
 HSDP = {"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": -1}
 DDP = {"strategy": "ddp", "dp_shard": 1, "dp_replicate": -1}
 FSDP2_TP2 = {"strategy": "fsdp2", "dp_shard": -1, "tp": 2}
-SHAPES = [FSDP2, HSDP, DDP, FSDP2_TP2, {**FSDP2_TP2, "sequence_parallel": True}]
+CP2 = {"strategy": "fsdp2", "dp_shard": -1, "cp": 2}
+CP2_GATHERED = {**CP2, "cp_attention": "all_gather"}
+PP2 = {"strategy": "fsdp2", "dp_shard": -1, "pp": 2}
+PP2_TP2 = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2, "tp": 2}
+EP2 = {"strategy": "fsdp2", "dp_shard": -1, "ep": 2}
+EP2_TP2 = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2, "tp": 2}
+EP2_CP2 = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2, "cp": 2}
+SHAPES = [
+    *(FSDP2, HSDP, DDP, FSDP2_TP2, {**FSDP2_TP2, "sequence_parallel": True}),
+    *(CP2, CP2_GATHERED, PP2, PP2_TP2, EP2, EP2_TP2, EP2_CP2),
+]
 LISTED = {
     str(FSDP2): ["dp_shard = world"],
     str(HSDP): ["dp_replicate", "dp_shard", "world"],
     str(DDP): ["dp_replicate = world"],
     str(FSDP2_TP2): ["dp_shard", "tp", "world"],
+    str(CP2): ["cp", "fsdp = world"],
+    str(PP2): ["pp", "dp_shard", "world"],
+    str(EP2): ["dp_shard", "ep", "fsdp = world"],
+    str(EP2_TP2): ["ep", "tp", "ep_tp = world"],
+    str(EP2_CP2): ["ep", "cp", "fsdp = world"],
 }
 Volumes = dict[tuple[str, str], tuple[int, int]]
 """(axes of the group, operation) -> (calls, bytes)."""
@@ -45,16 +60,19 @@ Volumes = dict[tuple[str, str], tuple[int, int]]
 
 def train(parallelism: dict[str, Any], around: Any, *, accumulation: int = 1, compiled: bool = False) -> Mesh:
     """Two optimizer steps of a tiny Llama in float32, each in the context that `around(mesh)` made for it."""
-    case = Case("llama", parallelism, accumulation, 2, torch.float32)
+    if "pp" in parallelism:
+        accumulation = 2
+    case = Case("mixtral" if "ep" in parallelism else "llama", parallelism, accumulation, 2, torch.float32)
     config = ParallelismConfig(**parallelism)
     mesh = distributed.build_mesh(config, "cpu")
     model = build(case.model, case.dtype).train()
-    distributed.parallelize(model, mesh, config, case.dtype)
+    use_causal_sdpa(model)
+    layout = distributed.parallelize(model, mesh, config, case.dtype)
     if compiled:
         compile_layers(model, backend="eager")
-    called = distributed.wrap_replicas(model, mesh, config)
+    called = distributed.wrap_replicas(model, mesh, config, layout)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    settings = training.StepSettings(device=torch.device("cpu"), counts_tokens=mesh.counts_tokens)
+    settings = training.StepSettings(device=torch.device("cpu"), mesh=mesh)
     enter = around(mesh)
     for step in range(case.steps):
         with enter():
@@ -166,7 +184,8 @@ def test_the_groups_listed_are_those_that_a_step_uses() -> None:
         return listed
 
     for listed in run_ranks(4, body, timeout=120):
-        assert listed == [LISTED[str(shape)] for shape in SHAPES[:4]] + [LISTED[str(FSDP2_TP2)]]
+        expected = [LISTED.get(str(shape), axes) for shape, axes in zip(SHAPES, listed, strict=True)]
+        assert listed == expected
 
 
 def test_bytes_of_a_step_are_those_of_the_parameters() -> None:
