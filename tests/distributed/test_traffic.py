@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # what functional collectives import: once, before ranks are forked
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch.distributed import _functional_collectives as functional
@@ -163,7 +164,9 @@ def test_functional_collectives_and_dtensors_are_seen_forward_and_backward() -> 
         with record_traffic() as traffic:
             product = parts @ weight.T  # (4, 8), a sum over tp
             assert product.placements == (Partial(),)
-            assert product.redistribute(placements=[Replicate()]).to_local()[0, 0] == 6
+            result = product.relu()  # which DTensor may not take of parts of a sum
+        assert result.placements == (Replicate(),)
+        assert result.to_local()[0, 0] == 6
         ((key, volume),) = traffic.volumes.items()
         assert (key, volume.calls, volume.bytes) == ((group, "all_reduce"), 1, 4 * 8 * 4)
 
@@ -237,7 +240,7 @@ def test_compiled_layers_move_the_same() -> None:
         tp = {"strategy": "fsdp2", "dp_shard": 1, "tp": -1}
         assert by_axes(*recorded(tp, compiled=True)) == by_axes(*recorded(tp)) != {}
 
-    run_ranks(2, body)
+    run_ranks(2, body, timeout=120)
 
 
 def test_axes_that_no_collective_uses_are_not_listed() -> None:
