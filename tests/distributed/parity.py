@@ -1,29 +1,28 @@
-"""The reference that every mesh is compared with, and one case on a mesh. Shared by the parity tests.
-
-The reference is plain PyTorch in one process: each sample forwarded alone and without padding, one division by the
-number of target tokens, torch's own clipping and AdamW.
-"""
+"""Tiny models, made-up samples, and one case on a mesh; the curves are those of scripts/parity_curves.py."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, models, training
 from components.config.schema import ParallelismConfig
+from components.config.schema.optimizer import OptimizerConfig, Schedule
 from components.distributed.mesh import Mesh
+from scripts import parity_curves as curves
+from scripts.parity_curves import Curve, Sample, relative
 
-LR, CLIP, GLOBAL_BATCH = 1e-3, 1.0, 8
+__all__ = ["Curve", "Sample", "relative"]  # lent to the tests
+
+CLIP, GLOBAL_BATCH = 1.0, 8
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule=Schedule.constant)
 SMALL = {
     "vocab_size": 97,  # divides by nothing
     "hidden_size": 48,
@@ -60,8 +59,6 @@ MOE_MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Mixtures of experts: 4, 8 and 6 of them."""
 
-Sample = tuple[torch.Tensor, torch.Tensor]  # tokens and labels, (seq,) each
-
 
 @dataclass(frozen=True)
 class Case:
@@ -79,38 +76,20 @@ class Case:
         return f"{self.model} [{degrees}] accumulation={self.accumulation} {str(self.dtype)[6:]}"
 
 
-@dataclass
-class Curve:
-    """What a run showed: a loss and a gradient norm per step, and the first step's gradients by name."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def build(name: str, dtype: torch.dtype) -> torch.nn.Module:
-    """A model from scratch, its norms and biases moved off their trivial initial values."""
+def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -> torch.nn.Module:
+    """A model from scratch, of a name or of other values, its norms and biases moved off their trivial values."""
     torch.manual_seed(7)
-    values = dict((MODELS | MOE_MODELS)[name])
+    values = dict(values or (MODELS | MOE_MODELS)[name])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
-    if dtype == torch.float64 and name in MOE_MODELS:
-        model.set_experts_implementation("eager")  # torch's grouped products have no float64
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     for module in model.modules():
-        if dtype == torch.float64 and type(module).__name__.endswith("RMSNorm"):
-            module.forward = types.MethodType(_float64_norm, module)
         if dtype == torch.float64 and type(module).__name__.endswith("TopKRouter"):
             module.forward = types.MethodType(_float64_router, module)
+    if dtype == torch.float64:
+        curves.compute_in_float64(model)
     return model.to(dtype)
-
-
-def _float64_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """RMSNorm in the type of its input: transformers casts to float32, whose rounding would drown a float64 test."""
-    gemma = type(self).__name__.startswith("Gemma")
-    eps = self.eps if gemma else self.variance_epsilon
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (self.weight + (1 if gemma else 0))
 
 
 def _float64_router(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -135,32 +114,13 @@ def samples_of_step(step: int) -> list[Sample]:
     return samples
 
 
+def course(case: Case) -> curves.Course:
+    return curves.Course(OPTIMIZER, case.steps, case.steps, CLIP)
+
+
 def reference(case: Case, model: torch.nn.Module | None = None) -> Curve:
     """The curve of one process in plain PyTorch; `model` is used up."""
-    model, curve = model or build(case.model, case.dtype), Curve()
-    samples_of = case.samples or samples_of_step
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    plain = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        total, count = torch.zeros((), dtype=case.dtype), 0
-        for tokens, labels in samples_of(step):
-            logits = model(input_ids=tokens[None], use_cache=False).logits[0]
-            total = total + F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
-            count += int((labels[1:] != -100).sum())
-        (total / count).backward()
-        if step == 0:
-            curve.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        curve.losses.append(float(total.detach() / count))
-        norm = torch.stack(
-            [p.grad.double().norm() for p in model.parameters()]
-        ).norm()  # torch's float32 one is not exact
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm.to(case.dtype))
-        curve.norms.append(float(norm))
-        optimizer.step()
-    return curve
+    return curves.reference(model or build(case.model, case.dtype), case.samples or samples_of_step, course(case))
 
 
 def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]:
@@ -171,23 +131,22 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, config, case.dtype)
     called = distributed.wrap_replicas(model, mesh, config, layout)
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    plain = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
-        lr=LR, betas=(0.9, 0.95), fused=True,
-    )  # fmt: skip
+    optimizer = training.build_optimizer(model, OPTIMIZER)
     settings = training.StepSettings(
         device=torch.device("cpu"), max_grad_norm=CLIP, mesh=mesh, defer_grad_sync=config.defer_grad_sync
     )  # fmt: skip
-    curve = Curve()
+    gradients: dict[str, torch.Tensor] = {}
     if case.dtype == torch.float64:
-        curve.gradients = first_gradients(model, called, micro_batches(case, mesh, 0), settings)
-    for step in range(case.steps):
-        vector = training.train_step(called, micro_batches(case, mesh, step), optimizer, settings)
-        curve.losses.append(vector[0].item())
-        curve.norms.append(vector[1].item())
-    return curve, differing_replicas(model)
+
+        def keep(name: str, gradient: torch.Tensor) -> None:
+            gradients[name] = gradient.clone()
+
+        curves.visit_gradients(model, called, micro_batches(case, mesh, 0), settings, keep)
+    curve = curves.train_on_mesh(
+        called, optimizer, lambda step: micro_batches(case, mesh, step), settings, course(case)
+    )  # fmt: skip
+    curve.gradients = gradients
+    return curve, curves.differing_replicas(model)
 
 
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[dict[str, torch.Tensor]]:
@@ -206,51 +165,3 @@ def pad(samples: list[Sample], multiple: int) -> dict[str, torch.Tensor]:
     rows = [F.pad(tokens, (0, longest - len(tokens)), value=0) for tokens, _ in samples]
     labels = [F.pad(labels, (0, longest - len(labels)), value=-100) for _, labels in samples]
     return {"input_ids": torch.stack(rows), "labels": torch.stack(labels)}
-
-
-def first_gradients(
-    model: torch.nn.Module, called: Any, batches: list[dict[str, torch.Tensor]], settings: Any
-) -> dict[str, torch.Tensor]:
-    """The whole gradients of a step, caught where the optimizer would use them; the weights stay as they are."""
-    caught: dict[str, torch.Tensor] = {}
-
-    class Catcher(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            for name, parameter in model.named_parameters():
-                grad = parameter.grad
-                caught[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-
-    catcher = Catcher(model.parameters(), lr=0.0)
-    catcher.param_groups[0]["fused"] = False
-    unclipped = type(settings)(
-        device=settings.device, max_grad_norm=0.0, mesh=settings.mesh, defer_grad_sync=settings.defer_grad_sync
-    )  # fmt: skip
-    training.train_step(called, batches, catcher, unclipped)
-    return caught
-
-
-def differing_replicas(model: torch.nn.Module) -> list[str]:
-    """Names of parameters of which two ranks hold the same part with different bits."""
-    mine = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            mesh, local = parameter.device_mesh, parameter.to_local()
-            where = tuple(
-                mesh.get_local_rank(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate()
-            )
-        else:
-            where, local = (), parameter
-        mine[name, where] = hashlib.sha256(local.detach().numpy().tobytes()).hexdigest()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    different = set()
-    for (name, where), digest in mine.items():
-        if any(other.get((name, where), digest) != digest for other in everyone):
-            different.add(name)
-    return sorted(different)
-
-
-def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """||value - expected|| / ||expected||, and the absolute error where nothing is expected."""
-    scale = expected.norm().item()
-    return (value - expected).norm().item() / (scale if scale > 0 else 1.0)

@@ -1,12 +1,15 @@
-"""One loss curve on every mesh: each shape against one process in plain PyTorch.
+"""One loss curve on every mesh: every product of the six axes on 2, 4 and 8 processes, each against one process.
 
-float64: every parameter's gradient of the first step, within 1e-10 relative. float32: loss and gradient norm of ten
-steps, within 1e-5 relative. Replicas: bit-equal after the last step.
+float64: every parameter's gradient of the first step, within 1e-10 relative. float32: loss and gradient norm of five
+steps, within 1e-5 relative. Replicas: bit-equal after the last step. A part of the grid that covers every axis, every
+pair of axes and every model is always tested; `make parity` tests all of it and writes outputs/parity/grid.md.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -14,8 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tests.distributed.parity import MODELS, Case, Curve, build, reference, relative, run_case
-from tests.harness import run_ranks
+from components.config.schema import ParallelismConfig
+from components.config.schema.parallelism import AXES, ContextAttention, PipelineSchedule
+from scripts.parity_shapes import all_layouts, layout_of, mesh_shapes, name_of
+from tests.distributed import grid
+from tests.distributed.grid import Cell, Finding, cell, cells, run_cells
+from tests.distributed.grid_record import record
+from tests.distributed.parity import Case, Curve, relative
 
 FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
 DDP = {"strategy": "ddp", "dp_shard": 1, "dp_replicate": -1}
@@ -23,11 +31,10 @@ HSDP = {"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": -1}
 TP = {"strategy": "fsdp2", "dp_shard": 1, "tp": -1}
 FSDP2_TP2 = {"strategy": "fsdp2", "dp_shard": -1, "tp": 2}
 SP = {"sequence_parallel": True}
-SHAPES = {
-    2: [FSDP2, DDP, TP, {**TP, **SP}],
-    4: [FSDP2, DDP, HSDP, FSDP2_TP2, {**FSDP2_TP2, **SP}, TP, {**TP, **SP}],
-}
-GPT2_PLAN = "tests.distributed.test_parity:gpt2_plan"
+EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
+MOE = ("mixtral", "qwen3_moe")
+AT_ONCE = 40
+"""Meshes in one world: each leaves its process groups behind."""
 
 
 class _ConvColwise(ParallelStyle):
@@ -67,22 +74,6 @@ def gpt2_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     return {"transformer.h.*.mlp.c_fc": _ConvColwise(), "transformer.h.*.mlp.c_proj": _ConvRowwise()}
 
 
-COVERING = ("llama_tied", "qwen3", "gpt2")
-"""Models whose float32 curves are always tested; `make parity` tests all of them (float64 always does)."""
-
-
-def cases(world_size: int, dtype: torch.dtype) -> list[Case]:
-    everything = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
-    names = MODELS if everything or dtype == torch.float64 else COVERING
-    steps = 1 if dtype == torch.float64 else 10 if everything or world_size == 2 else 4
-    found = []
-    for name in names:
-        for index, shape in enumerate(SHAPES[world_size]):
-            plan = {"tp_plan": GPT2_PLAN} if name == "gpt2" and "tp" in shape else {}
-            found.append(Case(name, {**shape, **plan}, 1 + index % 2, steps, dtype))
-    return found
-
-
 def check(case: Case, expected: Curve, got: Curve, different: list[str]) -> list[str]:
     """Return what is wrong with a case, one line each."""
     problems = [f"{case}: replicas of {name} differ" for name in different]
@@ -98,19 +89,114 @@ def check(case: Case, expected: Curve, got: Curve, different: list[str]) -> list
     return problems
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_mesh_has_the_curve_of_one_process(world_size: int, dtype: torch.dtype) -> None:
-    work = cases(world_size, dtype)
-    models = {name: build(name, dtype) for name in MODELS}
-    expected = {case.model: reference(case) for case in work}
+def problems_of(findings: list[Finding]) -> str:
+    record(findings)
+    unexpected = [f"{each.model} on {each.mesh} was refused: {text}" for each in findings for text in each.refused]
+    return "\n".join([*unexpected, *(text for each in findings for text in each.problems)])
 
-    def on_rank(rank: int) -> list[str]:
-        problems = []
-        for case in work:
-            curve, different = run_case(case, models[case.model])
-            problems += check(case, expected[case.model], curve, different)
-        return problems
 
-    problems = [line for lines in run_ranks(world_size, on_rank, timeout=240) for line in lines]
-    assert not problems, "\n".join(sorted(set(problems)))
+def covering(world: int) -> list[Cell]:
+    """Each mesh of `world` processes once, with the model that had the fewest before."""
+    chosen: list[Cell] = []
+    for layout in all_layouts(world, ParallelismConfig()):
+        names = MOE if layout.ep > 1 else tuple(grid.MODELS)
+        names = names if layout.ep < 4 else MOE[1:]
+        model = min(names, key=lambda name: sum(each.model == name for each in chosen))
+        plan = grid.GPT2_PLAN if model == "gpt2" else None
+        chosen.append(cell(model, world, replace(layout, tp_plan=plan)))
+    return chosen
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_covering_part_of_the_grid(world: int) -> None:
+    chosen = covering(world)
+    work = [(each, torch.float64) for each in chosen] + [(each, torch.float32) for each in chosen[:: 2 * world - 2]]
+    problems = problems_of(run_cells(world, work, timeout=240))
+    assert not problems, problems
+
+
+def test_the_part_covers_axes_pairs_and_models() -> None:
+    chosen = [*covering(2), *covering(4)]
+    for pair in combinations(AXES, 2):
+        assert any(all(each.parallelism.degree(axis) > 1 for axis in pair) for each in chosen), pair
+    for axis in AXES[:-1]:
+        assert any(each.parallelism.degree(axis) > 1 and each.parallelism.sequence_parallel for each in chosen), axis
+    for model in grid.MODELS:
+        assert sum(each.model == model for each in chosen) >= 3, model
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_product_is_there_and_only_the_impossible_is_refused(world: int) -> None:
+    products = list(mesh_shapes(world))
+    assert len(products) == {2: 6, 4: 21, 8: 56}[world]  # ordered factorizations into six
+    for model in grid.MODELS:
+        found = cells(world, model)
+        assert len(found) == len(products) + sum(shape.tp > 1 for shape in products) + 1  # sp, ddp
+        assert len({each.name for each in found}) == len(found)
+        experts = {"mixtral": 6, "qwen3_moe": 16}.get(model, 1)
+        assert {each.name for each in found if each.refused} == {
+            each.name for each in found if experts % each.parallelism.ep
+        }
+
+
+def test_gpt2_has_no_plan_for_tp_and_is_refused_without_one() -> None:
+    work = [(cell("gpt2", 2, layout), torch.float64) for layout in all_layouts(2, ParallelismConfig())]
+    findings = run_cells(2, work, timeout=60)
+    assert {each.mesh for each in findings if each.refused} == {"tp2", "tp2_sp", "ep2"}
+    assert all("parallelism.tp_plan" in text for each in findings if "tp" in each.mesh for text in each.refused)
+
+
+@pytest.mark.parametrize("name", ["dp_shard2", "pp2_dp_replicate2_dp_shard2_ep4_cp2_tp2_sp", "ddp4", "dp_shard2_cp2"])
+def test_names_of_meshes_can_be_read_back(name: str) -> None:
+    layout = layout_of(name, ParallelismConfig())
+    assert layout is not None
+    degrees = [layout.degree(axis) for axis in AXES]
+    assert name_of(layout, int(torch.tensor(degrees).prod())) == name
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_schedule_of_the_pipeline(world: int) -> None:
+    """A tied model in stages, alone and with fsdp, tp or cp beside it."""
+    names = {2: ["pp2"], 4: ["pp4", "pp2_dp_shard2", "pp2_cp2", "pp2_tp2_sp"]}[world]
+    work = []
+    for index, schedule in enumerate(PipelineSchedule):
+        for name in names if EVERYTHING else {names[0], names[index % len(names)]}:
+            layout = layout_of(name, ParallelismConfig(pp_schedule=schedule))
+            each = cell("llama_tied" if world == 2 else "gemma3", world, layout)
+            work.append((replace(each, name=f"{name} {schedule}"), torch.float64))
+    problems = problems_of(run_cells(world, work, timeout=240))
+    assert not problems, problems
+
+
+def test_both_ways_to_attend_over_cp() -> None:
+    """all_gather where ulysses would be chosen, over full and sliding attention; ulysses with shared kv heads."""
+    work = []
+    for method in (ContextAttention.all_gather, ContextAttention.ulysses):
+        for model, name in (("gemma3", "cp4"), ("gemma3", "cp2_tp2"), ("qwen3", "cp4"), ("gpt2", "dp_shard2_cp2")):
+            each = cell(model, 4, layout_of(name, ParallelismConfig(cp_attention=method)))
+            work.append((replace(each, name=f"{name} {method}"), torch.float64))
+    problems = problems_of(run_cells(4, work, timeout=120))
+    assert not problems, problems
+
+
+def test_some_experts_get_no_token() -> None:
+    gradients = grid.expected_curve("qwen3_moe", 2, torch.float64).gradients
+    largest = gradients["model.layers.0.mlp.experts.down_proj"].abs().amax(dim=(1, 2))  # (experts,)
+    assert (largest[: grid.IDLE_EXPERTS] == 0).all()
+    assert (largest > 0).any()
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="make parity")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", grid.MODELS)
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_the_whole_grid(world: int, model: str) -> None:
+    found = cells(world, model)
+    record([Finding(world, model, each.name, "float64", refused=list(each.refused)) for each in found if each.refused])
+    legal = [each for each in found if not each.refused]
+    problems = []
+    for start in range(0, len(legal), AT_ONCE):
+        for dtype in (torch.float64, torch.float32):
+            work = [(each, dtype) for each in legal[start : start + AT_ONCE]]
+            problems.append(problems_of(run_cells(world, work, timeout=3500)))
+    assert not any(problems), "\n".join(problems)

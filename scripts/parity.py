@@ -1,0 +1,155 @@
+"""One loss curve on every mesh, shown on your own model and data: each mesh against one process in plain PyTorch.
+
+python scripts/parity.py                                             # the default job on every mesh of 4 processes
+python scripts/parity.py model=tiny data=jsonl data.path=mine.jsonl --processes 2
+python scripts/parity.py --meshes fsdp2,fsdp2_tp2,pp2_dp_shard2      # options of conf/parallelism, names of the table
+python scripts/parity.py model=tiny --dtype float64 --steps 3 --out outputs/parity/mine
+
+Takes what recipes/finetune.py takes, and trains --steps optimizer steps without dropout. Ends with status 0 where every
+mesh agrees, 1 where one does not, and 2 where nothing could be started.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from dataclasses import replace
+from os import environ
+from pathlib import Path
+from typing import NoReturn
+
+from components.config.compose.command_line import compose_from_command_line
+from components.config.compose.explain import override_parts
+from components.config.compose.sources import CONF, option_groups
+from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.schema.checks import raise_all
+from components.config.schema.cluster import Device
+from components.config.schema.parallelism import AXES, ParallelismConfig, Strategy
+from components.config.schema.recipes import FinetuneConfig
+from components.config.shape import read_shape
+from components.launch.failures import tell_problems
+from components.launch.preflight import problems_before_start
+from components.launch.processes import device_problems, visible_gpus
+from scripts.parity_shapes import MeshPlan, layout_of, plan_all, plan_mesh
+
+RECIPES = CONF.parent / "recipes"
+OURS = {f"parallelism.{axis}" for axis in AXES} | {"parallelism", "parallelism.strategy"}
+"""Keys that --meshes sets."""
+DTYPES = {
+    "float32": {"model.dtype": "float32", "model.compute_dtype": "float32"},
+    "float64": {"model.dtype": "float64", "model.compute_dtype": "float64"},
+    "bfloat16": {"model.dtype": "float32", "model.compute_dtype": "bfloat16"},
+}
+"""--dtype -> what it sets: bfloat16 keeps parameters, gradients and optimizer in float32, as the recipes do."""
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"scripts/parity.py: {message}; see --help")
+
+
+def read_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
+    """Split a command line into this script's options and what the recipe takes. Raises ConfigError."""
+    parser = _Parser(
+        prog="scripts/parity.py", description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, help="ranks of every mesh (default: the visible GPUs, on a CPU 4)")
+    parser.add_argument("--meshes", default="all", help="all, or names separated by commas (default: all)")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps (default: 5)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of the comparison (default: float32)")
+    parser.add_argument("--no-gradients", action="store_true", help="leave out the gradients of the first step")
+    parser.add_argument("--out", type=Path, help="folder for the tables (default: a new one in outputs/parity)")
+    options, overrides = parser.parse_known_args(arguments)
+    problems = [
+        f"--{name} {value}: must be 1 or more"
+        for name, value in (("processes", options.processes), ("steps", options.steps))
+        if value is not None and value < 1
+    ]
+    problems += [
+        f"{override}: meshes are named by --meshes here; leave it out"
+        for override in overrides
+        if override_parts(override)[0] in OURS
+    ]
+    fixed = DTYPES[options.dtype]
+    problems += [
+        f"{override}: the type is chosen by --dtype here; leave it out"
+        for override in overrides
+        if override_parts(override)[0] in fixed
+    ]
+    if options.out is not None and options.out.is_dir() and any(options.out.iterdir()):
+        problems.append(f"--out {options.out}: holds files already; choose a new folder")
+    raise_all(problems)
+    return options, [*overrides, *(f"{key}={value}" for key, value in fixed.items())]
+
+
+def compose(overrides: list[str], check: bool = True) -> FinetuneConfig | None:
+    """Return the recipe's config, on one process; None where Hydra answered the command line itself."""
+    single = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
+
+    def problems(cfg: FinetuneConfig) -> list[str]:
+        return problems_before_start(replace(cfg, parallelism=single), 1) if check else []
+
+    argv, sys.argv = sys.argv, [sys.argv[0], *overrides]
+    try:
+        return compose_from_command_line("finetune", FinetuneConfig, RECIPES, problems)
+    finally:
+        sys.argv = argv
+
+
+def plan(options: Namespace, overrides: list[str], cfg: FinetuneConfig) -> list[MeshPlan]:
+    """Return the meshes to compare. Raises ConfigError for a named one that does not exist or cannot be."""
+    shape = read_shape(cfg.model)
+    if options.meshes == "all":
+        return plan_all(cfg, options.processes, shape)
+    known = option_groups([CONF, Path.cwd() / "conf"]).get("parallelism", [])
+    plans = []
+    for name in options.meshes.split(","):
+        layout = layout_of(name, cfg.parallelism)
+        if layout is None:
+            if name not in known:
+                raise ConfigError(
+                    f"--meshes {name}: no such mesh; give all, an option of conf/parallelism ({', '.join(known)}) or "
+                    "axes such as pp2_dp_shard2_tp2_sp"
+                )
+            composed = compose([*overrides, f"parallelism={name}"], check=False)
+            layout = composed.parallelism if composed is not None else cfg.parallelism
+        plans.append(plan_mesh(name, layout, cfg, options.processes, shape))
+    raise_all([f"--meshes {each.name}: {problem}" for each in plans for problem in each.problems])
+    return plans
+
+
+def main() -> int:
+    """Compose, plan, run, tell. What a person got wrong is told before torch is imported."""
+    try:
+        options, overrides = read_options(sys.argv[1:])
+        gpus = visible_gpus(environ)
+        cfg = compose(overrides)
+        if cfg is None:
+            return 0
+        on_gpus = gpus > 0 and cfg.cluster.device != Device.cpu
+        options.processes = options.processes or (gpus if on_gpus else 4)
+        raise_all(device_problems(cfg, options.processes, gpus))
+        plans = plan(options, overrides, cfg)
+    except ConfigError as error:
+        tell_problems(error.problems)
+        return EXIT_INVALID
+    out = options.out or Path("outputs/parity") / time.strftime("%Y%m%d-%H%M%S")
+    out.mkdir(parents=True, exist_ok=True)
+    from scripts.parity_ranks import compare
+    from scripts.parity_report import Report
+    from scripts.parity_run import Comparison
+
+    comparison = Comparison(cfg, options.processes, options.steps, options.dtype, not options.no_gradients, out)
+    report = Report(comparison, " ".join(overrides))
+    try:
+        for row in compare(comparison, plans, report.say):
+            report.add(row)
+    except ConfigError as error:  # what only showed once the model or the data was there
+        tell_problems(error.problems)
+        return EXIT_INVALID
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The table of `parity.py`: printed as it grows, and written as Markdown, CSV and PNG."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import sys
+from dataclasses import asdict, dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from scripts.parity_run import Bounds, Comparison, Row
+
+COLUMNS = ("mesh", "micro-batches", "loss", "norm", "gradients", "replicas", "seconds", "verdict")
+WIDTH = 140
+"""Of a table that is not printed to a terminal."""
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+@dataclass
+class Report:
+    """Collects rows; `finish` writes them and returns the exit status."""
+
+    comparison: Comparison
+    command: str
+    console: Console = field(default_factory=_console)
+    bounds: Bounds | None = None
+    rows: list[Row] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def add(self, told: Row | Bounds) -> None:
+        """Take a row, or the bounds that come before every row."""
+        if isinstance(told, Bounds):
+            self.bounds = told
+            return
+        self.rows.append(told)
+        if not told.refused:
+            self.say("  ".join(self._cells(told)))
+
+    def finish(self) -> int:
+        """Print and write everything; return 0 where every verdict is good, else 1."""
+        ran = [row for row in self.rows if not row.refused]
+        table = Table(title=self._title())
+        for column in COLUMNS:
+            table.add_column(column, overflow="fold")
+        for row in ran:
+            table.add_row(*self._cells(row), style="" if self._is_good(row) else "red")
+        self.console.print(table)
+        for line in self._refused():
+            self.say(f"refused: {line}")
+        self._write_markdown(ran)
+        self._write_csv()
+        if problem := self._plot(ran):
+            self.say(problem)
+        good = sum(self._is_good(row) for row in ran)
+        named = self.comparison.out
+        self.say(f"{good} of {len(ran)} meshes agree with one process, {len(self.rows) - len(ran)} refused: {named}")
+        return 0 if ran and good == len(ran) else 1
+
+    def _title(self) -> str:
+        told = self.comparison
+        return (
+            f"{told.processes} processes, {told.steps} steps in {told.dtype}: worst relative difference to one process"
+        )
+
+    def _is_good(self, row: Row) -> bool:
+        return self.bounds is not None and not row.wrong(self.bounds)
+
+    def _cells(self, row: Row) -> list[str]:
+        wrong = row.wrong(self.bounds) if self.bounds else []
+        if row.failed:
+            return [row.mesh, "-", "-", "-", "-", "-", "-", "; ".join(wrong)]
+        return [
+            row.mesh,
+            str(row.accumulation),
+            f"{row.loss:.1e}",
+            f"{row.norm:.1e}",
+            f"{row.gradient:.1e}" if self.comparison.gradients else "-",
+            "differ" if row.different_replicas else "bit-equal",
+            f"{row.seconds:.1f}",
+            "; ".join(wrong) or "ok",
+        ]
+
+    def _refused(self) -> list[str]:
+        return [f"{row.mesh}: {'; '.join(row.refused)}" for row in self.rows if row.refused]
+
+    def _write_markdown(self, ran: list[Row]) -> None:
+        told = self.bounds
+        lines = [
+            f"# {self._title()}",
+            "",
+            f"`python scripts/parity.py {self.command}`",
+            "",
+            f"| {' | '.join(COLUMNS)} |",
+            "|---" * len(COLUMNS) + "|",
+            *(f"| {' | '.join(self._cells(row))} |" for row in ran),
+            "",
+            f"Bounds: loss {told.loss:.1e}, norm {told.norm:.1e}, gradients {told.gradient:.1e}." if told else "",
+            *(["", "Refused:", "", *(f"- {line}" for line in self._refused())] if self._refused() else []),
+        ]
+        (self.comparison.out / "parity.md").write_text("\n".join(lines) + "\n")
+
+    def _write_csv(self) -> None:
+        with (self.comparison.out / "parity.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*asdict(Row("")), "verdict"])
+            writer.writeheader()
+            for row in self.rows:
+                values = {
+                    key: "; ".join(value) if isinstance(value, list) else value for key, value in asdict(row).items()
+                }
+                verdict = "refused" if row.refused else "ok" if self._is_good(row) else "wrong"
+                writer.writerow({**values, "verdict": verdict})
+
+    def _plot(self, ran: list[Row]) -> str | None:
+        if importlib.util.find_spec("matplotlib") is None:
+            return "no plot: matplotlib is not installed (pip install 'meshbook[plot]')"
+        from matplotlib.figure import Figure
+
+        shown = [row for row in ran if not row.failed]
+        figure = Figure(figsize=(9, 2 + 0.3 * len(shown)), layout="constrained")
+        axes = figure.add_subplot()
+        names = ("loss", "norm", "gradient") if self.comparison.gradients else ("loss", "norm")
+        for offset, name in enumerate(names):
+            values = [max(getattr(row, name), 1e-18) for row in shown]  # a logarithm has no zero
+            axes.plot(values, [place + 0.2 * offset for place in range(len(shown))], "o", label=name)
+            if self.bounds is not None:
+                axes.axvline(getattr(self.bounds, name), color=f"C{offset}", linestyle=":", linewidth=1)
+        axes.set(xscale="log", xlabel="worst relative difference (dotted: bound)", title=self._title())
+        axes.set_yticks(range(len(shown)), [row.mesh for row in shown])
+        axes.invert_yaxis()
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(self.comparison.out / "parity.png", dpi=120)
+        return None

@@ -1,0 +1,213 @@
+"""The grid: tiny models on every mesh, each against one process. Its cases, its check, and the record of a run.
+
+Every model has an uneven number of layers per stage where it can, and two layers without a pipeline. Heads are chosen
+so that over all models tp and cp meet heads that they divide, that they must share, and that they cannot divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from components.config.errors import ConfigError
+from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import WeightInit
+from components.config.schema.training import TrainingConfig
+from components.config.shape import ModelShape, shape_of_config
+from scripts import parity_curves as curves
+from scripts.parity_curves import Curve, Sample
+from scripts.parity_shapes import MeshPlan, all_layouts, name_of, plan_mesh
+from tests.distributed.parity import EXPERTS, SMALL, Case, build, reference, run_case
+from tests.harness import run_ranks
+
+GLOBAL_BATCH, LONGEST = 16, 24
+GPT2_PLAN = "tests.distributed.test_parity:gpt2_plan"
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4,
+              "tie_word_embeddings": False},
+    "llama_tied": {**SMALL, "model_type": "llama", "num_attention_heads": 3, "num_key_value_heads": 3,
+                   "tie_word_embeddings": True},
+    "qwen3": {**SMALL, "model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8},
+    "gemma": {**SMALL, "model_type": "gemma", "num_key_value_heads": 1, "head_dim": 8},
+    "gemma3": {**SMALL, "model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8,
+               "tie_word_embeddings": True},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": 1,
+             "eos_token_id": 2},
+    "phi3": {**SMALL, "model_type": "phi3"},
+    "mixtral": {**EXPERTS, "model_type": "mixtral", "num_local_experts": 6, "sliding_window": None},
+    "qwen3_moe": {**EXPERTS, "model_type": "qwen3_moe", "num_experts": 16, "moe_intermediate_size": 24, "head_dim": 8,
+                  "num_attention_heads": 8, "norm_topk_prob": True},
+}  # fmt: skip
+IDLE_EXPERTS = 2
+"""So many experts of the first layer of qwen3_moe are chosen by no token: on ep 8 a rank without any."""
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
+STEPS = {torch.float64: 1, torch.float32: 5}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model on one mesh of the grid."""
+
+    model: str
+    name: str
+    parallelism: ParallelismConfig
+    accumulation: int
+    layers: int
+    refused: tuple[str, ...] = ()
+
+    def case(self, dtype: torch.dtype) -> Case:
+        return Case(self.model, asdict(self.parallelism), self.accumulation, STEPS[dtype], dtype, samples_of_step)
+
+
+@dataclass
+class Finding:
+    """What a cell showed: the worst relative differences over all ranks, and what else is wrong with it."""
+
+    world: int
+    model: str
+    mesh: str
+    dtype: str
+    loss: float = 0.0
+    norm: float = 0.0
+    gradient: float = 0.0
+    worst_gradient: str = ""
+    wrong: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[str]:
+        where = f"{self.model} on {self.mesh} of {self.world} in {self.dtype}"
+        bound = BOUNDS[getattr(torch, self.dtype)]
+        measured = {"loss": self.loss, "norm": self.norm, f"gradient of {self.worst_gradient}": self.gradient}
+        off = [f"{what} is off by {value:.1e}" for what, value in measured.items() if not value <= bound]
+        return [f"{where}: {text}" for text in [*off, *self.wrong]]
+
+
+def samples_of_step(step: int) -> list[Sample]:
+    """GLOBAL_BATCH samples of unequal lengths and unequal numbers of target tokens."""
+    generator = torch.Generator().manual_seed(2000 + step)
+    samples = []
+    for _ in range(GLOBAL_BATCH):
+        length = int(torch.randint(4, LONGEST + 1, (), generator=generator))
+        tokens = torch.randint(3, 97, (length,), generator=generator)
+        labels = tokens.clone()
+        labels[: int(torch.randint(1, length - 1, (), generator=generator))] = -100
+        samples.append((tokens, labels))
+    return samples
+
+
+def values_of(model: str, layers: int) -> dict[str, Any]:
+    """The config of a model with this many layers."""
+    values = {**MODELS[model], "n_layer" if model == "gpt2" else "num_hidden_layers": layers}
+    if model == "gemma3":
+        values["layer_types"] = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
+    return values
+
+
+def build_model(model: str, layers: int, dtype: torch.dtype) -> torch.nn.Module:
+    built = build(model, dtype, values_of(model, layers))
+    if model == "qwen3_moe":
+        router = built.model.layers[0].mlp.gate.weight.data  # (experts, hidden)
+        router.mul_(20)
+        router[:IDLE_EXPERTS] = 0  # their scores are never among the largest
+    return built
+
+
+def cells(world: int, model: str, base: ParallelismConfig | None = None) -> list[Cell]:
+    """Every mesh of `world` processes for a model, legal or refused."""
+    base = base or ParallelismConfig(tp_plan=GPT2_PLAN if model == "gpt2" else None)
+    return [cell(model, world, layout) for layout in all_layouts(world, base)]
+
+
+def cell(model: str, world: int, layout: ParallelismConfig) -> Cell:
+    mesh = layout.resolve(world)
+    stages = len(layout.stage_places(mesh.pp))
+    layers = stages + 1 if 1 < stages < 8 else max(2, stages)
+    shape = ModelShape(**shape_of_config(values_of(model, layers)))
+    accumulation = max(2, mesh.pp * (2 if str(layout.pp_schedule) == "DualPipeV" else 1))
+    cfg = FinetuneConfig(
+        model=ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=values_of(model, layers)),
+        data=DocsDataConfig(),
+        training=TrainingConfig(
+            global_batch_size=GLOBAL_BATCH, micro_batch_size=GLOBAL_BATCH // (mesh.dp * accumulation), seq_len=48
+        ),
+    )
+    plan: MeshPlan = plan_mesh(name_of(layout, world), layout, cfg, world, shape)
+    used = GLOBAL_BATCH // (plan.cfg.training.micro_batch_size * mesh.dp)
+    return Cell(model, plan.name, layout, used, layers, plan.problems)
+
+
+def run_cells(
+    world: int, work: list[tuple[Cell, torch.dtype]], timeout: float, sabotage: Callable[[], Any] | None = None
+) -> list[Finding]:
+    """Run cells in one world, one after the other, and return what each showed.
+
+    Args:
+        sabotage: Called on every rank before the first cell: a bug is planted.
+    """
+    needed = {(cell.model, cell.layers, dtype) for cell, dtype in work if not cell.refused}
+    models = {key: build_model(*key) for key in needed}
+    expected = {key: expected_curve(*key) for key in needed}
+
+    def on_rank(rank: int) -> list[Finding]:
+        if sabotage is not None:
+            sabotage()
+        found = []
+        for cell, dtype in work:
+            key = (cell.model, cell.layers, dtype)
+            found.append(run_cell(world, cell, dtype, models.get(key), expected.get(key)))
+        return found
+
+    return [merge(each) for each in zip(*run_ranks(world, on_rank, timeout=timeout), strict=True)]
+
+
+def expected_curve(model: str, layers: int, dtype: torch.dtype) -> Curve:
+    case = Case(model, {}, steps=STEPS[dtype], dtype=dtype, samples=samples_of_step)
+    return reference(case, build_model(model, layers, dtype))
+
+
+def run_cell(world: int, cell: Cell, dtype: torch.dtype, model: Any, expected: Curve | None) -> Finding:
+    """Run a cell on this rank."""
+    finding = Finding(world, cell.model, cell.name, str(dtype)[6:], refused=list(cell.refused))
+    if finding.refused or expected is None:
+        return finding
+    try:
+        curve, different = run_case(cell.case(dtype), model)
+    except ConfigError as error:
+        finding.refused = error.problems
+        return finding
+    except Exception as error:
+        raise RuntimeError(f"{cell.model} on {cell.name} in {dtype}: {error}") from error
+    finding.loss = curves.worst_difference(curve.losses, expected.losses)
+    finding.norm = curves.worst_difference(curve.norms, expected.norms)
+    finding.wrong = [f"replicas of {name} differ" for name in different]
+    finding.wrong += [f"{name} is no parameter of the model" for name in set(curve.gradients) - set(expected.gradients)]
+    for name in set(curve.gradients) & set(expected.gradients):
+        error = curves.relative(curve.gradients[name], expected.gradients[name])
+        if not error <= finding.gradient:
+            finding.gradient, finding.worst_gradient = error, name
+    if dtype == torch.float64:
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, set(curve.gradients))
+        if missing := set(expected.gradients) - set().union(*everyone):
+            finding.wrong.append(f"no rank has {sorted(missing)}")
+    return finding
+
+
+def merge(of_ranks: Iterable[Finding]) -> Finding:
+    """The worst of what the ranks saw."""
+    ranks = list(of_ranks)
+    worst = max(ranks, key=lambda finding: finding.gradient)
+    return replace(
+        worst,
+        loss=max(finding.loss for finding in ranks),
+        norm=max(finding.norm for finding in ranks),
+        wrong=sorted({text for finding in ranks for text in finding.wrong}),
+        refused=sorted({text for finding in ranks for text in finding.refused}),
+    )

@@ -1,0 +1,158 @@
+"""Bugs planted in the ranks, each of which the grid's check must see: a grid that passes them all would prove nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from components.config.schema import ParallelismConfig
+from components.distributed import apply_tp, context, expert
+from components.distributed.mesh import Mesh
+from components.distributed.pipeline import Pipeline
+from components.distributed.tensor_parallel import ReplicatedParameters
+from components.training import loop
+from components.training.loss import count_targets
+from scripts.parity_shapes import layout_of
+from tests.distributed.grid import Finding, cell, run_cells
+
+
+def findings_of(model: str, name: str, sabotage: Callable[[], None] | None) -> list[Finding]:
+    """What the check says of a mesh in float64 and in float32."""
+    layout = layout_of(name, ParallelismConfig())
+    assert layout is not None
+    world = 4 if name in FOUR else 2
+    work = [(cell(model, world, layout), dtype) for dtype in (torch.float64, torch.float32)]
+    return run_cells(world, work, timeout=100, sabotage=sabotage)
+
+
+FOUR = {"tp4", "ep2_tp2", "dp_replicate2_ep2", "dp_shard2_tp2"}
+
+
+def norms_are_not_summed() -> None:
+    """A norm sees its own heads, or its own part of the sequence, and keeps its part of the gradient."""
+    start = ReplicatedParameters.__init__
+    ReplicatedParameters.__init__ = lambda self, *, partial_grad=False: start(self, partial_grad=False)
+
+
+def tied_gradient_stays() -> None:
+    """The head's part of a tied embedding's gradient is dropped instead of moved to the first stage."""
+
+    def forget(self: Any) -> None:
+        self._tied_is_fresh = False
+        if self._stages.tied_head is not None:
+            self._stages.tied_head.weight.grad = None
+
+    Pipeline._move_tied_gradient = forget
+
+
+def tied_weight_stays() -> None:
+    """The head keeps the copy of the embedding that it got before the first step."""
+    Pipeline._copy_tied_weight = copy_once(Pipeline._copy_tied_weight)
+
+
+def copy_once(copy: Callable[[Any], None]) -> Callable[[Any], None]:
+    def once(self: Any) -> None:
+        if not getattr(self, "was_copied", False):
+            copy(self)
+        self.was_copied = True
+
+    return once
+
+
+def embedding_is_untied() -> None:
+    """Tensor parallelism gives embedding and head a parameter each."""
+    apply_tp._retie = lambda model, ties: None
+
+
+def means_of_means() -> None:
+    """Each rank divides by its own number of tokens, and the ranks' gradients are averaged: the classic."""
+    right = loop._forward_backward
+
+    def wrong(model: Any, batches: list[Any], tokens: torch.Tensor, settings: Any) -> torch.Tensor:
+        own = torch.stack([count_targets(batch["targets"]) for batch in batches]).sum() * settings.mesh.size("dp")
+        return right(model, batches, own, settings)
+
+    loop._forward_backward = wrong
+
+
+def local_divisor() -> None:
+    """The number of target tokens is not summed over ranks."""
+    right = loop._sum_over_ranks
+    loop._sum_over_ranks = lambda vector: vector if len(vector) == 3 else right(vector)
+
+
+def data_is_repeated() -> None:
+    """Every data-parallel rank reads the first rank's samples."""
+    right = Mesh.rank
+    Mesh.rank = lambda self, name: 0 if name == "dp" else right(self, name)
+
+
+def rows_in_wrong_order() -> None:
+    """Ranks of cp get their part of the row from left to right, and attention takes it for the zigzag."""
+
+    def from_left(seq: int, mesh: Any, device: torch.device) -> torch.Tensor:
+        size = seq // mesh.size()
+        return torch.arange(size, device=device) + size * mesh.get_local_rank()
+
+    context.own_positions = from_left
+
+
+def positions_of_another_rank() -> None:
+    """Ranks of cp count the positions of their tokens from zero."""
+    right = context.shard_rows
+
+    def wrong(batch: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+        local = right(batch, mesh)
+        local["position_ids"] = torch.arange(local["input_ids"].shape[1]).expand_as(local["input_ids"])
+        return local
+
+    loop.shard_rows = wrong
+
+
+def shared_experts_are_not_summed() -> None:
+    """tp ranks that hold the same experts keep the gradient of their own tokens."""
+    expert._gradients = lambda placements: placements
+
+
+def expert_replicas_are_not_summed() -> None:
+    """Experts are sharded, but their gradients not summed over the replicas."""
+    Mesh.expert_sharding = property(lambda self: self["efsdp"] if "efsdp" in self else self["dp_shard"])
+
+
+BUGS: list[tuple[Callable[[], None], str, str, str]] = [
+    (norms_are_not_summed, "qwen3", "tp2", "gradient of model.layers.*_norm.weight"),
+    (norms_are_not_summed, "llama", "tp2_sp", "gradient of model.layers.*norm.weight"),
+    (norms_are_not_summed, "gemma3", "dp_shard2_tp2", "gradient of model.layers.*_norm.weight"),
+    (tied_gradient_stays, "llama_tied", "pp2", "gradient of model.embed_tokens.weight"),
+    (tied_weight_stays, "llama_tied", "pp2", "loss"),
+    (embedding_is_untied, "llama_tied", "tp2", "lm_head.weight is no parameter"),
+    (means_of_means, "llama", "dp_shard2", "gradient"),
+    (local_divisor, "llama", "dp_shard2", "gradient"),
+    (data_is_repeated, "llama", "dp_shard2", "loss"),
+    (rows_in_wrong_order, "llama", "cp2", "loss"),
+    (positions_of_another_rank, "llama", "cp2", "loss"),
+    (shared_experts_are_not_summed, "mixtral", "ep2_tp2", "gradient of .*experts"),
+    (shared_experts_are_not_summed, "mixtral", "tp4", "gradient of .*experts"),
+    (expert_replicas_are_not_summed, "mixtral", "dp_replicate2_ep2", "gradient of .*experts"),
+]
+
+
+@pytest.mark.parametrize(("plant", "model", "mesh", "words"), BUGS, ids=lambda value: getattr(value, "__name__", None))
+def test_the_check_sees_a_planted_bug(plant: Callable[[], None], model: str, mesh: str, words: str) -> None:
+    findings = findings_of(model, mesh, plant)
+    assert not any(each.refused for each in findings)
+    exact, curve = ("\n".join(each.problems) for each in findings)
+    told = exact if plant is not tied_weight_stays else curve
+    assert re.search(words, told), f"{exact}\n{curve}"
+    assert curve, "float32's curve of five steps does not show it"
+
+
+def test_nothing_is_seen_where_no_bug_is_planted() -> None:
+    for model, mesh in dict.fromkeys((model, mesh) for _, model, mesh, _ in BUGS):
+        for each in findings_of(model, mesh, None):
+            assert not each.problems
+            assert not each.refused
