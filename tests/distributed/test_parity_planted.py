@@ -1,4 +1,4 @@
-"""Bugs planted in the ranks, each of which the grid's check must see: a grid that passes them all would prove nothing."""
+"""Bugs planted in the ranks, each of which the grid must see: one that passes them all would prove nothing."""
 
 from __future__ import annotations
 
