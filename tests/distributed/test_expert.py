@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
 
-from components import checkpoint, distributed, models
+from components import checkpoint, distributed, models, training
 from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, ParallelismConfig
 from components.config.schema.model import WeightInit
 from components.distributed.expert import ExpertParallel
-from tests.distributed.parity import MOE_MODELS, Case, build, reference, run_case
+from tests.distributed.parity import MOE_MODELS, Case, build, micro_batches, reference, run_case
 from tests.distributed.test_parity import FSDP2, HSDP, SP, TP, check
 from tests.harness import run_ranks
 
@@ -176,6 +176,30 @@ def test_a_model_that_cannot_be_divided_is_refused_by_name() -> None:
     assert dense.startswith("parallelism.ep=4: LlamaForCausalLM is dense")
     assert dense.endswith("set parallelism.ep=1")
     assert "parallelism.ep=4: does not divide the model's 6 experts" in uneven
+
+
+def test_layers_compile_around_their_experts() -> None:
+    def on_rank(rank: int) -> list[float]:
+        return [loss_and_norm(compiled) for compiled in (False, True)]
+
+    def loss_and_norm(compiled: bool) -> tuple[float, float]:
+        config, case = ParallelismConfig(**EP), Case("mixtral", EP, dtype=torch.float32)
+        mesh, model = distributed.build_mesh(config, "cpu"), build(case.model, case.dtype)
+        distributed.parallelize(model, mesh, config, case.dtype)
+        if compiled:
+            models.compile_layers(model, backend="eager")
+        loss = model(input_ids=micro_batches(case, mesh, 0)[0]["input_ids"]).logits.square().sum()
+        loss.backward()
+        return loss.item(), training.gradient_norm(model.parameters()).item()
+
+    for plain, compiled in run_ranks(2, on_rank, timeout=240):
+        assert compiled == pytest.approx(plain, rel=1e-6)
+
+
+def test_float64_computes_experts_without_grouped_products() -> None:
+    model = models.build_on_meta(ModelConfig(config=ODD, init=WeightInit.random, tokenizer="bytes", dtype="float64"))
+    models.materialize(model, "cpu")
+    assert model(input_ids=torch.arange(4)[None]).logits.dtype == torch.float64
 
 
 ODD = {"model_type": "mixtral", "hidden_size": 33, "head_dim": 8, "intermediate_size": 24, "num_hidden_layers": 2,
