@@ -50,6 +50,7 @@ def main(cfg: FinetuneConfig) -> None:
     compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)
     model = models.build_on_meta(cfg.model, len(tokenizer))
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
+    router_loss = training.attach_router_loss(model, cfg.model, mesh)
     models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
     if cfg.model.compile:
         models.compile_layers(model)
@@ -67,6 +68,7 @@ def main(cfg: FinetuneConfig) -> None:
         defer_grad_sync=cfg.parallelism.defer_grad_sync,
         mesh=mesh,
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
+        router_loss=router_loss,
     )
 
     # State, and where an earlier attempt left off
@@ -96,7 +98,7 @@ def main(cfg: FinetuneConfig) -> None:
             model=f"{cfg.model.path or 'from scratch'}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
             groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
-            notes=[str(train_set.facts), str(eval_set.facts), *layout.notes],
+            notes=[str(note) for note in (train_set.facts, eval_set.facts, *layout.notes, router_loss) if note],
         ),
     )
     for index in range(min(cfg.logging.examples, len(train_set))):

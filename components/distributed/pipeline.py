@@ -24,7 +24,9 @@ from components.config.schema.parallelism import SINGLE_STAGE, PipelineSchedule
 from components.distributed.stages import Stage, Stages
 
 Batch = dict[str, torch.Tensor]
-"""input_ids and targets, and position_ids under cp: (micro_batch, seq) each."""
+"""input_ids and targets, position_ids under cp, and keywords of the layers: (micro_batch, seq) each."""
+INPUTS = ("input_ids", "targets", "position_ids")
+"""Of a batch, what stages or the loss name themselves; the rest is handed to every stage as it is."""
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits (batch, seq, vocabulary), targets (batch, seq)) -> the sum of the token losses."""
 
@@ -65,6 +67,7 @@ class Pipeline:
             target=whole["targets"] if self._has_head else None,
             losses=losses if self._has_head else None,
             position_ids=_positions(whole),
+            **{name: tensor for name, tensor in whole.items() if name not in INPUTS},
             return_outputs=False,
         )
         self._move_tied_gradient()

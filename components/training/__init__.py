@@ -2,6 +2,7 @@
 
 loop.py       train_step and evaluate: one division by the global number of target tokens
 loss.py       the sum of token losses, and reduce_loss
+router.py     the auxiliary loss of a mixture of experts' routers
 sync.py       get_sync_ctx: which backward reduces gradients
 gradients.py  the norm of all gradients over mixed meshes, clipping
 optim.py      AdamW with decay groups, learning-rate schedules, updates that skip non-finite gradients
@@ -16,15 +17,18 @@ from components.training.loss import count_targets, next_tokens, reduce_loss, to
 from components.training.metrics import StepMetrics, StepReader
 from components.training.optim import build_optimizer, learning_rate, set_learning_rate
 from components.training.precision import autocast_dtype, compute_dtype
+from components.training.router import RouterLoss, attach_router_loss
 from components.training.state import StopRequest, TrainState
 from components.training.sync import get_sync_ctx
 
 __all__ = [
+    "RouterLoss",
     "StepMetrics",
     "StepReader",
     "StepSettings",
     "StopRequest",
     "TrainState",
+    "attach_router_loss",
     "autocast_dtype",
     "build_optimizer",
     "clip_gradients",

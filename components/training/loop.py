@@ -22,6 +22,7 @@ from components.distributed.pipeline import Pipeline, pad_to_longest
 from components.training.gradients import clip_gradients, gradient_norm
 from components.training.loss import count_targets, next_tokens, token_loss_sum
 from components.training.optim import step_if_finite
+from components.training.router import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
 from components.training.sync import get_sync_ctx
 
 MicroBatch = dict[str, torch.Tensor]
@@ -42,6 +43,8 @@ class StepSettings:
     """Which part of each row is this rank's, and whose tokens count in sums over all ranks; None: one process."""
     autocast: torch.dtype | None = None
     """Type of matrix products where the strategy does not set it (single, ddp)."""
+    router_loss: RouterLoss | None = None
+    """What the routers of a mixture of experts add to the loss of a training step; evaluation is without it."""
 
 
 def train_step(
@@ -61,11 +64,13 @@ def train_step(
     """
     if isinstance(model, Pipeline):
         micro_batches = pad_to_longest(micro_batches)
-    batches = [_local_part(batch, settings) for batch in micro_batches]
+    batches = [_local_part(batch, settings, settings.router_loss) for batch in micro_batches]
     counted = torch.stack([count_targets(batch["targets"]) for batch in batches]).sum()
     asked = torch.tensor(stop, dtype=torch.float64).to(settings.device, non_blocking=True)
     totals = _sum_over_ranks(torch.cat([(counted * _counts(settings))[None], asked]))  # tokens, stop flags
     tokens = totals[0].clamp(min=1)
+    if settings.router_loss is not None:
+        settings.router_loss.start_step(tokens)
 
     if isinstance(model, Pipeline):
         loss_sum = model.forward_backward(batches, token_loss_sum, tokens)
@@ -78,7 +83,10 @@ def train_step(
     skipped = step_if_finite(optimizer, norm)
     optimizer.zero_grad(set_to_none=True)
 
-    loss_sum = _sum_over_ranks((loss_sum * _counts(settings))[None])
+    loss_sum = loss_sum * _counts(settings)
+    if settings.router_loss is not None:
+        loss_sum += settings.router_loss.step_sum()
+    loss_sum = _sum_over_ranks(loss_sum[None])
     return torch.cat([loss_sum / tokens, norm[None], totals[:1], skipped.double()[None], totals[1:]])
 
 
@@ -108,10 +116,12 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def _local_part(batch: MicroBatch, settings: StepSettings) -> MicroBatch:
-    """Return what this rank computes of a micro-batch: input_ids and targets, and position_ids under cp."""
+def _local_part(batch: MicroBatch, settings: StepSettings, router_loss: RouterLoss | None = None) -> MicroBatch:
+    """Return what this rank computes of a micro-batch: input_ids and targets, position_ids under cp, router weights."""
     batch = to_device(batch, settings.device)
     rows = {"input_ids": batch["input_ids"], "targets": next_tokens(batch["labels"])}
+    if router_loss is not None:
+        rows[SEQUENCE_WEIGHTS] = sequence_weights(batch["labels"])
     return shard_rows(rows, settings.mesh)
 
 

@@ -39,6 +39,7 @@ WRONG_TYPE = [
 ]
 WRONG_CHOICE = [
     ("parallelism.strategy=fsdp", "must be one of single, ddp, fsdp2, megatron_fsdp", "did you mean fsdp2?"),
+    ("model.router_aux=hf", "must be one of none, sequence"),
     ("model.compute_dtype=fp16", "must be one of auto, bfloat16, float32, float64"),
     ("cluster.device=gpu", "must be one of auto, cpu, cuda"),
     ("cluster.kind=pbs", "must be one of local, slurm"),
@@ -71,6 +72,7 @@ OUT_OF_RANGE = [
     ("training.max_steps=0", "training.max_steps=0: must be at least 1"),
     ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
     ("run.seed=-1", "run.seed=-1: must lie between 0"),
+    ("model=tiny_moe model.router_aux_coef=-0.1", "model.router_aux_coef=-0.1: must be at least 0"),
     ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: must be two numbers"),
     ("data.eval_fraction=1.5", "data.eval_fraction=1.5"),
     ("cluster.procs_per_node=0", "cluster.procs_per_node=0", "1 or more"),

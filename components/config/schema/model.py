@@ -37,6 +37,17 @@ class Attention(StrEnum):
     flex_attention = "flex_attention"
 
 
+class RouterAux(StrEnum):
+    """The load-balancing loss of a mixture of experts: none, or sequence: per layer and sequence.
+
+    Hugging Face's own form pools the tokens of a micro-batch and of all layers: its value changes with the size of
+    the micro-batch, and pipeline parallelism has no place where all layers are. It is left out on purpose.
+    """
+
+    none = "none"
+    sequence = "sequence"
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     """A causal LM from the hub, a local folder, a GGUF file, a package that carries one, or from scratch."""
@@ -59,6 +70,10 @@ class ModelConfig:
     """Attention implementation."""
     compile: bool = False
     """torch.compile each decoder layer."""
+    router_aux: RouterAux = RouterAux.sequence
+    """Load-balancing loss of a mixture of experts, part of the training loss: sequence or none."""
+    router_aux_coef: float | None = None
+    """Its coefficient; null: router_aux_loss_coef of the model's own config (models without one take no such loss)."""
     trust_remote_code: bool = False
     """Allow code from the model's repository to run; read that code first."""
     layers: int | None = None
@@ -78,6 +93,7 @@ class ModelConfig:
         problems: list[str] = []
         for name in ("layers", "heads", "kv_heads", "hidden", "vocab", "experts"):
             problems += at_least(f"model.{name}", getattr(self, name), 1)
+        problems += at_least("model.router_aux_coef", self.router_aux_coef, 0)
         if self.path is None and self.init == WeightInit.pretrained:
             problems.append(
                 "model.path=null: pretrained weights need a path; set model.path to a hub name, folder or .gguf "

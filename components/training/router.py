@@ -1,0 +1,230 @@
+"""The auxiliary loss of a mixture of experts' routers, one number whatever the mesh.
+
+It balances the load of the experts (Fedus et al. 2021, Switch Transformers; counted for the top k experts as Hugging
+Face does). It is taken per layer and sequence, so that it depends neither on micro-batches nor on ranks, and weighted
+by the sequence's target tokens, so that the global number of target tokens divides it like the token losses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+
+from components.config.errors import ConfigError
+from components.config.schema.model import ModelConfig, RouterAux
+from components.distributed.apply_tp import decoder_layers
+from components.distributed.mesh import Mesh
+from components.training.loss import IGNORED
+
+SEQUENCE_WEIGHTS = "router_sequence_weights"
+"""Keyword by which `sequence_weights` travel through the model's forward to its decoder layers."""
+SWITCH_OFF = "set model.router_aux=none"
+
+
+def attach_router_loss(model: nn.Module, cfg: ModelConfig, mesh: Mesh | None = None) -> RouterLoss | None:
+    """Let the routers of a transformers model add their auxiliary loss to the gradients; call it on all ranks.
+
+    After the model was laid over the mesh, and before activations are checkpointed or layers compiled. Returns None
+    where `cfg` asks for none, or neither it nor the model's config gives a coefficient.
+
+    Raises ConfigError for a coefficient without a router that it could apply to.
+    """
+    config: Any = model.config
+    coefficient = cfg.router_aux_coef
+    if coefficient is None:
+        coefficient = getattr(config.get_text_config(), "router_aux_loss_coef", None)
+    if cfg.router_aux == RouterAux.none or not coefficient:
+        return None
+    classes = _router_classes(model)
+    layers = decoder_layers(model).values()
+    routers = [[module for module in layer.modules() if isinstance(module, classes)] for layer in layers]
+    count = _sum_over_stages(sum(map(len, routers)), mesh)
+    if count == 0 and classes and cfg.router_aux_coef is None:
+        return None  # its config leaves every layer dense
+    if count == 0:
+        raise ConfigError(
+            f"model.router_aux=sequence: the coefficient {coefficient} applies to nothing: transformers names no "
+            f"router in the decoder layers of {type(model).__name__}; {SWITCH_OFF}"
+        )
+    loss = RouterLoss(coefficient, count, mesh)
+    for layer, its_routers in zip(layers, routers, strict=True):
+        loss.attach(layer, its_routers)
+    return loss
+
+
+class RouterLoss:
+    """The auxiliary loss of all routers of this rank: its gradient, and its part of the loss that is logged."""
+
+    def __init__(self, coefficient: float, routers: int, mesh: Mesh | None) -> None:
+        self.coefficient = coefficient
+        self.routers = routers
+        """Routers of the whole model."""
+        self._mesh = mesh
+        self._tokens = torch.ones(())
+        self._total = torch.zeros(())
+        self._local_routers = 0
+        self._reached = False
+
+    def __str__(self) -> str:
+        return f"router auxiliary loss per sequence, coefficient {self.coefficient:g}"
+
+    def attach(self, layer: nn.Module, routers: list[nn.Module]) -> None:
+        """Hook the routers of a decoder layer, and take `sequence_weights` out of what the layer is called with."""
+        wrapped = _Layer(self, layer.forward)
+        layer.forward = wrapped.forward
+        self._local_routers += len(routers)
+        for router in routers:
+            router.register_forward_hook(wrapped.after_router)
+
+    def start_step(self, tokens: torch.Tensor) -> None:
+        """Begin at zero. tokens: target tokens of the whole step, over all ranks, a float64 scalar."""
+        self._tokens, self._total = tokens, torch.zeros_like(tokens)
+
+    def step_sum(self) -> torch.Tensor:
+        """Return this rank's part of the step's loss times its target tokens, a float64 scalar, to sum over all ranks.
+
+        tp ranks compute the same numbers, cp ranks share theirs: the first of them counts. Raises ConfigError where
+        the weights of the sequences never arrived.
+        """
+        if self._local_routers and not self._reached:
+            raise ConfigError(
+                "model.router_aux=sequence: this model does not hand keywords down to its decoder layers, so the "
+                f"router cannot know its sequences; {SWITCH_OFF}"
+            )
+        counts = self._mesh is None or (self._mesh.rank("tp") == 0 and self._mesh.rank("cp") == 0)
+        return self._total * self._tokens * counts
+
+    def of_router(self, outputs: Any, weights: torch.Tensor, router: nn.Module) -> Any:
+        """Return what a router returned, through which the gradient of its loss will come.
+
+        Args:
+            outputs: (logits (batch x seq, experts), scores (batch x seq, top_k), chosen (batch x seq, top_k)).
+            weights: From `sequence_weights`, (batch, seq).
+        """
+        self._reached = True
+        logits, scores, chosen = _checked(outputs, weights, router)
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        probabilities = F.softmax(logits, dim=-1, dtype=dtype).view(*weights.shape, -1)  # (batch, seq, experts)
+        losses = balance_losses(probabilities, chosen.view(*weights.shape, -1), weights > 0, self._context)  # (batch,)
+        weighted = (losses * weights.abs().amax(dim=1)).sum() * (self.coefficient / self.routers)
+        return logits, _AddLoss.apply(scores, weighted / self._tokens.to(dtype), self._total), chosen
+
+    @property
+    def _context(self) -> DeviceMesh | None:
+        return None if self._mesh is None or self._mesh.size("cp") == 1 else self._mesh["cp"]
+
+
+def sequence_weights(labels: torch.Tensor) -> torch.Tensor:
+    """Return what each router must know of its tokens: (batch, seq) int64, to be cut like them.
+
+    The number of target tokens of the row at the tokens up to its last target, which are real, and the same number
+    negative at those after it, which are padding or of no consequence. (An integer, because FSDP2 casts floats.)
+
+    Args:
+        labels: (batch, seq) of whole rows, aligned with the inputs.
+    """
+    is_target = (labels != IGNORED).long()
+    is_target[:, 0] = 0  # predicted from nothing
+    up_to_last = is_target.flip(1).cumsum(1).flip(1) > 0  # (batch, seq)
+    count = is_target.sum(1, keepdim=True)
+    return torch.where(up_to_last, count, -count)
+
+
+def balance_losses(
+    probabilities: torch.Tensor, chosen: torch.Tensor, real: torch.Tensor, context: DeviceMesh | None = None
+) -> torch.Tensor:
+    """Return experts x sum over experts of (share of tokens that chose it) x (its mean probability): (batch,).
+
+    The shares of a sequence sum to top_k. A sequence without real tokens has zero.
+
+    Args:
+        probabilities: (batch, seq, experts).
+        chosen: Experts of each token, (batch, seq, top_k).
+        real: Whether a token counts, (batch, seq).
+        context: Ranks that have other parts of the same rows; each gets the gradient of its own tokens.
+    """
+    real = real.to(probabilities.dtype)
+    tokens = real.sum(1, keepdim=True)  # (batch, 1)
+    summed = (probabilities * real[..., None]).sum(1)  # (batch, experts)
+    counts = torch.zeros_like(summed).scatter_add_(1, chosen.flatten(1), real[..., None].expand_as(chosen).flatten(1))
+    if context is not None:
+        sums = all_reduce(torch.cat([counts, summed.detach(), tokens], dim=1), "sum", context)
+        experts = summed.shape[1]
+        counts, everywhere, tokens = sums.split([experts, experts, 1], dim=1)
+        summed = summed + (everywhere - summed).detach()
+    tokens = tokens.clamp(min=1)
+    return summed.shape[1] * (counts / tokens * (summed / tokens)).sum(1)
+
+
+class _Layer:
+    """One decoder layer's forward: its routers see the weights of the micro-batch at hand, also when recomputed."""
+
+    def __init__(self, loss: RouterLoss, compute: Any) -> None:
+        self._loss = loss
+        self._compute = compute
+        self._weights: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own forward, without the keyword."""
+        self._weights = kwargs.pop(SEQUENCE_WEIGHTS, None)
+        try:
+            return self._compute(*args, **kwargs)
+        finally:
+            self._weights = None
+
+    def after_router(self, router: nn.Module, args: Any, outputs: Any) -> Any:
+        """Forward hook of the layer's routers; outside of training steps nothing happens."""
+        return outputs if self._weights is None else self._loss.of_router(outputs, self._weights, router)
+
+
+class _AddLoss(torch.autograd.Function):
+    """Scores as they are. In the backward the loss gets the gradient 1, and is added to the total.
+
+    In the backward, because it runs once for each layer and micro-batch, where a forward may be recomputed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, loss: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(loss)
+        ctx.total = total
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (loss,) = ctx.saved_tensors
+        ctx.total.add_(loss)
+        return grad, torch.ones_like(loss), None
+
+
+def _checked(outputs: Any, weights: torch.Tensor, router: nn.Module) -> Any:
+    known = isinstance(outputs, tuple) and len(outputs) == 3 and all(each.dim() == 2 for each in outputs)
+    if known and all(len(each) == weights.numel() for each in outputs) and not outputs[2].is_floating_point():
+        return outputs
+    raise ConfigError(
+        f"model.router_aux=sequence: {type(router).__name__} does not return logits, scores and chosen experts of "
+        f"every token; {SWITCH_OFF}"
+    )
+
+
+def _router_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """The classes whose outputs transformers records as router logits."""
+    found: list[Any] = []
+    for module in model.modules():
+        recorded: Any = getattr(module, "_can_record_outputs", None) or {}
+        routers = recorded.get("router_logits", [])
+        found += [getattr(each, "target_class", each) for each in (routers if isinstance(routers, list) else [routers])]
+    return tuple(dict.fromkeys(found))
+
+
+def _sum_over_stages(count: int, mesh: Mesh | None) -> int:
+    if mesh is None or mesh.size("pp") == 1:
+        return count
+    total = torch.tensor(count, device=mesh.device_mesh.device_type)
+    dist.all_reduce(total, group=mesh["pp"].get_group())
+    return int(total)
