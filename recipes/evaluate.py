@@ -70,6 +70,7 @@ def main(cfg: EvaluateConfig) -> None:
             batch=f"{cfg.evaluation.micro_batch_size} sequences x {mesh.size('dp')} dp at a time",
             model=f"{source}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
+            groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
             notes=[str(eval_set.facts), *layout.notes],
         ),
     )

@@ -95,6 +95,7 @@ def main(cfg: FinetuneConfig) -> None:
             f"{plan.dp_size} dp x {plan.accumulation} accumulation, up to {cfg.training.seq_len} tokens each",
             model=f"{cfg.model.path or 'from scratch'}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
+            groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
             notes=[str(train_set.facts), str(eval_set.facts), *layout.notes],
         ),
     )
@@ -129,6 +130,7 @@ def main(cfg: FinetuneConfig) -> None:
 
     # The loop: numbers arrive one step late, so that the host never waits for the device
     status, reader = "ok", training.StepReader(lag=1)
+    traffic = distributed.StepTraffic(mesh, report.traffic, enabled=cfg.logging.comm)
     with report, training.StopRequest() as stop:
         first_eval_loss = eval_loss = evaluate()
         show_generations()
@@ -136,7 +138,8 @@ def main(cfg: FinetuneConfig) -> None:
             began = time.perf_counter()
             lr = training.learning_rate(cfg.optimizer, state.step, cfg.training.max_steps)
             training.set_learning_rate(optimizer, lr)
-            numbers = training.train_step(replica, next(batches), optimizer, settings, stop.flags())
+            with traffic.step():
+                numbers = training.train_step(replica, next(batches), optimizer, settings, stop.flags())
             state.step += 1
             arrived = reader.push(state.step, numbers, began)
             if arrived is not None:

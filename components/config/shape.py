@@ -18,7 +18,7 @@ CONFIG_NAMES = {
     "kv_heads": ("num_key_value_heads",),
     "hidden": ("hidden_size", "n_embd"),
     "vocab": ("vocab_size",),
-    "experts": ("num_experts", "num_local_experts"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
 }
 """Our name of a number -> the names under which config.json files hold it."""
 
@@ -43,6 +43,7 @@ class ModelShape:
     hidden: int | None = None
     vocab: int | None = None
     experts: int | None = None
+    """0: a dense model."""
 
 
 def read_shape(model: ModelConfig) -> ModelShape:
@@ -77,7 +78,10 @@ def _read_config_json(path: Path) -> dict[str, int]:
         raise ConfigError(f"model.path={path.parent}: config.json cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"model.path={path.parent}: config.json does not hold a JSON object")
-    return shape_of_config(config)
+    shape = shape_of_config(config)
+    if "experts" not in shape and "expert" not in str(config):
+        shape["experts"] = 0
+    return shape
 
 
 def _read_gguf(path: Path) -> dict[str, int]:
@@ -99,6 +103,7 @@ def _read_gguf(path: Path) -> dict[str, int]:
                 ours = GGUF_NAMES.get(key.partition(".")[2])
                 if ours and isinstance(value, int):
                     shape[ours] = value
+            shape.setdefault("experts", 0)
     except (OSError, struct.error, UnicodeDecodeError, KeyError) as error:
         raise ConfigError(f"model.path={path}: the GGUF header cannot be read: {error}") from error
     return shape

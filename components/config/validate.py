@@ -68,6 +68,12 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
                 f"parallelism.cp_attention=ulysses: cp {mesh.cp} cannot share the {heads} heads and {kv_heads} kv "
                 "heads of a rank evenly; set parallelism.cp_attention=all_gather, or another parallelism.cp"
             )
+    if mesh.ep > 1 and shape.experts == 0:
+        problems.append(f"parallelism.ep={mesh.ep}: the model is dense, it has no experts; set parallelism.ep=1")
+    elif shape.experts is not None and shape.experts % mesh.ep:
+        problems.append(
+            f"parallelism.ep={mesh.ep}: does not divide the model's {shape.experts} experts; change parallelism.ep"
+        )
     return problems
 
 

@@ -7,10 +7,14 @@ Starting and ending
 Mesh and layout
     mesh.py            build_mesh: six axes, groups only where they are used
     parallelizer.py    parallelize, and the names of seed page 004
+    replicas.py        wrap_replicas, whole_rows: what training and generation call
     apply_tp.py        tensor parallel: plans (tp_plan.py) and styles (tensor_parallel.py)
     context.py         context parallel: parts of rows, and attention over whole ones
+    expert.py          expert parallel: experts on ranks of their own, tokens sent to them
     pipeline.py        pipeline parallel: stages (stages.py) under torch's schedules
     fsdp.py            sharded parameters, summed gradients
+    groups_of_mesh.py  groups_of_mesh: the process groups and what each is for
+    traffic.py         record_traffic, StepTraffic: calls and bytes of every collective, by group
 Helpers that work in a single process too
     utils.py           names of seed pages 001 and 002
     ranks.py           get_rank, get_num_nodes, ...; collectives.py: exact values, ragged tensors, objects
@@ -29,16 +33,19 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from components.distributed.groups_of_mesh import groups_of_mesh  # noqa: F401
     from components.distributed.mesh import Mesh, build_mesh, seed_ranks  # noqa: F401
-    from components.distributed.parallelizer import parallelize, whole_rows, wrap_replicas  # noqa: F401
+    from components.distributed.parallelizer import parallelize  # noqa: F401
     from components.distributed.process_group import (  # noqa: F401
         DistInfo,
         exchange_text_from_rank_zero,
         start_process_group,
     )
     from components.distributed.ranks import is_rank_zero  # noqa: F401
+    from components.distributed.replicas import whole_rows, wrap_replicas  # noqa: F401
     from components.distributed.seeding import stream  # noqa: F401
     from components.distributed.shutdown import destroy_global_state  # noqa: F401
+    from components.distributed.traffic import StepTraffic, record_traffic  # noqa: F401
     from components.distributed.utils import (  # noqa: F401
         FirstRankPerNode,
         all_gather,
@@ -54,12 +61,15 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "groups_of_mesh": "groups_of_mesh",
     "mesh": "Mesh build_mesh seed_ranks",
-    "parallelizer": "parallelize whole_rows wrap_replicas",
+    "parallelizer": "parallelize",
     "process_group": "DistInfo exchange_text_from_rank_zero start_process_group",
     "ranks": "is_rank_zero",
+    "replicas": "whole_rows wrap_replicas",
     "seeding": "stream",
     "shutdown": "destroy_global_state",
+    "traffic": "StepTraffic record_traffic",
     "utils": "FirstRankPerNode all_gather all_gather_object all_reduce_value barrier barrier_and_log "
     "broadcast_object do_n_at_a_time dp_eval_sample_shard synchronize_flag synchronize_value",
 }

@@ -9,6 +9,7 @@ implementation transformers chose for it, on rows that each name one local exper
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,36 +24,37 @@ from components.distributed.tensor_parallel import local_parameters, redistribut
 
 
 class ExpertParallel(ParallelStyle):
-    """Whole experts on the ranks of a mesh of `ep`, of `tp`, or of both; a module that is laid out already is left.
+    """Whole experts on the ranks of a mesh: `ep`, an axis whose ranks see the same tokens (tp), or both in this order.
 
-    tp ranks see the same tokens: each sends an equal part of them, and the results are put together again. Where ep x
-    tp does not divide the experts, tp ranks hold the same experts and only share the tokens.
+    tp ranks each send an equal part of their tokens, and the results are put together again. Where ep x tp does not
+    divide the experts, tp ranks hold the same experts and only share the tokens. A module that is no experts module,
+    or is laid out already, is left as it is.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not is_experts(module) or is_laid_out(module):
             return module
-        tp = device_mesh["tp"] if "tp" in (device_mesh.mesh_dim_names or ()) else None
         placements = _placements(device_mesh, _count(module))
+        divided = _divided_over(device_mesh, placements)
+        shared = next((device_mesh[axis] for axis in _axes(device_mesh) if axis != "ep"), None)
+        held = _count(module) // (divided.size() if divided is not None else 1)
         for name, parameter in list(module.named_parameters(recurse=False)):
             part = distribute_tensor(parameter.data, device_mesh, placements, src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-        group = _group(device_mesh, placements)
-        module.num_experts = _count(module) // (dist.get_world_size(group) if group else 1)
+        module.num_experts = held  # type: ignore[assignment]
         compute, gradients = module.forward, _gradients(placements)
 
         # (tokens, hidden), (tokens, top_k), (tokens, top_k) -> (tokens, hidden)
-        def forward(
-            hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-        ) -> torch.Tensor:
+        def forward(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+            tokens = [hidden, top_k_index, top_k_weights]
+            if shared is not None:
+                tokens = [redistribute(each, shared, Replicate(), Shard(0)) for each in tokens]
             with local_parameters(module, gradients):
-                if tp is None:
-                    return _send_and_compute(module, compute, group, hidden_states, top_k_index, top_k_weights)
-                whole = (hidden_states, top_k_index, top_k_weights)
-                mine = [redistribute(each, tp, Replicate(), Shard(0)) for each in whole]
-                return _gather_tokens(_send_and_compute(module, compute, group, *mine), len(hidden_states), tp)
+                answers = _Dispatch(module, compute, held, divided)(*tokens)
+            return answers if shared is None else _gather_tokens(answers, len(hidden), shared)
 
-        module.forward = forward
+        # How many rows travel is known only when they do: no compiler can trace it.
+        module.forward = torch.compiler.disable(forward)
         return module
 
 
@@ -66,22 +68,21 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]
     Raises ConfigError for a model without such a module and where ep does not divide its experts.
     """
     found = experts_modules(model)
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    kind, ep = type(model).__name__, dict(zip(_axes(mesh), mesh.shape, strict=True)).get("ep", 1)
     if not found:
         raise ConfigError(
-            f"parallelism.ep={sizes.get('ep', 1)}: {type(model).__name__} has no module of fused experts to shard; "
-            "set parallelism.ep=1"
+            f"parallelism.ep={ep}: {kind} is dense, or keeps its experts apart: it has no module of fused experts to "
+            "shard; set parallelism.ep=1"
         )
     counts = sorted({_count(module) for module in found.values()})
     problems = [
-        f"parallelism.ep={sizes['ep']}: does not divide the {count} experts of {type(model).__name__}; change "
-        "parallelism.ep"
+        f"parallelism.ep={ep}: does not divide the {count} experts of {kind}; change parallelism.ep"
         for count in counts
-        if count % sizes.get("ep", 1)
+        if count % ep
     ]
     problems += [
-        f"parallelism.ep: {name} of {type(model).__name__} holds parameters that are no experts ({', '.join(foreign)}); "
-        "set parallelism.ep=1"
+        f"parallelism.ep={ep}: {name} of {kind} holds parameters that are no experts ({', '.join(foreign)}), which "
+        "cannot be laid out yet; set parallelism.ep=1 and parallelism.tp=1"
         for name, module in found.items()
         if (foreign := _foreign_parameters(module))
     ]
@@ -89,11 +90,10 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]
         raise ConfigError(problems)
     for module in found.values():
         ExpertParallel()._apply(module, mesh)
-    degree = mesh.size()
     return tuple(
-        f"each of the {sizes['tp']} tp ranks holds the same experts: ep x tp = {degree} does not divide the {count}"
+        f"the {mesh.size() // ep} tp ranks hold the same experts: ep x tp = {mesh.size()} does not divide the {count}"
         for count in counts
-        if count % degree
+        if count % mesh.size()
     )
 
 
@@ -124,10 +124,14 @@ def _foreign_parameters(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters() if name not in own]
 
 
+def _axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()
+
+
 def _placements(mesh: DeviceMesh, experts: int) -> list[Placement]:
     """Experts are sharded over every axis; over tp only where that leaves each rank the same number."""
     even = experts % mesh.size() == 0
-    return [Replicate() if name == "tp" and not even else Shard(0) for name in mesh.mesh_dim_names or ()]
+    return [Shard(0) if axis == "ep" or even else Replicate() for axis in _axes(mesh)]
 
 
 def _gradients(placements: list[Placement]) -> list[Placement]:
@@ -135,48 +139,54 @@ def _gradients(placements: list[Placement]) -> list[Placement]:
     return [Partial() if placement.is_replicate() else placement for placement in placements]
 
 
-def _group(mesh: DeviceMesh, placements: list[Placement]) -> dist.ProcessGroup | None:
-    """The ranks among which the experts are divided; None where each holds them all."""
-    axes = [axis for axis, place in zip(mesh.mesh_dim_names or (), placements, strict=True) if place.is_shard()]
+def _divided_over(mesh: DeviceMesh, placements: list[Placement]) -> DeviceMesh | None:
+    """The ranks among which the experts are divided, as a 1-D mesh; None where each holds them all."""
+    axes = [axis for axis, placement in zip(_axes(mesh), placements, strict=True) if placement.is_shard()]
     if len(axes) == 2:
-        return mesh._flatten("ep_tp").get_group()
-    return mesh.get_group(axes[0]) if axes else None
+        return mesh._flatten("ep_tp")
+    return mesh[axes[0]] if axes else None
 
 
-def _send_and_compute(
-    module: nn.Module,
-    compute: Callable[..., torch.Tensor],
-    group: dist.ProcessGroup | None,
-    hidden: torch.Tensor,  # (tokens, hidden)
-    chosen: torch.Tensor,  # (tokens, top_k), numbers of experts
-    weights: torch.Tensor,  # (tokens, top_k)
-) -> torch.Tensor:  # (tokens, hidden)
-    """Send each token to the experts it chose, and sum what comes back by the router's weights."""
-    ranks = dist.get_world_size(group) if group else 1
-    experts, order = chosen.reshape(-1).sort(stable=True)  # rank r holds the r-th part of the numbers
-    counts = torch.zeros(ranks * module.num_experts, dtype=torch.int64, device=hidden.device)
-    counts = counts.scatter_add_(0, experts, torch.ones_like(experts)).view(ranks, -1)  # (ranks, local experts)
-    arriving = counts
-    if group is not None:
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=group)
-    # The host must know how many rows go where: the one place where a step waits for the device.
-    sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-    rows = _exchange(hidden[order // chosen.shape[1]], sent, received, group)  # (rows, hidden)
-    local = torch.arange(module.num_experts, device=hidden.device).repeat(ranks)
-    local = local.repeat_interleave(arriving.view(-1), output_size=len(rows))
-    answers = _exchange(_compute(module, compute, rows, local), received, sent, group)  # (tokens x top_k, hidden)
-    slots = torch.empty_like(answers).index_copy(0, order, answers).view(*chosen.shape, -1)
-    return (slots * weights[..., None]).sum(dim=1).to(hidden.dtype)
+@dataclass(frozen=True, slots=True)
+class _Dispatch:
+    """The way of the tokens of this rank to their experts and back."""
 
+    module: nn.Module
+    compute: Callable[..., torch.Tensor]
+    """The module's own forward, which takes the numbers of local experts."""
+    held: int
+    """Experts on each rank."""
+    divided: DeviceMesh | None
+    """The ranks that have other experts; its group is asked for at each call, because one kept here would outlive the
+    end of the processes."""
 
-def _compute(
-    module: nn.Module, compute: Callable[..., torch.Tensor], rows: torch.Tensor, local: torch.Tensor
-) -> torch.Tensor:
-    if len(rows) == 0:
-        # Parameters without a gradient would leave this rank out of FSDP's reduction, where the others wait for it.
-        return rows + sum(parameter.sum() for parameter in module.parameters()).to(rows.dtype)
-    return compute(rows, local[:, None], torch.ones_like(rows[:, :1]))
+    # (tokens, hidden), (tokens, top_k), (tokens, top_k) -> (tokens, hidden)
+    def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Send each token to the experts it chose, and sum what comes back by the router's weights."""
+        group = None if self.divided is None else self.divided.get_group()
+        ranks = 1 if self.divided is None else self.divided.size()
+        experts, order = chosen.reshape(-1).sort(stable=True)  # rank r holds the r-th part of the numbers
+        counts = torch.zeros(ranks * self.held, dtype=torch.int64, device=hidden.device)
+        counts = counts.scatter_add_(0, experts, torch.ones_like(experts)).view(ranks, self.held)
+        arriving = counts
+        if group is not None:
+            arriving = torch.empty_like(counts)
+            dist.all_to_all_single(arriving, counts, group=group)
+        # The host must know how many rows go where: the one place where a step waits for the device.
+        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        rows = _exchange(hidden[order // chosen.shape[1]], sent, received, group)  # (rows, hidden)
+        local = torch.arange(self.held, device=hidden.device).repeat(ranks)
+        local = local.repeat_interleave(arriving.view(-1), output_size=len(rows))
+        answers = _exchange(self._compute(rows, local), received, sent, group)  # (tokens x top_k, hidden)
+        slots = torch.empty_like(answers).index_copy(0, order, answers).view(*chosen.shape, answers.shape[1])
+        return (slots * weights[..., None]).sum(dim=1).to(hidden.dtype)
+
+    def _compute(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        if len(rows) == 0:
+            # Parameters without a gradient would leave this rank out of FSDP's reduction, where the others wait.
+            nothing = torch.stack([parameter.sum() for parameter in self.module.parameters()]).sum()
+            return rows + nothing.to(rows.dtype)
+        return self.compute(rows, local[:, None], torch.ones_like(rows[:, :1]))
 
 
 class _Exchange(torch.autograd.Function):
@@ -192,14 +202,14 @@ class _Exchange(torch.autograd.Function):
         return arrived
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _Exchange.apply(grad, *ctx.way_back), None, None, None
 
 
 def _exchange(
     rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    return rows if group is None else _Exchange.apply(rows, sent, received, group)  # type: ignore[no-any-return]
+    return rows if group is None else _Exchange.apply(rows, sent, received, group)
 
 
 def _gather_tokens(part: torch.Tensor, tokens: int, tp: DeviceMesh) -> torch.Tensor:

@@ -57,10 +57,11 @@ def shard_with_fsdp2(
     its weights do not have. Tied embeddings share the root's unit (torch 2.13 refuses to split them).
     """
     inner = replace(mp_policy, output_dtype=None) if mp_policy else None
-    for experts in experts_modules(model).values() if expert_mesh is not None else ():
+    if expert_mesh is not None:
         # Their inputs have the right type already; the router's weights may be float32 on purpose.
-        policy = replace(inner, cast_forward_inputs=False) if inner else None
-        _shard(experts, expert_mesh, policy, offload_policy, reshard=True)
+        uncast = replace(inner, cast_forward_inputs=False) if inner else None
+        for experts in experts_modules(model).values():
+            _shard(experts, expert_mesh, uncast, offload_policy, reshard=True)
     apply_fsdp_sharding_recursively(model, mesh, inner, offload_policy)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from components.config.errors import ConfigError
@@ -26,7 +24,7 @@ from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConf
 from components.config.shape import ModelShape, shape_of_config
 from components.config.validate import model_problems
 from components.distributed.apply_tp import apply_tensor_parallel
-from components.distributed.context import use_context_parallel, whole_rows_attention
+from components.distributed.context import use_context_parallel
 from components.distributed.expert import apply_expert_parallel, experts_modules
 from components.distributed.fsdp import (
     apply_fsdp_sharding_recursively,
@@ -38,7 +36,6 @@ from components.distributed.fsdp import (
 from components.distributed.init import destroy_global_state
 from components.distributed.megatron import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from components.distributed.mesh import Mesh
-from components.distributed.pipeline import Hidden, Pipeline
 from components.distributed.stages import Stages, cut_into_stages
 from components.distributed.tp_plan import (
     Plan,
@@ -61,8 +58,6 @@ __all__ = [
     "parallelize",
     "translate_to_torch_parallel_style",
     "unshard_fsdp2_model",
-    "whole_rows",
-    "wrap_replicas",
 ]
 
 logger = logging.getLogger(__name__)
@@ -78,8 +73,6 @@ class Layout:
     """What a person should know: attention left replicated, plan entries without a module, how cp attends."""
     stages: Stages | None = None
     """This rank's part of a pipeline; None without one."""
-    hidden: Hidden | None = None
-    """What travels between its stages."""
 
 
 def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, compute_dtype: torch.dtype) -> Layout:
@@ -97,7 +90,7 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
     if problems := model_problems(parallelism, mesh.shape, shape):
         raise ConfigError(problems)
     notes: tuple[str, ...] = ()
-    fraction = 0.0
+    fraction, stages = 0.0, None
     places = parallelism.stage_places(mesh.size("pp"))
     if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and experts_modules(model)):
         axes = tuple(axis for axis in ("ep", "tp") if mesh.size(axis) > 1)
@@ -115,16 +108,12 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
         fraction = applied.fraction
         notes += applied.notes
     if mesh.size("cp") > 1:
-        if shape.heads is None:
-            raise ConfigError(f"parallelism.cp: {type(model).__name__} states no number of heads; set parallelism.cp=1")
-        heads = local_heads(shape.heads, shape.kv_heads or shape.heads, mesh.size("tp"))
-        notes += (use_context_parallel(model, mesh["cp"], parallelism.cp_attention, heads),)
-    stages = None
+        notes += (_apply_context_parallel(model, mesh, parallelism, shape),)
     if mesh.size("pp") > 1:
-        stages = cut_into_stages(model, places, mesh.rank("pp"))
-    # Between the two halves of a split backward the parameters must stay where the first half found them.
-    split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
+        stages = cut_into_stages(model, places, mesh.rank("pp"), compute_dtype)
     if parallelism.strategy == Strategy.fsdp2:
+        # Between the two halves of a split backward the parameters must stay where the first half found them.
+        split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
         for module in [stage.module for stage in stages.own] if stages else [model]:
             shard_with_fsdp2(
                 module,
@@ -134,53 +123,14 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
                 parallelism.reshard_after_forward and not split,
                 mesh.expert_sharding if mesh.size("ep") > 1 else None,
             )
-    hidden = Hidden(shape.hidden, shape.vocab, compute_dtype) if shape.hidden and shape.vocab else None
-    return Layout(fraction, notes, stages, hidden)
+    return Layout(fraction, notes, stages)
 
 
-def wrap_replicas(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, layout: Layout) -> nn.Module | Pipeline:
-    """Return what training calls: a pipeline, DDP around a loaded model, the model itself for every other strategy.
-
-    DDP's gradients are SUMMED over the replicas, like FSDP2's here: the training step divides, once.
-    """
-    if layout.stages is not None and layout.hidden is not None:
-        return Pipeline(model, layout.stages, mesh["pp"], parallelism.pp_schedule, layout.hidden)
-    if parallelism.strategy != Strategy.ddp or mesh.size("dp_replicate") == 1:
-        return model
-    group = mesh["dp_replicate"].get_group()
-    replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-    replica.register_comm_hook(group, _sum_gradients)
-    return replica
-
-
-@dataclass(frozen=True, slots=True)
-class WholeRows:
-    """A forward that every rank calls with the same whole rows, for generation: like a Hugging Face model's."""
-
-    call: Callable[..., Any]
-    multiple: int
-    """Rows are padded on the right to a multiple of this many tokens."""
-    keeps_cache: bool
-    """Whether keys and values of earlier tokens may be kept."""
-
-
-@contextmanager
-def whole_rows(replica: nn.Module | Pipeline, mesh: Mesh, parallelism: ParallelismConfig) -> Iterator[WholeRows]:
-    """Within the context the model that `wrap_replicas` returned takes whole rows on every rank."""
-    multiple = mesh.size("tp") if parallelism.sequence_parallel else 1
-    if isinstance(replica, Pipeline):
-        with whole_rows_attention(replica.module):
-            yield WholeRows(replica.logits, multiple, keeps_cache=False)
-        return
-    model = replica.module if isinstance(replica, DistributedDataParallel) else replica
-    with whole_rows_attention(model):
-        yield WholeRows(model, multiple, keeps_cache=multiple == 1)
-
-
-def _sum_gradients(group, bucket):
-    # DDP compares a hook's annotations with its own classes and does not know postponed ones: none here.
-    work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+def _apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, shape: ModelShape) -> str:
+    if shape.heads is None:
+        raise ConfigError(f"parallelism.cp: {type(model).__name__} states no number of heads; set parallelism.cp=1")
+    heads = local_heads(shape.heads, shape.kv_heads or shape.heads, mesh.size("tp"))
+    return use_context_parallel(model, mesh["cp"], parallelism.cp_attention, heads)
 
 
 def fsdp2_strategy_parallelize(

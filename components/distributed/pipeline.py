@@ -7,7 +7,6 @@ tokens before the backward, so gradients need no scaling afterwards; under FSDP 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,32 +29,17 @@ TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits (batch, seq, vocabulary), targets (batch, seq)) -> the sum of the token losses."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hidden:
-    """What travels from one stage to the next."""
-
-    size: int
-    vocabulary: int
-    dtype: torch.dtype
-
-    def buffer(self, rows: int, seq: int, device: torch.device | str) -> torch.Tensor:
-        """Return room for hidden states: (batch, seq, hidden)."""
-        return torch.empty((rows, seq, self.size), dtype=self.dtype, device=device)
-
-
 class Pipeline:
     """This rank's stages and the schedule over all of them; what the training step calls instead of a model."""
 
-    def __init__(
-        self, module: nn.Module, stages: Stages, mesh: DeviceMesh, schedule: PipelineSchedule, hidden: Hidden
-    ) -> None:
+    def __init__(self, module: nn.Module, stages: Stages, mesh: DeviceMesh, schedule: PipelineSchedule) -> None:
         self.module = module
         """What this rank has of the model, under the model's own names."""
         self.group = mesh.get_group()
         self._mesh = mesh
         self._stages = stages
         self._name = str(schedule)
-        self._hidden = hidden
+        self._hidden = stages.hidden
         self._device = next(module.parameters()).device
         self._built: tuple[tuple[int, ...], Any] = ((), None)
         self._loss: TokenLoss | None = None

@@ -35,6 +35,19 @@ class NothingAdded(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
+class Hidden:
+    """What travels from one stage to the next."""
+
+    size: int
+    vocabulary: int
+    dtype: torch.dtype
+
+    def buffer(self, rows: int, seq: int, device: torch.device | str) -> torch.Tensor:
+        """Return room for hidden states: (batch, seq, hidden)."""
+        return torch.empty((rows, seq, self.size), dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """One stage of this rank."""
 
@@ -52,6 +65,8 @@ class Stages:
     """This rank's stages, in order."""
     places: tuple[int, ...]
     """Place on the pp axis of every stage of the pipeline."""
+    hidden: Hidden
+    """What travels between them."""
     embedding: nn.Module | None = None
     """The input embedding of a tied model, where this rank has the first stage."""
     tied_head: nn.Module | None = None
@@ -59,7 +74,7 @@ class Stages:
     and no parameter of the model."""
 
 
-def cut_into_stages(model: nn.Module, places: list[int], place: int) -> Stages:
+def cut_into_stages(model: nn.Module, places: list[int], place: int, dtype: torch.dtype) -> Stages:
     """Leave in `model` what the stages at `place` of the pp axis have, and return these stages, sharing its modules.
 
     Call it on the meta device, after tensor and expert parallelism and before FSDP, which shards each stage.
@@ -67,12 +82,15 @@ def cut_into_stages(model: nn.Module, places: list[int], place: int) -> Stages:
     Args:
         places: Place on the pp axis of every stage.
         place: This rank's.
+        dtype: Of the hidden states.
 
     Raises ConfigError for a model whose parts cannot be told apart.
     """
     anatomy = _Anatomy.of(model)
     ranges = stage_layers(len(anatomy.layers), len(places))
     own = [index for index, holder in enumerate(places) if holder == place]
+    vocabulary, size = anatomy.embedding.weight.shape
+    hidden = Hidden(size, vocabulary, dtype)
     tied = anatomy.untie()
     stages = tuple(Stage(index, _stage(anatomy, index, ranges)) for index in own)
     first, last = 0 in own, len(places) - 1 in own
@@ -88,6 +106,7 @@ def cut_into_stages(model: nn.Module, places: list[int], place: int) -> Stages:
     return Stages(
         own=stages,
         places=tuple(places),
+        hidden=hidden,
         embedding=anatomy.embedding if tied and first else None,
         tied_head=anatomy.head if tied and last else None,
     )

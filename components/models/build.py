@@ -13,7 +13,7 @@ from torch import nn
 
 from components.config.errors import ConfigError
 from components.config.model_files import ModelFiles, locate
-from components.config.schema.model import ModelConfig
+from components.config.schema.model import DType, ModelConfig
 from components.config.shape import ModelShape, shape_of_config
 from components.models.attention import use_causal_sdpa
 from components.models.gguf import read_config
@@ -80,6 +80,8 @@ def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrained
         ) from error
     _load_generation_config(model, cfg)
     model.config.use_cache = False
+    if DType.float64 in (cfg.dtype, cfg.compute_dtype):
+        model.set_experts_implementation("eager")  # torch's grouped matrix products have no float64
     if not use_causal_sdpa(model):
         logger.info("attention: %s with transformers' own masks; the host waits once per forward", cfg.attention)
     return model.train()

@@ -70,15 +70,17 @@ def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str 
     """Compile the forward of each decoder layer in place; names and classes stay as they are.
 
     Only the layer's own forward is compiled: hooks around it, FSDP's among them, stay outside, and so does the
-    recomputation of `checkpoint_activations`, before or after which this may be called.
+    recomputation of `checkpoint_activations`, before or after which this may be called. A layer that contains a forward
+    which is closed to the compiler (experts on other ranks) is compiled in the parts around it.
     """
     for layer in filter(_is_here, decoder_layers(model)):
         forward = layer.forward
+        whole = fullgraph and not any(hasattr(module.forward, "_torchdynamo_disable") for module in layer.modules())
         if isinstance(forward, partial) and forward.func is checkpoint:
-            compiled = torch.compile(forward.args[0], fullgraph=fullgraph, backend=backend)
+            compiled = torch.compile(forward.args[0], fullgraph=whole, backend=backend)
             layer.forward = partial(checkpoint, compiled, **forward.keywords)
         else:
-            layer.forward = torch.compile(forward, fullgraph=fullgraph, backend=backend)
+            layer.forward = torch.compile(forward, fullgraph=whole, backend=backend)
 
 
 def checkpoint_activations(model: PreTrainedModel, policy: ActivationCheckpointing) -> None:

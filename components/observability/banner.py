@@ -35,6 +35,8 @@ class Facts:
     """Name, parameters, types."""
     local_bytes: int
     """Bytes of this rank's parameters."""
+    groups: list[str] = field(default_factory=list)
+    """The process groups of this rank and what each is for, a line each."""
     notes: list[str] = field(default_factory=list)
     """What a person should know before it costs them something."""
 
@@ -77,6 +79,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         ("batch", facts.batch),
         ("model", facts.model),
     ]
+    rows += [("" if index else "process groups", line) for index, line in enumerate(facts.groups)]
     return rows + [("note", note) for note in facts.notes]
 
 

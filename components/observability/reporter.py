@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from components.config.schema.logging import LoggingConfig
 from components.observability.plot import plot_losses
@@ -27,6 +29,25 @@ class StepNumbers(Protocol):
     tokens: int
     seconds: float
     skipped: bool
+
+
+class TrafficNumbers(Protocol):
+    """What one kind of operation over one process group moved in a step (`components.distributed.TrafficRow`)."""
+
+    @property
+    def group(self) -> str: ...
+
+    @property
+    def purpose(self) -> str: ...
+
+    @property
+    def operation(self) -> str: ...
+
+    @property
+    def calls(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
 
 
 class Reporter:
@@ -110,6 +131,21 @@ class Reporter:
         """Log a pass over the held-out set."""
         self._write(step=step, eval_loss=eval_loss)
         self.say(f"step {step:>6}  eval_loss {eval_loss:.4f}  over {tokens:,} held-out target tokens")
+
+    def traffic(self, rows: Sequence[TrafficNumbers]) -> None:
+        """Print what the collectives of one optimizer step moved."""
+        if not rows:
+            self.say("collectives of one optimizer step: no collective moved anything")
+            return
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for column in ("group", "purpose", "operation"):
+            table.add_column(column, overflow="fold")
+        table.add_column("calls", justify="right")
+        table.add_column("MiB", justify="right")
+        for row in rows:
+            table.add_row(row.group, row.purpose, row.operation, f"{row.calls:,}", f"{row.bytes / 2**20:,.3f}")
+        self.say("\ncollectives of one optimizer step, as rank 0 put in:")
+        self.console.print(table)
 
     def generations(self, prompts: list[str], answers: list[str], *, when: str) -> None:
         """Show what the model answers."""

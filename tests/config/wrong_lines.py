@@ -89,7 +89,59 @@ MESH = [
         "parallelism.strategy=fsdp2",
     ),
     ("parallelism.sequence_parallel=true", "parallelism.sequence_parallel=true: needs parallelism.tp > 1"),
-    ("parallelism.pp=2", "parallelism.pp=2", "not built yet"),
+    ("parallelism=single parallelism.pp=2", "parallelism.pp=2: strategy single has no such axis"),
+]
+AXES = [
+    (
+        "model=tiny parallelism=fsdp2_cp2 cluster=local_2proc training.seq_len=130",
+        *("training.seq_len=130: must be a multiple of 4", "cp 2 cuts a row into 4 chunks"),
+    ),
+    (
+        "model=tiny parallelism=fsdp2_cp2 parallelism.tp=2 parallelism.sequence_parallel=true training.seq_len=130 "
+        "cluster=local_4proc",
+        *("training.seq_len=130: must be a multiple of 4", "sequence parallel cuts what a rank holds into tp 2"),
+    ),
+    (
+        "model=tiny parallelism.cp=3 parallelism.cp_attention=ulysses training.seq_len=132",
+        *("cp 3 cannot share the 4 heads and 2 kv heads", "parallelism.cp_attention=all_gather"),
+    ),
+    ("parallelism=ddp parallelism.cp=2", "parallelism.cp=2: strategy ddp has no such axis"),
+    ("parallelism.strategy=megatron_fsdp parallelism.cp=2", "parallelism.cp=2: strategy megatron_fsdp has no such"),
+    (
+        "model=tiny parallelism=pp2_1f1b parallelism.pp_schedule=Interleaved1F1B",
+        *("parallelism.pp=2: Interleaved1F1B makes 4 stages of it", "the model has only 2 layers"),
+    ),
+    ("model=tiny parallelism.pp=4", "parallelism.pp=4: 1F1B makes 4 stages of it", "only 2 layers"),
+    (
+        "model=tiny parallelism=pp2_1f1b training.global_batch_size=4",
+        *("leaves 1 micro-batches per step", "1F1B needs at least as many micro-batches as stages, 2"),
+    ),
+    (
+        "model=smollm2_135m parallelism=pp2_1f1b parallelism.pp_schedule=DualPipeV training.global_batch_size=12",
+        *("leaves 3 micro-batches per step", "DualPipeV needs at least as many micro-batches as stages, 4"),
+    ),
+    (
+        "model=smollm2_135m parallelism=pp2_1f1b parallelism.pp_schedule=Interleaved1F1B training.global_batch_size=20",
+        *("leaves 5 micro-batches per step", "in 2 rounds"),
+    ),
+    ("parallelism.pp_schedule=1f1b", "must be one of GPipe, 1F1B"),
+    (
+        "model=smollm2_135m parallelism=pp2_zbv model.compile=true",
+        *("parallelism.pp_schedule=ZBVZeroBubble: splits the backward", "model.compile=false"),
+    ),
+    ("parallelism.stages_per_rank=1", "parallelism.stages_per_rank=1: must be 2 or more"),
+    ("parallelism.cp_attention=ring", "parallelism.cp_attention=ring", "must be one of auto, ulysses, all_gather"),
+]
+EXPERTS = [
+    ("model=smollm2_135m parallelism=fsdp2_ep2", "parallelism.ep=2: the model is dense", "parallelism.ep=1"),
+    (
+        "model=tiny_moe parallelism.ep=3 training.global_batch_size=12",
+        "parallelism.ep=3: does not divide the model's 8 experts",
+    ),
+    ("model=tiny_moe parallelism=fsdp2_ep4 model.config.num_experts=6", "parallelism.ep=4", "6 experts"),
+    ("model=tiny_moe parallelism=ddp parallelism.ep=2", "parallelism.ep=2: strategy ddp has no such axis"),
+    ("model=tiny_moe parallelism=megatron_fsdp parallelism.ep=2", "parallelism.ep=2", "parallelism.strategy=fsdp2"),
+    ("model=tiny_moe parallelism=fsdp2_ep2 cluster.procs_per_node=3", "3 processes cannot be divided by ep 2 = 2"),
 ]
 UNEVEN_HEADS = [
     (
@@ -138,6 +190,8 @@ TABLE = {
     "missing_value": MISSING_VALUE,
     "out_of_range": OUT_OF_RANGE,
     "mesh": MESH,
+    "axes": AXES,
+    "experts": EXPERTS,
     "uneven_heads": UNEVEN_HEADS,
     "batch": BATCH,
     "not_built": NOT_BUILT,

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,7 +226,8 @@ def test_generation_on_shards_says_what_one_process_says(world: int, layout: str
     def body(rank: int) -> None:
         model = sharded(cfg, layout)
         assert generate(model, tokenizer, prompts, 8) == expected
-        assert generate(model, tokenizer, prompts, 8, pad_multiple=4) == expected
+        whole_rows = SimpleNamespace(call=model, multiple=4, keeps_cache=False)
+        assert generate(model, tokenizer, prompts, 8, whole_rows) == expected
 
     run_ranks(world, body)
     assert len(set(expected)) == 2

@@ -79,7 +79,10 @@ def test_a_run_leaves_what_the_readme_says(alone: tuple[Path, str]) -> None:
     ids=["fsdp2", "fsdp2_tp2_sp", "ddp"],
 )
 def test_every_mesh_logs_the_same_curve(overrides: tuple[str, ...], alone: tuple[Path, str], tmp_path: Path) -> None:
-    run("finetune.py", *TINY, *overrides, f"run.dir={tmp_path}/run", "checkpoint.export=false", cwd=tmp_path)
+    facts = ("logging.comm=true", "checkpoint.export=false")
+    output = run("finetune.py", *TINY, *overrides, *facts, f"run.dir={tmp_path}/run", cwd=tmp_path)
+    assert "process groups" in output
+    assert output.count("collectives of one optimizer step") == 1
     for key in ("loss", "grad_norm", "eval_loss"):
         assert curve(tmp_path / "run", key) == pytest.approx(curve(alone[0], key), rel=1e-5)
     assert curve(tmp_path / "run", "tokens") == curve(alone[0], "tokens")

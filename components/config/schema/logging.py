@@ -34,6 +34,8 @@ class WandbConfig:
 class LoggingConfig:
     """Console, plot and wandb."""
 
+    comm: bool = False
+    """Record the second optimizer step and print what its collectives moved: group, operation, calls, MiB of rank 0."""
     examples: int = 2
     """Decoded training examples shown at the start, with their loss mask."""
     progress: bool = True

@@ -72,7 +72,7 @@ class ModelConfig:
     vocab: int | None = None
     """Vocabulary size."""
     experts: int | None = None
-    """Experts per mixture-of-experts layer; null: a dense model."""
+    """Experts per mixture-of-experts layer; null: none, or not known before the model is read."""
 
     def __post_init__(self) -> None:
         problems: list[str] = []
