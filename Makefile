@@ -1,6 +1,6 @@
 # make finetune   install what is missing, then fine-tune SmolLM2-135M on this machine
 # make test       install what is missing, then run every test
-# make parity     every model on every mesh shape against one process
+# make parity     every model on every mesh of 2, 4 and 8 processes against one: outputs/parity/grid.md
 # make lint       formatting, lint, types, import contracts, size budgets
 # make install    the environment alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
 
@@ -25,7 +25,8 @@ test: install
 	$(BIN)/python -m pytest $(ARGS)
 
 parity: install
-	MESHBOOK_ALL_PARITY=1 $(BIN)/python -m pytest tests/distributed/test_parity.py tests/distributed/test_parity_smollm2.py $(ARGS)
+	rm -f outputs/parity/grid.jsonl
+	MESHBOOK_ALL_PARITY=1 $(BIN)/python -m pytest tests/distributed/test_parity*.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -40,6 +40,8 @@ class Course:
     max_steps: int
     """At which the learning rate's schedule ends."""
     max_grad_norm: float = 1.0
+    autocast: torch.dtype | None = None
+    """Type of the reference's matrix products, where it is not that of its parameters."""
 
 
 @dataclass(slots=True)
@@ -65,7 +67,8 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], c
         count = sum(int((labels[1:] != -100).sum()) for _, labels in samples)
         total = 0.0
         for tokens, labels in samples:
-            logits = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]  # (seq, vocabulary)
+            with torch.autocast(device.type, dtype=course.autocast, enabled=course.autocast is not None):
+                logits = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]  # (seq, vocabulary)
             targets = labels[1:].to(device)
             loss = F.cross_entropy(at_least_float32(logits[:-1]), targets, ignore_index=-100, reduction="sum")
             (loss / count).backward()

@@ -187,7 +187,7 @@ def test_some_experts_get_no_token() -> None:
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="make parity")
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("model", grid.MODELS)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_whole_grid(world: int, model: str) -> None:
