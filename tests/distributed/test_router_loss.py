@@ -119,17 +119,17 @@ def test_the_loss_and_its_gradients_are_those_of_one_process(world_size: int, mo
 
     def on_rank(rank: int) -> list[tuple[str, set[str], list[str]]]:
         found = []
-        for name, plain in built.items():
-            for shape, accumulation, recompute in SHAPES[world_size]:
+        for index, (shape, accumulation, recompute) in enumerate(SHAPES[world_size]):
+            for name in built if world_size == 1 else [list(built)[index % 2]]:
                 case = Case(name, shape, accumulation, samples=samples)
-                step = on_mesh(plain, case, recompute)
+                step = on_mesh(built[name], case, recompute)
                 found.append((f"{case} {recompute}", set(step[1]), differences(reference_of[name, COEFFICIENT], step)))
         return found
 
     ranks = run_ranks(world_size, on_rank, timeout=240)
     for cases in zip(*ranks, strict=True):
         name = cases[0][0]
-        assert not sum((problems for _, _, problems in cases), []), name
+        assert not [line for _, _, problems in cases for line in problems], name
         seen = set.union(*(names for _, names, _ in cases))
         assert seen == set(dict(built[name.split()[0]].named_parameters())), name
 
