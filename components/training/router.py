@@ -52,35 +52,26 @@ def attach_router_loss(model: nn.Module, cfg: ModelConfig, mesh: Mesh | None = N
             f"model.router_aux=sequence: the coefficient {coefficient} applies to nothing: transformers names no "
             f"router in the decoder layers of {type(model).__name__}; {SWITCH_OFF}"
         )
-    loss = RouterLoss(coefficient, count, mesh)
+    loss = RouterLoss(coefficient, count, mesh, expects=any(routers))
     for layer, its_routers in zip(layers, routers, strict=True):
-        loss.attach(layer, its_routers)
+        _Layer(loss, layer, its_routers)
     return loss
 
 
 class RouterLoss:
     """The auxiliary loss of all routers of this rank: its gradient, and its part of the loss that is logged."""
 
-    def __init__(self, coefficient: float, routers: int, mesh: Mesh | None) -> None:
+    def __init__(self, coefficient: float, routers: int, mesh: Mesh | None, expects: bool = True) -> None:
         self.coefficient = coefficient
         self.routers = routers
         """Routers of the whole model."""
         self._mesh = mesh
         self._tokens = torch.ones(())
         self._total = torch.zeros(())
-        self._local_routers = 0
-        self._reached = False
+        self._expects = expects  # some layers of this rank have routers
 
     def __str__(self) -> str:
         return f"router auxiliary loss per sequence, coefficient {self.coefficient:g}"
-
-    def attach(self, layer: nn.Module, routers: list[nn.Module]) -> None:
-        """Hook the routers of a decoder layer, and take `sequence_weights` out of what the layer is called with."""
-        wrapped = _Layer(self, layer.forward)
-        layer.forward = wrapped.forward
-        self._local_routers += len(routers)
-        for router in routers:
-            router.register_forward_hook(wrapped.after_router)
 
     def start_step(self, tokens: torch.Tensor) -> None:
         """Begin at zero. tokens: target tokens of the whole step, over all ranks, a float64 scalar."""
@@ -92,7 +83,7 @@ class RouterLoss:
         tp ranks compute the same numbers, cp ranks share theirs: the first of them counts. Raises ConfigError where
         the weights of the sequences never arrived.
         """
-        if self._local_routers and not self._reached:
+        if self._expects:
             raise ConfigError(
                 "model.router_aux=sequence: this model does not hand keywords down to its decoder layers, so the "
                 f"router cannot know its sequences; {SWITCH_OFF}"
@@ -100,20 +91,25 @@ class RouterLoss:
         counts = self._mesh is None or (self._mesh.rank("tp") == 0 and self._mesh.rank("cp") == 0)
         return self._total * self._tokens * counts
 
-    def of_router(self, outputs: Any, weights: torch.Tensor, router: nn.Module) -> Any:
+    def sink(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return a scalar whose gradient will be added to the step's sum; `hidden` enters the layer that takes it."""
+        self._expects = False
+        return _Sink.apply(hidden, torch.zeros_like(self._total, requires_grad=True), self._total)
+
+    def of_router(self, router: nn.Module, outputs: Any, weights: torch.Tensor, sink: torch.Tensor) -> Any:
         """Return what a router returned, through which the gradient of its loss will come.
 
         Args:
             outputs: (logits (batch x seq, experts), scores (batch x seq, top_k), chosen (batch x seq, top_k)).
             weights: From `sequence_weights`, (batch, seq).
+            sink: From `sink`.
         """
-        self._reached = True
         logits, scores, chosen = _checked(outputs, weights, router)
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         probabilities = F.softmax(logits, dim=-1, dtype=dtype).view(*weights.shape, -1)  # (batch, seq, experts)
         losses = balance_losses(probabilities, chosen.view(*weights.shape, -1), weights > 0, self._context)  # (batch,)
         weighted = (losses * weights.abs().amax(dim=1)).sum() * (self.coefficient / self.routers)
-        return logits, _AddLoss.apply(scores, weighted / self._tokens.to(dtype), self._total), chosen
+        return logits, _AddLoss.apply(scores, weighted / self._tokens.to(dtype), sink), chosen
 
     @property
     def _context(self) -> DeviceMesh | None:
@@ -163,43 +159,68 @@ def balance_losses(
 
 
 class _Layer:
-    """One decoder layer's forward: its routers see the weights of the micro-batch at hand, also when recomputed."""
+    """One decoder layer with routers: they see the weights of the micro-batch at hand, also when recomputed."""
 
-    def __init__(self, loss: RouterLoss, compute: Any) -> None:
+    def __init__(self, loss: RouterLoss, layer: nn.Module, routers: list[nn.Module]) -> None:
         self._loss = loss
-        self._compute = compute
-        self._weights: torch.Tensor | None = None
+        self._compute = layer.forward
+        self._given: tuple[torch.Tensor, torch.Tensor] | None = None
+        layer.forward = self.forward
+        if routers:
+            layer.register_forward_pre_hook(self.before, with_kwargs=True)
+        for router in routers:
+            router.register_forward_hook(self.after_router)
+
+    def before(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Hook outside of recomputation and compilation: what runs here runs once for each micro-batch."""
+        if SEQUENCE_WEIGHTS not in kwargs:
+            return args, kwargs
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return args, {**kwargs, SEQUENCE_WEIGHTS: (kwargs[SEQUENCE_WEIGHTS], self._loss.sink(hidden))}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward, without the keyword."""
-        self._weights = kwargs.pop(SEQUENCE_WEIGHTS, None)
+        self._given = kwargs.pop(SEQUENCE_WEIGHTS, None)
         try:
             return self._compute(*args, **kwargs)
         finally:
-            self._weights = None
+            self._given = None
 
     def after_router(self, router: nn.Module, args: Any, outputs: Any) -> Any:
-        """Forward hook of the layer's routers; outside of training steps nothing happens."""
-        return outputs if self._weights is None else self._loss.of_router(outputs, self._weights, router)
+        """Hook of the layer's routers; outside of training steps nothing happens."""
+        return outputs if self._given is None else self._loss.of_router(router, outputs, *self._given)
 
 
 class _AddLoss(torch.autograd.Function):
-    """Scores as they are. In the backward the loss gets the gradient 1, and is added to the total.
-
-    In the backward, because it runs once for each layer and micro-batch, where a forward may be recomputed.
-    """
+    """Scores as they are; in the backward the loss gets the gradient 1, and the sink the loss."""
 
     @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, loss: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, scores: torch.Tensor, loss: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(loss)
-        ctx.total = total
         return scores.view_as(scores)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (loss,) = ctx.saved_tensors
-        ctx.total.add_(loss)
-        return grad, torch.ones_like(loss), None
+        return grad, torch.ones_like(loss), loss.double()
+
+
+class _Sink(torch.autograd.Function):
+    """A zero whose gradient is added to a total.
+
+    It hangs on a layer's hidden states, without a gradient for them, because a schedule that splits the backward runs
+    what lies between a stage's outputs and inputs once, and the rest not at all or later.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        ctx.total = total
+        return torch.zeros_like(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        ctx.total.add_(grad)
+        return None, None, None
 
 
 def _checked(outputs: Any, weights: torch.Tensor, router: nn.Module) -> Any:

@@ -1,0 +1,120 @@
+"""The router's auxiliary loss in one process: against Hugging Face's, which models take it, what it never does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from components import models, training
+from components.config.errors import ConfigError
+from components.config.schema import ModelConfig
+from components.config.schema.model import RouterAux
+from components.training.router import balance_losses, sequence_weights
+from tests.distributed.parity import MOE_MODELS, build
+
+CPU = torch.device("cpu")
+
+
+def cfg(coefficient: float | None = 0.5, aux: RouterAux = RouterAux.sequence) -> ModelConfig:
+    return ModelConfig(path="made here", router_aux=aux, router_aux_coef=coefficient)
+
+
+def batches(seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(3, 97, (2, 2, 12), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": each, "labels": each.clone()} for each in tokens]
+
+
+def step(model: torch.nn.Module, loss: training.RouterLoss | None) -> list[float]:
+    """The loss and the gradient norm of a step that changes nothing."""
+    settings = training.StepSettings(CPU, max_grad_norm=0.0, router_loss=loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return training.train_step(model, batches(), optimizer, settings)[:2].tolist()
+
+
+def test_a_sequence_alone_has_the_loss_of_hugging_face() -> None:
+    logits = torch.randn(3, 7, 5)
+    real = torch.arange(7) < torch.tensor([[7], [4], [1]])
+    chosen = logits.topk(2).indices
+    mine = balance_losses(logits.softmax(-1), chosen, real)
+    theirs = [load_balancing_loss_func((row[:n],), 5, 2) for row, n in zip(logits, (7, 4, 1), strict=True)]
+    torch.testing.assert_close(mine, torch.stack(theirs))
+
+
+def test_a_sequence_without_a_target_weighs_and_costs_nothing() -> None:
+    logits = torch.randn(1, 7, 5)
+    assert balance_losses(logits.softmax(-1), logits.topk(2).indices, torch.zeros(1, 7, dtype=torch.bool)) == 0
+
+
+def test_tokens_up_to_the_last_target_are_real() -> None:
+    labels = torch.tensor([[-100, 5, -100, 6, -100, -100], [-100] * 6, [5, -100, -100, -100, -100, -100], [4] * 6])
+    expected = [[2, 2, 2, 2, -2, -2], [0] * 6, [0] * 6, [5] * 6]  # the first token is predicted by none
+    assert sequence_weights(labels).tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
+def test_the_coefficient_is_the_models_own_unless_one_is_given(name: str) -> None:
+    model = build(name, torch.float32)
+    own = training.attach_router_loss(model, cfg(None))
+    assert own is not None
+    assert own.coefficient == model.config.router_aux_loss_coef
+    assert str(own) == f"router auxiliary loss per sequence, coefficient {own.coefficient:g}"
+    assert training.attach_router_loss(build(name, torch.float32), cfg(0.25)).coefficient == 0.25
+    assert training.attach_router_loss(model, cfg(0.0)) is None
+    assert training.attach_router_loss(model, cfg(aux=RouterAux.none)) is None
+
+
+def test_a_dense_model_takes_no_such_loss_and_refuses_a_coefficient() -> None:
+    assert training.attach_router_loss(build("llama", torch.float32), cfg(None)) is None
+    with pytest.raises(ConfigError, match=r"0\.5 applies to nothing.*LlamaForCausalLM; set model\.router_aux=none"):
+        training.attach_router_loss(build("llama", torch.float32), cfg())
+
+
+def test_a_router_of_another_kind_is_refused() -> None:
+    model = build("mixtral", torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(
+            lambda module, args, outputs: (outputs[0].unflatten(0, (2, -1)), *outputs[1:])
+        )
+    with pytest.raises(ConfigError, match=r"MixtralTopKRouter does not return logits, .*; set model\.router_aux=none"):
+        step(model, training.attach_router_loss(model, cfg()))
+
+
+class Deaf(MixtralForCausalLM):
+    """Keeps what it does not know to itself."""
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool, router_sequence_weights: Any = None) -> Any:
+        return super().forward(input_ids, use_cache=use_cache)
+
+
+def test_a_model_that_hands_no_keywords_down_is_refused() -> None:
+    model = Deaf(build("mixtral", torch.float32).config)
+    with pytest.raises(ConfigError, match="does not hand keywords down"):
+        step(model, training.attach_router_loss(model, cfg()))
+
+
+def test_compiled_layers_have_the_same_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MOE_MODELS, "qwen3_moe", {**MOE_MODELS["qwen3_moe"], "num_hidden_layers": 1})
+    plain = build("qwen3_moe", torch.float32).train()
+    models.use_causal_sdpa(plain)
+    compiled = copy.deepcopy(plain)
+    expected = step(plain, training.attach_router_loss(plain, cfg()))
+    loss = training.attach_router_loss(compiled, cfg())
+    models.compile_layers(compiled, backend="aot_eager")
+    assert step(compiled, loss) == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_host_sync() -> None:
+    """On the meta device .item() raises."""
+    with torch.device("meta"):
+        model = MixtralForCausalLM(build("mixtral", torch.float32).config)
+    model.set_experts_implementation("batched_mm")
+    models.use_causal_sdpa(model)
+    loss = training.attach_router_loss(model, cfg())
+    settings = training.StepSettings(torch.device("meta"), router_loss=loss)
+    vector = training.train_step(model, batches(), torch.optim.AdamW(model.parameters(), fused=False), settings)
+    assert vector.is_meta
