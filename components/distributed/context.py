@@ -205,8 +205,10 @@ class GatheredAttention(_Attention):
         for queries, chunk in zip(query.chunk(2, dim=2), own_chunks(self.mesh), strict=True):
             start, end = (queries.shape[2] * number for number in (chunk, chunk + 1))  # nothing from `end` on is seen
             place = torch.arange(end, device=query.device)
-            distance = place[start:, None] - place[None, :]  # (seq / 2 cp, end)
-            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            own, other = place[start:, None], place[None, :]
+            seen = other <= own  # (seq / 2 cp, end), a byte each: their distances would take eight
+            if window is not None:
+                seen &= other > own - window
             output, _ = self.local(module, queries, key[:, :, :end], value[:, :, :end], seen[None, None], **options)
             outputs.append(output)
         return torch.cat(outputs, dim=1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (importing it makes the backend "fake" known)
 
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
@@ -101,7 +102,9 @@ class Mesh:
             raise KeyError(f"the mesh {self.shape} has no axis of the view {view!r}")
         if len(axes) == 1:
             return self.device_mesh[axes[0]]
-        return self.device_mesh[axes]._flatten(view)
+        flat = self.device_mesh[axes]._flatten(view)
+        _share_timeout(flat.get_group())
+        return flat
 
 
 def build_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh:
@@ -126,7 +129,17 @@ def build_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh:
         mesh_dim_names=tuple(names),
         backend_override=unused or None,
     )
+    for name in names:
+        if name not in unused:
+            _share_timeout(device_mesh.get_group(name))
     return Mesh(device_mesh, shape, parallelism.sequence_multiple(shape), parallelism.stage_places(shape.pp)[-1])
+
+
+def _share_timeout(group: dist.ProcessGroup) -> None:
+    """Let collectives of a group end when those of all ranks would: torch gives groups of a mesh its own default."""
+    world = _get_default_group()
+    if dist.get_backend(world) != dist.Backend.FAKE:
+        _set_pg_timeout(world._get_backend(world._device_types[0]).options._timeout, group)
 
 
 def _axes_with_groups(shape: MeshShape) -> set[str]:

@@ -1,0 +1,35 @@
+"""A collective of any group of a mesh ends when the run's own timeout says so: a rank that hangs holds nobody."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from components import distributed
+from components.config.schema.parallelism import ParallelismConfig
+from tests.harness import join_world, run_ranks
+
+SECONDS = 4.0
+
+
+@pytest.mark.parametrize("name", ["pp", "fsdp"])
+def test_a_rank_that_never_comes_is_not_waited_for(name: str) -> None:
+    """On an axis, and on a flattened view."""
+
+    def body(rank: int) -> float:
+        join_world(timedelta(seconds=SECONDS))
+        axes = {"pp": 2, "dp_shard": 2} if name == "pp" else {"dp_shard": 2, "cp": 2}
+        group = distributed.build_mesh(ParallelismConfig(**axes), "cpu")[name].get_group()
+        began = time.monotonic()
+        if rank > 0:
+            return 0.0  # as one that hangs: its connections stay open
+        with pytest.raises(RuntimeError, match="Timed out"):
+            dist.all_reduce(torch.ones(1), group=group)
+        return time.monotonic() - began
+
+    waited = run_ranks(4, body, init=False, timeout=60)[0]
+    assert SECONDS - 1 < waited < SECONDS + 10
