@@ -148,7 +148,8 @@ def main() -> int:
     except ConfigError as error:  # what only showed once the model or the data was there
         tell_problems(error.problems)
         return EXIT_INVALID
-    return report.finish()
+    status = report.finish()
+    return EXIT_INVALID if options.meshes != "all" and report.refused else status
 
 
 if __name__ == "__main__":

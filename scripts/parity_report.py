@@ -53,7 +53,7 @@ class Report:
         for row in ran:
             table.add_row(*self._cells(row), style="" if self._is_good(row) else "red")
         self.console.print(table)
-        for line in self._refused():
+        for line in self.refused:
             self.say(f"refused: {line}")
         self._write_markdown(ran)
         self._write_csv()
@@ -88,7 +88,9 @@ class Report:
             "; ".join(wrong) or "ok",
         ]
 
-    def _refused(self) -> list[str]:
+    @property
+    def refused(self) -> list[str]:
+        """The refused meshes with their reasons."""
         return [f"{row.mesh}: {'; '.join(row.refused)}" for row in self.rows if row.refused]
 
     def _write_markdown(self, ran: list[Row]) -> None:
@@ -103,7 +105,7 @@ class Report:
             *(f"| {' | '.join(self._cells(row))} |" for row in ran),
             "",
             f"Bounds: loss {told.loss:.1e}, norm {told.norm:.1e}, gradients {told.gradient:.1e}." if told else "",
-            *(["", "Refused:", "", *(f"- {line}" for line in self._refused())] if self._refused() else []),
+            *(["", "Refused:", "", *(f"- {line}" for line in self.refused)] if self.refused else []),
         ]
         (self.comparison.out / "parity.md").write_text("\n".join(lines) + "\n")
 

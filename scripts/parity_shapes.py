@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
-from components.config.errors import ConfigError
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import ModelShape
@@ -86,7 +85,7 @@ def plan_mesh(
     for size in range(cfg.training.micro_batch_size, 0, -1):
         training = replace(cfg.training, micro_batch_size=size)
         planned = replace(cfg, parallelism=parallelism, training=training)
-        problems = validate(planned, processes, shape) + _shape_problems(parallelism, processes, shape)
+        problems = validate(planned, processes, shape)
         if not problems:
             return MeshPlan(name, planned)
         first = first or problems
@@ -99,16 +98,3 @@ def plan_all(cfg: FinetuneConfig, processes: int, shape: ModelShape) -> list[Mes
         plan_mesh(name_of(parallelism, processes), parallelism, cfg, processes, shape)
         for parallelism in all_layouts(processes, cfg.parallelism)
     ]
-
-
-def _shape_problems(parallelism: ParallelismConfig, processes: int, shape: ModelShape) -> list[str]:
-    """What only the model can tell for sure, but its numbers tell already."""
-    try:
-        mesh = parallelism.resolve(processes)
-    except ConfigError:
-        return []  # told by validate
-    if mesh.ep > 1 and not shape.experts and shape.layers is not None:
-        return [f"parallelism.ep={mesh.ep}: the model is dense, there are no experts to shard; set parallelism.ep=1"]
-    if mesh.ep > 1 and shape.experts and shape.experts % mesh.ep:
-        return [f"parallelism.ep={mesh.ep}: does not divide the {shape.experts} experts; change parallelism.ep"]
-    return []

@@ -129,7 +129,7 @@ def cell(model: str, world: int, layout: ParallelismConfig) -> Cell:
     mesh = layout.resolve(world)
     stages = len(layout.stage_places(mesh.pp))
     layers = stages + 1 if 1 < stages < 8 else max(2, stages)
-    shape = ModelShape(**shape_of_config(values_of(model, layers)))
+    shape = ModelShape(**{"experts": 0, **shape_of_config(values_of(model, layers))})
     accumulation = max(2, mesh.pp * (2 if str(layout.pp_schedule) == "DualPipeV" else 1))
     cfg = FinetuneConfig(
         model=ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=values_of(model, layers)),

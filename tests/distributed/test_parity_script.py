@@ -22,7 +22,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_table_of_a_tiny_model(tmp_path: Path) -> None:
-    meshes = "dp_shard2,tp2_sp,pp2,fsdp2"
+    meshes = "dp_shard2,tp2_sp,pp2,fsdp2_cp2"
     ended = run(*JOB, "--processes", "2", "--steps", "2", "--meshes", meshes, "--out", "table", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = list(csv.DictReader((tmp_path / "table" / "parity.csv").open()))
@@ -30,6 +30,13 @@ def test_the_table_of_a_tiny_model(tmp_path: Path) -> None:
     assert all(0 < float(row["gradient"]) < 1e-4 and row["worst_gradient"] for row in rows)
     assert (tmp_path / "table" / "parity.md").read_text().count("| ok |") == 4
     assert (tmp_path / "table" / "parity.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_a_named_mesh_that_only_the_model_refuses(tmp_path: Path) -> None:
+    """Whether a model from scratch has experts is known once it is built."""
+    ended = run(*JOB, "--processes", "2", "--steps", "1", "--meshes", "ep2", "--no-gradients", cwd=tmp_path)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "refused: ep2: parallelism.ep=2: LlamaForCausalLM is dense" in ended.stdout
 
 
 def test_a_mesh_that_disagrees_and_one_that_dies(tmp_path: Path) -> None:
@@ -63,7 +70,7 @@ def test_a_mesh_that_disagrees_and_one_that_dies(tmp_path: Path) -> None:
         (["--meshes", "fsdp9"], "--meshes fsdp9: no such mesh"),
         (["--processes", "2", "--meshes", "pp4"], "--meshes pp4: parallelism: pp 4 = 4 processes, but there are 2"),
         (["--processes", "4", "--meshes", "pp4"], "--meshes pp4: parallelism.pp=4"),  # of two layers
-        (["--meshes", "ep4"], "the model is dense"),
+        (["model=tiny_moe", "--processes", "3", "--meshes", "ep3"], "--meshes ep3: parallelism.ep=3"),
         (["parallelism=ddp"], "parallelism=ddp: meshes are named by --meshes"),
         (["model.dtype=float64"], "the type is chosen by --dtype"),
         (["--dtype", "float16"], "--dtype: invalid choice"),
