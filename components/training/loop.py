@@ -2,7 +2,8 @@
 
 The loss of a step is the sum of its token losses over the number of its target tokens, both over every micro-batch
 and every rank. The count is known before the first forward, each strategy sums gradients, and nothing is averaged
-over ranks: the same samples give the same curve on every mesh.
+over ranks: the same samples give the same curve on every mesh. What routers add (router.py) is summed and divided
+alike.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class ModelConfig:
     compile: bool = False
     """torch.compile each decoder layer."""
     router_aux: RouterAux = RouterAux.sequence
-    """Load-balancing loss of a mixture of experts, part of the training loss: sequence or none."""
+    """Load-balancing loss of a mixture of experts, part of the training loss and not of eval_loss: sequence or none."""
     router_aux_coef: float | None = None
     """Its coefficient; null: router_aux_loss_coef of the model's own config (models without one take no such loss)."""
     trust_remote_code: bool = False
