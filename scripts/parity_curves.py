@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class Course:
     max_grad_norm: float = 1.0
     autocast: torch.dtype | None = None
     """Type of the reference's matrix products, where it is not that of its parameters."""
+    router_aux: float = 0.0
+    """Coefficient of the routers' auxiliary loss; 0: none."""
 
 
 @dataclass(slots=True)
@@ -67,15 +69,19 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], c
         count = sum(int((labels[1:] != -100).sum()) for _, labels in samples)
         total = 0.0
         for tokens, labels in samples:
+            asked = {"output_router_logits": True} if course.router_aux else {}
             with torch.autocast(device.type, dtype=course.autocast, enabled=course.autocast is not None):
-                logits = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]  # (seq, vocabulary)
-            targets = labels[1:].to(device)
-            loss = F.cross_entropy(at_least_float32(logits[:-1]), targets, ignore_index=-100, reduction="sum")
+                output = model(input_ids=tokens[None].to(device), use_cache=False, **asked)
+            logits = at_least_float32(output.logits[0, :-1])  # (seq - 1, vocabulary)
+            loss = F.cross_entropy(logits, labels[1:].to(device), ignore_index=-100, reduction="sum")
+            if asked:
+                balance = balance_loss(output.router_logits, model.config.get_text_config().num_experts_per_tok)
+                loss = loss + course.router_aux * int((labels[1:] != -100).sum()) * balance
             (loss / count).backward()
             total += float(loss.detach())
         if step == 0:
-            curve.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        norm = norm_of(p.grad for p in model.parameters())
+            curve.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norm = norm_of(p.grad for p in model.parameters() if p.grad is not None)
         curve.losses.append(total / count)
         curve.norms.append(float(norm))
         if course.max_grad_norm:
@@ -84,6 +90,16 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], c
             group["lr"] = training.learning_rate(config, step, course.max_steps)
         optimizer.step()
     return curve
+
+
+def balance_loss(router_logits: Iterable[torch.Tensor], top_k: int) -> torch.Tensor:
+    """The auxiliary loss of one sequence, all of whose tokens are real: the mean over layers of (tokens, experts)."""
+    losses = []
+    for logits in router_logits:
+        probabilities = at_least_float32(logits).softmax(dim=-1)
+        chosen = F.one_hot(logits.topk(top_k).indices, logits.shape[-1]).sum(dim=1).to(probabilities.dtype)
+        losses.append(logits.shape[-1] * (chosen.mean(dim=0) * probabilities.mean(dim=0)).sum())
+    return torch.stack(losses).mean()
 
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,19 +144,12 @@ def visit_gradients(
     class Visitor(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             for name, parameter in model.named_parameters():
-                gradient = parameter.grad
-                visit(name, gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+                if (gradient := parameter.grad) is not None:
+                    visit(name, gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
 
     visitor = Visitor(model.parameters(), lr=0.0)
     visitor.param_groups[0]["fused"] = False
-    unclipped = training.StepSettings(
-        device=settings.device,
-        max_grad_norm=0.0,
-        mesh=settings.mesh,
-        defer_grad_sync=settings.defer_grad_sync,
-        autocast=settings.autocast,
-    )
-    training.train_step(called, batches, visitor, unclipped)
+    training.train_step(called, batches, visitor, replace(settings, max_grad_norm=0.0))
 
 
 def differing_replicas(model: nn.Module) -> list[str]:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from components import data, distributed, models, training
 from components.config.errors import ConfigError
+from components.config.schema.model import RouterAux
 from components.config.schema.recipes import FinetuneConfig
 from scripts import parity_curves as curves
 from scripts.parity_curves import Course, Curve, Sample
@@ -109,7 +110,8 @@ def reference_rank(send: Callable[[str, Any], None], comparison: Comparison, fol
             curves.compute_in_float64(model)
         models.materialize(model, info.device)
         models.fill_weights(model, cfg.model, cfg.run.seed)
-        return curves.reference(model, samples_of, replace(_course(comparison), autocast=autocast))
+        course = replace(_course(comparison), autocast=autocast, router_aux=_router_coefficient(cfg, model))
+        return curves.reference(model, samples_of, course)
 
     curve, bounds = curve_of(None), BOUNDS.get(comparison.dtype)
     if bounds is None:
@@ -160,6 +162,7 @@ def _run_mesh(
     if comparison.dtype == "float64":
         curves.compute_in_float64(model)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
+    router_loss = training.attach_router_loss(model, cfg.model, mesh)
     models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
     models.materialize(model, info.device)
     models.fill_weights(model, cfg.model, cfg.run.seed)
@@ -170,6 +173,7 @@ def _run_mesh(
         defer_grad_sync=cfg.parallelism.defer_grad_sync,
         mesh=mesh,
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
+        router_loss=router_loss,
     )
     row = Row(plan.name, len(batches.at(0)), notes=list(layout.notes))
     if comparison.gradients:
@@ -240,6 +244,13 @@ def _batches(
 def _course(comparison: Comparison) -> Course:
     cfg = comparison.cfg
     return Course(cfg.optimizer, comparison.steps, cfg.training.max_steps, cfg.training.max_grad_norm)
+
+
+def _router_coefficient(cfg: FinetuneConfig, model: Any) -> float:
+    config = model.config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None) if hasattr(config, "num_experts_per_tok") else None
+    asked = own if cfg.model.router_aux_coef is None else cfg.model.router_aux_coef
+    return 0.0 if cfg.model.router_aux == RouterAux.none else asked or 0.0
 
 
 def _floor(norm: float, dtype: torch.dtype) -> float:

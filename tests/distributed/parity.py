@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, models, training
-from components.config.schema import ParallelismConfig
+from components.config.schema import ModelConfig, ParallelismConfig
+from components.config.schema.model import RouterAux
 from components.config.schema.optimizer import OptimizerConfig, Schedule
 from components.distributed.mesh import Mesh
 from scripts import parity_curves as curves
@@ -70,6 +71,7 @@ class Case:
     steps: int = 10
     dtype: torch.dtype = torch.float64
     samples: Callable[[int], list[Sample]] | None = None  # of a step; None: made up
+    router_aux: float = 0.0  # coefficient of the routers' auxiliary loss
 
     def __str__(self) -> str:
         degrees = " ".join(f"{key}={value}" for key, value in self.parallelism.items() if key != "tp_plan")
@@ -115,7 +117,12 @@ def samples_of_step(step: int) -> list[Sample]:
 
 
 def course(case: Case) -> curves.Course:
-    return curves.Course(OPTIMIZER, case.steps, case.steps, CLIP)
+    return curves.Course(OPTIMIZER, case.steps, case.steps, CLIP, router_aux=case.router_aux)
+
+
+def router_config(case: Case) -> ModelConfig:
+    aux = RouterAux.sequence if case.router_aux else RouterAux.none
+    return ModelConfig(path="made here", router_aux=aux, router_aux_coef=case.router_aux)
 
 
 def reference(case: Case, model: torch.nn.Module | None = None) -> Curve:
@@ -130,10 +137,15 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
     model = copy.deepcopy(rank_model).train()
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, config, case.dtype)
+    router_loss = training.attach_router_loss(model, router_config(case), mesh)
     called = distributed.wrap_replicas(model, mesh, config, layout)
     optimizer = training.build_optimizer(model, OPTIMIZER)
     settings = training.StepSettings(
-        device=torch.device("cpu"), max_grad_norm=CLIP, mesh=mesh, defer_grad_sync=config.defer_grad_sync
+        device=torch.device("cpu"),
+        max_grad_norm=CLIP,
+        mesh=mesh,
+        defer_grad_sync=config.defer_grad_sync,
+        router_loss=router_loss,
     )  # fmt: skip
     gradients: dict[str, torch.Tensor] = {}
     if case.dtype == torch.float64:
