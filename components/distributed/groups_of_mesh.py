@@ -15,7 +15,7 @@ PURPOSES = {
     "dp_replicate": "gradients all-reduced",
     "dp_shard": "dense parameters gathered, gradients reduce-scattered",
     "ep": "tokens to their experts",
-    "cp": "keys and values",
+    "cp": "keys and values, statistics of routers",
     "tp": "activations inside layers",
     "dp": "sums over ranks that see different samples",
     "dp_cp": "sums over ranks that see different tokens",

@@ -253,7 +253,7 @@ def test_axes_that_no_collective_uses_are_not_listed() -> None:
 
     for listed in run_ranks(4, body):
         assert listed == [
-            ("cp", 2, "keys and values"),
+            ("cp", 2, "keys and values, statistics of routers"),
             (
                 "fsdp = world",
                 4,
