@@ -85,13 +85,14 @@ class Bench:
         environment: dict[str, str] | None = None,
         cwd: Path | None = None,
         command: tuple[str, ...] = (sys.executable,),
+        model: str = "tiny",
     ) -> Started:
-        """Start `command tried.py model=tiny ARGUMENTS`, without what this test's own environment says of ranks."""
+        """Start `command tried.py model=MODEL ARGUMENTS`, without what this test's own environment says of ranks."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("MESHBOOK_", "SLURM_"))}
         clean |= {"CUDA_VISIBLE_DEVICES": "", **(environment or {})}
         return Started(
             subprocess.Popen(
-                [*command, str(self.recipe), "model=tiny", *arguments],
+                [*command, str(self.recipe), f"model={model}", *arguments],
                 cwd=cwd or self.folder,
                 env=clean,
                 stdin=subprocess.DEVNULL,

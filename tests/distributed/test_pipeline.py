@@ -1,0 +1,238 @@
+"""Pipeline stages hold nothing of others; models on any mesh are evaluated and answer as one process would.
+
+The reference is transformers' own model in one process, trained by plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from components import distributed, models, training
+from components.config.layouts import stage_layers
+from components.config.schema.model import ModelConfig
+from components.config.schema.parallelism import ParallelismConfig
+from components.distributed.mesh import Mesh
+from components.distributed.parallelizer import Layout
+from scripts.memory_ranks import allocations, highest, local_bytes
+from tests.distributed.parity import Sample, pad, samples_of_step
+from tests.harness import run_ranks
+from tests.tiny_models import tiny_config
+
+LAYERS, LR = 8, 0.5
+FAMILIES = {"llama": "tied", "llama3": "untied", "gpt2": "tied", "mixtral": "untied"}
+PREFIX = {"llama": "model.layers", "llama3": "model.layers", "gpt2": "transformer.h"}
+FIRST = {"llama": {"model.embed_tokens.weight"}, "llama3": {"model.embed_tokens.weight"},
+         "gpt2": {"transformer.wte.weight", "transformer.wpe.weight"}}  # fmt: skip
+LAST = {"llama": {"model.norm.weight"}, "llama3": {"model.norm.weight", "lm_head.weight"},
+        "gpt2": {"transformer.ln_f.weight", "transformer.ln_f.bias"}}  # fmt: skip
+PROMPTS = ["*7 1,", "the longer of the two prompts"]
+NEW_TOKENS = 6
+
+
+@dataclass
+class Run:
+    """A model on a mesh."""
+
+    mesh: Mesh
+    config: ParallelismConfig
+    model: PreTrainedModel
+    layout: Layout
+    replica: Any
+
+    @property
+    def settings(self) -> training.StepSettings:
+        return training.StepSettings(device=torch.device("cpu"), max_grad_norm=0.0, mesh=self.mesh)
+
+
+def start(cfg: ModelConfig, axes: dict[str, Any]) -> Run:
+    """As the recipes do it."""
+    config = ParallelismConfig(**{"dp_shard": 1, **axes})
+    mesh = distributed.build_mesh(config, "cpu")
+    model = models.build_on_meta(cfg)
+    layout = distributed.parallelize(model, mesh, config, torch.float32)
+    models.materialize(model, "cpu")
+    models.fill_weights(model, cfg, seed=5)
+    return Run(mesh, config, model, layout, distributed.wrap_replicas(model, mesh, config, layout))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
+    """A model of each family with random parameters, saved by transformers."""
+    folder = tmp_path_factory.mktemp("models")
+    for family, tied in FAMILIES.items():
+        torch.manual_seed(3)
+        config = tiny_config(family)
+        config.num_hidden_layers = LAYERS
+        config.use_cache = False
+        if hasattr(config, "intermediate_size"):
+            config.intermediate_size = 128  # a layer of more bytes than the embedding
+        for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+            if hasattr(config, dropout):
+                setattr(config, dropout, 0.0)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(torch.randn_like(parameter) * 0.1 + (1.0 if "norm" in name or "ln_" in name else 0.0))
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (tied == "tied")
+        model.save_pretrained(folder / family)
+    return {family: ModelConfig(path=str(folder / family), tokenizer="bytes") for family in FAMILIES}
+
+
+def reference(cfg: ModelConfig) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(str(cfg.path), dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3", "gpt2"])
+@pytest.mark.parametrize(("pp", "axes"), [(2, {}), (4, {}), (2, {"pp_schedule": "Interleaved1F1B"})])
+def test_a_stage_holds_its_own_parameters_and_no_others(
+    family: str, pp: int, axes: dict[str, Any], saved: dict[str, ModelConfig]
+) -> None:
+    """By name, by value, and by what the allocator gave while the model was built and loaded."""
+    whole = reference(saved[family])
+    places = ParallelismConfig(pp=pp, **axes).stage_places(pp)
+    ranges = stage_layers(LAYERS, len(places))
+    mapped = (Path(str(saved[family].path)) / "model.safetensors").stat().st_size
+    assert sorted(layer for each in ranges for layer in each) == list(range(LAYERS))
+
+    def body(rank: int) -> dict[str, Any]:
+        with allocations() as changes:
+            run = start(saved[family], {"pp": pp, **axes})
+        changes = [change for change in changes if abs(change) != mapped]  # a file in the address space, not in memory
+        for name, parameter in run.model.named_parameters():
+            assert torch.equal(parameter.full_tensor(), whole.get_parameter(name)), name
+        stages = run.layout.stages
+        assert stages is not None
+        copies = [] if stages.tied_head is None else [stages.tied_head.weight]
+        return {
+            "names": [name for name, _ in run.model.named_parameters()],
+            "copies": local_bytes(copies),
+            "own": local_bytes([*run.model.parameters(), *copies, *run.model.buffers()]),
+            "kept": sum(changes),
+            "peak": highest(changes),
+        }
+
+    told = run_ranks(pp, body, timeout=120)
+    names = [name for each in told for name in each["names"]]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())  # together the model, nothing twice
+    for rank, each in enumerate(told):
+        held = {layer for index, place in enumerate(places) if place == rank for layer in ranges[index]}
+        expected = {name for name in names if name.startswith(tuple(f"{PREFIX[family]}.{layer}." for layer in held))}
+        expected |= FIRST[family] if places[0] == rank else set()
+        expected |= LAST[family] if places[-1] == rank else set()
+        assert set(each["names"]) == expected
+        # A tied head is no parameter: the last stage computes with a copy of the embedding, brought there each step.
+        head = local_bytes([whole.get_input_embeddings().weight])
+        assert each["copies"] == (head if FAMILIES[family] == "tied" and places[-1] == rank else 0)
+        layer = local_bytes(p for name, p in whole.named_parameters() if name.startswith(f"{PREFIX[family]}.0."))
+        assert each["own"] <= each["kept"] < each["own"] + layer / 2
+        assert each["peak"] < each["own"] + 3 * layer / 4  # what is read from disk goes where it belongs at once
+
+
+def shares(samples: list[Sample], mesh: Mesh, accumulation: int) -> list[dict[str, torch.Tensor]]:
+    """This rank's micro-batches, each as wide as its longest row needs."""
+    per_rank = len(samples) // mesh.size("dp")
+    mine = samples[mesh.rank("dp") * per_rank :][:per_rank]
+    size = per_rank // accumulation
+    return [pad(mine[first : first + size], mesh.sequence_multiple) for first in range(0, per_rank, size)]
+
+
+def token_losses(model: PreTrainedModel, samples: list[Sample]) -> tuple[torch.Tensor, int]:
+    """The sum of the token losses, every sample forwarded alone, and their number."""
+    total, count = torch.zeros(()), 0
+    for tokens, labels in samples:
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+        total = total + F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+        count += int((labels[1:] != -100).sum())
+    return total, count
+
+
+@dataclass
+class Said:
+    """What a model says of held-out data and prompts, before and after a step."""
+
+    losses: list[float]
+    answers: list[list[str]]
+
+
+def expected_of(cfg: ModelConfig) -> Said:
+    """One process, plain PyTorch."""
+    model, tokenizer, said = reference(cfg), models.load_tokenizer(cfg), Said([], [])
+    for step in range(2):
+        with torch.no_grad():
+            total, count = token_losses(model, samples_of_step(50))
+        said.losses.append(float(total / count))
+        said.answers.append(models.generate(model, tokenizer, PROMPTS, NEW_TOKENS))
+        if step == 0:
+            total, count = token_losses(model, samples_of_step(0))
+            (total / count).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= LR * parameter.grad
+    assert abs(said.losses[1] - said.losses[0]) > 0.01  # a stale weight would show
+    assert said.answers[0] != said.answers[1]
+    return said
+
+
+def said_on(run: Run, cfg: ModelConfig) -> Said:
+    """The same on a mesh, with four micro-batches of unequal widths."""
+    tokenizer, said = models.load_tokenizer(cfg), Said([], [])
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=LR)
+    accumulation = 4
+    for step in range(2):
+        held_out = shares(samples_of_step(50), run.mesh, accumulation)
+        loss, _ = training.evaluate(run.replica, held_out, run.settings)
+        said.losses.append(loss)
+        with distributed.whole_rows(run.replica, run.mesh, run.config) as forward:
+            said.answers.append(models.generate(run.model, tokenizer, PROMPTS, NEW_TOKENS, forward))
+        if step == 0:
+            batches = shares(samples_of_step(0), run.mesh, accumulation)
+            assert len({batch["input_ids"].shape[1] for batch in batches}) > 1
+            training.train_step(run.replica, batches, optimizer, run.settings)
+    return said
+
+
+CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    2: [
+        *((family, {"pp": 2}) for family in ("llama", "llama3", "gpt2")),
+        ("llama", {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),  # first and last stage on one rank
+        *((family, {"cp": 2}) for family in ("llama", "llama3")),
+        ("llama", {"cp": 2, "cp_attention": "all_gather"}),
+        *((family, {"tp": 2, "sequence_parallel": True}) for family in ("llama", "llama3")),
+        ("mixtral", {"ep": 2}),
+    ],
+    4: [
+        *((family, {"pp": 2, "cp": 2}) for family in ("llama", "llama3")),
+        ("llama", {"pp": 4}),
+        ("llama", {"pp": 2, "tp": 2, "sequence_parallel": True}),
+        ("llama3", {"pp": 2, "dp_shard": 2}),  # widths differ between ranks, too
+        ("mixtral", {"pp": 2, "ep": 2}),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_mesh_says_what_one_process_says_before_and_after_a_step(
+    world: int, saved: dict[str, ModelConfig]
+) -> None:
+    cases = CASES[world]
+    expected = {family: expected_of(saved[family]) for family in {family for family, _ in cases}}
+
+    def body(rank: int) -> list[str]:
+        problems = []
+        for family, axes in cases:
+            said, wanted = said_on(start(saved[family], axes), saved[family]), expected[family]
+            if said.losses != pytest.approx(wanted.losses, rel=1e-5):
+                problems.append(f"{family} {axes}: losses {said.losses}, not {wanted.losses}")
+            if said.answers != wanted.answers:
+                problems.append(f"{family} {axes}: answers {said.answers}, not {wanted.answers}")
+        return problems
+
+    problems = [line for lines in run_ranks(world, body, timeout=240) for line in lines]
+    assert not problems, "\n".join(sorted(set(problems)))

@@ -1,0 +1,68 @@
+"""A rank that dies or hangs in the middle of a step ends the run under pipeline and expert parallelism, too.
+
+The recipe is recipes/finetune.py itself, copied, with a few lines planted that strike one rank in a forward.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.launching import TWO, Bench
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
+BEFORE = "    # Optimizer, over the sharded parameters\n"
+PLANTED = """
+    def strike(*_: object) -> None:
+        if info.rank == {rank} and model.training and state.step == 2:
+            (Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))
+            {act}
+
+    for layer in models.decoder_layers(model):
+        layer.register_forward_pre_hook(strike)
+
+"""
+KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+HANG = "time.sleep(600)"
+SHORT = (
+    *("training.max_steps=1000", "training.global_batch_size=4", "training.micro_batch_size=2", "training.seq_len=128"),
+    *("data.max_samples=64", "data.max_eval_samples=2", "generation.samples=0", "cluster.device=cpu"),
+)
+TIMEOUT = 10
+"""Seconds a collective may take where a rank hangs: more than ranks that start on a busy machine lie apart."""
+AXES = {"pp2": ("tiny", "parallelism=pp2_1f1b"), "ep2": ("tiny_moe", "parallelism=fsdp2_ep2")}
+
+
+def struck(bench: Bench, axis: str, rank: int, act: str, *arguments: str) -> tuple[str, float]:
+    """Run until the end; return what was told, and how many seconds it took from the blow."""
+    text = RECIPE.read_text()
+    assert BEFORE in text
+    bench.recipe.write_text(text.replace(BEFORE, PLANTED.format(rank=rank, act=act) + BEFORE))
+    model, mesh = AXES[axis]
+    done = bench.start(mesh, TWO, *SHORT, *arguments, model=model).wait(timeout=240)
+    assert done.status == 1, done.errors
+    (when,) = bench.notes("struck")
+    seconds = time.time() - float(when)
+    assert bench.result()["status"] == "failed"
+    bench.assert_nobody_left()
+    return done.errors, seconds
+
+
+@pytest.mark.parametrize(("axis", "rank"), [("pp2", 1), ("ep2", 0)])
+def test_a_killed_rank_ends_the_run_and_is_named_last(axis: str, rank: int, bench: Bench) -> None:
+    errors, seconds = struck(bench, axis, rank, KILL)
+    told, where = errors.rstrip("\n").splitlines()[-2:]
+    assert told == f"rank {rank} was ended by SIGKILL (out of memory, or killed by a person)"
+    assert where.startswith("logs: ")
+    assert seconds < 15
+
+
+@pytest.mark.parametrize(("axis", "rank"), [("pp2", 0), ("ep2", 1)])
+def test_a_rank_that_hangs_ends_the_run_when_the_collective_times_out(axis: str, rank: int, bench: Bench) -> None:
+    errors, seconds = struck(bench, axis, rank, HANG, f"cluster.collective_timeout_minutes={TIMEOUT / 60}")
+    told = errors.rstrip("\n").splitlines()[-2]
+    assert told.startswith(f"rank {1 - rank} ")  # the one that noticed; it may have been slow to go and told to
+    assert f"Timed out waiting {TIMEOUT * 1000}ms" in told
+    assert seconds < TIMEOUT + 15
