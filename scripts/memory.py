@@ -10,6 +10,7 @@ script starts, and prints a Markdown table per model. A figure is that of the ra
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -96,6 +97,9 @@ def read_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
     ]
     raise_all(problems)
     options.degrees = [int(number) for number in numbers]
+    multiple = 2 * math.lcm(*options.degrees)
+    if options.seq < multiple or options.seq % multiple:
+        raise ConfigError(f"--seq {options.seq}: cp cuts a row into 2 x cp chunks; give a multiple of {multiple}")
     return options, overrides
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,11 +11,22 @@ from torch import nn
 from transformers import AttentionInterface
 
 from components import distributed
+from components.config.errors import ConfigError
 from components.config.schema.model import CAUSAL_SDPA, ModelConfig, WeightInit
 from components.config.schema.parallelism import ParallelismConfig
 from components.distributed.context import GatheredAttention
 from components.models.attention import causal_sdpa
-from scripts.memory_ranks import Load, SavedForBackward, Usage, allocations, highest, local_bytes, measure
+from scripts.memory import models_to_measure, read_options, shapes_of, table
+from scripts.memory_ranks import (
+    Load,
+    SavedForBackward,
+    Usage,
+    allocations,
+    highest,
+    local_bytes,
+    measure,
+    measure_all,
+)
 from tests.harness import run_ranks
 
 HIDDEN, VOCAB, LAYERS, EXPERTS, EXPERT_SIZE = 128, 512, 4, 8, 96
@@ -99,6 +111,31 @@ def test_the_figures_are_what_a_small_network_must_have() -> None:
     outputs = 4 * 1024 * (512 + 512 + 256)
     gradients = 2 * 4 * 256 * 512
     assert outputs + 4 < peak <= outputs + gradients + 4 * 1024 * 512 + 4 * 1024 * 256 + 8
+
+
+def test_the_script_tells_what_a_mesh_refuses() -> None:
+    cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config={**LLAMA, "num_hidden_layers": 2})
+    shapes = [each for each in shapes_of([2], 64, experts=True) if each.name in ("single", "dp_shard 2", "ep 2")]
+    figures = measure_all(cfg, {each.name: (each.parallelism, Load(64), each.world) for each in shapes})
+    single, sharded, refused = table(shapes, figures)[2:]
+    assert re.fullmatch(r"\| single( \| [0-9.]+){5} \|", single)
+    ratios = r" \| [0-9.]+ \(0.50\)" * 3 + r" \| [0-9.]+ \(1.00\) \| [0-9.]+ \(0.[0-9]+\)"
+    assert re.fullmatch(rf"\| dp_shard 2{ratios} \|", sharded)
+    assert refused.startswith("| ep 2 | refused: parallelism.ep=2: ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--degrees 2,x", "--degrees 2,x: must be numbers of 2 or more"),
+        ("--seq 100 --degrees 2,4", "give a multiple of 8"),
+        ("parallelism=tp2", "made from --degrees here"),
+        ("model=tiny model.config=3", "model.config"),
+    ],
+)
+def test_a_wrong_option_is_told(typed: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        models_to_measure(read_options(typed.split())[1])
 
 
 def test_one_process_holds_four_times_its_parameters(alone: dict[str, Usage]) -> None:
