@@ -95,7 +95,6 @@ def _rank(rank: int, world: int, port: int, cfg: ModelConfig, work: Work, queue:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     # FSDP2 warns of in-place operations on what a unit returns, which no unit here is followed by.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch to this project, not to who measures
     distributed.start_process_group("cpu")
     found: dict[str, Usage | str] = {}
     for name, (parallelism, load, _) in work.items():

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from components.config.errors import ConfigError
@@ -216,7 +217,9 @@ class GatheredAttention(_Attention):
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """(2, batch, heads, seq / cp, head_dim) -> (2, batch, heads, seq, head_dim) in the order of the row."""
         cp = self.mesh.size()
-        gathered = all_gather_tensor_autograd(tensor.contiguous(), 0, self.mesh.get_group())
+        part = DTensor.from_local(tensor.contiguous(), self.mesh, [Shard(0)], run_check=False)
+        # Each rank has the gradient of its own queries: on the way back they are summed and scattered.
+        gathered = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         two, batch, heads, tokens, width = tensor.shape
         parts = gathered.view(cp, two * batch, heads, 2, tokens // 2, width)
         return in_row_order(parts, dim=3).reshape(two, batch, heads, cp * tokens, width)
