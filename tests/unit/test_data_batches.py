@@ -176,9 +176,11 @@ def test_padding_without_a_mask_changes_neither_loss_nor_gradient(model_class, c
     alone, alone_gradients = loss_and_gradients([collate([row], Padding()) for row in rows])
     empty = Example([], [])
     padded, padded_gradients = loss_and_gradients([collate([*rows, empty], Padding(multiple=16, token_id=9))])
-    assert padded == pytest.approx(alone, rel=1e-13)
+    # transformers' eager attention takes its softmax in float32, whose rounding depends on the row's length.
+    loss, relative, absolute = (1e-13, 1e-11, 1e-13) if attention == "sdpa" else (1e-9, 1e-5, 1e-7)
+    assert padded == pytest.approx(alone, rel=loss)
     for a, b in zip(alone_gradients, padded_gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(a, b, rtol=relative, atol=absolute)
 
 
 # Evaluation
