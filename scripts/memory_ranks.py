@@ -92,9 +92,8 @@ def _rank(rank: int, world: int, port: int, cfg: ModelConfig, work: Work, queue:
     variables = without_ranks(os.environ) | {name: str(number) for name, number in numbers.items()}
     os.environ.clear()
     os.environ |= variables | {"MASTER_ADDR": "127.0.0.1"}
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    # FSDP2 warns of in-place operations on what a unit returns, which no unit here is followed by.
     torch.set_num_threads(1)  # a forked process must not use the threads of the one it came from
+    # FSDP2 warns of in-place operations on what a unit returns, which no unit here is followed by.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     distributed.start_process_group("cpu")
     found: dict[str, Usage | str] = {}
