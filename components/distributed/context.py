@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from components.config.errors import ConfigError
@@ -217,12 +217,27 @@ class GatheredAttention(_Attention):
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """(2, batch, heads, seq / cp, head_dim) -> (2, batch, heads, seq, head_dim) in the order of the row."""
         cp = self.mesh.size()
-        part = DTensor.from_local(tensor.contiguous(), self.mesh, [Shard(0)], run_check=False)
-        # Each rank has the gradient of its own queries: on the way back they are summed and scattered.
-        gathered = part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        gathered = _Gather.apply(tensor.contiguous(), self.mesh.get_group())
         two, batch, heads, tokens, width = tensor.shape
         parts = gathered.view(cp, two * batch, heads, 2, tokens // 2, width)
         return in_row_order(parts, dim=3).reshape(two, batch, heads, cp * tokens, width)
+
+
+class _Gather(torch.autograd.Function):
+    """The tensors of all ranks along dim 0; each rank has the gradient of its own queries, so they are summed back."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        gathered = part.new_empty(dist.get_world_size(group) * part.shape[0], *part.shape[1:])
+        dist.all_gather_into_tensor(gathered, part, group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        own = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
+        return own, None
 
 
 def in_row_order(parts: torch.Tensor, dim: int) -> torch.Tensor:

@@ -232,4 +232,4 @@ def test_gathered_keys_and_values_are_never_held_for_all_heads() -> None:
         chunked, at_once = told["GatheredAttention"], told["AtOnce"]
         assert at_once[0] > 2 * whole  # as they arrive, and in the order of the row
         assert chunked[0] < whole
-        assert chunked[1] < 0.5 * at_once[1]
+        assert chunked[1] < 0.6 * at_once[1]  # gradients of the gathered heads are there at once, too
