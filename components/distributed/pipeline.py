@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
 from components.config.schema.parallelism import SINGLE_STAGE, PipelineSchedule
 from components.distributed.stages import Stage, Stages
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 Batch = dict[str, torch.Tensor]
 """input_ids and targets, position_ids under cp, and keywords of the layers: (micro_batch, seq) each."""
@@ -109,6 +110,8 @@ class Pipeline:
 
     def _schedule(self, micro_batches: int, rows: int, seq: int) -> Any:
         """torch's schedule for micro-batches of (rows, seq); a new one when the shape has changed."""
+        from torch.distributed.pipelining.schedules import get_schedule_class  # a second that only pipelines pay
+
         key = (micro_batches, rows, seq)
         if self._built[0] != key:
             built = [self._torch_stage(stage, rows, seq) for stage in self._stages.own]
@@ -124,6 +127,8 @@ class Pipeline:
         return self._built[1]
 
     def _torch_stage(self, stage: Stage, rows: int, seq: int) -> PipelineStage:
+        from torch.distributed.pipelining import PipelineStage
+
         # Shapes are stated, so that torch need not run the stage once to find them.
         hidden = self._hidden.buffer(rows, seq, "meta").requires_grad_()
         tokens = torch.empty((rows, seq), dtype=torch.int64, device="meta")
