@@ -213,7 +213,7 @@ def test_a_recipe_of_ones_own_with_a_config_of_ones_own(commands: Commands, tmp_
         "defaults: [schema/distil, _self_, parallelism: fsdp2, model: tiny, data: pydocs, optimizer: adamw]\n"
         "distil: {temperature: 2.0}\n"
     )
-    assert commands.run(recipe, [], tmp_path).output == "OwnConfig 2.0 1 0.0003\n"
+    assert commands.run(recipe, [], tmp_path).output == "OwnConfig 2.0 1 0.0002\n"
     more = commands.run(recipe, ["distil.temperature=3", "optimizer=adamw_large"], tmp_path)
     assert more.output == "OwnConfig 3.0 1 1e-05\n"
     assert "did you mean distil.temperature?" in commands.run(recipe, ["distil.temperatur=3"], tmp_path).errors
