@@ -10,7 +10,7 @@ from pathlib import Path
 from components.config.errors import ConfigError
 
 WORKER = "MESHBOOK_WORKER"
-"""Set for the ranks that our launcher starts."""
+"""Set for the ranks that our launcher or our sbatch script starts."""
 RUN_DIR = "MESHBOOK_RUN_DIR"
 """The run directory, absolute."""
 ATTEMPT = "MESHBOOK_ATTEMPT"
@@ -44,15 +44,15 @@ def detect(environ: Mapping[str, str]) -> Context:
     A batch shell and `salloc` set SLURM_PROCID and SLURM_NTASKS too: only a step with several tasks has ranks.
     """
     numbered = bool(environ.get("RANK") and environ.get("WORLD_SIZE"))
-    if numbered and environ.get(WORKER) and environ.get(RUN_DIR):
+    in_step, tasks = environ.get("SLURM_STEP_ID"), environ.get("SLURM_STEP_NUM_TASKS", "")
+    if (numbered or in_step) and environ.get(WORKER) and environ.get(RUN_DIR):
         return Context.worker
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
-    if numbered or (environ.get("SLURM_STEP_ID") and tasks.isdigit() and int(tasks) > 1):
+    if numbered or (in_step and tasks.isdigit() and int(tasks) > 1):
         return Context.external
     return Context.launcher
 
 
-def external_rank(environ: Mapping[str, str]) -> tuple[int, int]:
+def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
     """Return the rank and the number of ranks, by torchrun's variables or else by Slurm's.
 
     Raises ConfigError where they are no numbers.

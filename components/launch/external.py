@@ -9,7 +9,7 @@ from typing import Any
 
 from components.config.compose.frozen import from_yaml, to_yaml
 from components.config.errors import EXIT_INVALID, ConfigError
-from components.launch.context import external_rank
+from components.launch.context import rank_and_size
 from components.launch.failures import tell_problems
 from components.launch.parts import exchange_text_from_rank_zero
 from components.launch.prepare import Prepared, prepare
@@ -22,7 +22,7 @@ def run_external(recipe: Recipe) -> int:
 
     Where rank 0 refuses or only answers (`--cfg job`), every rank ends with rank 0's status.
     """
-    rank, world_size = external_rank(os.environ)
+    rank, world_size = rank_and_size(os.environ)
     return _lead(recipe, world_size) if rank == 0 else _follow(recipe)
 
 

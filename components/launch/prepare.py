@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from components.config.compose.command_line import compose_from_command_line
+from components.config.schema.cluster import ClusterKind
 from components.config.schema.recipes import RecipeConfig
 from components.launch.preflight import problems_before_start
-from components.launch.processes import device_problems, local_processes, visible_gpus
+from components.launch.processes import device_problems, job_processes, local_processes, visible_gpus
 from components.launch.rank import Recipe
 from components.launch.record import start_record
 from components.launch.run_directory import RunDirectory, open_run_directory
@@ -22,6 +23,8 @@ class Prepared:
     cfg: RecipeConfig
     directory: RunDirectory
     processes: int
+    notes: list[str] = field(default_factory=list)
+    """What Slurm and the paths say, for a person to know."""
 
 
 def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
@@ -29,34 +32,57 @@ def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
 
     Args:
         recipe: The decorated main.
-        world_size: Number of ranks where they exist already; None: they are to be started on this machine.
+        world_size: Number of ranks where they exist already; None: they are to be started, here or by Slurm.
 
     Raises ConfigError with every problem, and SystemExit for an option that Hydra does not know.
     """
     os.umask(0o077)  # what a run writes is its owner's alone
     gpus = visible_gpus(os.environ)
+    notes: list[str] = []
 
     def count_processes(cfg: RecipeConfig) -> int:
-        return world_size or local_processes(cfg, gpus)
+        return world_size or (job_processes(cfg) if _submits(cfg) else local_processes(cfg, gpus))
 
     def check(cfg: RecipeConfig) -> list[str]:
         processes = count_processes(cfg)
-        problems = device_problems(cfg, processes, gpus) if world_size is None else []
-        return problems + problems_before_start(cfg, processes)
+        problems = problems_before_start(cfg, processes)
+        if not _submits(cfg):
+            return (device_problems(cfg, processes, gpus) if world_size is None else []) + problems
+        if world_size is not None:
+            return [f"cluster.kind=slurm: this is one of {world_size} ranks already; set cluster=local", *problems]
+        from components.launch.slurm.preflight import job_problems
+
+        refused, notes[:] = job_problems(cfg)
+        return problems + refused
 
     cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check)
     if cfg is None:
         return None
     processes = count_processes(cfg)
     if cfg.cluster.dry_run:
-        place = cfg.run.dir or f"a new folder in outputs/{recipe.name}"
-        print(
-            f"cluster.dry_run=true: would start {processes} x {recipe.file}, mesh "
-            f"{cfg.parallelism.resolve(processes)}, run directory {place}"
-        )
+        _show(recipe, cfg, processes, notes)
         return None
     directory = open_run_directory(cfg, recipe.name)
     directory.freeze(cfg, start_record(recipe.name, recipe.file, processes, directory.attempt))
-    where = f", logs of the other ranks in {directory.logs}" if processes > 1 else ""
-    print(f"run {directory.path}: {processes} process{'es' if processes > 1 else ''}{where}", file=sys.stderr)
-    return Prepared(cfg, directory, processes)
+    if not _submits(cfg):
+        where = f", logs of the other ranks in {directory.logs}" if processes > 1 else ""
+        print(f"run {directory.path}: {processes} process{'es' if processes > 1 else ''}{where}", file=sys.stderr)
+    return Prepared(cfg, directory, processes, notes)
+
+
+def _submits(cfg: RecipeConfig) -> bool:
+    return cfg.cluster.kind == ClusterKind.slurm
+
+
+def _show(recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
+    """Tell what would start."""
+    if _submits(cfg):
+        from components.launch.slurm.submit import show
+
+        show(recipe, cfg, notes)
+        return
+    place = cfg.run.dir or f"a new folder in outputs/{recipe.name}"
+    print(
+        f"cluster.dry_run=true: would start {processes} x {recipe.file}, mesh {cfg.parallelism.resolve(processes)}, "
+        f"run directory {place}"
+    )

@@ -1,4 +1,4 @@
-"""How many processes a run on this machine has."""
+"""How many processes a run has."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def local_processes(cfg: RecipeConfig, gpus: int) -> int:
     if gpus and cfg.cluster.device != Device.cpu:
         return gpus
     return math.prod(max(cfg.parallelism.degree(axis), 1) for axis in AXES)
+
+
+def job_processes(cfg: RecipeConfig) -> int:
+    """Return the number of ranks that Slurm is to start."""
+    return cfg.cluster.nodes * int(cfg.cluster.procs_per_node)
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:

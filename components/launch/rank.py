@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -10,15 +11,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from components.config.compose.frozen import read_frozen
 from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema.recipes import RecipeConfig
-from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR
+from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR, rank_and_size
 from components.launch.failures import log_file, tell_problems, write_report
-from components.launch.run_directory import CONFIG, RunDirectory, attempt_logs
+from components.launch.run_directory import CONFIG, REQUEUE, RESULT, RunDirectory, attempt_logs
 
 EXIT_INTERRUPTED = 130
 """Exit status of what Ctrl-C ended, as shells have it."""
@@ -37,15 +38,21 @@ class Recipe:
 
 
 def run_worker(recipe: Recipe) -> int:
-    """Run main as a rank that our launcher started, and return the exit status; failures go to the attempt's logs.
+    """Run main as a rank that our launcher or batch script started, and return the exit status.
 
-    The terminal stays quiet about them: the launcher tells of the one that came first.
+    Failures go to the attempt's logs; the terminal stays quiet about them: who started the ranks tells of the one
+    that came first.
     """
-    if LAUNCHER_PID in os.environ:
+    by_launcher = LAUNCHER_PID in os.environ
+    if by_launcher:
         die_with(int(os.environ[LAUNCHER_PID]))
+    else:
+        keep_stop_signals()
     os.umask(0o077)
-    rank, run_dir = int(os.environ["RANK"]), Path(os.environ[RUN_DIR])
+    rank, run_dir = rank_and_size(os.environ)[0], Path(os.environ[RUN_DIR])
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _write_to(log_file(logs, rank))  # an agent has one output for all its ranks
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):
@@ -60,6 +67,8 @@ def run_worker(recipe: Recipe) -> int:
     except ConfigError as error:
         write_report(logs, rank, error)
         return EXIT_INVALID
+    if rank == 0 and not by_launcher and _status(run_dir) == "preempted":
+        (run_dir / REQUEUE).touch()
     return 0
 
 
@@ -100,6 +109,35 @@ def _from_main(recipe: Recipe, trace: TracebackType | None) -> TracebackType | N
     while entry is not None and entry.tb_frame.f_code is not recipe.main.__code__:
         entry = entry.tb_next
     return entry or trace
+
+
+def _status(run_dir: Path) -> str | None:
+    result = run_dir / RESULT
+    return json.loads(result.read_text())["status"] if result.exists() else None
+
+
+def _write_to(log: Path) -> None:
+    """Let all output of this process, of its libraries too, go to a file."""
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+class KeptSignals:
+    """Handler of signals that come before the training loop listens: it takes over what has arrived by then."""
+
+    def __init__(self) -> None:
+        self.arrived: list[int] = []
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.arrived.append(number)
+
+
+def keep_stop_signals() -> None:
+    """Have a request to save and stop (SIGTERM, SIGUSR2) wait for the training loop instead of ending this rank."""
+    kept = KeptSignals()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, kept)
 
 
 def _first_to_tell(directory: RunDirectory) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.schema.cluster import ClusterKind
 from components.config.schema.recipes import RecipeConfig
 from components.launch.context import Context, detect
 
@@ -62,6 +63,10 @@ def _run(described: Recipe) -> int:
     prepared = prepare(described)
     if prepared is None:
         return 0
+    if prepared.cfg.cluster.kind == ClusterKind.slurm:
+        from components.launch.slurm.submit import submit
+
+        return submit(described, prepared)
     if prepared.processes == 1:
         return run_alone(described, prepared.cfg, prepared.directory)
     return run_local(described, prepared.directory, prepared.processes)

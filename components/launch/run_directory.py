@@ -19,9 +19,12 @@ from components.config.compose.frozen import read_frozen, to_yaml
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import RecipeConfig
+from components.launch.slurm.commands import ENDED, job_state
 
 CONFIG, RECORD, RESULT, LOGS, LOCK = "config.yaml", "environment.json", "result.json", "logs", ".lock"
-OWN_NAMES = {CONFIG, RECORD, RESULT, LOGS, LOCK}
+CODE, SCRIPT, JOB_ID, REQUEUE = "code", "job.sbatch", "job_id", "requeue"
+"""Of a Slurm job: its copy of the code, its batch script, its number, and the wish to be started again."""
+OWN_NAMES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_ID}
 """What a start writes before the recipe does anything."""
 
 DEFINING_KEYS = ("run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data.")
@@ -62,6 +65,7 @@ class RunDirectory:
                     shutil.copyfile(self.path / name, before / name)
             if (self.path / RESULT).exists():
                 (self.path / RESULT).replace(before / RESULT)
+        (self.path / REQUEUE).unlink(missing_ok=True)
         _write(self.path / CONFIG, to_yaml(cfg))
         _write(self.path / RECORD, json.dumps(record, indent=2) + "\n")
         self.logs.mkdir(parents=True)
@@ -73,7 +77,7 @@ class RunDirectory:
     def conclude(self, status: str, error: str) -> None:
         """Write result.json, unless the recipe has written one."""
         if not (self.path / RESULT).exists():
-            _write(self.path / RESULT, json.dumps({"status": status, "error": error}, indent=2) + "\n")
+            write_result(self.path, {"status": status, "error": error})
 
     def discard(self, error: str) -> None:
         """Take back a run that was refused: leave nothing behind, unless there is more than what a start writes."""
@@ -89,6 +93,11 @@ class RunDirectory:
         for folder in reversed(self.created):
             with suppress(OSError):  # somebody else has put something there meanwhile
                 folder.rmdir()
+
+
+def write_result(run_dir: Path, values: dict[str, Any]) -> None:
+    """Write result.json for a run whose recipe has not come to do so."""
+    _write(run_dir / RESULT, json.dumps(values, indent=2) + "\n")
 
 
 def attempt_logs(run_dir: Path, attempt: int) -> Path:
@@ -113,6 +122,7 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
         raise ConfigError(f"run.dir={place}: cannot be used: {error.strerror}; choose another run.dir") from error
     if CONFIG in names:
         try:
+            _refuse_live_job(path)
             _guard(path, cfg, recipe)
         except ConfigError:
             _unlock(lock)
@@ -168,6 +178,19 @@ def _lock(path: Path) -> int | None:
 def _unlock(lock: int | None) -> None:
     if lock is not None:
         os.close(lock)
+
+
+def _refuse_live_job(path: Path) -> None:
+    """Raise ConfigError while a job that was submitted for this directory waits or runs."""
+    if not (path / JOB_ID).exists():
+        return
+    job = (path / JOB_ID).read_text().strip()
+    state = job_state(job)
+    if state is not None and state not in ENDED:
+        raise ConfigError(
+            f"run.dir={path}: belongs to job {job}, which is {state}; choose another run.dir, or end the job with "
+            f"scancel {job}"
+        )
 
 
 def _guard(path: Path, cfg: RecipeConfig, recipe: str) -> None:

@@ -59,7 +59,10 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         for number in (*PREEMPT_SIGNALS, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._handle)
+            before = self._before[number] = signal.signal(number, self._handle)
+            for arrived in getattr(before, "arrived", []):  # kept for us since the process started
+                if arrived == number:
+                    self._handle(number, None)
         return self
 
     def __exit__(

@@ -5,7 +5,7 @@ Every field is documented by the line below it; `conf/` holds values for these f
 """
 
 from components.config.schema.checkpoint import CheckpointConfig
-from components.config.schema.cluster import ClusterConfig, ClusterKind, Device, Launcher
+from components.config.schema.cluster import ClusterConfig, ClusterKind, Device
 from components.config.schema.data import DataConfig
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
@@ -19,6 +19,7 @@ from components.config.schema.parallelism import (
 )
 from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, RecipeConfig
 from components.config.schema.run import RunConfig
+from components.config.schema.slurm import ContainerConfig, ContainerRuntime, GpuRequest, Launcher, RequeueConfig
 from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "CheckpointConfig",
     "ClusterConfig",
     "ClusterKind",
+    "ContainerConfig",
+    "ContainerRuntime",
     "DType",
     "DataConfig",
     "Device",
@@ -34,6 +37,7 @@ __all__ = [
     "EvaluationConfig",
     "FinetuneConfig",
     "GenerationConfig",
+    "GpuRequest",
     "Launcher",
     "LoggingConfig",
     "MeshShape",
@@ -41,6 +45,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelismConfig",
     "RecipeConfig",
+    "RequeueConfig",
     "RunConfig",
     "Schedule",
     "Strategy",

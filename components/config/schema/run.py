@@ -26,4 +26,6 @@ class RunConfig:
             problems.append("run.resume='': must be auto, never or the path of a checkpoint")
         if self.dir is not None and not self.dir.strip():
             problems.append("run.dir='': must be a path, or null for a new directory under outputs/")
+        if self.name is not None and not (self.name.strip() and self.name.isprintable()):
+            problems.append(f"run.name={self.name!r}: must be printable text on one line")
         raise_all(problems)

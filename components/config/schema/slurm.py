@@ -1,0 +1,117 @@
+"""The parts of `cluster` that only Slurm reads."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from components.config.schema.checks import at_least, raise_all
+
+NAMED_ELSEWHERE = {
+    "partition": "cluster.partition",
+    "account": "cluster.account",
+    "qos": "cluster.qos",
+    "time": "cluster.time",
+    "constraint": "cluster.constraint",
+    "exclude": "cluster.exclude",
+    "nodelist": "cluster.nodelist",
+    "reservation": "cluster.reservation",
+    "mem": "cluster.mem",
+    "exclusive": "cluster.exclusive",
+    "nodes": "cluster.nodes",
+    "ntasks": "cluster.nodes",
+    "ntasks-per-node": "cluster.procs_per_node",
+    "gpus-per-node": "cluster.procs_per_node",
+    "cpus-per-task": "cluster.cpus_per_proc",
+    "job-name": "run.name",
+    "signal": "cluster.signal_lead_seconds",
+    "requeue": "cluster.requeue.max",
+    "no-requeue": "cluster.requeue.node_failure",
+    "output": "run.dir",
+    "error": "run.dir",
+    "chdir": "the folder",
+    "open-mode": "nothing: logs are appended to",
+    "export": "cluster.env",
+    "array": "-m, a sweep",
+}
+"""sbatch options that have a key of their own, and that key."""
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+
+
+class Launcher(StrEnum):
+    """srun: one task per rank; torchrun: one agent per node, for clusters that ask for it."""
+
+    srun = "srun"
+    torchrun = "torchrun"
+
+
+class GpuRequest(StrEnum):
+    """How GPUs are asked for: --gpus-per-node, --gres=gpu:N, or not at all."""
+
+    gpus_per_node = "gpus_per_node"
+    gres = "gres"
+    none = "none"
+
+
+class ContainerRuntime(StrEnum):
+    """none, pyxis (srun --container-image) or apptainer (apptainer exec)."""
+
+    none = "none"
+    pyxis = "pyxis"
+    apptainer = "apptainer"
+
+
+@dataclass(kw_only=True, slots=True)
+class RequeueConfig:
+    """When Slurm starts a job again: in the same run directory, from the last checkpoint."""
+
+    max: int = 20
+    """How often a run that was asked to stop (time limit, preemption) and has saved is put back into the queue."""
+    node_failure: bool = True
+    """Let Slurm itself put the job back when a node fails, or when a preempted job did not end in its grace time."""
+
+    def __post_init__(self) -> None:
+        raise_all(at_least("cluster.requeue.max", self.max, 0))
+
+
+@dataclass(kw_only=True, slots=True)
+class ContainerConfig:
+    """An image in which the ranks run. The run directory and the folder of the command are mounted too."""
+
+    runtime: ContainerRuntime = ContainerRuntime.none
+    """none, pyxis or apptainer."""
+    image: str | None = None
+    """Image, in the runtime's own notation."""
+    mounts: list[str] = field(default_factory=list)
+    """Further folders to mount: SOURCE or SOURCE:TARGET."""
+    args: list[str] = field(default_factory=list)
+    """Further arguments: of srun under pyxis, of `apptainer exec` under apptainer."""
+
+    def __post_init__(self) -> None:
+        inside = self.runtime != ContainerRuntime.none
+        problems = []
+        if inside and not self.image:
+            problems.append(f"cluster.container.runtime={self.runtime}: needs an image; set cluster.container.image")
+        if not inside and (self.image or self.mounts or self.args):
+            problems.append(
+                "cluster.container.runtime=none: no container is used, yet its image, mounts or args are set; set "
+                "cluster.container.runtime to pyxis or apptainer"
+            )
+        raise_all(problems)
+
+
+def seconds_of(time: str) -> int | None:
+    """Return the seconds of Slurm's time notation (minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S); None: it is none."""
+    found = _TIME.fullmatch(time)
+    if found is None:
+        return None
+    parts = [int(part) for part in found["rest"].split(":")]
+    if found["days"] is not None:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+        return ((int(found["days"]) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if len(parts) == 1:
+        return parts[0] * 60
+    hours, minutes, seconds = (0, *parts) if len(parts) == 2 else parts
+    return (hours * 60 + minutes) * 60 + seconds

@@ -1,0 +1,74 @@
+"""Slurm's commands as processes, in an environment that no job around us has left its mark on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from components.config.errors import ConfigError
+from components.launch.context import without_ranks
+
+TIMEOUT = 60.0
+"""Seconds that a controller may take to answer."""
+
+ENDED = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("REVOKED", "TIMEOUT"),
+}
+"""States of a job that does not run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command said."""
+
+    status: int
+    output: str
+    errors: str
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those of a job or step around us: submitted from there, a job would inherit them."""
+    return {
+        name: value
+        for name, value in without_ranks(environ).items()
+        if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+    }
+
+
+def ask(command: Sequence[str], script: str = "") -> Answer:
+    """Run a command of Slurm's with `script` as its input.
+
+    Raises ConfigError where it is not installed or the controller does not answer.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            env=clean_environment(os.environ),
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"cluster.kind=slurm: there is no {command[0]} on PATH; submit from a login node of the cluster, or set "
+            "cluster=local"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"cluster.kind=slurm: {command[0]} has not answered for {TIMEOUT:g} s; is the controller up (sinfo)?"
+        ) from error
+    return Answer(done.returncode, done.stdout.strip(), done.stderr.strip())
+
+
+def job_state(job: str) -> str | None:
+    """Return the state of a job, such as RUNNING; None where Slurm knows no such job or is not here."""
+    try:
+        answer = ask(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"])
+    except ConfigError:
+        return None
+    return answer.output.splitlines()[0] if answer.status == 0 and answer.output else None

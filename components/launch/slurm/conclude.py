@@ -1,0 +1,79 @@
+"""The end of a batch script: `python -m components.launch.slurm.conclude RUN_DIR ATTEMPT STATUS [--cancelled]`.
+
+Tells which rank failed first, as the last words of the job's log; writes result.json where no rank could; returns
+the job's exit status. The marker RUN_DIR/requeue is there afterwards when the job should go back into the queue.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from components.config.errors import EXIT_INVALID
+from components.launch.failures import (
+    Exit,
+    Failure,
+    Kind,
+    first_failure,
+    read_reports,
+    tell_failure,
+)
+from components.launch.rank import status_of
+from components.launch.run_directory import REQUEUE, RESULT, attempt_logs, write_result
+
+STOPPED_EARLY = 128 + signal.SIGUSR2
+"""What srun returns when a rank died of the request to stop, because it had not come to listen for it yet."""
+
+
+def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> int:
+    """Say and record how an attempt ended, and return the exit status of the job."""
+    logs, result = attempt_logs(run_dir, attempt), _read(run_dir / RESULT)
+    if cancelled:
+        (run_dir / REQUEUE).unlink(missing_ok=True)
+        write_result(run_dir, {**result, "status": "cancelled"})
+        print("cancelled", flush=True)
+        return status or 1
+    failure = _first_failure(logs)
+    if failure is not None:
+        return _failed(run_dir, logs, failure, status)
+    if result:
+        return 0 if result["status"] in ("preempted", "interrupted") else status  # torchrun's agents end with 1
+    if status == STOPPED_EARLY:
+        write_result(run_dir, {"status": "preempted", "error": "stopped before it began"})
+        (run_dir / REQUEUE).touch()
+        return 0
+    if status:
+        told = f"srun ended with status {status} and no rank said why; see job.log and {logs}"
+        write_result(run_dir, {"status": "failed", "error": told})
+        print(told, flush=True)
+    return status
+
+
+def _first_failure(logs: Path) -> Failure | None:
+    reports = read_reports(logs)
+    exits = [Exit(rank, 1, report.time, asked=False) for rank, report in reports.items()]
+    return first_failure(exits, reports)
+
+
+def _failed(run_dir: Path, logs: Path, failure: Failure, status: int) -> int:
+    tell_failure(failure, logs)
+    report = failure.report
+    (run_dir / REQUEUE).unlink(missing_ok=True)
+    if report is not None and report.kind == Kind.config:
+        write_result(run_dir, {"status": "invalid", "error": report.message})
+        return EXIT_INVALID
+    kind, message = (report.type, report.message) if report else ("", failure.what)
+    write_result(run_dir, {"status": status_of(kind), "error": f"rank {failure.rank}: {kind}: {message}"})
+    return status or 1
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+if __name__ == "__main__":
+    cancelled_flag = len(sys.argv) > 4
+    sys.exit(conclude(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), cancelled=cancelled_flag))

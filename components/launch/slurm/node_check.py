@@ -1,0 +1,64 @@
+"""On every node before the ranks start: what would fail later and without a name. `python -m ... RUN_DIR GPUS`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from components.launch.processes import visible_gpus
+
+NEEDED_SHARED_MEMORY = 64 * 2**20
+"""Bytes of /dev/shm that data workers and NCCL take at least."""
+
+
+def main() -> int:
+    """Print a line per problem of this node; return 1 where there is one."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a request to stop comes too early: the ranks get the next one
+    run_dir, gpus = Path(sys.argv[1]), int(sys.argv[2])
+    problems = [*_folder_problems(run_dir), *_gpu_problems(gpus), *_memory_problems()]
+    for problem in problems:
+        print(f"node {socket.gethostname()}: {problem}", file=sys.stderr, flush=True)
+    return 1 if problems else 0
+
+
+def _folder_problems(run_dir: Path) -> list[str]:
+    if not run_dir.is_dir():
+        return [f"does not see the run directory {run_dir}; put run.dir on a file system that all nodes share"]
+    try:
+        with tempfile.TemporaryFile(dir=run_dir / "logs") as file:
+            file.write(b"written")
+    except OSError as error:
+        return [f"cannot write to the run directory {run_dir}: {error.strerror}"]
+    return []
+
+
+def _gpu_problems(gpus: int) -> list[str]:
+    if not gpus:
+        return []
+    seen = visible_gpus(os.environ)
+    if seen < gpus:
+        return [f"sees {seen} GPUs where cluster.procs_per_node={gpus} processes need one each"]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        return ["nvidia-smi has not answered for 60 s: a GPU hangs"]
+    return [f"nvidia-smi fails: {listed.stderr.strip() or listed.stdout.strip()}"] if listed.returncode else []
+
+
+def _memory_problems() -> list[str]:
+    shared = Path("/dev/shm")
+    if shared.is_dir() and shutil.disk_usage(shared).free < NEEDED_SHARED_MEMORY:
+        return [f"/dev/shm has less than {NEEDED_SHARED_MEMORY // 2**20} MiB free"]
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

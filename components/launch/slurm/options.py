@@ -1,0 +1,75 @@
+"""The config as options of sbatch and srun."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from components.config.schema.cluster import ClusterConfig, Device
+from components.config.schema.slurm import ContainerRuntime, GpuRequest, Launcher
+
+Option = tuple[str, str]
+"""Name of a long option, and its value; empty for a flag."""
+
+_PLAIN = re.compile(r"[\w.,:;&|()\[\]+=@%/^~-]+", re.ASCII)
+
+
+def resource_options(cluster: ClusterConfig) -> list[Option]:
+    """Return what is asked of the cluster: nodes, tasks, GPUs, time, and who pays."""
+    by_agent = cluster.launcher == Launcher.torchrun
+    procs = int(cluster.procs_per_node)
+    options: list[Option] = [("nodes", str(cluster.nodes)), ("ntasks-per-node", "1" if by_agent else str(procs))]
+    if cluster.cpus_per_proc is not None:
+        options.append(("cpus-per-task", str(cluster.cpus_per_proc * (procs if by_agent else 1))))
+    if cluster.device != Device.cpu and cluster.gpu_request != GpuRequest.none:
+        by_gres = cluster.gpu_request == GpuRequest.gres
+        options.append(("gres", f"gpu:{procs}") if by_gres else ("gpus-per-node", str(procs)))
+    keys = ("mem", "time", "partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation")
+    options += [(key, value) for key in keys if (value := getattr(cluster, key)) is not None]
+    if cluster.exclusive:
+        options.append(("exclusive", ""))
+    return options + [(name, value or "") for name, value in cluster.sbatch_extra.items()]
+
+
+def job_options(cluster: ClusterConfig, name: str, run_dir: Path, folder: Path) -> list[Option]:
+    """Return all options of the job: what it asks for, its name, its log, and its end."""
+    return [
+        ("job-name", name),
+        *resource_options(cluster),
+        ("chdir", str(folder)),
+        ("output", str(run_dir / "logs" / "job.log")),
+        ("open-mode", "append"),
+        ("signal", f"USR2@{cluster.signal_lead_seconds}"),
+        ("requeue" if cluster.requeue.node_failure else "no-requeue", ""),
+    ]
+
+
+def as_line(option: Option) -> str:
+    """Return an option as sbatch reads it behind #SBATCH: words split at spaces, quotes and backslashes obeyed."""
+    name, value = option
+    if not value:
+        return f"--{name}"
+    if _PLAIN.fullmatch(value):
+        return f"--{name}={value}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'--{name}="{escaped}"'
+
+
+def as_argument(option: Option) -> str:
+    """Return an option as an argument of a command."""
+    name, value = option
+    return f"--{name}={value}" if value else f"--{name}"
+
+
+def container_arguments(cluster: ClusterConfig, run_dir: Path, folder: Path) -> list[str]:
+    """Return the arguments of the container's runtime: of srun under pyxis, else the command before Python."""
+    container = cluster.container
+    mounts = list(dict.fromkeys([*container.mounts, str(run_dir), str(folder)]))
+    if container.runtime == ContainerRuntime.pyxis:
+        pairs = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
+        where = [f"--container-mounts={pairs}", f"--container-workdir={folder}"]
+        return [f"--container-image={container.image}", *where, *container.args]
+    if container.runtime == ContainerRuntime.apptainer:
+        binds = [f"--bind={mount}" for mount in mounts]
+        return ["apptainer", "exec", *binds, f"--pwd={folder}", *container.args, str(container.image)]
+    return []

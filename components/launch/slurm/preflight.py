@@ -1,0 +1,147 @@
+"""What can be told of a job before it is submitted: by looking at files and paths, and by asking sbatch."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from components.config.errors import ConfigError
+from components.config.model_files import locate
+from components.config.schema.cluster import ClusterConfig
+from components.config.schema.model import WeightInit
+from components.config.schema.recipes import RecipeConfig
+from components.config.schema.slurm import ContainerRuntime
+from components.launch.slurm.commands import ask
+from components.launch.slurm.options import as_argument, resource_options
+from components.launch.slurm.script import setup_problems
+from components.launch.slurm.snapshot import PROJECT
+
+LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "squashfs", "fuse.snapfuse"}
+"""Kinds of file systems that other machines do not see, unless this one exports them."""
+
+UNREACHABLE = ("configuration source", "Unable to contact slurm controller", "slurm_load")
+"""How sbatch says that there is nobody to ask."""
+
+_REASON = re.compile(r"^(sbatch|allocation failure|error|Batch job submission failed)[:\s]*", re.IGNORECASE)
+_TRUE = ("1", "on", "yes", "true")
+
+
+def job_problems(cfg: RecipeConfig) -> tuple[list[str], list[str]]:
+    """Return the problems of submitting `cfg`, and notes: when it could start, and which paths may be local."""
+    problems = setup_problems(cfg.cluster) + _script_problems(cfg.cluster) + _cache_problems(cfg)
+    problems += _path_problems("run.dir", cfg.run.dir or str(Path.cwd()))
+    try:
+        refused, estimate = _test_only(cfg.cluster)
+    except ConfigError as error:
+        return problems + error.problems, []
+    return problems + refused, [*estimate, *_local_paths(cfg)]
+
+
+def _test_only(cluster: ClusterConfig) -> tuple[list[str], list[str]]:
+    """Ask Slurm whether it would take such a job: what it objects to, and when it could start."""
+    arguments = [as_argument(option) for option in resource_options(cluster)]
+    answer = ask(["sbatch", "--test-only", *arguments], script="#!/bin/sh\n")
+    lines = [line for line in answer.errors.splitlines() if line.strip()]
+    if answer.status == 0:
+        starts = [line.removeprefix("sbatch: ") for line in lines if " to start at " in line]
+        return [], [re.sub(r"^Job \d+ to start", "could start", line) for line in starts]
+    return [refusal(lines, cluster)], []
+
+
+def refusal(lines: list[str], cluster: ClusterConfig) -> str:
+    """Return what sbatch said as one sentence, with the keys to change."""
+    reasons = []
+    for line in lines:
+        text = line
+        while (shorter := _REASON.sub("", text)) != text:
+            text = shorter
+        reasons.append(text)
+    told = "; ".join(dict.fromkeys(reasons)) or "no reason given"
+    if any(sign in told for sign in UNREACHABLE):
+        return f"cluster.kind=slurm: Slurm cannot be reached from here: {told}; submit from a login node, or set cluster=local"
+    asked = " ".join(as_argument(option) for option in resource_options(cluster))
+    return f"cluster.kind=slurm: sbatch refuses {asked}: {told}; change these keys of cluster (see sinfo)"
+
+
+def _script_problems(cluster: ClusterConfig) -> list[str]:
+    if cluster.template is not None and not Path(cluster.template).expanduser().is_file():
+        return [f"cluster.template={cluster.template}: no such file"]
+    python = cluster.python
+    if python is not None and "/" in python and cluster.container.runtime == ContainerRuntime.none:
+        return [] if os.access(python, os.X_OK) else [f"cluster.python={python}: is no program that can run here"]
+    return []
+
+
+def _path_problems(key: str, path: str) -> list[str]:
+    """Slurm replaces % in the path of a log, and takes a backslash for its own."""
+    bad = sorted({character for character in path if character in "%\\" or not character.isprintable()})
+    if not bad:
+        return []
+    return [f"{key}={path!r}: holds {' '.join(map(repr, bad))}, which Slurm reads as its own; choose another path"]
+
+
+def _cache_problems(cfg: RecipeConfig) -> list[str]:
+    """What must come from the hub on nodes that are told to do without: it has to be in the cache already."""
+    environ = {**os.environ, **cfg.cluster.network_env, **cfg.cluster.env}
+    if environ.get("HF_HUB_OFFLINE", "").lower() not in _TRUE:
+        return []
+    wanted = {"model.tokenizer": cfg.model.tokenizer}
+    if cfg.model.path is not None and cfg.model.init == WeightInit.pretrained:
+        wanted["model.path"] = cfg.model.path
+    cache = _hub_cache(environ)
+    return [
+        f"{key}={name}: is not in the hub's cache {cache}, and the nodes have no hub (HF_HUB_OFFLINE); download it "
+        f"first: hf download {name}"
+        for key, name in wanted.items()
+        if name not in (None, "bytes") and _is_missing(name, key, cache)
+    ]
+
+
+def _is_missing(name: str, key: str, cache: Path) -> bool:
+    try:
+        files = locate(name, key)
+    except ConfigError:
+        return False  # told elsewhere
+    folder = cache / ("models--" + files.name_or_folder.replace("/", "--")) / "snapshots"
+    return not files.is_local and not any(folder.glob("*/config.json"))
+
+
+def _hub_cache(environ: Mapping[str, str]) -> Path:
+    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    return Path(environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+
+
+def _local_paths(cfg: RecipeConfig) -> list[str]:
+    """A note of the paths that the nodes may not see."""
+    mounts = _mounts()
+    named = {
+        "run.dir": Path(cfg.run.dir or Path.cwd()),
+        "model.path": Path(cfg.model.path or "."),
+        "data.path": Path(getattr(cfg.data, "path", None) or "."),
+        "code": PROJECT,
+        "python": Path(cfg.cluster.python or sys.prefix),
+    }
+    if cfg.cluster.container.runtime != ContainerRuntime.none:
+        del named["python"]
+    local = [
+        f"{key} ({kind})"
+        for key, path in named.items()
+        if (path.is_absolute() or path.exists()) and (kind := _file_system(path, mounts)) in LOCAL_FILE_SYSTEMS
+    ]
+    if not local:
+        return []
+    return [f"the nodes must see {', '.join(local)}: on this machine these are file systems of its own"]
+
+
+def _mounts() -> dict[str, str]:
+    table = Path("/proc/self/mounts")
+    lines = table.read_text().splitlines() if table.exists() else []
+    return {words[1].replace("\\040", " "): words[2] for words in map(str.split, lines) if len(words) > 2}
+
+
+def _file_system(path: Path, mounts: Mapping[str, str]) -> str | None:
+    place = path.expanduser().absolute()
+    return next((mounts[str(folder)] for folder in (place, *place.parents) if str(folder) in mounts), None)

@@ -1,0 +1,95 @@
+"""The batch script: slurm/train.sbatch.j2, or a person's own template, filled in."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.config.errors import ConfigError
+from components.config.schema.cluster import ClusterConfig, Device
+from components.config.schema.slurm import ContainerRuntime
+from components.launch.slurm.options import as_line, container_arguments, job_options
+from components.launch.slurm.snapshot import PROJECT
+
+TEMPLATE = PROJECT / "slurm" / "train.sbatch.j2"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a script is made of."""
+
+    cluster: ClusterConfig
+    name: str
+    run_dir: Path
+    attempt: int
+    """Of the first start; requeues count on."""
+    code: Path
+    """Folder that is put first on PYTHONPATH."""
+    recipe: Path
+    folder: Path
+    """Where the command was typed: relative paths mean what they meant there."""
+
+
+def render(job: Job) -> str:
+    """Return the script. Raises ConfigError where the template, or a shell line in it, does not parse."""
+    from jinja2 import Environment, StrictUndefined, TemplateError
+
+    file = Path(job.cluster.template or TEMPLATE).expanduser()
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {"quote": lambda value: shlex.quote(str(value)), "words": shlex.join}
+    try:
+        script = environment.from_string(file.read_text()).render(_values(job))
+    except (OSError, UnicodeDecodeError, TemplateError) as error:
+        number = getattr(error, "lineno", None)
+        line = f", line {number}" if number else ""
+        raise ConfigError(f"cluster.template={file}: cannot be filled in{line}: {error}") from error
+    _check_syntax(script, f"cluster.template={file}")
+    return script
+
+
+def setup_problems(cluster: ClusterConfig) -> list[str]:
+    """Return which lines of cluster.setup are no complete shell commands: alone, lest one swallow what follows."""
+    problems = []
+    for line in cluster.setup:
+        try:
+            _check_syntax(f"{line}\n", f"cluster.setup={line!r}")
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
+def _values(job: Job) -> dict[str, Any]:
+    """The template's variables; every one of them is listed in slurm/README.md."""
+    cluster = job.cluster
+    runtime = cluster.container.runtime
+    around = container_arguments(cluster, job.run_dir, job.folder)
+    python = cluster.python or (sys.executable if runtime == ContainerRuntime.none else "python")
+    return {
+        "sbatch": [as_line(option) for option in job_options(cluster, job.name, job.run_dir, job.folder)],
+        "cluster": cluster,
+        "env": {**cluster.network_env, **cluster.env},
+        "run_dir": job.run_dir,
+        "attempt": job.attempt,
+        "code": job.code,
+        "recipe": job.recipe,
+        "python": python,
+        "gpus": int(cluster.procs_per_node) if cluster.device != Device.cpu else 0,
+        "pyxis": around if runtime == ContainerRuntime.pyxis else [],
+        "apptainer": around if runtime == ContainerRuntime.apptainer else [],
+    }
+
+
+def _check_syntax(script: str, what: str) -> None:
+    try:
+        done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=30, check=False)
+    except OSError as error:
+        raise ConfigError(f"{what}: cannot be checked: bash does not start here: {error}") from error
+    if done.returncode:
+        told = done.stderr.strip().splitlines()[0].removeprefix("bash: ")
+        raise ConfigError(f"{what}: bash cannot read it: {told}")
