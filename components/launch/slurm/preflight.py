@@ -61,7 +61,8 @@ def refusal(lines: list[str], cluster: ClusterConfig) -> str:
         reasons.append(text)
     told = "; ".join(dict.fromkeys(reasons)) or "no reason given"
     if any(sign in told for sign in UNREACHABLE):
-        return f"cluster.kind=slurm: Slurm cannot be reached from here: {told}; submit from a login node, or set cluster=local"
+        advice = "submit from a login node of the cluster, or set cluster=local"
+        return f"cluster.kind=slurm: Slurm cannot be reached from here: {told}; {advice}"
     asked = " ".join(as_argument(option) for option in resource_options(cluster))
     return f"cluster.kind=slurm: sbatch refuses {asked}: {told}; change these keys of cluster (see sinfo)"
 
@@ -117,18 +118,18 @@ def _hub_cache(environ: Mapping[str, str]) -> Path:
 def _local_paths(cfg: RecipeConfig) -> list[str]:
     """A note of the paths that the nodes may not see."""
     mounts = _mounts()
+    in_container = cfg.cluster.container.runtime != ContainerRuntime.none
     named = {
-        "run.dir": Path(cfg.run.dir or Path.cwd()),
-        "model.path": Path(cfg.model.path or "."),
-        "data.path": Path(getattr(cfg.data, "path", None) or "."),
-        "code": PROJECT,
-        "python": Path(cfg.cluster.python or sys.prefix),
+        "run.dir": cfg.run.dir or str(Path.cwd()),
+        "model.path": cfg.model.path,
+        "data.path": getattr(cfg.data, "path", None),
+        "code": None if cfg.cluster.snapshot else str(PROJECT),
+        "python": None if in_container else cfg.cluster.python or sys.prefix,
     }
-    if cfg.cluster.container.runtime != ContainerRuntime.none:
-        del named["python"]
+    paths = {key: Path(name).expanduser() for key, name in named.items() if name}
     local = [
         f"{key} ({kind})"
-        for key, path in named.items()
+        for key, path in paths.items()
         if (path.is_absolute() or path.exists()) and (kind := _file_system(path, mounts)) in LOCAL_FILE_SYSTEMS
     ]
     if not local:
@@ -143,5 +144,5 @@ def _mounts() -> dict[str, str]:
 
 
 def _file_system(path: Path, mounts: Mapping[str, str]) -> str | None:
-    place = path.expanduser().absolute()
+    place = path.absolute()
     return next((mounts[str(folder)] for folder in (place, *place.parents) if str(folder) in mounts), None)
