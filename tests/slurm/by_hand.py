@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 
-from tests.slurm.cluster import Cluster, ClusterError, ClusterInUse, why_not
+from tests.slurm.cluster import Cluster, ClusterError, ClusterInUse
+from tests.slurm.requirements import why_not
 
 
 def main() -> None:

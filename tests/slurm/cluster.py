@@ -26,10 +26,10 @@ and processes of its own, 64 declared CPUs and 8 fake GPUs, and a cable to one s
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -41,8 +41,7 @@ from tests.slurm import configuration, processes
 from tests.slurm.configuration import NODES
 
 SCRIPT = Path(__file__).with_name("namespaces.sh")
-IDENTITIES = range(16)
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "ip", "unshare", "nsenter", "setpriv")
+IDENTITIES = range(10)
 ENDED = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
 
 Job = dict[str, str]
@@ -54,25 +53,6 @@ class ClusterError(AssertionError):
 
 class ClusterInUse(ClusterError):
     """A cluster of this identity is up already."""
-
-
-def why_not() -> str | None:
-    """Say why no cluster can run here, or None."""
-    missing = [name for name in PROGRAMS if not shutil.which(name)]
-    if missing:
-        return f"Slurm's programs are not installed: {', '.join(missing)}"
-    if os.geteuid():
-        return "a cluster in network namespaces needs root"
-    probe = "mount -t tmpfs tmpfs /dev/shm && ip link add switch type bridge && ip link add one type veth peer name two"
-    tried = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "sh", "-c", probe],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if tried.returncode:
-        return f"namespaces are refused here (CAP_SYS_ADMIN and CAP_NET_ADMIN are needed): {tried.stderr.strip()}"
-    return None
 
 
 class Cluster:
@@ -97,6 +77,16 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    @classmethod
+    def started(cls, identities: Iterable[int] = IDENTITIES) -> Self:
+        """Start a cluster with the first of these identities that is free. It ends with this process."""
+        for identity in identities:
+            with contextlib.suppress(ClusterInUse):
+                cluster = cls(identity)
+                cluster.start()
+                return cluster
+        raise ClusterInUse(f"clusters {list(identities)} are all up")
 
     def start(self, lasting: bool = False) -> None:
         """Start the cluster and wait until every node is idle. Unless `lasting` it ends with this process.
@@ -204,16 +194,16 @@ class Cluster:
         listed = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %t", check=False).stdout
         return dict(line.split() for line in listed.splitlines())
 
-    def wait_for_nodes(self, state: str, seconds: float, nodes: Iterable[str] = NODES) -> None:
-        """Wait until these nodes are in a state of `node_states`."""
-        wanted = set(nodes)
+    def wait_for_nodes(self, states: str | Collection[str], seconds: float, nodes: Iterable[str] = NODES) -> None:
+        """Wait until each of these nodes is in one of these states, as `node_states` names them."""
+        wanted, awaited = _as_set(states), set(nodes)
 
         def there() -> bool:
             if not self._init("cluster"):
                 raise ClusterError(f"cluster {self.identity} ended\n{self._complaints()}")
-            return {name for name, now in self.node_states().items() if now == state} >= wanted
+            return {name for name, now in self.node_states().items() if now in wanted} >= awaited
 
-        until(there, seconds, lambda: f"nodes are {self.node_states()}, not {state}\n{self._complaints()}")
+        until(there, seconds, lambda: f"nodes are {self.node_states()}, not {sorted(wanted)}\n{self._complaints()}")
 
     def jobs(self, job_id: str | int = "") -> list[Job]:
         """Return every job, or those of one array, as scontrol shows them: {"JobId": "1", "JobState": "RUNNING"}."""
@@ -229,7 +219,7 @@ class Cluster:
 
     def wait_for(self, job_id: str | int, states: str | Collection[str], seconds: float) -> Job:
         """Wait until a job is in one of these states. Raises `ClusterError` when it ended in another, or time is up."""
-        wanted = {states} if isinstance(states, str) else set(states)
+        wanted = _as_set(states)
 
         def there() -> bool:
             now = self.job(job_id)["JobState"]
@@ -246,14 +236,12 @@ class Cluster:
 
     def reset(self, seconds: float = 60) -> None:
         """Cancel every job, bring every node back and wait until all are idle."""
-        self.run("scancel", "--state=PENDING", "--user=root")
-        self.run("scancel", "--signal=KILL", "--user=root", check=False)
         self.run("scancel", "--user=root")
         for node in NODES:
-            if not self._init("node", node):
-                self.boot(node)
-            else:
+            if self._init("node", node):
                 self.heal(node)
+            else:
+                self.boot(node)
         self.wait_for_nodes("idle", seconds)
 
     def _init(self, verb: str, node: str = "") -> int | None:
@@ -261,9 +249,9 @@ class Cluster:
         wanted = [SCRIPT.name, verb, str(self.base)]
         for process, command in processes.all_commands().items():
             said = [Path(command[1]).name, *command[2:4]] if len(command) > 4 else []
-            if said == wanted and command[0] == "bash" and node in ("", f"n{command[-1]}"):
-                if processes.is_init(process):
-                    return process
+            named = said == wanted and command[0] == "bash" and node in ("", f"n{command[-1]}")
+            if named and processes.is_init(process):
+                return process
         return None
 
     def _switch(self, *arguments: str) -> None:
@@ -282,6 +270,10 @@ class Cluster:
         lines = [line for file in sorted(log.glob("*.log")) for line in file.read_text(errors="replace").splitlines()]
         wrong = [line for line in lines if re.search("fatal|error|: line |Cannot", line)]
         return "\n".join([*dict.fromkeys(wrong)][-15:] or [f"(no errors in {log})"])
+
+
+def _as_set(states: str | Collection[str]) -> set[str]:
+    return {states} if isinstance(states, str) else set(states)
 
 
 def until(condition: Callable[[], bool], seconds: float, complaint: Callable[[], str]) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The inside of a cluster; cluster.py starts it and says what it is.
-#   namespaces.sh cluster BASE SUBNET LINK STARTER   the cluster: switch, munged, slurmctld; boots nodes on request
-#   namespaces.sh node BASE SUBNET NUMBER            one node: cable, /etc/hosts, /dev/shm, slurmd
+#   namespaces.sh cluster BASE SUBNET LINK STARTER   the cluster: switch, /etc/hosts, munged, slurmctld; boots nodes
+#   namespaces.sh node BASE SUBNET NUMBER            one node: cable, /dev/shm, slurmd
 #   namespaces.sh sweep BASE FIRST_JOB LAST_JOB      what killed jobs left in the freezer
 # The first two are the init of a PID namespace of their own: whoever kills them kills everything inside, and
 # the network namespace, with all its cables, goes with the last process.
@@ -18,6 +18,7 @@ cluster() {
     nsenter --net="/proc/$starter/ns/net" ip address add "$subnet.253/24" dev "$link"
     nsenter --net="/proc/$starter/ns/net" ip link set "$link" up
     hostname controller
+    mount --bind "$base/etc/hosts" /etc/hosts # of this mount namespace and of those the nodes derive from it
     mount -t proc proc /proc # only now: until here /proc named the starter
     ip link set lo up
     ip link add switch type bridge
@@ -42,7 +43,6 @@ node() {
     "${switch[@]}" ip link delete "n$number" 2>/dev/null || true # the kernel may not yet have removed a dead node's
     plug 1 "n$number" eth0
     "${switch[@]}" ip link set "n$number" master switch up
-    mount --bind "$base/etc/hosts" /etc/hosts
     mount -t tmpfs -o size=2g tmpfs /dev/shm
     exec 3<> <(:)
     mount -t proc proc /proc
