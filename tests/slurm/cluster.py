@@ -1,0 +1,291 @@
+"""A real Slurm of eight nodes on this machine, for tests and for trying things by hand.
+
+    eval "$(python -m tests.slurm.cluster up)"    # eight idle nodes in a second or two; sets SLURM_CONF
+    sinfo; srun -N8 hostname; sbatch ...
+    python -m tests.slurm.cluster crash 3         # power off: the cable first, so that no peer hears of it
+    python -m tests.slurm.cluster boot 3          # power on
+    python -m tests.slurm.cluster cut 4           # pull the network cable, and `heal 4` plugs it in again
+    python -m tests.slurm.cluster down
+
+Needs root and Debian's packages; without them the tests of this folder are skipped:
+
+    apt-get install --no-install-recommends slurmctld slurmd slurm-client munge iproute2
+
+One munged, one slurmctld and eight slurmd run in namespaces, without systemd; nothing is written outside
+/tmp/meshbook-slurm-N, where the logs stay when the cluster stops. Each node n1 to n8 has a network, host name, /dev/shm
+and processes of its own, 64 declared CPUs and 8 fake GPUs, and a cable to one switch; files are shared. The partition
+`main` is the default, and what runs there is requeued when `high` needs the nodes.
+
+`--id N` (or MESHBOOK_SLURM_ID; 0 by default) tells clusters apart; several can be up. Each is a tree of PID namespaces:
+
+    namespaces.sh cluster       # its end is the end of all
+      munged, slurmctld
+      namespaces.sh node        # its end is the node's
+        slurmd, jobs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Self
+
+from tests.slurm import configuration, processes
+from tests.slurm.configuration import NODES
+
+SCRIPT = Path(__file__).with_name("namespaces.sh")
+IDENTITIES = range(10)
+ENDED = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
+
+Job = dict[str, str]
+
+
+class ClusterError(AssertionError):
+    """The cluster did not do what it was asked; the message says what it said instead."""
+
+
+class ClusterInUse(ClusterError):
+    """A cluster of this identity is up already."""
+
+
+class Cluster:
+    """One cluster, named by its identity. Holds no state of its own: any process can steer a cluster that is up."""
+
+    def __init__(self, identity: int) -> None:
+        self.identity = identity
+        self.base = Path(f"/tmp/meshbook-slurm-{identity}")  # short: the path of a socket has 108 characters
+        self.subnet = f"10.209.{identity}"
+        self.link = f"mbslurm{identity}"  # this machine's cable to the cluster's switch
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for commands that talk to this cluster: SLURM_CONF, and nothing of an enclosing job's."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+        return inherited | {"SLURM_CONF": str(self.base / "etc" / "slurm.conf")}
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @classmethod
+    def started(cls, identities: Iterable[int] = IDENTITIES) -> Self:
+        """Start a cluster with the first of these identities that is free. It ends with this process."""
+        for identity in identities:
+            with contextlib.suppress(ClusterInUse):
+                cluster = cls(identity)
+                cluster.start()
+                return cluster
+        raise ClusterInUse(f"clusters {list(identities)} are all up")
+
+    def start(self, lasting: bool = False) -> None:
+        """Start the cluster and wait until every node is idle. Unless `lasting` it ends with this process.
+
+        Raises `ClusterInUse` where it is up already, `ClusterError` with the logs' errors where it does not come up.
+        """
+        self.base.mkdir(mode=0o755, exist_ok=True)
+        lock = os.open(self.base / "lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the cluster's processes until the last one ends
+            self._delete_link()
+            configuration.write(self.base, self.identity, self.subnet)
+            self._process = self._spawn(lock, lasting)
+        except BlockingIOError:
+            raise ClusterInUse(f"cluster {self.identity} is up already, or about to be: {self.base}") from None
+        finally:
+            os.close(lock)
+        try:
+            for node in NODES:
+                self.boot(node)
+            self.wait_for_nodes("idle", seconds=60)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _spawn(self, lock: int, lasting: bool) -> subprocess.Popen[bytes]:
+        command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", str(SCRIPT)]
+        command += ["cluster", str(self.base), self.subnet, self.link, str(os.getpid())]
+        if not lasting:
+            command = ["setpriv", "--pdeathsig", "KILL", *command]
+        with (self.base / "log" / "daemons.log").open("wb") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[lock],
+                cwd="/",
+                env={name: self.environment[name] for name in ("PATH", "SLURM_CONF")},
+            )
+
+    def stop(self) -> None:
+        """End every process of the cluster, jobs included, and remove its cable. Does nothing where it is not up."""
+        init = self._init("cluster")
+        if init:
+            os.kill(init, signal.SIGKILL)
+        until(lambda: not self._init("cluster"), 10, lambda: "the cluster's processes do not end")
+        if self._process:
+            self._process.wait()
+            self._process = None
+        self._delete_link()
+        if (self.base / "cgroup").exists():
+            first, last = configuration.job_ids(self.identity)
+            sweep = ["unshare", "--mount", str(SCRIPT), "sweep", str(self.base), str(first), str(last)]
+            subprocess.run(sweep, capture_output=True, check=False)
+
+    def crash(self, node: str) -> None:
+        """Power a node off. Its cable goes first: peers see silence, as from a dead machine, not closed connections."""
+        self._switch("link", "delete", node)
+        init = self._init("node", node)
+        if init:
+            os.kill(init, signal.SIGKILL)
+        until(lambda: not self._init("node", node), 10, lambda: f"{node} does not end")
+
+    def boot(self, node: str) -> None:
+        """Power a node on. Returns at once; `wait_for_nodes` says when it is there."""
+        if self._init("node", node):
+            raise ClusterError(f"{node} is up already")
+
+        def open_request() -> bool:
+            try:
+                request = os.open(self.base / "run" / "boot", os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:
+                return False  # ENXIO: nobody reads it yet
+            os.write(request, f"{node.removeprefix('n')}\n".encode())
+            os.close(request)
+            return True
+
+        until(open_request, 10, lambda: f"cluster {self.identity} does not come up\n{self._complaints()}")
+
+    def cut(self, node: str) -> None:
+        """Pull a node's network cable. What runs there goes on."""
+        self._switch("link", "set", node, "down")
+
+    def heal(self, node: str) -> None:
+        """Plug a node's network cable in again."""
+        self._switch("link", "set", node, "up")
+
+    def processes(self, node: str) -> list[int]:
+        """What runs on a node apart from its own init and slurmd: the processes of jobs, by their ids out here."""
+        init = self._init("node", node)
+        found = processes.below(init) if init else {}
+        return [process for process, command in found.items() if command[0] != "slurmd"]
+
+    def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a command that talks to this cluster; raises `ClusterError` with its errors where it fails."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        if check and done.returncode:
+            raise ClusterError(f"{' '.join(command)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+        return done
+
+    def node_states(self) -> dict[str, str]:
+        """State of every node as sinfo gives it, such as "idle"; "idle*" does not answer, "down*" was given up."""
+        listed = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %t", check=False).stdout
+        return dict(line.split() for line in listed.splitlines())
+
+    def wait_for_nodes(self, states: str | Collection[str], seconds: float, nodes: Iterable[str] = NODES) -> None:
+        """Wait until each of these nodes is in one of these states, as `node_states` names them."""
+        wanted, awaited = _as_set(states), set(nodes)
+
+        def there() -> bool:
+            if not self._init("cluster"):
+                raise ClusterError(f"cluster {self.identity} ended\n{self._complaints()}")
+            return {name for name, now in self.node_states().items() if now in wanted} >= awaited
+
+        until(there, seconds, lambda: f"nodes are {self.node_states()}, not {sorted(wanted)}\n{self._complaints()}")
+
+    def jobs(self, job_id: str | int = "") -> list[Job]:
+        """Return every job, or those of one array, as scontrol shows them: {"JobId": "1", "JobState": "RUNNING"}."""
+        shown = self.run("scontrol", "--oneliner", "show", "job", *([str(job_id)] if job_id else [])).stdout
+        fields = re.compile(r"(?:^| )([A-Z][A-Za-z/:]*)=")
+        parts = [fields.split(line)[1:] for line in shown.splitlines() if line.startswith("JobId=")]
+        return [dict(zip(each[::2], each[1::2], strict=True)) for each in parts]
+
+    def job(self, job_id: str | int) -> Job:
+        """Return the one job of this id (of an array name one task: "7_2")."""
+        (only,) = self.jobs(job_id)
+        return only
+
+    def wait_for(self, job_id: str | int, states: str | Collection[str], seconds: float) -> Job:
+        """Wait until a job is in one of these states. Raises `ClusterError` when it ended in another, or time is up."""
+        wanted = _as_set(states)
+
+        def there() -> bool:
+            now = self.job(job_id)["JobState"]
+            if now in ENDED - wanted:
+                raise ClusterError(f"job {job_id} did not get {sorted(wanted)}: {self.job(job_id)}")
+            return now in wanted
+
+        until(there, seconds, lambda: f"job {job_id} is not {sorted(wanted)} after {seconds} s: {self.job(job_id)}")
+        return self.job(job_id)
+
+    def cancel(self, *job_ids: str | int) -> None:
+        """Cancel jobs; Slurm kills what has not ended KillWait (10 s) later."""
+        self.run("scancel", *map(str, job_ids))
+
+    def reset(self, seconds: float = 60) -> None:
+        """Cancel every job, bring every node back and wait until all are idle."""
+        self.run("scancel", "--user=root")
+        for node in NODES:
+            if self._init("node", node):
+                self.heal(node)
+            else:
+                self.boot(node)
+        self.wait_for_nodes("idle", seconds)
+
+    def _init(self, verb: str, node: str = "") -> int | None:
+        """Process id of the init of the cluster or of a node, None when it is down."""
+        wanted = [SCRIPT.name, verb, str(self.base)]
+        for process, command in processes.all_commands().items():
+            said = [Path(command[1]).name, *command[2:4]] if len(command) > 4 else []
+            named = said == wanted and command[0] == "bash" and node in ("", f"n{command[-1]}")
+            if named and processes.is_init(process):
+                return process
+        return None
+
+    def _switch(self, *arguments: str) -> None:
+        init = self._init("cluster")
+        if not init:
+            raise ClusterError(f"cluster {self.identity} is not up")
+        self.run("nsenter", f"--net=/proc/{init}/ns/net", "ip", *arguments)
+
+    def _delete_link(self) -> None:
+        """The kernel removes a dead network's cables in its own time: too late for the next one of this name."""
+        subprocess.run(["ip", "link", "delete", self.link], capture_output=True, check=False)
+
+    def _complaints(self) -> str:
+        """The last errors of the daemons."""
+        log = self.base / "log"
+        lines = [line for file in sorted(log.glob("*.log")) for line in file.read_text(errors="replace").splitlines()]
+        wrong = [line for line in lines if re.search("fatal|error|: line |Cannot", line)]
+        return "\n".join([*dict.fromkeys(wrong)][-15:] or [f"(no errors in {log})"])
+
+
+def _as_set(states: str | Collection[str]) -> set[str]:
+    return {states} if isinstance(states, str) else set(states)
+
+
+def until(condition: Callable[[], bool], seconds: float, complaint: Callable[[], str]) -> None:
+    """Wait for a condition; raises `ClusterError` with the complaint when it does not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise ClusterError(complaint())
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    from tests.slurm.by_hand import main
+
+    main()

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.requirements import why_not
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """One cluster for the whole tier. Where none can run its tests skip, or fail under MESHBOOK_REQUIRE_SLURM=1."""
+    reason = why_not()
+    if reason and os.environ.get("MESHBOOK_REQUIRE_SLURM") == "1":
+        pytest.fail(f"MESHBOOK_REQUIRE_SLURM=1, but {reason}", pytrace=False)
+    if reason:
+        pytest.skip(reason)
+    started = Cluster.started()
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def fresh_cluster(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster for a test that cancels, crashes or leaves jobs: all nodes are idle before and after it."""
+    cluster.reset()
+    yield cluster
+    cluster.reset()
