@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import Cluster
+from tests.slurm.login import Login
 from tests.slurm.requirements import why_not
 
 
@@ -28,3 +30,9 @@ def fresh_cluster(cluster: Cluster) -> Iterator[Cluster]:
     cluster.reset()
     yield cluster
     cluster.reset()
+
+
+@pytest.fixture
+def login(fresh_cluster: Cluster, tmp_path: Path) -> Login:
+    """A person's empty folder on the login node of an idle cluster."""
+    return Login(fresh_cluster, tmp_path)

@@ -28,7 +28,8 @@ def test_more_than_the_cluster_has_is_refused(cluster: Cluster) -> None:
         "--partition=low": "Invalid partition name specified",
     }.items():
         done = cluster.run("srun", "--immediate=1", wrong, "true", check=False)
-        assert done.returncode and why in done.stderr
+        assert done.returncode
+        assert why in done.stderr
 
 
 def test_a_batch_job_by_its_states(fresh_cluster: Cluster, tmp_path: Path) -> None:
@@ -36,7 +37,9 @@ def test_a_batch_job_by_its_states(fresh_cluster: Cluster, tmp_path: Path) -> No
     script.write_text("#!/bin/sh\nsleep 300 & wait\n")
     submitted = fresh_cluster.run("sbatch", "--parsable", "--chdir", str(tmp_path), "-w", "n2", str(script), "Big=1 x")
     job = fresh_cluster.wait_for(submitted.stdout.strip(), "RUNNING", seconds=10)
-    assert job["NodeList"] == "n2" and job["WorkDir"] == str(tmp_path) and job["Restarts"] == "0"
+    assert job["NodeList"] == "n2"
+    assert job["WorkDir"] == str(tmp_path)
+    assert job["Restarts"] == "0"
     until(lambda: len(fresh_cluster.processes("n2")) >= 3, 5, lambda: "stepd, shell and sleep never ran")
     assert not fresh_cluster.processes("n1")
     with pytest.raises(ClusterError, match="is not .'COMPLETED'. after 0"):

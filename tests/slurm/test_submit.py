@@ -1,0 +1,160 @@
+"""From the login node: checked, submitted, told, and what the job then does is what was typed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.login import CPU, QUICK, Login, result_of, steps_of
+
+
+def test_the_title_command_with_eight_nodes(login: Login) -> None:
+    """Submitted without torch, at once; eight ranks, one per node; the losses of one process here."""
+    answer = login.type(
+        *("parallelism=fsdp2_tp4", "cluster=slurm_8node", "cluster.procs_per_node=1", "training.max_steps=3"),
+        *(*CPU, *QUICK, "checkpoint.export=true", "generation.prompts=[Hello]"),
+        python=("-X", "importtime"),
+    )
+    assert answer.status == 0, answer.errors
+    imported = set(re.findall(r"\| +([\w.]+)$", answer.errors, re.MULTILINE))
+    assert "components.launch.slurm.submit" in imported
+    assert not imported & {"torch", "transformers", "datasets", "numpy"}
+    assert answer.field("mesh").endswith("dp_shard=2 x ep=1 x cp=1 x tp=4: 8 processes on 8 nodes")
+    alone = login.type(*QUICK, "parallelism=single", "training.max_steps=3", "run.dir=alone")
+    login.ended(answer)
+    run = answer.run_dir
+    assert run.parent == login.folder / "outputs" / "finetune"
+    kept = {"config.yaml", "environment.json", "code", "metrics.jsonl", "logs", "checkpoints", "export", "result.json"}
+    assert {entry.name for entry in run.iterdir()} >= {*kept, "job.sbatch", "job_id"}
+    assert {entry.name for entry in (run / "logs" / "attempt_0").glob("rank_*.log")} == {
+        f"rank_{rank}.log" for rank in range(8)
+    }
+    assert (run / "logs" / "latest").readlink() == Path("attempt_0")
+    result = result_of(run)
+    assert (result["status"], result["processes"], result["steps"]) == ("ok", 8, 3)
+    assert alone.status == 0, alone.errors
+    assert steps_of(run) == pytest.approx(steps_of(login.folder / "alone"), rel=1e-5)
+
+
+def test_torchruns_agents_run_the_same(login: Login) -> None:
+    answer = login.type(
+        *("parallelism=fsdp2", "cluster=slurm_2node", "cluster.procs_per_node=2", "cluster.launcher=torchrun"),
+        *(*CPU, *QUICK, "training.micro_batch_size=1", "training.max_steps=3"),
+    )
+    alone = login.type(*QUICK, "parallelism=single", "training.max_steps=3", "run.dir=alone")
+    login.ended(answer)
+    assert result_of(answer.run_dir)["processes"] == 4
+    assert steps_of(answer.run_dir) == pytest.approx(steps_of(login.folder / "alone"), rel=1e-5)
+    assert alone.status == 0
+
+
+def test_what_is_edited_after_submission_does_not_reach_the_job(login: Login) -> None:
+    """Nor do paths change their meaning: they are relative to where the command was typed."""
+    body = "(HERE / 'said').write_text(f'{helper.WORD} {Path(cfg.data.path).read_text()}')"
+    recipe = login.write_recipe(body)
+    (login.folder / "helper.py").write_text("WORD = 'before'\n")
+    recipe.write_text(f"import helper\n{recipe.read_text()}")
+    (login.folder / "mine.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    answer = login.type(
+        *("cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK, "data=jsonl", "data.path=mine.jsonl"),
+        "+cluster.sbatch_extra.hold=''",
+        recipe=recipe,
+    )
+    assert answer.status == 0, answer.errors
+    recipe.write_text("raise SystemExit('edited')\n")
+    (login.folder / "helper.py").write_text("WORD = 'edited'\n")
+    login.cluster.run("scontrol", "release", answer.job)
+    login.ended(answer)
+    assert (answer.run_dir / "said").read_text() == 'before {"prompt": "a", "response": "b"}\n'
+
+
+def test_a_rank_that_fails_is_the_last_word_and_the_jobs_status(login: Login) -> None:
+    recipe = login.write_recipe(
+        """
+        if RANK == 1:
+            raise RuntimeError("the third layer is missing")
+        import time; time.sleep(60)
+        """
+    )
+    answer = login.type("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU, *QUICK, recipe=recipe)
+    job = login.ended(answer, "FAILED", seconds=30)
+    assert job["ExitCode"] != "0:0"
+    log = (answer.run_dir / "logs" / "job.log").read_text()
+    assert "RuntimeError: the third layer is missing" in log.splitlines()[-2], log
+    assert log.splitlines()[-2].startswith("rank 1 ")
+    assert result_of(answer.run_dir)["status"] == "failed"
+    assert all(not login.cluster.processes(node) for node in ("n1", "n2"))
+
+
+def test_a_job_that_is_not_over_owns_its_directory(login: Login) -> None:
+    recipe = login.write_recipe("import time; time.sleep(60)")
+    arguments = ("cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK, "run.dir=mine")
+    answer = login.type(*arguments, recipe=recipe)
+    for again in (arguments, (*QUICK, "run.dir=mine")):
+        refused = login.type(*again, recipe=recipe)
+        assert refused.status == 2
+        assert f"belongs to job {answer.job}, which is" in refused.errors
+    login.cluster.cancel(answer.job)
+    login.ended(answer, "CANCELLED", seconds=30)
+    assert result_of(answer.run_dir)["status"] == "cancelled"
+    second = login.type(*arguments, recipe=login.write_recipe("(HERE / 'second').touch()"))
+    login.ended(second)
+    assert (answer.run_dir / "second").exists()
+    assert (answer.run_dir / "logs" / "attempt_1").is_dir()
+
+
+def test_a_dry_run_prints_the_script_and_leaves_nothing(login: Login) -> None:
+    before = login.jobs_ever()
+    answer = login.type("cluster=slurm_8node", "cluster.procs_per_node=1", *CPU, *QUICK, "cluster.dry_run=true")
+    assert answer.status == 0, answer.errors
+    assert answer.output.startswith("#!/bin/bash\n#SBATCH --job-name=finetune\n#SBATCH --nodes=8\n")
+    assert "could start at" in answer.output
+    assert not any(login.folder.iterdir())
+    assert login.jobs_ever() == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (("cluster.partition=nosuch",), "--partition=nosuch: invalid partition specified: nosuch"),
+        (("cluster.nodes=9",), "Node count specification invalid"),
+        (("cluster.device=cuda", "cluster.procs_per_node=9"), "Requested node configuration is not available"),
+        (("cluster.account=a b",), "cluster.account='a b': is no Slurm account"),
+        (("cluster.time=soon",), "cluster.time='soon': is no time limit"),
+        (("cluster.time=5", "cluster.signal_lead_seconds=300"), "lower the lead, or raise cluster.time"),
+        (("parallelism=tp3",), "2 processes"),
+        (("run.dir=a%j",), "run.dir='a%j': holds '%'"),
+        (("run.dir=file/run",), "run.dir=file/run: cannot be used: Not a directory"),
+        (('cluster.setup=["echo \'a"]',), 'cluster.setup="echo \'a": bash cannot read it'),
+        (("cluster.template=none.j2",), "cluster.template=none.j2: no such file"),
+        (("cluster.sbatch_extra.nodes=3",), "cluster.sbatch_extra.nodes=3: is set by cluster.nodes"),
+        (("model.path=owner/absent", "cluster.env.HF_HUB_OFFLINE=1"), "is not in the hub's cache"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_submitted(login: Login, wrong: tuple[str, ...], told: str) -> None:
+    (login.folder / "file").write_text("in the way")
+    before = login.jobs_ever()
+    refused = login.type("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU, *QUICK, *wrong)
+    assert (refused.status, refused.output) == (2, "")
+    assert len(refused.errors.splitlines()) == 1 and told in refused.errors, refused.errors
+    assert [entry.name for entry in login.folder.iterdir()] == ["file"]
+    assert login.jobs_ever() == before
+
+
+def test_without_slurm_there_is_one_message(login: Login) -> None:
+    refused = login.type("cluster=slurm_2node", *CPU, *QUICK, environment={"PATH": "/nowhere"})
+    assert refused.status == 2
+    assert "there is no sbatch on PATH" in refused.errors
+    refused = login.type("cluster=slurm_2node", *CPU, *QUICK, environment={"SLURM_CONF": "/nowhere"})
+    assert refused.status == 2
+    assert len(refused.errors.splitlines()) == 1
+
+
+def test_every_problem_is_told_at_once(login: Login) -> None:
+    wrong = ("cluster.partition=nosuch", "training.global_batch_size=7", "run.resume=nowhere")
+    refused = login.type("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU, *QUICK, *wrong)
+    assert refused.status == 2
+    for part in ("nosuch", "training.global_batch_size=7", "run.resume=nowhere"):
+        assert part in refused.errors
