@@ -18,7 +18,7 @@ from tests.slurm.cluster import Cluster, Job
 PROJECT = Path(__file__).resolve().parents[2]
 FINETUNE = PROJECT / "recipes" / "finetune.py"
 
-CPU = ("cluster.device=cpu", "cluster.exclusive=false", "cluster.mem=null")
+CPU = ("cluster.device=cpu", "cluster.exclusive=false", "cluster.mem=null", "cluster.env.OMP_NUM_THREADS=1")
 """What makes an option such as cluster=slurm_2node fit nodes without GPUs."""
 
 QUICK = (

@@ -230,6 +230,6 @@ class ParallelismConfig:
         elif product != world_size:
             raise ConfigError(
                 f"parallelism: {formula} = {product} processes, but there are {world_size}; change a degree, set one "
-                f"to -1, or set cluster.procs_per_node={product}"
+                f"to -1, or make cluster.nodes x cluster.procs_per_node={product}"
             )
         return MeshShape(**stated)

@@ -40,6 +40,7 @@ def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> in
     if failure is not None:
         return _failed(run_dir, logs, failure, status)
     if result:
+        print(result["status"], flush=True)
         return 0 if result["status"] in ("preempted", "interrupted") else status  # torchrun's agents end with 1
     if status == STOPPED_EARLY:
         write_result(run_dir, {"status": "preempted", "error": "stopped before it began"})

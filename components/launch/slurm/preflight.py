@@ -11,7 +11,6 @@ from pathlib import Path
 from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.cluster import ClusterConfig
-from components.config.schema.model import WeightInit
 from components.config.schema.recipes import RecipeConfig
 from components.config.schema.slurm import ContainerRuntime
 from components.launch.slurm.commands import ask
@@ -22,7 +21,7 @@ from components.launch.slurm.snapshot import PROJECT
 LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "squashfs", "fuse.snapfuse"}
 """Kinds of file systems that other machines do not see, unless this one exports them."""
 
-UNREACHABLE = ("configuration source", "Unable to contact slurm controller", "slurm_load")
+UNREACHABLE = ("configuration source", "configuration file", "Unable to contact slurm controller", "slurm_load")
 """How sbatch says that there is nobody to ask."""
 
 _REASON = re.compile(r"^(sbatch|allocation failure|error|Batch job submission failed)[:\s]*", re.IGNORECASE)
@@ -89,9 +88,7 @@ def _cache_problems(cfg: RecipeConfig) -> list[str]:
     environ = {**os.environ, **cfg.cluster.network_env, **cfg.cluster.env}
     if environ.get("HF_HUB_OFFLINE", "").lower() not in _TRUE:
         return []
-    wanted = {"model.tokenizer": cfg.model.tokenizer}
-    if cfg.model.path is not None and cfg.model.init == WeightInit.pretrained:
-        wanted["model.path"] = cfg.model.path
+    wanted = {"model.tokenizer": cfg.model.tokenizer, "model.path": cfg.model.path}
     cache = _hub_cache(environ)
     return [
         f"{key}={name}: is not in the hub's cache {cache}, and the nodes have no hub (HF_HUB_OFFLINE); download it "

@@ -1,0 +1,144 @@
+"""What clusters do to jobs: the run goes on in its directory, and its losses are an undisturbed run's to the bit.
+
+Two stops in the everyday tests; `make torture` draws twenty, of every kind and at every moment of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, until
+from tests.slurm.login import CPU, QUICK, Answer, Login, log_of, result_of, steps_of
+
+STEPS = 120
+TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
+RUN = (
+    *("cluster=slurm_2node", "cluster.procs_per_node=1", "parallelism=fsdp2", "cluster.signal_lead_seconds=20"),
+    *(*CPU, *QUICK, f"training.max_steps={STEPS}", "training.eval_every=25", "checkpoint.every=40"),
+)
+TORCHRUN = "cluster.launcher=torchrun"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of the same run on the same two nodes, which nobody stops."""
+    login = Login(cluster, tmp_path_factory.mktemp("undisturbed"))
+    answer = login.type(*RUN)
+    login.ended(answer)
+    assert result_of(answer.run_dir)["status"] == "ok"
+    losses = steps_of(answer.run_dir)
+    assert len(losses) == STEPS
+    return losses
+
+
+def by_a_person(login: Login, job: str) -> None:
+    login.cluster.run("scancel", "--signal=USR2", job)
+
+
+def by_a_job_that_matters_more(login: Login, job: str) -> None:
+    login.cluster.run("sbatch", "--partition=high", "--nodes=8", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
+
+
+def by_the_time_limit(login: Login, job: str) -> None:
+    login.cluster.run("scontrol", "update", f"JobId={job}", "EndTime=now+25")
+
+
+KINDS = (by_a_person, by_a_job_that_matters_more, by_the_time_limit)
+
+
+def in_a_step(run: Path, draw: random.Random) -> None:
+    step = draw.randrange(1, STEPS - 30)
+    until(lambda: _lines(run, "loss") >= step, 60, lambda: log_of(run))
+
+
+def in_an_evaluation(run: Path, draw: random.Random) -> None:
+    until(lambda: _lines(run, "eval_loss") >= 1, 60, lambda: log_of(run))
+    wanted = draw.choice((25, 50, 75))
+    until(lambda: _lines(run, "loss") >= wanted - 1, 60, lambda: log_of(run))
+
+
+def in_a_save(run: Path, draw: random.Random) -> None:
+    until(lambda: list((run / "checkpoints").glob("step_*")) != [], 60, lambda: log_of(run))
+
+
+def at_the_start(run: Path, draw: random.Random) -> None:
+    until((run / "logs" / "attempt_0" / "rank_0.log").exists, 60, lambda: log_of(run))
+    time.sleep(draw.uniform(0, 6))
+
+
+MOMENTS = (in_a_step, in_an_evaluation, in_a_save, at_the_start)
+
+
+def _lines(run: Path, key: str) -> int:
+    file = run / "metrics.jsonl"
+    return sum(f'"{key}"' in line for line in file.read_text().splitlines()) if file.exists() else 0
+
+
+def _stop_and_compare(
+    login: Login,
+    undisturbed: dict[int, float],
+    kind: Callable[[Login, str], None],
+    moment: Callable[[Path, random.Random], None],
+    seed: int,
+    *options: str,
+) -> Answer:
+    answer = login.type(*RUN, *options)
+    assert answer.status == 0, answer.errors
+    login.cluster.wait_for(answer.job, "RUNNING", seconds=30)
+    moment(answer.run_dir, random.Random(seed))
+    kind(login, answer.job)
+    job = login.ended(answer, seconds=240)
+    run = answer.run_dir
+    assert int(job["Restarts"]) >= 1, log_of(run)
+    assert (run / "logs" / "attempt_1").is_dir()
+    assert result_of(run)["status"] == "ok"
+    assert steps_of(run) == undisturbed
+    return answer
+
+
+def test_asked_to_save_by_a_person(login: Login, undisturbed: dict[int, float]) -> None:
+    answer = _stop_and_compare(login, undisturbed, by_a_person, in_a_step, random.randrange(2**32))
+    before = json.loads((answer.run_dir / "logs" / "attempt_0" / "result.json").read_text())
+    assert before["status"] == "preempted" and 0 < before["steps"] < STEPS  # noqa: PT018
+    assert "resumed from" in (answer.run_dir / "logs" / "attempt_1" / "rank_0.log").read_text()
+
+
+def test_preempted_under_torchrun(login: Login, undisturbed: dict[int, float]) -> None:
+    seed = random.randrange(2**32)
+    _stop_and_compare(login, undisturbed, by_a_job_that_matters_more, in_a_step, seed, TORCHRUN)
+
+
+def test_scancel_ends_a_run_for_good(login: Login) -> None:
+    answer = login.type(*RUN)
+    in_a_step(answer.run_dir, random.Random(0))
+    login.cluster.cancel(answer.job)
+    job = login.ended(answer, "CANCELLED", seconds=60)
+    assert job["Restarts"] == "0"
+    assert result_of(answer.run_dir)["status"] == "cancelled"
+    assert not (answer.run_dir / "requeue").exists()
+    assert any((answer.run_dir / "checkpoints").glob("step_*"))  # nothing is lost: the same command goes on
+
+
+def test_requeues_are_bounded(login: Login) -> None:
+    answer = login.type(*RUN, "cluster.requeue.max=0")
+    in_a_step(answer.run_dir, random.Random(0))
+    by_a_person(login, answer.job)
+    login.ended(answer, "FAILED", seconds=60)
+    assert "submit the same command again" in (answer.run_dir / "logs" / "job.log").read_text()
+    assert result_of(answer.run_dir)["status"] == "preempted"
+
+
+@pytest.mark.skipif(not TORTURE, reason="twenty stops take twenty minutes: make torture")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(20))
+def test_stopped_whenever_and_by_whatever(login: Login, undisturbed: dict[int, float], number: int) -> None:
+    kind, moment = KINDS[number % len(KINDS)], MOMENTS[number // len(KINDS) % len(MOMENTS)]
+    options = [TORCHRUN] if number % 2 else []
+    _stop_and_compare(login, undisturbed, kind, moment, number, *options)
