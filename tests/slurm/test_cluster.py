@@ -84,7 +84,8 @@ def test_two_clusters_coexist_and_nothing_is_left_of_one(cluster: Cluster) -> No
     other = Cluster.started()
     with pytest.raises(ClusterInUse):
         Cluster(other.identity).start()
-    other.run("sbatch", "--output=/dev/null", "--wrap=setsid sleep 299 & wait")
+    job = other.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=setsid sleep 299 & wait").stdout
+    assert int(job) == job_ids(other.identity)[0] > job_ids(cluster.identity)[1]  # they share the freezer
     until(lambda: _naming(other) != [] and "sleep" in _commands(other), 10, lambda: "the job never ran")
     assert "sleep" not in _commands(cluster)
     assert _job_cgroups(other) != [] or not (other.base / "cgroup").exists()
@@ -128,8 +129,10 @@ def test_a_cluster_ends_with_the_process_that_started_it(slurm: None) -> None:
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGABRT
     abandoned = Cluster(int(done.stdout))
-    until(lambda: not _naming(abandoned), 10, lambda: f"still there: {_naming(abandoned)}")
-    abandoned.stop()
+    try:
+        until(lambda: not _naming(abandoned), 10, lambda: f"still there: {_naming(abandoned)}")
+    finally:
+        abandoned.stop()
     assert abandoned.link not in os.listdir("/sys/class/net")
 
 
