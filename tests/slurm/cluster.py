@@ -16,7 +16,8 @@ One munged, one slurmctld and eight slurmd run in namespaces, without systemd; n
 and processes of its own, 64 declared CPUs and 8 fake GPUs, and a cable to one switch; files are shared. The partition
 `main` is the default, and what runs there is requeued when `high` needs the nodes.
 
-`--id N` (or MESHBOOK_SLURM_ID; 0 by default, which tests never take) tells clusters apart; several can be up. Each is a tree of PID namespaces:
+`--id N` (or MESHBOOK_SLURM_ID) tells clusters apart; several can be up, and tests never take number 0, the default.
+Each is a tree of PID namespaces:
 
     namespaces.sh cluster       # its end is the end of all
       munged, slurmctld
