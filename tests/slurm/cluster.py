@@ -16,7 +16,8 @@ One munged, one slurmctld and eight slurmd run in namespaces, without systemd; n
 and processes of its own, 64 declared CPUs and 8 fake GPUs, and a cable to one switch; files are shared. The partition
 `main` is the default, and what runs there is requeued when `high` needs the nodes.
 
-`--id N` (or MESHBOOK_SLURM_ID; 0 by default) tells clusters apart; several can be up. Each is a tree of PID namespaces:
+`--id N` (or MESHBOOK_SLURM_ID) tells clusters apart; several can be up, and tests never take number 0, the default.
+Each is a tree of PID namespaces:
 
     namespaces.sh cluster       # its end is the end of all
       munged, slurmctld
@@ -41,7 +42,7 @@ from tests.slurm import configuration, processes
 from tests.slurm.configuration import NODES
 
 SCRIPT = Path(__file__).with_name("namespaces.sh")
-IDENTITIES = range(10)
+IDENTITIES = range(1, 10)  # of the clusters that tests start; 0 is left to the one that is brought up by hand
 ENDED = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
 
 Job = dict[str, str]

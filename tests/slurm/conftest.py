@@ -12,13 +12,18 @@ from tests.slurm.requirements import why_not
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """One cluster for the whole tier. Where none can run its tests skip, or fail under MESHBOOK_REQUIRE_SLURM=1."""
+def slurm() -> None:
+    """Skips a test where no cluster can run, and says why; under MESHBOOK_REQUIRE_SLURM=1 the test fails."""
     reason = why_not()
     if reason and os.environ.get("MESHBOOK_REQUIRE_SLURM") == "1":
         pytest.fail(f"MESHBOOK_REQUIRE_SLURM=1, but {reason}", pytrace=False)
     if reason:
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def cluster(slurm: None) -> Iterator[Cluster]:
+    """One cluster for the whole tier."""
     started = Cluster.started()
     yield started
     started.stop()

@@ -8,20 +8,21 @@
 set -euo pipefail
 verb=$1 base=$2
 
-# A cable from the network of process $1 (end $2) to the caller's own (end $3). `netns 1` is the caller: `ip` runs
-# in its PID namespace.
-plug() { nsenter --net="/proc/$1/ns/net" ip link add "$2" type veth peer name "$3" netns 1; }
+# A cable from the network of process $1 (end $2) to the caller's own (end $3, of hardware address $4). `netns 1` is
+# the caller: `ip` runs in its PID namespace. Addresses are fixed: peers remember them for ten seconds and more, and a
+# bridge left to itself changes its own with every port.
+plug() { nsenter --net="/proc/$1/ns/net" ip link add "$2" type veth peer name "$3" address "$4" netns 1; }
 
 cluster() {
     local subnet=$1 link=$2 starter=$3 number
-    plug "$starter" "$link" uplink
+    plug "$starter" "$link" uplink 02:00:00:00:00:fc
     nsenter --net="/proc/$starter/ns/net" ip address add "$subnet.253/24" dev "$link"
     nsenter --net="/proc/$starter/ns/net" ip link set "$link" up
     hostname controller
     mount --bind "$base/etc/hosts" /etc/hosts # of this mount namespace and of those the nodes derive from it
     mount -t proc proc /proc # only now: until here /proc named the starter
     ip link set lo up
-    ip link add switch type bridge
+    ip link add switch address 02:00:00:00:00:fe type bridge
     ip address add "$subnet.254/24" dev switch
     ip link set switch up
     ip link set uplink master switch up
@@ -41,7 +42,7 @@ node() {
     local subnet=$1 number=$2 switch=(nsenter --net=/proc/1/ns/net) # /proc is still the cluster's, process 1 its init
     hostname "n$number"
     "${switch[@]}" ip link delete "n$number" 2>/dev/null || true # the kernel may not yet have removed a dead node's
-    plug 1 "n$number" eth0
+    plug 1 "n$number" eth0 "02:00:00:00:00:0$number"
     "${switch[@]}" ip link set "n$number" master switch up
     mount -t tmpfs -o size=2g tmpfs /dev/shm
     exec 3<> <(:)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.slurm import processes
-from tests.slurm.cluster import Cluster, ClusterError, ClusterInUse, until
-from tests.slurm.configuration import GPUS, NODES
+from tests.slurm.cluster import IDENTITIES, Cluster, ClusterError, ClusterInUse, until
+from tests.slurm.configuration import GPUS, NODES, job_ids
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_job_spans_eight_nodes_that_know_each_other(cluster: Cluster) -> None:
@@ -37,9 +41,7 @@ def test_a_batch_job_by_its_states(fresh_cluster: Cluster, tmp_path: Path) -> No
     script.write_text("#!/bin/sh\nsleep 300 & wait\n")
     submitted = fresh_cluster.run("sbatch", "--parsable", "--chdir", str(tmp_path), "-w", "n2", str(script), "Big=1 x")
     job = fresh_cluster.wait_for(submitted.stdout.strip(), "RUNNING", seconds=10)
-    assert job["NodeList"] == "n2"
-    assert job["WorkDir"] == str(tmp_path)
-    assert job["Restarts"] == "0"
+    assert [job[name] for name in ("NodeList", "WorkDir", "Restarts")] == ["n2", str(tmp_path), "0"]
     until(lambda: len(fresh_cluster.processes("n2")) >= 3, 5, lambda: "stepd, shell and sleep never ran")
     assert not fresh_cluster.processes("n1")
     with pytest.raises(ClusterError, match="is not .'COMPLETED'. after 0"):
@@ -48,15 +50,6 @@ def test_a_batch_job_by_its_states(fresh_cluster: Cluster, tmp_path: Path) -> No
     with pytest.raises(ClusterError, match="did not get"):
         fresh_cluster.wait_for(job["JobId"], "COMPLETED", seconds=10)
     until(lambda: not fresh_cluster.processes("n2"), 5, lambda: f"{fresh_cluster.processes('n2')} remain")
-
-
-def test_a_requeued_job_starts_again(fresh_cluster: Cluster, tmp_path: Path) -> None:
-    script = tmp_path / "job.sh"
-    script.write_text("#!/bin/sh\n[ -z $SLURM_RESTART_COUNT ] || exit 0\nexec sleep 300\n")
-    job = fresh_cluster.run("sbatch", "--parsable", "--requeue", "--output=/dev/null", str(script)).stdout.strip()
-    fresh_cluster.wait_for(job, "RUNNING", seconds=10)
-    fresh_cluster.run("scontrol", "requeue", job)
-    assert fresh_cluster.wait_for(job, "COMPLETED", seconds=30)["Restarts"] == "1"
 
 
 def test_a_cut_cable_silences_a_node_until_it_is_healed(fresh_cluster: Cluster) -> None:
@@ -68,11 +61,19 @@ def test_a_cut_cable_silences_a_node_until_it_is_healed(fresh_cluster: Cluster) 
     fresh_cluster.run(*reach)
 
 
-def test_a_crashed_node_is_noticed_and_comes_back(fresh_cluster: Cluster) -> None:
+def test_a_crashed_node_is_noticed_and_comes_back_while_a_requeued_job_starts_again(
+    fresh_cluster: Cluster, tmp_path: Path
+) -> None:
     fresh_cluster.crash("n7")
     assert not fresh_cluster.processes("n7")
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/sh\n[ -z $SLURM_RESTART_COUNT ] || exit 0\nexec sleep 300\n")
+    job = fresh_cluster.run("sbatch", "--parsable", "--requeue", "--output=/dev/null", str(script)).stdout.strip()
+    fresh_cluster.wait_for(job, "RUNNING", seconds=10)
+    fresh_cluster.run("scontrol", "requeue", job)
+    assert fresh_cluster.wait_for(job, "COMPLETED", seconds=30)["Restarts"] == "1"
     fresh_cluster.wait_for_nodes(["idle*", "down*"], seconds=40, nodes=["n7"])
-    assert set(fresh_cluster.node_states().values()) <= {"idle", "idle*", "down*"}
+    fresh_cluster.wait_for_nodes("idle", seconds=5, nodes=set(NODES) - {"n7"})
     fresh_cluster.boot("n7")
     fresh_cluster.wait_for_nodes("idle", seconds=10)
     assert fresh_cluster.run("srun", "-w", "n7", "hostname").stdout == "n7\n"
@@ -83,18 +84,29 @@ def test_two_clusters_coexist_and_nothing_is_left_of_one(cluster: Cluster) -> No
     other = Cluster.started()
     with pytest.raises(ClusterInUse):
         Cluster(other.identity).start()
-    other.run("sbatch", "--output=/dev/null", "--wrap=setsid sleep 299 & wait")
+    job = other.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=setsid sleep 299 & wait").stdout
+    assert int(job) == job_ids(other.identity)[0] > job_ids(cluster.identity)[1]  # they share the freezer
     until(lambda: _naming(other) != [] and "sleep" in _commands(other), 10, lambda: "the job never ran")
     assert "sleep" not in _commands(cluster)
+    assert _job_cgroups(other) != [] or not (other.base / "cgroup").exists()
     other.stop()
     assert _naming(other) == []
     assert other.link not in os.listdir("/sys/class/net")
     assert Path("/proc/mounts").read_text() == mounts
+    assert _job_cgroups(other) == []
     assert set(cluster.node_states().values()) == {"idle"}
 
 
 def _commands(cluster: Cluster) -> list[str]:
     return [processes.all_commands()[process][0] for node in NODES for process in cluster.processes(node)]
+
+
+def _job_cgroups(cluster: Cluster) -> list[str]:
+    """Directories that the cluster's jobs have in the freezer, where jobs are tracked by it."""
+    root, (first, last) = cluster.base / "cgroup" / "freezer", job_ids(cluster.identity)
+    look = f"mount -t cgroup -o freezer cgroup {root} && find {root}/slurm_n* -name 'job_*'"
+    found = subprocess.run(["unshare", "--mount", "sh", "-c", look], capture_output=True, text=True, check=False).stdout
+    return [job for job in found.split() if first <= int(job.rpartition("_")[2]) <= last]
 
 
 def _naming(cluster: Cluster) -> list[str]:
@@ -110,9 +122,35 @@ def _naming(cluster: Cluster) -> list[str]:
     return found
 
 
-def test_a_cluster_ends_with_the_process_that_started_it() -> None:
-    code = "import os, signal; from tests.slurm.cluster import Cluster; c = Cluster.started(); print(c.identity)"
-    done = subprocess.run(
-        [sys.executable, "-c", code + "; os.kill(os.getpid(), signal.SIGKILL)"], stdout=subprocess.PIPE, check=False
+def test_a_cluster_ends_with_the_process_that_started_it(slurm: None) -> None:
+    code = (
+        "import os; from tests.slurm.cluster import Cluster; print(Cluster.started().identity, flush=True); os.abort()"
     )
-    print(done.returncode)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGABRT
+    abandoned = Cluster(int(done.stdout))
+    try:
+        until(lambda: not _naming(abandoned), 10, lambda: f"still there: {_naming(abandoned)}")
+    finally:
+        abandoned.stop()
+    assert abandoned.link not in os.listdir("/sys/class/net")
+
+
+def test_by_hand_a_cluster_outlives_its_shell(slurm: None) -> None:
+    free = max(IDENTITIES) + 1 + os.getpid() % 200  # nobody else's
+
+    def by_hand(*arguments: str) -> str:
+        command = [sys.executable, "-m", "tests.slurm.cluster", *arguments, f"--id={free}"]
+        return subprocess.run(command, stdout=subprocess.PIPE, cwd=ROOT, check=True, text=True).stdout
+
+    try:
+        setting = by_hand("up")
+        ask = f"{setting}sinfo -h -p main -o '%D %t'"
+        assert subprocess.run(["sh", "-c", ask], stdout=subprocess.PIPE, check=True).stdout == b"8 idle\n"
+        by_hand("crash", "3")
+        assert not Cluster(free).processes("n3")
+        by_hand("boot", "n3")
+    finally:
+        by_hand("down")
+    assert not _naming(Cluster(free))
+    shutil.rmtree(Cluster(free).base)
