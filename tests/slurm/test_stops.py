@@ -17,11 +17,11 @@ import pytest
 from tests.slurm.cluster import Cluster, until
 from tests.slurm.login import CPU, QUICK, Answer, Login, log_of, result_of, steps_of
 
-STEPS = 120
+STEPS = 300
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 RUN = (
     *("cluster=slurm_2node", "cluster.procs_per_node=1", "parallelism=fsdp2", "cluster.signal_lead_seconds=20"),
-    *(*CPU, *QUICK, f"training.max_steps={STEPS}", "training.eval_every=25", "checkpoint.every=40"),
+    *(*CPU, *QUICK, f"training.max_steps={STEPS}", "training.eval_every=50", "checkpoint.every=100"),
 )
 TORCHRUN = "cluster.launcher=torchrun"
 
@@ -54,13 +54,13 @@ KINDS = (by_a_person, by_a_job_that_matters_more, by_the_time_limit)
 
 
 def in_a_step(run: Path, draw: random.Random) -> None:
-    step = draw.randrange(1, STEPS - 30)
+    step = draw.randrange(1, STEPS // 2)
     until(lambda: _lines(run, "loss") >= step, 60, lambda: log_of(run))
 
 
 def in_an_evaluation(run: Path, draw: random.Random) -> None:
     until(lambda: _lines(run, "eval_loss") >= 1, 60, lambda: log_of(run))
-    wanted = draw.choice((25, 50, 75))
+    wanted = draw.choice((50, 100, 150))
     until(lambda: _lines(run, "loss") >= wanted - 1, 60, lambda: log_of(run))
 
 
