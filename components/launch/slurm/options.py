@@ -28,7 +28,10 @@ def resource_options(cluster: ClusterConfig) -> list[Option]:
     options += [(key, value) for key in keys if (value := getattr(cluster, key)) is not None]
     if cluster.exclusive:
         options.append(("exclusive", ""))
-    return options + [(name, value or "") for name, value in cluster.sbatch_extra.items()]
+    flags_last = sorted(
+        cluster.sbatch_extra.items(), key=lambda item: not item[1]
+    )  # --test-only sees what lacks a value
+    return options + [(name, value or "") for name, value in flags_last]
 
 
 def job_options(cluster: ClusterConfig, name: str, run_dir: Path, folder: Path) -> list[Option]:
