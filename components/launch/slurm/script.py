@@ -87,7 +87,8 @@ def _values(job: Job) -> dict[str, Any]:
     """The template's variables; every one of them is listed in slurm/README.md."""
     cluster = job.cluster
     runtime = cluster.container.runtime
-    around = container_arguments(cluster, job.run_dir, job.folder)
+    needed = [job.run_dir] if cluster.snapshot else [job.run_dir, job.code, job.recipe.parent]
+    around = container_arguments(cluster, needed, job.folder)
     python = cluster.python or (sys.executable if runtime == ContainerRuntime.none else "python")
     return {
         "sbatch": [as_line(option) for option in job_options(cluster, job.name, job.run_dir, job.folder)],
@@ -110,5 +111,5 @@ def _check_syntax(script: str, what: str) -> None:
     except OSError as error:
         raise ConfigError(f"{what}: cannot be checked: bash does not start here: {error}") from error
     if done.returncode:
-        told = done.stderr.strip().splitlines()[-1].removeprefix("bash: ")
+        told = next(line for line in done.stderr.splitlines() if "warning" not in line).removeprefix("bash: ")
         raise ConfigError(f"{what}: bash cannot read it: {told}")
