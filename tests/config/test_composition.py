@@ -31,7 +31,8 @@ def sections(name: str) -> set[str]:
 
 def choices(name: str) -> list[str]:
     """Every option of every group of a recipe, and every experiment that is about sections it has."""
-    found = [f"{group}={option}" for group, options in GROUPS.items() if group in sections(name) for option in options]
+    places = {*sections(name), "network"}
+    found = [f"{group}={option}" for group, options in GROUPS.items() if group in places for option in options]
     for option in GROUPS["experiment"]:
         keys = yaml.safe_load((CONF / "experiment" / f"{option}.yaml").read_text())
         if set(keys) - {"defaults"} <= sections(name):
@@ -108,13 +109,31 @@ def test_every_kind_of_data_can_be_frozen() -> None:
         assert from_yaml(to_yaml(cfg), FinetuneConfig) == cfg
 
 
-STRANGE_TEXTS = ["null", "true", "1e3", "0x10", "a: b", " x ", "ünï\ncode", "1_000", "~", "", "'"]
+STRANGE_TEXTS = [
+    "null",
+    "true",
+    "1e3",
+    "0x10",
+    "a: b",
+    " x ",
+    "ünï\ncode",
+    "1_000",
+    "~",
+    "",
+    "'",
+    "${HOME}",
+    "\\${x}",
+    "${",
+    "a\\",
+    "\u2028",
+]
 
 
 @pytest.mark.parametrize("text", STRANGE_TEXTS)
 def test_a_text_that_looks_like_something_else_survives_freezing(text: str) -> None:
     cfg = compose("finetune")
-    cfg.run.name, cfg.model.config = text, {"nested": {"text": text, "number": 3, "nothing": None}, "list": [text]}
+    cfg.cluster.env, cfg.generation.prompts = {"A": text}, [text]
+    cfg.model.config = {"nested": {"text": text, "number": 3, "nothing": None}, "list": [text]}
     assert from_yaml(to_yaml(cfg), FinetuneConfig) == cfg
 
 
@@ -124,7 +143,8 @@ def test_files_hold_known_keys_and_no_code(file: Path) -> None:
     group = file.parent.relative_to(CONF).as_posix()
     keys = {key for schema in RECIPES.values() for key in known_keys(schema)} | {"defaults", "hydra"}
     free = {key for schema in RECIPES.values() for key in free_keys(schema)}
-    prefix = "" if group in (".", "experiment", "local") else f"{group}."
+    section = "cluster" if group == "network" else group
+    prefix = "" if group in (".", "experiment", "local") else f"{section}."
     values = yaml.safe_load(file.read_text()) or {}
     for key in flat(values, prefix):
         if not key.startswith(("hydra.", "defaults", f"{prefix}defaults")):

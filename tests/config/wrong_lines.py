@@ -55,7 +55,8 @@ MISSPELT_GROUP_OR_OPTION = [
     ("experiment=smok", "no such option", "did you mean smoke?"),
     ("+training.max_steps=30", "write training.max_steps=30 without the plus"),
     ("+experiment=smoke", "write experiment=smoke without the plus"),
-    ("cluster=slurm_8node", "no such option", "local_2proc"),
+    ("cluster=slurm_8nodes", "no such option", "did you mean slurm_8node?", "local_2proc"),
+    ("network=infiniband", "no such option", "socket"),
     ("parallelism=3", "must be the name of an option", "fsdp2_tp2"),
 ]
 MISSING_VALUE = [
@@ -159,6 +160,28 @@ UNEVEN_HEADS = [
         *("parallelism.tp=4", "6 attention heads and 2 kv heads"),
     ),
 ]
+SLURM = [
+    ("cluster.kind=slurm", "cluster.procs_per_node=auto: the GPUs of a node are unknown here"),
+    ("cluster=slurm_1node cluster.time=soon", "cluster.time='soon': is no time limit", "D-H:M:S"),
+    ("cluster=slurm_1node cluster.time=5", "cluster.signal_lead_seconds=300", "lower the lead, or raise cluster.time"),
+    ("cluster=slurm_1node cluster.signal_lead_seconds=0", "cluster.signal_lead_seconds=0: must be at least 1"),
+    ("cluster=slurm_1node cluster.cpus_per_proc=0", "cluster.cpus_per_proc=0: must be at least 1"),
+    ("cluster=slurm_1node cluster.mem=2$G", "cluster.mem='2$G': is no Slurm mem"),
+    ("cluster=slurm_1node cluster.requeue.max=-1", "cluster.requeue.max=-1: must be at least 0"),
+    ("cluster=slurm_1node cluster.requeue.maxx=1", "no such key", "did you mean cluster.requeue.max?"),
+    ("cluster=slurm_1node cluster.launcher=mpirun", "must be one of srun, torchrun", "did you mean"),
+    ("cluster=slurm_1node cluster.gpu_request=gpus", "must be one of gpus_per_node, gres, none"),
+    ("cluster=slurm_1node cluster.container.runtime=docker", "must be one of none, pyxis, apptainer"),
+    ("cluster=slurm_1node cluster.container.runtime=pyxis", "needs an image; set cluster.container.image"),
+    ("cluster=slurm_1node cluster.container.image=x.sif", "cluster.container.runtime=none: no container is used"),
+    ("cluster=slurm_1node cluster.sbatch_extra.nodes=3", "cluster.sbatch_extra.nodes=3: is set by cluster.nodes"),
+    ("cluster=slurm_1node cluster.sbatch_extra.N=3", "cluster.sbatch_extra.N='3': must be a long option of sbatch"),
+    ("cluster=slurm_1node cluster.srun_extra=[cores]", "cluster.srun_extra: 'cores' must begin with a dash"),
+    ("cluster=slurm_1node cluster.setup=date", "cluster.setup=date: must be a list"),
+    ("cluster=slurm_1node cluster.env.status=x", "cluster.env.status: is the batch script's own"),
+    ("cluster=slurm_1node cluster.env.9=x", "cluster.env.9: is no name of a variable"),
+    ("cluster=slurm_1node cluster.env.A=???", "cluster.env={'A': '???'}: ??? stands for a value that is missing"),
+]
 BATCH = [
     ("training.global_batch_size=7", "training.global_batch_size=7", "4 x 1 = 4", "training.micro_batch_size"),
     ("training.global_batch_size=20 cluster=local_2proc", "training.global_batch_size=20", "4 x 2 = 8"),
@@ -166,7 +189,6 @@ BATCH = [
     ("parallelism=fsdp2_tp2 cluster.procs_per_node=8 training.micro_batch_size=8", "8 x 4 = 32"),
 ]
 NOT_BUILT = [
-    ("cluster.kind=slurm", "cluster.kind=slurm: submitting to Slurm is not built yet", "cluster=local"),
     ("-m training.max_steps=10,20", "-m", "sweeps are not built yet"),
     ("training.max_steps=10,20", "training.max_steps=10,20", "several values"),
 ]
@@ -195,6 +217,7 @@ TABLE = {
     "axes": AXES,
     "experts": EXPERTS,
     "uneven_heads": UNEVEN_HEADS,
+    "slurm": SLURM,
     "batch": BATCH,
     "not_built": NOT_BUILT,
     "syntax": SYNTAX,
