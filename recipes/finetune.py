@@ -162,7 +162,7 @@ def main(cfg: FinetuneConfig) -> None:
         # Finish: the last numbers, the last evaluation, what remains of the run
         for late in reader.flush():
             record(late)
-        if found is None or state.step > resumed_at:
+        if (found is None or state.step > resumed_at) and (cfg.checkpoint.last or status != "ok"):
             report.say(f"saved {save()}")
         if status == "ok":
             eval_loss = evaluate()
@@ -177,6 +177,7 @@ def main(cfg: FinetuneConfig) -> None:
                 steps=state.step,
                 mesh=str(mesh.shape),
                 processes=info.world_size,
+                compute_dtype=str(compute_dtype).removeprefix("torch."),
                 wall_seconds=round(time.perf_counter() - started, 1),
                 peak_memory_bytes=observability.peak_memory_bytes(info.device),
                 first_loss=state.first_loss,
