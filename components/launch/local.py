@@ -53,7 +53,7 @@ KILL_AFTER = 5.0
 
 def run_local(recipe: Recipe, directory: RunDirectory, processes: int) -> int:
     """Start `processes` ranks of the recipe, wait for all of them, tell of a failure, and return the exit status."""
-    with _signals_kept() as signals:
+    with signals_kept() as signals:
         ranks = _Ranks(directory)
         try:
             ranks.start(recipe, processes)
@@ -228,7 +228,7 @@ def _stopped(ranks: _Ranks, directory: RunDirectory) -> int:
 
 
 @contextmanager
-def _signals_kept() -> Iterator[deque[int]]:
+def signals_kept() -> Iterator[deque[int]]:
     """Collect the forwarded signals instead of dying of them."""
     arrived: deque[int] = deque()
 
