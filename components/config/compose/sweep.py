@@ -11,15 +11,16 @@ from typing import Any, cast
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # the one place that knows how points multiply
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString, RangeSweep
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.command_line import addable, read_arguments, read_request
 from components.config.compose.diagnose import diagnose
-from components.config.compose.explain import UNREADABLE, override_parts
+from components.config.compose.explain import UNREADABLE, override_parts, unknown_key
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import Request, option_groups
+from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import RecipeConfig
@@ -60,11 +61,13 @@ def expand_sweep(name: str, schema: type[RecipeConfig], recipe_dir: Path) -> Swe
     groups = option_groups(request.folders)
     parsed = _parse(arguments.overrides, groups)
     swept = [override for override in parsed if override.is_sweep_override()]
-    raise_all(_sweep_problems(parsed, swept, groups))
-    try:
-        products = BasicSweeper.split_arguments(swept, None)[0]
-    except (HydraException, ValueError) as error:  # range(1,5,0)
-        raise ConfigError(f"{error}: a sweep lists its values: a,b or range(START,STOP,STEP)") from error
+    known = [*known_keys(schema), *groups]
+    unknown = [given for given in swept if given.key_or_group not in known and not _is_free(given, schema)]
+    raise_all(
+        [unknown_key(given.key_or_group, given.get_value_string(), known) for given in unknown]
+        + _sweep_problems(parsed, [given for given in swept if given not in unknown], groups)
+    )
+    products = BasicSweeper.split_arguments(swept, None)[0]
     typed = [(override_parts(given)[0], given) for given in arguments.overrides]
     return SweepRequest(
         request=request,
@@ -98,6 +101,11 @@ def compose_point(
     return cfg, check(cfg)
 
 
+def override_of(key: str, text: str) -> str:
+    """Return the override that sets a key to exactly this text."""
+    return f"{key}={QuotedString(text=text, quote=Quote.single).with_quotes()}"
+
+
 def _parse(overrides: list[str], groups: dict[str, list[str]]) -> list[Override]:
     parser, parsed, problems = OverridesParser.create(cast(ConfigLoader, _Options(groups))), [], []
     for override in overrides:
@@ -117,7 +125,9 @@ def _sweep_problems(parsed: list[Override], swept: list[Override], groups: dict[
             problems.append(f"{typed}: is the folder of the whole sweep, with a folder for each point in it; give one")
         if keys.count(key) > 1:
             problems.append(f"{typed}: {key} is given {keys.count(key)} times; give it once")
-        if not override.is_discrete_sweep():
+        if isinstance(override.value(), RangeSweep) and not override.value().step:  # type: ignore[union-attr]
+            problems.append(f"{typed}: a range with a step of 0 never ends; write range(START,STOP,STEP)")
+        elif not override.is_discrete_sweep():
             problems.append(f"{typed}: an interval has no values to list; write a,b or range(START,STOP,STEP)")
         elif not any(True for _ in override.sweep_string_iterator()):
             options = f" (there are: {', '.join(groups[key])})" if key in groups else ", which only groups have"
@@ -137,6 +147,10 @@ def _point(typed: list[tuple[str, str]], product: list[str]) -> PointRequest:
 def _given(arguments: Namespace, *names: str) -> tuple[str, ...]:
     given = [(f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in names]
     return tuple(part for option, value in given if value is not None for part in (option, value))
+
+
+def _is_free(override: Override, schema: type[RecipeConfig]) -> bool:
+    return override.key_or_group.startswith(tuple(f"{key}." for key in free_keys(schema)))
 
 
 class _Options:

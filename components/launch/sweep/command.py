@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from components.config.compose.sweep import PointRequest, SweepRequest, compose_point, expand_sweep
+from components.config.compose.sweep import PointRequest, SweepRequest, compose_point, expand_sweep, override_of
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.cluster import ClusterKind
@@ -99,7 +99,7 @@ def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems:
         processes = _processes(cfg, visible_gpus(os.environ))
         mesh = None if problems or processes is None else str(cfg.parallelism.resolve(processes))
         if cfg.logging.wandb.mode != WandbMode.disabled and cfg.logging.wandb.group is None:
-            overrides.append(f"logging.wandb.group='{sweep_id}'")
+            overrides.append(override_of("logging.wandb.group", sweep_id))
     name = point_name(number, point.values)
     return Point(number, name, point.values, overrides, mesh, processes, tuple(problems))
 

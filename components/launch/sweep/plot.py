@@ -18,19 +18,20 @@ def plot_report(report: Report, file: Path) -> str | None:
     if not rows:
         return "no report.png: no point has measured its speed"
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(11, 1.5 + 0.4 * max(len(rows), 6)), layout="constrained")
     speeds, curves = figure.subplots(1, 2)
-    names = [row.point.name for row in rows]
+    names = [f"{row.point.name}\n{row.mesh}" if row.mesh != "1" else row.point.name for row in rows]
     colors = ["tab:green" if row is report.best else "tab:blue" for row in rows]
     bars = speeds.barh(names, [row.tokens_per_second for row in rows], color=colors)
-    speeds.bar_label(bars, labels=[f"{row.tokens_per_second:,.0f}  ({row.mesh})" for row in rows], padding=3)
+    speeds.bar_label(bars, fmt="{:,.0f}", padding=3)
     speeds.invert_yaxis()
-    speeds.margins(x=0.35)
+    speeds.margins(x=0.2)
     speeds.set(xlabel="target tokens per second", title=report.sweep.directory.name)
-    for row in rows:
-        steps, losses = _curve(row, report)
-        curves.plot(steps, losses, label=row.point.name, linewidth=1, marker="." if len(steps) < 30 else None)
+    for under, row in enumerate(rows):  # equal curves hide one another: the first is the widest
+        curves.plot(*_curve(row, report), label=row.point.name, linewidth=max(8 - 2 * under, 1))
+    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
     curves.set(xlabel="optimizer step", ylabel="loss per target token (nats)")
     curves.grid(alpha=0.3)
     curves.legend(fontsize="small")

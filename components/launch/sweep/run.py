@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hydra.core.override_parser.types import Quote, QuotedString
-
+from components.config.compose.sweep import override_of
 from components.config.errors import EXIT_INVALID, ConfigError
 from components.launch.context import without_ranks
 from components.launch.local import POLL, signals_kept
@@ -82,15 +81,15 @@ def retry(sweep: Sweep, states: Sequence[str]) -> int:
 
 def point_command(sweep: Sweep, point: Point) -> list[str]:
     """Return the command that runs a point; no shell ever reads it."""
-    run_dir = QuotedString(text=str(sweep.run_dir(point)), quote=Quote.single).with_quotes()
-    return [sys.executable, str(sweep.file), *sweep.options, *point.overrides, f"run.dir={run_dir}"]
+    run_dir = override_of("run.dir", str(sweep.run_dir(point)))
+    return [sys.executable, str(sweep.file), *sweep.options, *point.overrides, run_dir]
 
 
 def _run_point(sweep: Sweep, point: Point, arrived: deque[int], *, check_again: bool) -> list[int]:
     """Run a point to its end, note how it ended, and return the signals that it was sent."""
     began, killed_before = time.time(), killed_for_memory()
     if point.problems and not check_again:
-        write_note(sweep, point, Note(began, EXIT_INVALID, 0.0, "\n".join(point.problems)))
+        write_note(sweep, point, Note(began, EXIT_INVALID, message="\n".join(point.problems)))
         return []
     write_note(sweep, point, Note(began))
     with sweep.log(point).open("ab") as log:
