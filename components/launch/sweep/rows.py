@@ -137,7 +137,7 @@ def _without_result(note: Note) -> tuple[str, str]:
         return "interrupted", last[0]
     if note.killed_for_memory or is_out_of_memory(kind.rpartition(".")[2], said):
         return "oom", last[0] if said else "was killed by the kernel, because memory ran out"
-    return "failed", note.message.strip() or f"ended with status {note.status} and said nothing"
+    return "failed", last[0] or f"ended with status {note.status} and said nothing"
 
 
 def _is_older(result: Path, note: Note) -> bool:
