@@ -133,8 +133,17 @@ result(status="ok", attempt=os.environ["MESHBOOK_ATTEMPT"])
     assert states(sweep) == {"0_1": "ok", "1_2": "running", "2_3": "not started"}
     refused = report(sweep, "--retry", cwd=bench.folder)
     assert (refused.status, "still running" in refused.errors) == (2, True)
+    watching = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "sweep_report.py"), str(sweep), "--watch"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert watching.stdout
+    while "running" not in watching.stdout.readline():
+        pass
     os.kill(started.process.pid, signal.SIGKILL)
     started.process.wait()
+    watched = watching.communicate(timeout=60)[0]
+    assert (watching.returncode, "interrupted" in watched) == (1, True)
     bench.assert_nobody_left()
     seen = report(sweep, cwd=bench.folder)
     assert seen.status == 1

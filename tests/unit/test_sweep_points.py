@@ -106,7 +106,7 @@ def test_quoted_text_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, text: st
 
 def made(directory: Path) -> Sweep:
     directory.mkdir(exist_ok=True)
-    points = [Point(n, f"{n}_{n}", {"run.seed": str(n)}, [f"run.seed={n}"], "tp=2", 2, ("wrong",)) for n in range(2)]
+    points = [Point(n, f"{n}_{n}", {"run.seed": str(n)}, [f"run.seed={n}"], "tp=2", 2) for n in range(2)]
     sweep = Sweep(directory, "id", "finetune", Path("/r.py"), Path("/"), "python r.py", ["-x"], ["run.seed"], points)
     sweep.write()
     return sweep

@@ -165,6 +165,7 @@ def test_only_points_of_one_curve_are_compared(tmp_path: Path) -> None:
     [
         (Note(1.0, 2, 1.0, "training.max_steps=0: must be ..."), {}, "invalid", "training.max_steps=0"),
         (Note(1.0, 2, 1.0, "wrong"), {"status": "failed"}, "invalid", "wrong"),
+        (Note(1.0, 2, 1.0, "mesh ...\n2 problems with this run:\na=1: x\nb=2: y"), {}, "invalid", "a=1: x; b=2: y"),
         (Note(1.0, 1, 1.0, "Traceback\nValueError: no"), {}, "failed", "ValueError: no"),
         (Note(1.0, 1, 1.0, "Traceback\nMemoryError: x"), {}, "oom", "MemoryError"),
         (Note(1.0, -9, 1.0, "", killed_for_memory=True), {}, "oom", "memory ran out"),
@@ -251,12 +252,18 @@ def test_a_result_and_the_state_of_its_job(result: str | None, job: str, state: 
 def test_jobs_that_nobody_can_be_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert job_states(["12", "; rm"]) == {"12": UNKNOWN}
-    made = Made(tmp_path / "s", ("ddp", "fsdp2", "tp2"))
+    made = Made(tmp_path / "s", ("ddp", "fsdp2", "tp2", "tp4"))
     made.ended(0, job="12")
     made.ended(1, job="13", status="ok", wall_seconds=8.0)
     made.ended(2, job="14", note=Note(1.0, 2, 1.0, "sbatch refuses it"))  # could not be submitted again
+    made.ended(3, job="15", note=Note(1.0, 1, 1.0, "OSError: disk full"))
     rows = made.rows()
-    assert [(row.state, row.seconds) for row in rows] == [("submitted", None), ("ok", 8.0), ("invalid", None)]
+    assert [(row.state, row.seconds) for row in rows] == [
+        ("submitted", None),
+        ("ok", 8.0),
+        ("invalid", None),
+        ("failed", None),
+    ]
     assert rows[0].reason == "job 12; Slurm cannot be asked here"
     assert exit_status(read_report(made.sweep)) == 1
 

@@ -50,7 +50,7 @@ def run_sweep(recipe: Recipe) -> int:
         points=points,
     )
     if any(cfg is not None and cfg.cluster.dry_run for cfg in configs):
-        return _dry_run(sweep, configs)
+        return _dry_run(sweep, configs, problems)
     _make(sweep)
     print(f"sweep {sweep.directory}: {len(points)} points", flush=True)
     return run_points(sweep, points)
@@ -101,7 +101,7 @@ def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems:
         if cfg.logging.wandb.mode != WandbMode.disabled and cfg.logging.wandb.group is None:
             overrides.append(override_of("logging.wandb.group", sweep_id))
     name = point_name(number, point.values)
-    return Point(number, name, point.values, overrides, mesh, processes, tuple(problems))
+    return Point(number, name, point.values, overrides, mesh, processes)
 
 
 def _make(sweep: Sweep) -> None:
@@ -114,14 +114,14 @@ def _make(sweep: Sweep) -> None:
         ) from error
 
 
-def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None]) -> int:
+def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[list[str]]) -> int:
     """List the points, and start nothing; a job's script is shown by the point's own launcher."""
     print(f"cluster.dry_run=true: a sweep of {len(sweep.points)} points in {sweep.directory}")
     failed = False
-    for point, cfg in zip(sweep.points, configs, strict=True):
-        if point.problems or cfg is None:
+    for point, cfg, found in zip(sweep.points, configs, problems, strict=True):
+        if found or cfg is None:
             failed = True
-            print(f"{point.name}: invalid: {'; '.join(point.problems)}", flush=True)
+            print(f"{point.name}: invalid: {'; '.join(found)}", flush=True)
         elif cfg.cluster.kind == ClusterKind.slurm:
             print(f"{point.name}:", flush=True)
             failed |= subprocess.run(point_command(sweep, point), check=False).returncode != 0

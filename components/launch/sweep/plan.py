@@ -40,8 +40,6 @@ class Point:
     """The mesh that it asks for; None where it cannot have one."""
     processes: int | None = None
     """Number of processes that it asks for."""
-    problems: tuple[str, ...] = ()
-    """Why it cannot run, found before the sweep began."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,15 +79,15 @@ class Row:
         return self.result.get("eval_loss") if last is None else last
 
 
-def read_rows(sweep: Sweep) -> list[Row]:
-    """Return a row for each point, in the order of the sweep."""
-    alive = is_running(sweep.directory)
-    jobs = {point.number: _job(sweep.run_dir(point)) for point in sweep.points}
-    results = {point.number: read_json(sweep.run_dir(point) / RESULT) for point in sweep.points}
+def read_rows(sweep: Sweep, only: Point | None = None) -> list[Row]:
+    """Return a row for each point (or for one only), in the order of the sweep."""
+    alive, points = is_running(sweep.directory), [only] if only else sweep.points
+    jobs = {point.number: _job(sweep.run_dir(point)) for point in points}
+    results = {point.number: read_json(sweep.run_dir(point) / RESULT) for point in points}
     asked = [job for number, job in jobs.items() if job and results[number].get("status") != "ok"]
     states = job_states(asked) if asked else {}
     rows = []
-    for point in sweep.points:
+    for point in points:
         job, note = jobs[point.number], read_note(sweep, point)
         row = Row(point, "not started", result=results[point.number], config=_config(sweep.run_dir(point)))
         row.seconds = row.result.get("wall_seconds") or (note.seconds if note and not job else None)
@@ -103,7 +103,7 @@ def _settle(row: Row, note: Note, sweep: Sweep, *, alive: bool, job: str, job_st
     if note.status is None and alive and (status is None or _is_older(sweep.run_dir(row.point) / RESULT, note)):
         row.state, row.reason, row.result = "running", _progress(sweep.run_dir(row.point)), {}
     elif note.status == EXIT_INVALID:
-        row.state, row.reason, row.result = "invalid", note.message, {}
+        row.state, row.reason, row.result = "invalid", _problems(note.message), {}
     elif job_state is not None and not note.status:  # else it could not be submitted again
         row.state = settle(status, job_state)
         row.reason = error or _of_job(row, job, job_state, sweep)
@@ -138,6 +138,13 @@ def _without_result(note: Note) -> tuple[str, str]:
     if note.killed_for_memory or is_out_of_memory(kind.rpartition(".")[2], said):
         return "oom", last[0] if said else "was killed by the kernel, because memory ran out"
     return "failed", last[0] or f"ended with status {note.status} and said nothing"
+
+
+def _problems(message: str) -> str:
+    """What a launcher found wrong, without what its ranks may have said before."""
+    lines = message.strip().splitlines() or [""]
+    heads = [index for index, line in enumerate(lines) if line.endswith(" problems with this run:")]
+    return "; ".join(lines[heads[-1] + 1 :] if heads else lines[-1:])
 
 
 def _is_older(result: Path, note: Note) -> bool:

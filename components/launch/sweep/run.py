@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from components.config.compose.sweep import override_of
-from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.errors import ConfigError
 from components.launch.context import without_ranks
 from components.launch.local import POLL, signals_kept
 from components.launch.memory import killed_for_memory
@@ -29,7 +29,7 @@ PATIENCE = 2
 """Interrupts (Ctrl-C) that a point gets to save, and then to abort; one more kills it."""
 
 
-def run_points(sweep: Sweep, points: Sequence[Point], *, check_again: bool = False) -> int:
+def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
     """Run the points one after another, print the table, and return the exit status of the sweep.
 
     SIGINT, SIGTERM and SIGUSR2 are passed on to the point that runs; no further one starts.
@@ -37,7 +37,6 @@ def run_points(sweep: Sweep, points: Sequence[Point], *, check_again: bool = Fal
     Args:
         sweep: Whose folder and sweep.json exist.
         points: Those to run.
-        check_again: Start also those that were found invalid when the sweep was planned.
 
     Raises ConfigError where another process works on the sweep.
     """
@@ -47,8 +46,8 @@ def run_points(sweep: Sweep, points: Sequence[Point], *, check_again: bool = Fal
             if stops or arrived:
                 break
             _announce(sweep, point, f"[{index}/{len(points)}]")
-            stops += _run_point(sweep, point, arrived, check_again=check_again)
-            _tell_end(_row(sweep, point))
+            stops += _run_point(sweep, point, arrived)
+            _tell_end(*read_rows(sweep, point))
         stops += arrived
         if stops:
             names = " and ".join(signal.Signals(number).name for number in dict.fromkeys(stops))
@@ -76,7 +75,7 @@ def retry(sweep: Sweep, states: Sequence[str]) -> int:
     if not points:
         print(f"nothing to do again: no point is {' or '.join(wanted)}")
         return report_now(sweep)
-    return run_points(sweep, points, check_again=True)
+    return run_points(sweep, points)
 
 
 def point_command(sweep: Sweep, point: Point) -> list[str]:
@@ -85,12 +84,9 @@ def point_command(sweep: Sweep, point: Point) -> list[str]:
     return [sys.executable, str(sweep.file), *sweep.options, *point.overrides, run_dir]
 
 
-def _run_point(sweep: Sweep, point: Point, arrived: deque[int], *, check_again: bool) -> list[int]:
+def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
     """Run a point to its end, note how it ended, and return the signals that it was sent."""
     began, killed_before = time.time(), killed_for_memory()
-    if point.problems and not check_again:
-        write_note(sweep, point, Note(began, EXIT_INVALID, message="\n".join(point.problems)))
-        return []
     write_note(sweep, point, Note(began))
     with sweep.log(point).open("ab") as log:
         said_from = log.tell()
@@ -165,7 +161,3 @@ def _tell_end(row: Row) -> None:
     if row.reason and row.state != "ok":
         parts.append(first_line(row.reason, 100))
     print(", ".join(parts), flush=True)
-
-
-def _row(sweep: Sweep, point: Point) -> Row:
-    return next(row for row in read_rows(sweep) if row.point.number == point.number)
