@@ -206,7 +206,8 @@ def test_the_runs_of_a_sweep_are_one_group_in_wandb(bench: Bench) -> None:
     assert bench.run("-m", "run.seed=1,2", "logging.wandb.mode=offline").status == 0
     sweep = only_sweep(bench)
     for name in ("0_1", "1_2"):
-        assert yaml.safe_load((sweep / name / "config.yaml").read_text())["logging"]["wandb"]["group"] == sweep.name
+        config = yaml.safe_load((sweep / name / "config.yaml").read_text())
+        assert (config["logging"]["wandb"]["group"], config["run"]["name"]) == (sweep.name, name)
 
 
 def test_a_dry_run_lists_the_points_and_writes_nothing(bench: Bench) -> None:

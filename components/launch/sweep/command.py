@@ -95,12 +95,14 @@ def _processes(cfg: RecipeConfig, gpus: int) -> int | None:
 
 def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems: list[str], sweep_id: str) -> Point:
     overrides, processes, mesh = list(point.overrides), None, None
+    name = point_name(number, point.values)
     if cfg is not None:
         processes = _processes(cfg, visible_gpus(os.environ))
         mesh = None if problems or processes is None else str(cfg.parallelism.resolve(processes))
         if cfg.logging.wandb.mode != WandbMode.disabled and cfg.logging.wandb.group is None:
             overrides.append(override_of("logging.wandb.group", sweep_id))
-    name = point_name(number, point.values)
+        if cfg.run.name is None:
+            overrides.append(override_of("run.name", name))  # a job's name, in squeue
     return Point(number, name, point.values, overrides, mesh, processes)
 
 

@@ -103,7 +103,7 @@ def _settle(row: Row, note: Note, sweep: Sweep, *, alive: bool, job: str, job_st
     if note.status is None and alive and (status is None or _is_older(sweep.run_dir(row.point) / RESULT, note)):
         row.state, row.reason, row.result = "running", _progress(sweep.run_dir(row.point)), {}
     elif note.status == EXIT_INVALID:
-        row.state, row.reason, row.result = "invalid", _problems(note.message), {}
+        row.state, row.reason, row.result, row.seconds = "invalid", _problems(note.message), {}, None
     elif job_state is not None and not note.status:  # else it could not be submitted again
         row.state = settle(status, job_state)
         row.reason = error or _of_job(row, job, job_state, sweep)
