@@ -19,6 +19,7 @@ from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema.recipes import RecipeConfig
 from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR, rank_and_size
 from components.launch.failures import log_file, tell_problems, write_report
+from components.launch.memory import is_out_of_memory
 from components.launch.run_directory import CONFIG, REQUEUE, RESULT, RunDirectory, attempt_logs
 
 EXIT_INTERRUPTED = 130
@@ -93,14 +94,14 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:
         write_report(directory.logs, rank, error)
-        directory.conclude(status_of(type(error).__name__), f"rank {rank}: {type(error).__name__}: {error}")
+        directory.conclude(status_of(type(error).__name__, str(error)), f"rank {rank}: {type(error).__name__}: {error}")
         raise
     return 0
 
 
-def status_of(error_type: str) -> str:
-    """Return the status in result.json of a run that an exception of this type ended."""
-    return "oom" if error_type == "OutOfMemoryError" else "failed"
+def status_of(error_type: str, message: str) -> str:
+    """Return the status in result.json of a run that an exception of this type, with this message, ended."""
+    return "oom" if is_out_of_memory(error_type, message) else "failed"
 
 
 def _from_main(recipe: Recipe, trace: TracebackType | None) -> TracebackType | None:

@@ -67,7 +67,7 @@ def _failed(run_dir: Path, logs: Path, failure: Failure, status: int) -> int:
         write_result(run_dir, {"status": "invalid", "error": report.message})
         return EXIT_INVALID
     kind, message = (report.type, report.message) if report else ("", failure.what)
-    write_result(run_dir, {"status": status_of(kind), "error": f"rank {failure.rank}: {kind}: {message}"})
+    write_result(run_dir, {"status": status_of(kind, message), "error": f"rank {failure.rank}: {kind}: {message}"})
     return status or 1
 
 
