@@ -86,7 +86,7 @@ def test_a_rank_that_fails_is_the_last_word_and_the_jobs_status(login: Login) ->
     assert job["ExitCode"] != "0:0"
     log = (answer.run_dir / "logs" / "job.log").read_text()
     assert "RuntimeError: the third layer is missing" in log.splitlines()[-2], log
-    assert log.splitlines()[-2].startswith("rank 1 ")
+    assert log.splitlines()[-2].startswith("rank 1 on n2 ")
     assert result_of(answer.run_dir)["status"] == "failed"
     assert all(not login.cluster.processes(node) for node in ("n1", "n2"))
 
