@@ -5,6 +5,8 @@ python recipes/finetune.py data=jsonl data.path=mine.jsonl              # your p
 python recipes/finetune.py parallelism=fsdp2_tp2 cluster=local_4proc    # another mesh, the same loss curve
 python recipes/finetune.py run.dir=outputs/mine training.max_steps=200  # typed again, the command resumes
 python recipes/finetune.py -m parallelism=ddp,fsdp2,fsdp2_tp2           # a sweep over meshes ends in one table
+python recipes/finetune.py parallelism=fsdp2_tp4 cluster=slurm_8node    # from a login node: checks, submits, returns
+python recipes/finetune.py -m parallelism=ddp,fsdp2 experiment=bench_mesh   # a sweep over meshes: one table
 torchrun --nproc-per-node 8 recipes/finetune.py model=llama3_1_8b       # your own launcher
 """
 
