@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
 from components.config.schema.model import WeightInit
 from components.config.schema.recipes import RecipeConfig
+from components.config.secrets import secret_problems
 from components.config.shape import ModelShape, read_shape
 from components.config.validate import validate
 from components.launch.parts import check_files
@@ -23,7 +25,7 @@ def problems_before_start(cfg: RecipeConfig, world_size: int) -> list[str]:
     except ConfigError as error:
         problems = error.problems
     problems = validate(cfg, world_size, shape) + problems
-    problems += _told(lambda: check_files(cfg.data))
+    problems += _told(lambda: check_files(cfg.data)) + secret_problems(cfg, sys.argv[1:])
     if cfg.run.resume not in ("auto", "never") and not Path(cfg.run.resume).is_dir():
         problems.append(
             f"run.resume={cfg.run.resume}: no such checkpoint; give auto, never or a folder checkpoints/step_N of a run"
