@@ -17,7 +17,12 @@ from components.launch.parts import check_files
 
 
 def problems_before_start(cfg: RecipeConfig, world_size: int) -> list[str]:
-    """Return every problem of `cfg` on `world_size` processes, one sentence each, files included."""
+    """Return every problem of `cfg` on `world_size` processes, one sentence each, files included.
+
+    Secrets are told alone: the sentences of other problems repeat values.
+    """
+    if secrets := secret_problems(cfg, sys.argv[1:]):
+        return secrets
     shape, problems = ModelShape(), []
     try:
         shape = read_shape(cfg.model)
@@ -25,7 +30,7 @@ def problems_before_start(cfg: RecipeConfig, world_size: int) -> list[str]:
     except ConfigError as error:
         problems = error.problems
     problems = validate(cfg, world_size, shape) + problems
-    problems += _told(lambda: check_files(cfg.data)) + secret_problems(cfg, sys.argv[1:])
+    problems += _told(lambda: check_files(cfg.data))
     if cfg.run.resume not in ("auto", "never") and not Path(cfg.run.resume).is_dir():
         problems.append(
             f"run.resume={cfg.run.resume}: no such checkpoint; give auto, never or a folder checkpoints/step_N of a run"
