@@ -57,7 +57,8 @@ class WandbRun:
     def _start(self, **arguments: Any) -> None:
         import wandb
 
-        settings = wandb.Settings(silent=True, console="off")
+        # save_code would copy the recipe and all uncommitted changes, with whatever secret stands in them.
+        settings = wandb.Settings(silent=True, console="off", save_code=False)
         self._run = wandb.init(settings=settings, **arguments)
 
     def _guard(self, call: Any, *args: Any, **kwargs: Any) -> None:
