@@ -9,6 +9,7 @@ diagnose.py      all that is wrong with a command line, not only what Hydra stum
 explain.py       Hydra's and omegaconf's errors in our words
 sweep.py         the points of a command line with -m
 typed.py         nested dicts to dataclasses, strictly
+texts.py         texts that look like a reference or a missing value
 frozen.py        the config as YAML, and back
 """
 

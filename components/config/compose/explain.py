@@ -84,7 +84,7 @@ def explain_resolution(error: Exception) -> str:
     """Return one sentence for an interpolation (${...}) that leads nowhere, with the key that holds it."""
     found = RESOLUTION.search(str(error))
     key = f"{found['key']}: " if found else ""
-    return f"{key}{_first_line(str(error))}; correct the ${{...}} in its value"
+    return f"{key}{_first_line(str(error))}; correct the ${{...}} in its value, or write \\${{...}} for the text"
 
 
 def explain_override(override: str, error: Exception, keys: list[str], groups: dict[str, list[str]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.explain import explain_resolution
+from components.config.compose.texts import literal
 from components.config.compose.typed import typed
 from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
@@ -49,4 +51,4 @@ def from_yaml(text: str, schema: type[Config]) -> Config:
 
 def to_yaml(cfg: RecipeConfig) -> str:
     """Return the whole config as YAML, every value stated."""
-    return OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    return OmegaConf.to_yaml(OmegaConf.create(literal(asdict(cfg))))

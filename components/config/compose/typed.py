@@ -9,13 +9,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.explain import explain_value, unknown_key
+from components.config.compose.texts import UNSET, literal, unstorable
 from components.config.errors import ConfigError
 from components.config.schema.data import DATA_KINDS, DataConfig
 
 Schema = TypeVar("Schema")
-
-UNSET = "???"
-"""How omegaconf spells a value that must be given."""
 
 
 def typed(container: Any, schema: type[Schema], data_schema: type | None = None) -> Schema:
@@ -97,9 +95,12 @@ class _Builder:
             return None
         if is_dataclass(kind):
             return self.build(value, self._data_schema(value) if kind is DataConfig else kind, f"{key}.")
+        if problem := unstorable(value):
+            self.problems.append(f"{key}={value!r}: {problem}")
+            return None
         name = key.rpartition(".")[2]
         try:
-            node[name] = value
+            node[name] = literal(value)  # references were followed before: what looks like one is text
             converted = node[name]
         except OmegaConfBaseException as error:
             self.problems.append(f"{key}={value}: {explain_value(error)}")

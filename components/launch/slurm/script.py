@@ -42,7 +42,7 @@ def render(job: Job) -> str:
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"quote": lambda value: shlex.quote(str(value)), "words": shlex.join}
+    environment.filters |= {"quote": as_word, "words": lambda texts: " ".join(map(as_word, texts))}
     try:
         script = environment.from_string(file.read_text()).render(_values(job))
     except (OSError, UnicodeDecodeError, TemplateError) as error:
@@ -62,6 +62,20 @@ def setup_problems(cluster: ClusterConfig) -> list[str]:
         except ConfigError as error:
             problems += error.problems
     return problems
+
+
+def as_word(value: object) -> str:
+    """Return a text as one word of bash on one line: in more lines sbatch would look for its options, and for CR LF."""
+    text = str(value)
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_as_octal, text)) + "'"
+
+
+def _as_octal(character: str) -> str:
+    if character.isprintable() and character not in "\\'":
+        return character
+    return "".join(f"\\{byte:03o}" for byte in character.encode())
 
 
 def _values(job: Job) -> dict[str, Any]:
