@@ -91,6 +91,24 @@ def test_a_rank_that_fails_is_the_last_word_and_the_jobs_status(login: Login) ->
     assert all(not login.cluster.processes(node) for node in ("n1", "n2"))
 
 
+def test_a_rank_that_dies_without_a_word_is_named_by_srun(login: Login) -> None:
+    recipe = login.write_recipe(
+        """
+        import signal, time
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        raise RuntimeError("Connection closed by peer [10.0.0.2]:4711")
+        """
+    )
+    answer = login.type("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU, *QUICK, recipe=recipe)
+    login.ended(answer, "FAILED", seconds=30)
+    log = (answer.run_dir / "logs" / "job.log").read_text()
+    assert "srun: error: n2: task 1: Killed" in log, log
+    assert result_of(answer.run_dir)["status"] == "failed"
+    assert all(not login.cluster.processes(node) for node in ("n1", "n2"))
+
+
 def test_a_job_that_is_not_over_owns_its_directory(login: Login) -> None:
     recipe = login.write_recipe("import time; time.sleep(60)")
     arguments = ("cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK, "run.dir=mine")

@@ -60,8 +60,10 @@ def _first_failure(logs: Path) -> Failure | None:
 
 
 def _failed(run_dir: Path, logs: Path, failure: Failure, status: int) -> int:
-    tell_failure(failure, logs)
     report = failure.report
+    if report is not None and report.lost_peer:
+        print("every rank that could speak lost another one; srun names above who ended without a word", flush=True)
+    tell_failure(failure, logs)
     (run_dir / REQUEUE).unlink(missing_ok=True)
     if report is not None and report.kind == Kind.config:
         write_result(run_dir, {"status": "invalid", "error": report.message})
