@@ -25,6 +25,9 @@ from components.launch.run_directory import CONFIG, REQUEUE, RESULT, RunDirector
 EXIT_INTERRUPTED = 130
 """Exit status of what Ctrl-C ended, as shells have it."""
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+"""What asks a run to save and stop."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -68,6 +71,8 @@ def run_worker(recipe: Recipe) -> int:
     except ConfigError as error:
         write_report(logs, rank, error)
         return EXIT_INVALID
+    for number in STOP_SIGNALS:  # the run is over: there is nothing left to stop, only an exit status to lose
+        signal.signal(number, signal.SIG_IGN)
     if rank == 0 and not by_launcher and _status(run_dir) == "preempted":
         (run_dir / REQUEUE).touch()
     return 0
@@ -137,7 +142,7 @@ class KeptSignals:
 def keep_stop_signals() -> None:
     """Have a request to save and stop (SIGTERM, SIGUSR2) wait for the training loop instead of ending this rank."""
     kept = KeptSignals()
-    for number in (signal.SIGTERM, signal.SIGUSR2):
+    for number in STOP_SIGNALS:
         signal.signal(number, kept)
 
 

@@ -67,7 +67,9 @@ def settle(result: str | None, job: str) -> str:
         return job
     if result is None:
         return {UNKNOWN: "submitted", GONE: "failed", "ended": "failed"}.get(job, job)
-    told_to_stop = result in ("preempted", "interrupted", "cancelled") and job in ("timeout", "cancelled")
+    if result == "cancelled" and job not in (UNKNOWN, GONE, "ended"):
+        return job  # the batch script knows that it was ended, Slurm knows why
+    told_to_stop = result in ("preempted", "interrupted") and job in ("timeout", "cancelled")
     return job if told_to_stop or (result == "failed" and job == "oom") else result
 
 
