@@ -223,10 +223,7 @@ class Cluster:
         return only
 
     def wait_for(self, job_id: str | int, states: str | Collection[str], seconds: float) -> Job:
-        """Wait until a job is in one of these states. Raises `ClusterError` when it ended in another, or time is up.
-
-        A job that is put back into the queue shows its end for a moment, so only one that lasts counts.
-        """
+        """Wait until a job is in one of these states; raises `ClusterError` when it stays ended, or time is up."""
         wanted, ended_at = _as_set(states), math.inf
 
         def there() -> bool:
