@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def locate(path: str, key: str = "model.path") -> ModelFiles:
     """Resolve `package:NAME/FILE`, a .gguf file, a folder or a hub name. Raises ConfigError naming `key`."""
     if path.startswith("package:"):
         path = str(_packaged_file(path, key))
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))
     if path.endswith(".gguf"):
         if not local.is_file():
             raise ConfigError(f"{key}={path}: no such file; give a .gguf file, a folder or a hub name")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -57,7 +58,7 @@ def files_of_split(place: Place) -> list[Path]:
     test-00000-of-00002.parquet, train/part-1.csv. Where no file names a split, all belong to train. A single
     file is one split, whatever its name. Raises ConfigError naming `place.key`.
     """
-    folder = Path(place.path).expanduser()
+    folder = Path(os.path.expanduser(place.path))
     said = f"{place.key}={place.path}"
     if folder.is_file():
         if folder.suffix not in SUFFIXES:

@@ -110,7 +110,7 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
 
     Raises ConfigError where it holds another run, is in use, or cannot be written; it then made nothing.
     """
-    path = Path(cfg.run.dir).expanduser().absolute() if cfg.run.dir is not None else None
+    path = Path(os.path.expanduser(cfg.run.dir)).absolute() if cfg.run.dir is not None else None
     try:
         path, created = (path, _make(path)) if path is not None else _make_new(Path.cwd() / "outputs" / recipe)
         names = {entry.name for entry in path.iterdir()} - {LOCK}

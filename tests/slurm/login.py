@@ -105,6 +105,7 @@ class Login:
 
     def ended(self, answer: Answer, states: str | Collection[str] = "COMPLETED", seconds: float = 120) -> Job:
         """Wait until the job of a submission has ended like this; its log is in the error otherwise."""
+        assert answer.status == 0, answer.errors
         try:
             return self.cluster.wait_for(answer.job, states, seconds)
         except AssertionError as error:

@@ -60,13 +60,15 @@ class Typist:
     def __init__(self, login: Login, commands: Commands) -> None:
         self.login, self.commands = login, commands
         self.environment = {"SLURM_CONF": login.cluster.environment["SLURM_CONF"]}
+        self.recipe = login.write_recipe("pass", "idle.py")
         self.before, self.jobs = login.jobs_ever(), set[str]()
 
     def type(
         self, *arguments: str, recipe: Path | None = None, folder: Path | None = None, **environment: str
     ) -> Answer:
-        file = recipe or PROJECT / "recipes" / "finetune.py"
-        ended = self.commands.run(file, arguments, folder or self.login.folder, **self.environment, **environment)
+        ended = self.commands.run(
+            recipe or self.recipe, arguments, folder or self.login.folder, **self.environment, **environment
+        )
         answer = Answer(ended.status, ended.output, ended.errors, 0.0)
         if answer.status == 0:
             self.jobs.add(answer.job)
@@ -124,41 +126,46 @@ def test_every_string_reaches_the_rank(login: Login, typist: Typist) -> None:
 def test_what_cannot_arrive_is_refused(typist: Typist) -> None:
     two_lines = [text for text in EVERY if not on_one_line(text) and text not in UNSTORABLE]
     assert len(two_lines) >= 10
-    for key in ("cluster.setup", "cluster.srun_extra"):
-        assert len(typist.refused(*ONE, f"{key}={listed(f'--a={text}' for text in two_lines)}")) == len(two_lines)
-    for text in two_lines:
-        (told,) = typist.refused(*ONE, f"cluster.sbatch_extra.comment={quoted(text)}")
-        assert told.startswith(f"cluster.sbatch_extra.comment={text!r}: "), told
+    texts = listed(f"--a={text}" for text in two_lines)
+    options = [f"cluster.sbatch_extra.a{number}={quoted(text)}" for number, text in enumerate(two_lines)]
+    told = typist.refused(*ONE, f"cluster.setup={texts}", f"cluster.srun_extra={texts}", *options)
+    assert len(told) == 3 * len(two_lines)
+    for number, text in enumerate(two_lines):
+        for said in (f"cluster.setup={f'--a={text}'!r}: must be", f"cluster: {f'--a={text}'!r} must be"):
+            assert sum(line.startswith(said) for line in told) == 1, said
+        assert sum(line.startswith(f"cluster.sbatch_extra.a{number}={text!r}: must be") for line in told) == 1
     for text in UNSTORABLE:
-        for key in ("cluster.env.A", "cluster.sbatch_extra.comment"):
-            (told,) = typist.refused(*ONE, f"{key}={quoted(text)}")
-            assert repr(text) in told
-        for key in ("cluster.setup", "cluster.srun_extra", "generation.prompts"):
-            (told,) = typist.refused(*ONE, f"{key}={listed([text])}")
-            assert repr(text) in told
+        lists = [f"{key}={listed([text])}" for key in ("cluster.setup", "cluster.srun_extra", "generation.prompts")]
+        texts = [f"{key}={quoted(text)}" for key in ("cluster.env.A", "cluster.sbatch_extra.comment")]
+        told = typist.refused(*ONE, *lists, *texts)
+        assert len(told) == 5
+        assert all(repr(text) in line for line in told)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "echo 'a",
-        'echo "$(a',
-        "echo `a",
-        "echo \\",
-        "cat <<end",
-        "cat <<'end' >&2",
-        "if true; then",
-        "f() {",
-        "}",
-        "fi",
-        "(",
-        "a &&",
-        "x |",
-    ],
-)
-def test_a_setup_line_that_would_swallow_the_next_is_refused(typist: Typist, line: str) -> None:
-    (told,) = typist.refused(*ONE, f"cluster.setup={listed([line, 'true'])}")
-    assert told.startswith(f"cluster.setup={line!r}: bash cannot read it")
+UNFINISHED = [
+    *("echo 'a", 'echo "$(a', "echo `a", "echo \\", "cat <<end", "cat <<'end' >&2", "if true; then", "f() {", "}"),
+    *("fi", "(", "a &&", "x |", "}; {", "case a in"),
+]
+
+
+def test_a_setup_line_that_would_swallow_the_next_is_refused(typist: Typist) -> None:
+    told = typist.refused(*ONE, f"cluster.setup={listed([*UNFINISHED, 'true', '# a remark', 'module load x'])}")
+    assert len(told) == len(UNFINISHED)
+    for line, said in zip(UNFINISHED, told, strict=True):
+        assert said.startswith(f"cluster.setup={line!r}: bash cannot read it"), said
+
+
+def test_names_that_the_script_has_taken_are_refused(typist: Typist) -> None:
+    names = ("run_dir", "status", "MASTER_PORT", "UID")
+    told = typist.refused(*ONE, *(f"cluster.env.{name}=x" for name in names))
+    assert [said.partition(":")[0] for said in told] == [f"cluster.env.{name}" for name in names]
+
+
+def test_srun_arguments_are_options(typist: Typist) -> None:
+    """Anything else srun would take for the program."""
+    words = ["", "-", "--", "x", f"$(touch {CANARY})", " --label"]
+    told = typist.refused(*ONE, f"cluster.srun_extra={listed(words)}")
+    assert [said.partition(": ")[2].partition(" must")[0] for said in told] == [repr(word) for word in words]
 
 
 def test_names_and_comments(login: Login, typist: Typist) -> None:
@@ -186,7 +193,7 @@ def test_folders(login: Login, typist: Typist) -> None:
         here = login.folder / "here" / text
         here.mkdir(parents=True)
         elsewhere, overrides = login.folder / "there" / text, (*HELD, f"run.dir={quoted(f'../../there/{text}')}")
-        if text.isprintable() and not set(text) & set("%\\:") and text not in UNSTORABLE:
+        if text.isprintable() and not set(text) & set("%\\:"):
             answer = typist.type(*overrides, folder=here)
             assert answer.status == 0, (text, answer.errors)
             shown = login.cluster.run("scontrol", "show", "job", answer.job).stdout
@@ -202,10 +209,8 @@ def test_folders(login: Login, typist: Typist) -> None:
 
 def test_a_job_runs_in_a_hostile_folder(login: Login, typist: Typist) -> None:
     """Its code, its logs, the recipe and the folder of the command, all in one."""
-    folder = (
-        login.folder
-        / f'-it\'s "a" $(touch {CANARY}) `touch {CANARY}`; touch {CANARY} & $HOME * ? [a] {{b}} # ~ ! Grüße'
-    )
+    run = f"touch {CANARY}"
+    folder = login.folder / f'-it\'s "a" $({run}) `{run}`; {run} & $HOME * ? [a] {{b}} # ~ ! Grüße'
     folder.mkdir()
     recipe = Login(login.cluster, folder).write_recipe(TELL)
     recipe = recipe.rename(folder / f"-x $(touch {CANARY}) 'mine'.py")

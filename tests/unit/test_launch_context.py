@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from components.config.errors import ConfigError
-from components.launch.context import Context, LocalRank, detect, external_rank, without_ranks
+from components.launch.context import Context, LocalRank, detect, rank_and_size, without_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
@@ -32,6 +32,17 @@ OURS = {"MESHBOOK_WORKER": "1", "MESHBOOK_RUN_DIR": "/run"}
         pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, Context.external, id="torchrun of one"),
         pytest.param({**TORCHRUN, **OURS}, Context.worker, id="our worker"),
         pytest.param({**SRUN, **TORCHRUN, **OURS}, Context.worker, id="our worker within srun"),
+        pytest.param({**SRUN, **OURS}, Context.worker, id="our srun"),
+        pytest.param(
+            {**SRUN, **OURS, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
+            Context.worker,
+            id="our srun of one task",
+        ),
+        pytest.param(
+            {**OURS, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+            Context.launcher,
+            id="our batch shell",
+        ),
         pytest.param(OURS, Context.launcher, id="ours, but no rank"),
         pytest.param({"RANK": "0"}, Context.launcher, id="a stale RANK alone"),
         pytest.param({"RANK": "", "WORLD_SIZE": ""}, Context.launcher, id="set but empty"),
@@ -43,15 +54,18 @@ def test_context(environ: dict[str, str], context: Context) -> None:
     assert detect(environ) is context
 
 
-def test_an_external_rank_is_torchruns_where_both_number_it() -> None:
-    assert external_rank(TORCHRUN) == (1, 2)
-    assert external_rank(SRUN) == (3, 4)
-    assert external_rank({**SRUN, **TORCHRUN}) == (1, 2)
+def test_torchruns_numbers_hold_where_both_number_a_rank() -> None:
+    assert rank_and_size(TORCHRUN) == (1, 2)
+    assert rank_and_size(SRUN) == (3, 4)
+    assert rank_and_size({**SRUN, **TORCHRUN}) == (1, 2)
+    assert rank_and_size({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) == (0, 1)
 
 
-def test_an_external_rank_that_is_no_number_is_told() -> None:
+def test_a_rank_that_is_no_number_is_told() -> None:
     with pytest.raises(ConfigError, match="RANK='one': must be a whole number"):
-        external_rank({"RANK": "one", "WORLD_SIZE": "2"})
+        rank_and_size({"RANK": "one", "WORLD_SIZE": "2"})
+    with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS='': must be a whole number"):
+        rank_and_size({"SLURM_PROCID": "0"})
 
 
 def test_nothing_that_numbers_ranks_is_left() -> None:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from components.config.schema.checks import at_least, raise_all
 from components.config.schema.slurm import (
     NAMED_ELSEWHERE,
+    SCRIPT_VARIABLES,
     ContainerConfig,
     GpuRequest,
     Launcher,
@@ -138,7 +139,7 @@ class ClusterConfig:
             value = getattr(self, key)
             if value is not None and not _RESOURCE.fullmatch(value):
                 problems.append(f"cluster.{key}={value!r}: is no Slurm {key}: it has spaces or quotes; change it")
-        return problems + self._time_problems() + self._text_problems()
+        return problems + self._time_problems() + self._variable_problems() + self._text_problems()
 
     def _time_problems(self) -> list[str]:
         if self.time is None:
@@ -153,14 +154,20 @@ class ClusterConfig:
             ]
         return []
 
-    def _text_problems(self) -> list[str]:
+    def _variable_problems(self) -> list[str]:
         problems = []
         for section in ("env", "network_env"):
             for name, value in getattr(self, section).items():
                 if not _VARIABLE.fullmatch(name):
                     problems.append(f"cluster.{section}.{name}: is no name of a variable; change it")
+                if name in SCRIPT_VARIABLES:
+                    problems.append(f"cluster.{section}.{name}: is the batch script's own; choose another name")
                 if "\0" in value:
                     problems.append(f"cluster.{section}.{name}: holds a null character; change it")
+        return problems
+
+    def _text_problems(self) -> list[str]:
+        problems = []
         for line in self.setup:
             if not _is_one_line(line):
                 problems.append(f"cluster.setup={line!r}: must be one shell line each; write several as a list")
@@ -169,6 +176,9 @@ class ClusterConfig:
                 problems.append(f"cluster.sbatch_extra.{name}={value}: is set by {NAMED_ELSEWHERE[name]}; leave it out")
             elif not _OPTION.fullmatch(name) or not _is_one_line(value):
                 problems.append(f"cluster.sbatch_extra.{name}={value!r}: must be a long option of sbatch, on one line")
+        for value in self.srun_extra:
+            if not value.startswith("-") or not value.strip("-"):
+                problems.append(f"cluster.srun_extra: {value!r} must begin with a dash; write --name=value as one")
         for value in (*self.srun_extra, *self.container.args, *self.container.mounts, self.container.image or ""):
             if not _is_one_line(value):
                 problems.append(f"cluster: {value!r} must be on one line; change srun_extra or container")

@@ -37,6 +37,13 @@ NAMED_ELSEWHERE = {
 }
 """sbatch options that have a key of their own, and that key."""
 
+SCRIPT_VARIABLES = {
+    *("run_dir", "attempt", "restarts", "logs", "cancelled", "threads", "python", "container", "status"),
+    *("MASTER_ADDR", "MASTER_PORT", "MESHBOOK_WORKER", "MESHBOOK_RUN_DIR", "MESHBOOK_ATTEMPT"),
+    *("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO"),
+}
+"""Variables that the batch script sets for itself and for the ranks, and those that bash lets nobody set."""
+
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 
 

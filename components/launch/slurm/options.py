@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from components.config.schema.cluster import ClusterConfig, Device
@@ -28,7 +29,10 @@ def resource_options(cluster: ClusterConfig) -> list[Option]:
     options += [(key, value) for key in keys if (value := getattr(cluster, key)) is not None]
     if cluster.exclusive:
         options.append(("exclusive", ""))
-    return options + [(name, value or "") for name, value in cluster.sbatch_extra.items()]
+    flags_last = sorted(
+        cluster.sbatch_extra.items(), key=lambda item: not item[1]
+    )  # --test-only sees what lacks a value
+    return options + [(name, value or "") for name, value in flags_last]
 
 
 def job_options(cluster: ClusterConfig, name: str, run_dir: Path, folder: Path) -> list[Option]:
@@ -61,10 +65,16 @@ def as_argument(option: Option) -> str:
     return f"--{name}={value}" if value else f"--{name}"
 
 
-def container_arguments(cluster: ClusterConfig, run_dir: Path, folder: Path) -> list[str]:
-    """Return the arguments of the container's runtime: of srun under pyxis, else the command before Python."""
+def container_arguments(cluster: ClusterConfig, needed: Iterable[Path], folder: Path) -> list[str]:
+    """Return the arguments of the container's runtime: of srun under pyxis, else the command before Python.
+
+    Args:
+        cluster: Has the image, and what is mounted besides.
+        needed: Folders to mount.
+        folder: Where the command was typed: the working directory.
+    """
     container = cluster.container
-    mounts = list(dict.fromkeys([*container.mounts, str(run_dir), str(folder)]))
+    mounts = list(dict.fromkeys([*container.mounts, *map(str, needed), str(folder)]))
     if container.runtime == ContainerRuntime.pyxis:
         pairs = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
         where = [f"--container-mounts={pairs}", f"--container-workdir={folder}"]

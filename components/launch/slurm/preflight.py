@@ -31,7 +31,7 @@ _TRUE = ("1", "on", "yes", "true")
 def job_problems(cfg: RecipeConfig) -> tuple[list[str], list[str]]:
     """Return the problems of submitting `cfg`, and notes: when it could start, and which paths may be local."""
     problems = setup_problems(cfg.cluster) + _script_problems(cfg.cluster) + _cache_problems(cfg)
-    problems += _path_problems("run.dir", cfg.run.dir or str(Path.cwd()))
+    problems += _path_problems(cfg)
     try:
         refused, estimate = _test_only(cfg.cluster)
     except ConfigError as error:
@@ -67,7 +67,7 @@ def refusal(lines: list[str], cluster: ClusterConfig) -> str:
 
 
 def _script_problems(cluster: ClusterConfig) -> list[str]:
-    if cluster.template is not None and not Path(cluster.template).expanduser().is_file():
+    if cluster.template is not None and not Path(os.path.expanduser(cluster.template)).is_file():
         return [f"cluster.template={cluster.template}: no such file"]
     python = cluster.python
     if python is not None and "/" in python and cluster.container.runtime == ContainerRuntime.none:
@@ -75,12 +75,17 @@ def _script_problems(cluster: ClusterConfig) -> list[str]:
     return []
 
 
-def _path_problems(key: str, path: str) -> list[str]:
-    """Slurm replaces % in the path of a log, and takes a backslash for its own."""
-    bad = sorted({character for character in path if character in "%\\" or not character.isprintable()})
-    if not bad:
-        return []
-    return [f"{key}={path!r}: holds {' '.join(map(repr, bad))}, which Slurm reads as its own; choose another path"]
+def _path_problems(cfg: RecipeConfig) -> list[str]:
+    """Slurm replaces % in the path of a log and takes a backslash for its own; PYTHONPATH and mounts are lists."""
+    in_container = cfg.cluster.container.runtime != ContainerRuntime.none
+    special = "%\\:," if in_container else "%\\:"
+    problems = []
+    for key, path in (("run.dir", cfg.run.dir or ""), ("the folder of this command", str(Path.cwd()))):
+        bad = sorted({character for character in path if character in special or not character.isprintable()})
+        if bad:
+            held = " ".join(map(repr, bad))
+            problems.append(f"{key}={path!r}: holds {held}, which means something else to Slurm; choose another path")
+    return problems
 
 
 def _cache_problems(cfg: RecipeConfig) -> list[str]:
@@ -123,7 +128,7 @@ def _local_paths(cfg: RecipeConfig) -> list[str]:
         "code": None if cfg.cluster.snapshot else str(PROJECT),
         "python": None if in_container else cfg.cluster.python or sys.prefix,
     }
-    paths = {key: Path(name).expanduser() for key, name in named.items() if name}
+    paths = {key: Path(os.path.expanduser(name)) for key, name in named.items() if name}
     local = [
         f"{key} ({kind})"
         for key, path in paths.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def render(job: Job) -> str:
     """Return the script. Raises ConfigError where the template, or a shell line in it, does not parse."""
     from jinja2 import Environment, StrictUndefined, TemplateError
 
-    file = Path(job.cluster.template or TEMPLATE).expanduser()
+    file = Path(os.path.expanduser(job.cluster.template or TEMPLATE))
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
@@ -54,11 +55,15 @@ def render(job: Job) -> str:
 
 
 def setup_problems(cluster: ClusterConfig) -> list[str]:
-    """Return which lines of cluster.setup are no complete shell commands: alone, lest one swallow what follows."""
+    """Return which lines of cluster.setup are no complete shell commands by themselves.
+
+    bash reads each alone, and once more in braces, which stay open where a line swallows what follows it (<<, \\).
+    """
     problems = []
     for line in cluster.setup:
         try:
-            _check_syntax(f"{line}\n", f"cluster.setup={line!r}")
+            for script in (f"{line}\n", f"{{\n:\n{line}\n}}\n"):
+                _check_syntax(script, f"cluster.setup={line!r}")
         except ConfigError as error:
             problems += error.problems
     return problems
@@ -82,7 +87,8 @@ def _values(job: Job) -> dict[str, Any]:
     """The template's variables; every one of them is listed in slurm/README.md."""
     cluster = job.cluster
     runtime = cluster.container.runtime
-    around = container_arguments(cluster, job.run_dir, job.folder)
+    needed = [job.run_dir] if cluster.snapshot else [job.run_dir, job.code, job.recipe.parent]
+    around = container_arguments(cluster, needed, job.folder)
     python = cluster.python or (sys.executable if runtime == ContainerRuntime.none else "python")
     return {
         "sbatch": [as_line(option) for option in job_options(cluster, job.name, job.run_dir, job.folder)],
@@ -105,5 +111,5 @@ def _check_syntax(script: str, what: str) -> None:
     except OSError as error:
         raise ConfigError(f"{what}: cannot be checked: bash does not start here: {error}") from error
     if done.returncode:
-        told = done.stderr.strip().splitlines()[0].removeprefix("bash: ")
+        told = next(line for line in done.stderr.splitlines() if "warning" not in line).removeprefix("bash: ")
         raise ConfigError(f"{what}: bash cannot read it: {told}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -43,8 +44,8 @@ def submit(recipe: Recipe, prepared: Prepared) -> int:
 
 def show(recipe: Recipe, cfg: RecipeConfig, notes: list[str]) -> None:
     """Print the script that would be submitted."""
-    run_dir = Path(cfg.run.dir) if cfg.run.dir else Path.cwd() / "outputs" / recipe.name / "TIME-HEX"
-    print(render(_job(recipe, cfg, run_dir.expanduser().absolute(), 0)), end="")
+    run_dir = Path(os.path.expanduser(cfg.run.dir or Path("outputs") / recipe.name / "TIME-HEX")).absolute()
+    print(render(_job(recipe, cfg, run_dir, 0)), end="")
     for note in ("cluster.dry_run=true: would submit this script with sbatch", *notes):
         print(f"# {note}")
 

@@ -1,0 +1,128 @@
+"""The config as options of sbatch: what is asked for, how it is quoted, and Slurm's notation of time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from components.config.errors import ConfigError
+from components.config.schema.cluster import ClusterConfig, ClusterKind, Device
+from components.config.schema.slurm import (
+    NAMED_ELSEWHERE,
+    ContainerConfig,
+    ContainerRuntime,
+    GpuRequest,
+    Launcher,
+    seconds_of,
+)
+from components.launch.slurm.options import as_argument, as_line, container_arguments, job_options, resource_options
+
+
+def cluster(**values: object) -> ClusterConfig:
+    return ClusterConfig(kind=ClusterKind.slurm, **{"procs_per_node": "4", **values})
+
+
+def asked(**values: object) -> list[str]:
+    return [as_argument(option) for option in resource_options(cluster(**values))]
+
+
+@pytest.mark.parametrize(
+    ("values", "options"),
+    [
+        ({}, ["--nodes=1", "--ntasks-per-node=4", "--gpus-per-node=4"]),
+        ({"gpu_request": GpuRequest.gres}, ["--nodes=1", "--ntasks-per-node=4", "--gres=gpu:4"]),
+        ({"gpu_request": GpuRequest.none}, ["--nodes=1", "--ntasks-per-node=4"]),
+        ({"device": Device.cpu}, ["--nodes=1", "--ntasks-per-node=4"]),
+        ({"device": Device.cpu, "gpu_request": GpuRequest.gres}, ["--nodes=1", "--ntasks-per-node=4"]),
+        (
+            {"launcher": Launcher.torchrun, "nodes": 3, "cpus_per_proc": 6},
+            ["--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=24", "--gpus-per-node=4"],
+        ),
+        ({"cpus_per_proc": 6, "device": Device.cpu}, ["--nodes=1", "--ntasks-per-node=4", "--cpus-per-task=6"]),
+    ],
+)
+def test_what_is_asked_of_the_cluster(values: dict[str, object], options: list[str]) -> None:
+    assert asked(**values) == options
+
+
+def test_every_key_of_the_cluster_has_its_option() -> None:
+    keys = ("mem", "time", "partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation")
+    given = {key: f"{number}:00:00" if key == "time" else f"x{number}" for number, key in enumerate(keys)}
+    options = asked(**given, exclusive=True, sbatch_extra={"hold": "", "mail-type": "FAIL", "comment": "a b"})
+    assert options[3:] == [
+        *(f"--{key}={value}" for key, value in given.items()),
+        *("--exclusive", "--mail-type=FAIL", "--comment=a b", "--hold"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        (("exclusive", ""), "--exclusive"),
+        (("nodes", "2"), "--nodes=2"),
+        (("exclude", "n[3,7]"), "--exclude=n[3,7]"),
+        (("comment", "two words"), '--comment="two words"'),
+        (("comment", "it's"), '--comment="it\'s"'),
+        (("comment", 'say "so"'), r'--comment="say \"so\""'),
+        (("comment", "a\\nb\\"), r'--comment="a\\nb\\"'),
+        (("comment", "a#b"), '--comment="a#b"'),
+        (("comment", "$(date)"), '--comment="$(date)"'),
+        (("comment", "Grüße"), '--comment="Grüße"'),
+    ],
+)
+def test_a_line_behind_sbatch(option: tuple[str, str], line: str) -> None:
+    assert as_line(option) == line
+
+
+def test_nothing_of_the_job_can_be_given_twice() -> None:
+    """What the config sets has a key, and sbatch_extra refuses it."""
+    everything = cluster(
+        **dict.fromkeys(("mem", "partition", "account", "qos", "constraint", "nodelist", "exclude"), "1"),
+        reservation="r",
+        time="1-0",
+        cpus_per_proc=1,
+        exclusive=True,
+    )
+    names = {name for name, _ in job_options(everything, "name", Path("/run"), Path("/here"))}
+    assert len(names) == 20
+    for name in names:
+        assert name in NAMED_ELSEWHERE, name
+        with pytest.raises(ConfigError, match=f"cluster.sbatch_extra.{name}=x: is set by"):
+            cluster(sbatch_extra={name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *(("30", 1800), ("0", 0), ("10:30", 630), ("1:00:00", 3600), ("24:00:00", 86400), ("1-0", 86400)),
+        *(("2-12", 216000), ("1-12:30", 131400), ("1-12:30:15", 131415), ("007", 420)),
+        *(
+            (text, None)
+            for text in ("", "soon", "1:2:3:4", "1-", "-1", "1-2-3", "1.5", "1h", " 5", "infinite", "1-2:3:4:5")
+        ),
+    ],
+)
+def test_slurms_notation_of_time(text: str, seconds: int | None) -> None:
+    assert seconds_of(text) == seconds
+
+
+def test_arguments_of_a_container() -> None:
+    """The run directory and the folder of the command are mounted, each once; a mount may have another place inside."""
+    mounts = ["/data", "/scratch:/tmp", "/here"]
+    folders = ([Path("/run")], Path("/here"))
+    pyxis = ContainerConfig(
+        runtime=ContainerRuntime.pyxis, image="a#b:c", mounts=mounts, args=["--no-container-mount-home"]
+    )
+    assert container_arguments(cluster(container=pyxis), *folders) == [
+        "--container-image=a#b:c",
+        "--container-mounts=/data:/data,/scratch:/tmp,/here:/here,/run:/run",
+        "--container-workdir=/here",
+        "--no-container-mount-home",
+    ]
+    apptainer = ContainerConfig(runtime=ContainerRuntime.apptainer, image="x.sif", mounts=mounts, args=["--nv"])
+    assert container_arguments(cluster(container=apptainer), *folders) == [
+        *("apptainer", "exec", "--bind=/data", "--bind=/scratch:/tmp", "--bind=/here", "--bind=/run", "--pwd=/here"),
+        *("--nv", "x.sif"),
+    ]
+    assert container_arguments(cluster(), *folders) == []

@@ -1,0 +1,212 @@
+"""The batch script: its text for four clusters, and that bash and shellcheck have nothing to say of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from components.config.errors import ConfigError
+from components.config.schema.cluster import ClusterConfig, ClusterKind, Device
+from components.config.schema.slurm import (
+    SCRIPT_VARIABLES,
+    ContainerConfig,
+    ContainerRuntime,
+    GpuRequest,
+    Launcher,
+    RequeueConfig,
+)
+from components.launch.slurm.script import TEMPLATE, Job, as_word, render, setup_problems
+
+GOLDEN = Path(__file__).with_name("golden")
+"""What the scripts are to be. After a wanted change: MESHBOOK_WRITE_GOLDEN=1 python -m pytest THIS_FILE, and look."""
+SHARED = Path("/shared/it's mine")
+SLURM = {"kind": ClusterKind.slurm, "procs_per_node": "8", "python": "/shared/venv/bin/python"}
+
+CLUSTERS = {
+    "srun": ClusterConfig(
+        **SLURM,
+        nodes=4,
+        partition="gpu",
+        account="my_group",
+        qos="long",
+        time="1-12:00:00",
+        constraint="a100&nvlink",
+        exclude="n[3,7]",
+        reservation="week",
+        mem="0",
+        exclusive=True,
+        cpus_per_proc=12,
+        gpu_request=GpuRequest.gres,
+        setup=["module load cuda/12.8", "export PATH=/opt/tool/bin:$PATH"],
+        network_env={"NCCL_SOCKET_IFNAME": "ib0"},
+        env={"MESSAGE": "it's\n$(date)", "NCCL_DEBUG": "INFO"},
+        requeue=RequeueConfig(max=3, node_failure=False),
+        sbatch_extra={"mail-type": "FAIL", "comment": 'two "words" # \\', "spread-job": ""},
+        srun_extra=["--cpu-bind=cores", "--label"],
+    ),
+    "torchrun": ClusterConfig(
+        **SLURM, nodes=2, launcher=Launcher.torchrun, cpus_per_proc=4, signal_lead_seconds=60, health_check=False
+    ),
+    "pyxis": ClusterConfig(
+        **SLURM,
+        container=ContainerConfig(
+            runtime=ContainerRuntime.pyxis,
+            image="nvcr.io#nvidia/pytorch:25.06-py3",
+            mounts=["/data", "/scratch:/tmp"],
+            args=["--no-container-mount-home"],
+        ),
+    ),
+    "apptainer": ClusterConfig(
+        **SLURM,
+        container=ContainerConfig(
+            runtime=ContainerRuntime.apptainer, image="/shared/my image.sif", mounts=["/data"], args=["--nv"]
+        ),
+    ),
+}
+
+
+def script(cluster: ClusterConfig) -> str:
+    run_dir = SHARED / "runs" / "20260101-000000-abcd"
+    code = run_dir / "code"
+    return render(
+        Job(
+            cluster=cluster,
+            name="a run: $(date)",
+            run_dir=run_dir,
+            attempt=2,
+            code=code,
+            recipe=code / "recipes" / "finetune.py",
+            folder=SHARED,
+        )
+    )
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_script(name: str) -> None:
+    rendered, golden = script(CLUSTERS[name]), GOLDEN / f"{name}.sbatch"
+    if os.environ.get("MESHBOOK_WRITE_GOLDEN") == "1":
+        golden.write_text(rendered)
+    assert rendered == golden.read_text()
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_bash_and_shellcheck_have_nothing_to_say(name: str) -> None:
+    file = str(GOLDEN / f"{name}.sbatch")
+    subprocess.run(["bash", "-n", file], check=True)
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    said = subprocess.run(["shellcheck", "--norc", file], capture_output=True, text=True, check=False)
+    assert (said.returncode, said.stdout) == (0, "")
+
+
+def test_the_scripts_own_variables_are_all_refused_to_a_person() -> None:
+    """What the template sets, cluster.env must not set before it."""
+    lines = "\n".join(file.read_text() for file in GOLDEN.glob("*.sbatch"))
+    body = re.sub(r"^(#|export (MESSAGE|NCCL_\w+|PATH)=).*$", "", lines, flags=re.MULTILINE)
+    assigned = set(re.findall(r"(?:^|[ ;])([A-Za-z_]\w*)=(?![-\w]*[,\"])", body, re.MULTILINE))
+    kept = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONPATH", "OMP_NUM_THREADS"}  # a person's go before
+    assert assigned - kept - {"recipe", "JobId", "Requeue", "disable"} <= SCRIPT_VARIABLES
+    assert {"run_dir", "status", "MASTER_PORT"} <= assigned
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plain",
+        "two words",
+        "it's",
+        '"',
+        "$(date)",
+        "a\nb",
+        "a\r\nb",
+        "\x01\x7f\\'",
+        "Grüße\n",
+        "\u2028 \u00a0",
+        "!",
+        "-",
+    ],
+)
+def test_a_word_of_bash_is_one_line_and_comes_back(text: str) -> None:
+    word = as_word(text)
+    assert word.isprintable()
+    for locale in ("C", "C.UTF-8"):
+        done = subprocess.run(
+            ["bash", "-c", f"printf %s {word}"], capture_output=True, check=True, env={"LC_ALL": locale}
+        )
+        assert done.stdout == text.encode()
+
+
+@pytest.mark.parametrize(
+    ("policy", "flag", "lines"),
+    [
+        (RequeueConfig(), "--requeue", {"restarts_below": "20", "asks_for_it": False}),
+        (RequeueConfig(max=0), "--requeue", {"restarts_below": "0", "asks_for_it": False}),
+        (RequeueConfig(max=7, node_failure=False), "--no-requeue", {"restarts_below": "7", "asks_for_it": True}),
+    ],
+)
+def test_requeue_policy(policy: RequeueConfig, flag: str, lines: dict[str, object]) -> None:
+    """A job that Slurm must not requeue by itself has to be allowed to, the moment that the ranks have saved."""
+    rendered = script(ClusterConfig(**SLURM, requeue=policy))
+    assert re.findall(r"^#SBATCH (--(?:no-)?requeue)$", rendered, re.MULTILINE) == [flag]
+    below = re.search(r'\[ "\$restarts" -lt (\d+) \]', rendered)
+    assert below
+    assert {"restarts_below": below[1], "asks_for_it": "Requeue=1" in rendered} == lines
+
+
+def test_gpus_are_counted_on_the_nodes_unless_the_run_takes_none() -> None:
+    for device, gpus in ((Device.auto, 8), (Device.cuda, 8), (Device.cpu, 0)):
+        assert f'node_check "$run_dir" {gpus} ' in script(ClusterConfig(**SLURM, device=device))
+
+
+def test_code_that_is_not_copied_is_mounted() -> None:
+    container = ContainerConfig(runtime=ContainerRuntime.apptainer, image="x.sif")
+    job = Job(
+        ClusterConfig(kind=ClusterKind.slurm, procs_per_node="1", container=container, snapshot=False),
+        *("name", Path("/run"), 0, Path("/code"), Path("/mine/recipe.py"), Path("/folder")),
+    )
+    assert "--bind=/run --bind=/code --bind=/mine --bind=/folder --pwd=/folder x.sif python)" in render(job)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{{ nothing }}", "cannot be filled in: 'nothing' is undefined"),
+        ("#!/bin/bash\n{% if %}", "cannot be filled in, line 2: "),
+        ("if true\n", "bash cannot read it: line 2: syntax error: unexpected end of file"),
+        (b"\xff", "cannot be filled in: 'utf-8' codec"),
+        (None, "cannot be filled in: [Errno 2] No such file"),
+    ],
+)
+def test_a_template_of_ones_own_that_does_not_hold(tmp_path: Path, text: str | bytes | None, told: str) -> None:
+    file = tmp_path / "mine.j2"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        script(ClusterConfig(**SLURM, template=str(file)))
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"cluster.template={file}: ")
+    assert told in problem
+
+
+def test_a_template_of_ones_own_has_every_variable_that_the_guide_lists(tmp_path: Path) -> None:
+    guide = (TEMPLATE.parent / "README.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \|", guide.partition("cluster.template")[2], re.MULTILINE)
+    assert len(listed) == 11
+    file = tmp_path / "mine.j2"
+    file.write_text("".join(f"# {{{{ {name} }}}}\n" for name in listed))
+    assert script(ClusterConfig(**SLURM, template=str(file))).count("\n# ") == 10
+
+
+def test_setup_lines_are_commands_by_themselves() -> None:
+    good = ["module load cuda/12.8", ". ~/env.sh", "# a remark", "", "export A='b c' B=\"$(date)\"", "a && b; c | d &"]
+    bad = ["echo '", "cat <<end", "echo \\", "then", "}; {", "f() {"]
+    problems = setup_problems(ClusterConfig(**SLURM, setup=[*good, *bad]))
+    assert [problem.partition(": bash cannot")[0] for problem in problems] == [
+        f"cluster.setup={line!r}" for line in bad
+    ]
