@@ -95,6 +95,7 @@ def main(cfg: EvaluateConfig) -> None:
                 steps=0,
                 mesh=str(mesh.shape),
                 processes=info.world_size,
+                compute_dtype=str(compute_dtype).removeprefix("torch."),
                 wall_seconds=round(time.perf_counter() - started, 1),
                 peak_memory_bytes=observability.peak_memory_bytes(info.device),
                 eval_loss=loss,

@@ -4,6 +4,9 @@ python recipes/finetune.py                                              # SmolLM
 python recipes/finetune.py data=jsonl data.path=mine.jsonl              # your prompts and responses
 python recipes/finetune.py parallelism=fsdp2_tp2 cluster=local_4proc    # another mesh, the same loss curve
 python recipes/finetune.py run.dir=outputs/mine training.max_steps=200  # typed again, the command resumes
+python recipes/finetune.py -m parallelism=ddp,fsdp2,fsdp2_tp2           # a sweep over meshes ends in one table
+python recipes/finetune.py parallelism=fsdp2_tp4 cluster=slurm_8node    # from a login node: checks, submits, returns
+python recipes/finetune.py -m parallelism=ddp,fsdp2 experiment=bench_mesh   # a sweep over meshes: one table
 torchrun --nproc-per-node 8 recipes/finetune.py model=llama3_1_8b       # your own launcher
 """
 
@@ -162,7 +165,7 @@ def main(cfg: FinetuneConfig) -> None:
         # Finish: the last numbers, the last evaluation, what remains of the run
         for late in reader.flush():
             record(late)
-        if found is None or state.step > resumed_at:
+        if (found is None or state.step > resumed_at) and (cfg.checkpoint.last or status != "ok"):
             report.say(f"saved {save()}")
         if status == "ok":
             eval_loss = evaluate()
@@ -177,6 +180,7 @@ def main(cfg: FinetuneConfig) -> None:
                 steps=state.step,
                 mesh=str(mesh.shape),
                 processes=info.world_size,
+                compute_dtype=str(compute_dtype).removeprefix("torch."),
                 wall_seconds=round(time.perf_counter() - started, 1),
                 peak_memory_bytes=observability.peak_memory_bytes(info.device),
                 first_loss=state.first_loss,

@@ -8,7 +8,9 @@ run_directory.py  chosen once, guarded, locked; config.yaml and result.json
 record.py         environment.json: versions, git, command, host
 rank.py           main on one rank, and what is kept of its failure
 local.py          start local ranks, watch them, stop them
+memory.py         whether memory ran out
 failures.py       which rank failed first, and how that is told
+sweep/            -m: many runs from one command line, and one table of them
 external.py       ranks that the user's own torchrun or srun started
 parts.py          the two functions of other parts that launch calls
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -40,6 +41,8 @@ class Report:
     traceback: str
     time: float
     """Seconds since the epoch."""
+    node: str = ""
+    """Slurm's name of the node it ran on; empty outside Slurm."""
 
     @property
     def lost_peer(self) -> bool:
@@ -90,6 +93,7 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         message=format_problems(error.problems) if isinstance(error, ConfigError) else str(error),
         traceback="" if is_config else "".join(traceback.format_exception(error)),
         time=time.time(),
+        node=os.environ.get("SLURMD_NODENAME", ""),
     )
     target = error_file(logs, rank)
     temporary = target.with_suffix(".tmp")
@@ -154,7 +158,8 @@ def tell_failure(failure: Failure, logs: Path) -> None:
         return
     told = report.traceback if report else _tail(log_file(logs, failure.rank))
     said = f": {report.type}: {report.message}" if report else ""
-    lines = [*([told.rstrip()] if told else []), f"rank {failure.rank} {failure.what}{said}", f"logs: {logs}"]
+    where = f" on {report.node}" if report and report.node else ""
+    lines = [*([told.rstrip()] if told else []), f"rank {failure.rank}{where} {failure.what}{said}", f"logs: {logs}"]
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 

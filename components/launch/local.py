@@ -22,7 +22,17 @@ from typing import IO
 from components.config.errors import EXIT_INVALID
 from components.config.schema.recipes import RecipeConfig
 from components.launch.context import LAUNCHER_PID, WORKER, LocalRank, without_ranks
-from components.launch.failures import Exit, Kind, describe, first_failure, log_file, read_reports, tell_failure
+from components.launch.failures import (
+    Exit,
+    Failure,
+    Kind,
+    describe,
+    first_failure,
+    log_file,
+    read_reports,
+    tell_failure,
+)
+from components.launch.memory import killed_for_memory
 from components.launch.rank import EXIT_INTERRUPTED, Recipe, run_here, status_of
 from components.launch.run_directory import RunDirectory
 
@@ -43,7 +53,7 @@ KILL_AFTER = 5.0
 
 def run_local(recipe: Recipe, directory: RunDirectory, processes: int) -> int:
     """Start `processes` ranks of the recipe, wait for all of them, tell of a failure, and return the exit status."""
-    with _signals_kept() as signals:
+    with signals_kept() as signals:
         ranks = _Ranks(directory)
         try:
             ranks.start(recipe, processes)
@@ -75,6 +85,7 @@ class _Ranks:
         """When to send what to those still there, once the run is lost; seconds of time.monotonic()."""
         self.told_to_end = False
         self.next_look_for_reports = 0.0
+        self.killed_for_memory_before = killed_for_memory()
 
     def start(self, recipe: Recipe, processes: int) -> None:
         """Start the ranks from a clean environment.
@@ -193,8 +204,15 @@ def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
         directory.discard(report.message)
         return EXIT_INVALID
     said = f"{report.type}: {report.message}" if report else failure.what
-    directory.conclude(status_of(report.type if report else ""), f"rank {failure.rank}: {said}")
+    directory.conclude(_status(ranks, failure), f"rank {failure.rank}: {said}")
     return 1
+
+
+def _status(ranks: _Ranks, failure: Failure) -> str:
+    if failure.report is not None:
+        return status_of(failure.report.type, failure.report.message)
+    killed = ranks.exits[failure.rank].status == -signal.SIGKILL
+    return "oom" if killed and killed_for_memory() > ranks.killed_for_memory_before else "failed"
 
 
 def _stopped(ranks: _Ranks, directory: RunDirectory) -> int:
@@ -210,7 +228,7 @@ def _stopped(ranks: _Ranks, directory: RunDirectory) -> int:
 
 
 @contextmanager
-def _signals_kept() -> Iterator[deque[int]]:
+def signals_kept() -> Iterator[deque[int]]:
     """Collect the forwarded signals instead of dying of them."""
     arrived: deque[int] = deque()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,13 +10,19 @@ from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
 from components.config.schema.model import WeightInit
 from components.config.schema.recipes import RecipeConfig
+from components.config.secrets import secret_problems
 from components.config.shape import ModelShape, read_shape
 from components.config.validate import validate
 from components.launch.parts import check_files
 
 
 def problems_before_start(cfg: RecipeConfig, world_size: int) -> list[str]:
-    """Return every problem of `cfg` on `world_size` processes, one sentence each, files included."""
+    """Return every problem of `cfg` on `world_size` processes, one sentence each, files included.
+
+    Secrets are told alone: the sentences of other problems repeat values.
+    """
+    if secrets := secret_problems(cfg, sys.argv[1:]):
+        return secrets
     shape, problems = ModelShape(), []
     try:
         shape = read_shape(cfg.model)

@@ -19,10 +19,14 @@ from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema.recipes import RecipeConfig
 from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR, rank_and_size
 from components.launch.failures import log_file, tell_problems, write_report
+from components.launch.memory import is_out_of_memory
 from components.launch.run_directory import CONFIG, REQUEUE, RESULT, RunDirectory, attempt_logs
 
 EXIT_INTERRUPTED = 130
 """Exit status of what Ctrl-C ended, as shells have it."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+"""What asks a run to save and stop."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -67,6 +71,8 @@ def run_worker(recipe: Recipe) -> int:
     except ConfigError as error:
         write_report(logs, rank, error)
         return EXIT_INVALID
+    for number in STOP_SIGNALS:  # the run is over: there is nothing left to stop, only an exit status to lose
+        signal.signal(number, signal.SIG_IGN)
     if rank == 0 and not by_launcher and _status(run_dir) == "preempted":
         (run_dir / REQUEUE).touch()
     return 0
@@ -93,14 +99,14 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:
         write_report(directory.logs, rank, error)
-        directory.conclude(status_of(type(error).__name__), f"rank {rank}: {type(error).__name__}: {error}")
+        directory.conclude(status_of(type(error).__name__, str(error)), f"rank {rank}: {type(error).__name__}: {error}")
         raise
     return 0
 
 
-def status_of(error_type: str) -> str:
-    """Return the status in result.json of a run that an exception of this type ended."""
-    return "oom" if error_type == "OutOfMemoryError" else "failed"
+def status_of(error_type: str, message: str) -> str:
+    """Return the status in result.json of a run that an exception of this type, with this message, ended."""
+    return "oom" if is_out_of_memory(error_type, message) else "failed"
 
 
 def _from_main(recipe: Recipe, trace: TracebackType | None) -> TracebackType | None:
@@ -136,7 +142,7 @@ class KeptSignals:
 def keep_stop_signals() -> None:
     """Have a request to save and stop (SIGTERM, SIGUSR2) wait for the training loop instead of ending this rank."""
     kept = KeptSignals()
-    for number in (signal.SIGTERM, signal.SIGUSR2):
+    for number in STOP_SIGNALS:
         signal.signal(number, kept)
 
 

@@ -57,9 +57,14 @@ def _run(described: Recipe) -> int:
         from components.launch.external import run_external
 
         return run_external(described)
+    from components.config.compose.command_line import asks_for_sweep
     from components.launch.local import run_alone, run_local
     from components.launch.prepare import prepare
 
+    if asks_for_sweep():
+        from components.launch.sweep.command import run_sweep
+
+        return run_sweep(described)
     prepared = prepare(described)
     if prepared is None:
         return 0

@@ -26,6 +26,8 @@ class Result:
     """From the start of the recipe's main to its end."""
     peak_memory_bytes: int
     """Highest memory of rank 0: allocated on the GPU, resident in host memory on a CPU."""
+    compute_dtype: str | None = None
+    """Type of matrix products, as chosen on the device: it says how closely losses can agree between meshes."""
     tokens_per_second: float | None = None
     """Target tokens per second over all ranks, the first step left out."""
     first_loss: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class WandbRun:
-    """A wandb run whose id is the run directory's name, so that a resumed run continues its curve."""
+    """A wandb run whose id is the run directory's name, so that a resumed run continues its curve.
+
+    In a group the id begins with the group's name: the points of every sweep are called 0_..., 1_... .
+    """
 
     def __init__(self, config: WandbConfig, run_dir: str, console: Console) -> None:
         self._console = console
@@ -22,16 +26,18 @@ class WandbRun:
         if config.mode is WandbMode.disabled:
             return
         folder = Path(run_dir).resolve()
+        group = re.sub(r"[/\\#?%:\s]", "-", config.group or "")
         self._guard(
             self._start,
             dir=str(folder),
-            id=folder.name,
+            id=f"{group}-{folder.name}" if group else folder.name,
             name=folder.name,
             resume="allow",
             mode=str(config.mode),
             project=config.project,
             entity=config.entity,
             tags=config.tags,
+            group=config.group,
         )
 
     def log(self, values: dict[str, Any]) -> None:
@@ -51,7 +57,8 @@ class WandbRun:
     def _start(self, **arguments: Any) -> None:
         import wandb
 
-        settings = wandb.Settings(silent=True, console="off")
+        # save_code would copy the recipe and all uncommitted changes, with whatever secret stands in them.
+        settings = wandb.Settings(silent=True, console="off", save_code=False)
         self._run = wandb.init(settings=settings, **arguments)
 
     def _guard(self, call: Any, *args: Any, **kwargs: Any) -> None:

@@ -189,8 +189,22 @@ BATCH = [
     ("parallelism=fsdp2_tp2 cluster.procs_per_node=8 training.micro_batch_size=8", "8 x 4 = 32"),
 ]
 NOT_BUILT = [
-    ("-m training.max_steps=10,20", "-m", "sweeps are not built yet"),
     ("training.max_steps=10,20", "training.max_steps=10,20", "several values"),
+]
+SWEEPS = [
+    ("-m parallelism=ddp,fsdp2 training.max_step=3", "training.max_step=3: no such key", "training.max_steps"),
+    ("-m parallelism=ddp,fspd2", "parallelism=fspd2: no such option; did you mean fsdp2?"),
+    ("-m trainig.max_steps=1,2", "trainig.max_steps=1,2: no such key; did you mean training.max_steps?"),
+    ("-m training.max_steps=1,two", "training.max_steps=two", "must be a whole number"),
+    ("-m parallelism=ddp,,fsdp2", "parallelism=ddp,,fsdp2: cannot be read"),
+    ("-m optimizer.lr=interval(0,1)", "optimizer.lr=interval(0,1)", "range(START,STOP,STEP)"),
+    ("-m run.seed=range(1,9,0)", "run.seed=range(1,9,0)", "a step of 0"),
+    ("-m parallelism=glob(zzz*)", "parallelism=glob(zzz*): is the name of no option", "fsdp2_tp2"),
+    ("-m run.seed=glob(*)", "run.seed=glob(*)", "only groups have"),
+    ("-m run.dir=a,b", "run.dir=a,b", "the folder of the whole sweep"),
+    ("-m run.seed=1,2 run.seed=3", "run.seed=1,2: run.seed is given 2 times"),
+    ("-m run.dir=/dev/null/sweep run.seed=1,2", "run.dir=/dev/null/sweep: cannot be used"),
+    ("-m parallelism=tp3 cluster=local_2proc", "tp 3 = 3 processes, but there are 2"),
 ]
 SYNTAX = [
     ("training.max_steps", "training.max_steps: cannot be read", "KEY=VALUE"),
@@ -220,6 +234,7 @@ TABLE = {
     "slurm": SLURM,
     "batch": BATCH,
     "not_built": NOT_BUILT,
+    "sweeps": SWEEPS,
     "syntax": SYNTAX,
     "places": PLACES,
 }

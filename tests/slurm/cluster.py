@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import signal
@@ -44,6 +45,9 @@ from tests.slurm.configuration import NODES
 SCRIPT = Path(__file__).with_name("namespaces.sh")
 IDENTITIES = range(1, 10)  # of the clusters that tests start; 0 is left to the one that is brought up by hand
 ENDED = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
+
+PASSING = 3.0
+"""Seconds that the end of a job may show although it is on its way back into the queue."""
 
 Job = dict[str, str]
 
@@ -219,12 +223,14 @@ class Cluster:
         return only
 
     def wait_for(self, job_id: str | int, states: str | Collection[str], seconds: float) -> Job:
-        """Wait until a job is in one of these states. Raises `ClusterError` when it ended in another, or time is up."""
-        wanted = _as_set(states)
+        """Wait until a job is in one of these states; raises `ClusterError` when it stays ended, or time is up."""
+        wanted, ended_at = _as_set(states), math.inf
 
         def there() -> bool:
+            nonlocal ended_at
             now = self.job(job_id)["JobState"]
-            if now in ENDED - wanted:
+            ended_at = min(ended_at, time.monotonic()) if now in ENDED - wanted else math.inf
+            if time.monotonic() - ended_at > PASSING:
                 raise ClusterError(f"job {job_id} did not get {sorted(wanted)}: {self.job(job_id)}")
             return now in wanted
 

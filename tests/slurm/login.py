@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class Answer:
     @property
     def run_dir(self) -> Path:
         """The run directory."""
+        assert self.status == 0, self.errors
         return Path(self.field("run"))
 
 
@@ -102,7 +103,7 @@ class Login:
         )
         return Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 
-    def ended(self, answer: Answer, states: str = "COMPLETED", seconds: float = 120) -> Job:
+    def ended(self, answer: Answer, states: str | Collection[str] = "COMPLETED", seconds: float = 120) -> Job:
         """Wait until the job of a submission has ended like this; its log is in the error otherwise."""
         assert answer.status == 0, answer.errors
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm.cluster import until
 from tests.slurm.login import CPU, QUICK, Login, result_of, steps_of
 
 REFUSED = ("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU, *QUICK, "training.global_batch_size=144")
@@ -86,9 +87,27 @@ def test_a_rank_that_fails_is_the_last_word_and_the_jobs_status(login: Login) ->
     assert job["ExitCode"] != "0:0"
     log = (answer.run_dir / "logs" / "job.log").read_text()
     assert "RuntimeError: the third layer is missing" in log.splitlines()[-2], log
-    assert log.splitlines()[-2].startswith("rank 1 ")
+    assert log.splitlines()[-2].startswith("rank 1 on n2 ")
     assert result_of(answer.run_dir)["status"] == "failed"
-    assert all(not login.cluster.processes(node) for node in ("n1", "n2"))
+    until(lambda: not any(map(login.cluster.processes, ("n1", "n2"))), 5, lambda: "processes are left")
+
+
+def test_a_rank_that_dies_without_a_word_is_named_by_srun(login: Login) -> None:
+    recipe = login.write_recipe(
+        """
+        import signal, time
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        raise RuntimeError("Connection closed by peer [10.0.0.2]:4711")
+        """
+    )
+    answer = login.type("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU, *QUICK, recipe=recipe)
+    login.ended(answer, "FAILED", seconds=30)
+    log = (answer.run_dir / "logs" / "job.log").read_text()
+    assert "srun: error: n2: task 1: Killed" in log, log
+    assert result_of(answer.run_dir)["status"] == "failed"
+    until(lambda: not any(map(login.cluster.processes, ("n1", "n2"))), 5, lambda: "processes are left")
 
 
 def test_a_job_that_is_not_over_owns_its_directory(login: Login) -> None:

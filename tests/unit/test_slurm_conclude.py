@@ -46,6 +46,7 @@ ENDS = {
     "saved and stopped, and torchrun ends with 1": ({}, STOPPED, 1, 0, "preempted"),
     "interrupted": ({}, {"status": "interrupted"}, 1, 0, "interrupted"),
     "failed after its result": ({}, {"status": "ok"}, 9, 9, "ok"),
+    "asked to stop after its end": ({}, {"status": "ok"}, 140, 0, "ok"),
     "stopped before it listened": ({}, {}, 140, 0, "preempted"),
     "nothing said, nothing wrong": ({}, {}, 0, 0, None),
     "nothing said": ({}, {}, 7, 7, "failed"),
@@ -72,6 +73,20 @@ def test_the_end_of_an_attempt(run_dir: Path, name: str) -> None:
     assert conclude(run_dir, 1, status, cancelled=False) == wanted
     assert result(run_dir).get("status") == ended
     assert (run_dir / "requeue").exists() == (ended == "preempted")
+
+
+def test_agents_that_were_stopped_before_their_ranks_listened(run_dir: Path) -> None:
+    (run_dir / "logs" / "attempt_1" / "node_0.log").write_text("Process 7 got signal: 12\n")
+    assert conclude(run_dir, 1, 1, cancelled=False) == 0
+    assert result(run_dir)["status"] == "preempted"
+    assert (run_dir / "requeue").exists()
+
+
+@pytest.mark.parametrize(("error", "ended"), [(LOST, "cancelled"), (RAISED, "failed")])
+def test_cancelled_after_a_failure_or_with_its_consequence(run_dir: Path, error: Exception, ended: str) -> None:
+    write_report(run_dir / "logs" / "attempt_1", 0, error)
+    assert conclude(run_dir, 1, 143, cancelled=True) == 143
+    assert result(run_dir)["status"] == ended
 
 
 def test_the_cause_and_not_its_consequence_is_the_last_word(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ command_line.py  compose_from_command_line: what a person typed, typed and check
 sources.py       conf/, the schemas in Hydra's store, the options of each group
 diagnose.py      all that is wrong with a command line, not only what Hydra stumbled over first
 explain.py       Hydra's and omegaconf's errors in our words
+sweep.py         the points of a command line with -m
 typed.py         nested dicts to dataclasses, strictly
 texts.py         texts that look like a reference or a missing value
 frozen.py        the config as YAML, and back

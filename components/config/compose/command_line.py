@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,24 +36,18 @@ def compose_from_command_line(
     Returns None where Hydra answered the command line itself (`--cfg job`, `--help`, ...). Raises ConfigError with
     every problem found, and SystemExit for an option that Hydra does not know (after saying so).
     """
-    arguments = get_args_parser().parse_intermixed_args()
-    _refuse_options(arguments)
-    register_schemas(name, schema)
-    free = free_keys(schema)
-    overrides = tuple(_addable(override, free) for override in arguments.overrides)
-    main_config = arguments.config_name or name
-    folders = config_folders(
-        main_config,
-        recipe_dir,
-        before=_given_folder("--config-path", arguments.config_path),
-        after=_given_folder("--config-dir", arguments.config_dir),
-    )
-    request = Request(main_config, schema, folders, overrides)
+    arguments = read_arguments()
+    if arguments.multirun and not _answered_without_config(arguments):
+        raise ConfigError(
+            "-m (--multirun): a sweep starts the processes of its points itself; start it with plain python, or leave "
+            "-m out"
+        )
+    request = read_request(arguments, name, schema, recipe_dir)
     try:
         if _answered_by_hydra(arguments):
             _let_hydra_answer(request, arguments.overrides)
             return None
-        cfg = from_container(request.compose(overrides), schema)
+        cfg = from_container(request.compose(request.overrides), schema)
     except COMPOSITION_ERRORS as error:
         raise ConfigError(diagnose(request, error, check)) from error
     if problems := check(cfg):
@@ -61,11 +55,34 @@ def compose_from_command_line(
     return cfg
 
 
+def asks_for_sweep() -> bool:
+    """Whether the command line (`sys.argv`) asks for a sweep (-m), and not merely for `--help` and its like."""
+    arguments = read_arguments()
+    return arguments.multirun and not _answered_without_config(arguments)
+
+
+def read_arguments() -> Namespace:
+    """Return the command line as Hydra reads it. Raises SystemExit for an option that Hydra does not know."""
+    return get_args_parser().parse_intermixed_args()
+
+
+def read_request(arguments: Namespace, name: str, schema: type[Config], recipe_dir: Path) -> Request:
+    """Return what is to be composed. Raises ConfigError for options and folders that cannot be used."""
+    _refuse_options(arguments)
+    register_schemas(name, schema)
+    main_config = arguments.config_name or name
+    folders = config_folders(
+        main_config,
+        recipe_dir,
+        before=_given_folder("--config-path", arguments.config_path),
+        after=_given_folder("--config-dir", arguments.config_dir),
+    )
+    return Request(main_config, schema, folders, addable(arguments.overrides, schema))
+
+
 def _refuse_options(arguments: Namespace) -> None:
     """Raise ConfigError for what Hydra can do and a recipe does not let it do."""
     problems = []
-    if arguments.multirun:
-        problems.append("-m (--multirun): sweeps are not built yet; start one run at a time, without -m")
     if arguments.experimental_rerun:
         problems.append("--experimental-rerun: a run continues when its run.dir is given again; leave it out")
     for override in arguments.overrides:
@@ -87,20 +104,23 @@ def _given_folder(option: str, path: str | None) -> list[Path]:
     return [Path(path).resolve()] if path is not None else []
 
 
-def _addable(override: str, free: list[str]) -> str:
+def addable(overrides: Iterable[str], schema: type[Config]) -> tuple[str, ...]:
     """Let model.config.x=1 add x: in a free-form section Hydra wants a plus that nobody expects."""
-    is_free = any(override.startswith((f"{key}.", f"{key}={{")) for key in free)
-    return f"++{override}" if is_free else override
+    free = tuple(start for key in free_keys(schema) for start in (f"{key}.", f"{key}={{"))
+    return tuple(f"++{override}" if override.startswith(free) else override for override in overrides)
 
 
 def _answered_by_hydra(arguments: Namespace) -> bool:
-    asked = (arguments.help, arguments.hydra_help, arguments.cfg, arguments.info, arguments.shell_completion)
-    return any(asked) or arguments.resolve
+    return _answered_without_config(arguments) or bool(arguments.cfg) or arguments.resolve
+
+
+def _answered_without_config(arguments: Namespace) -> bool:
+    return any((arguments.help, arguments.hydra_help, arguments.info, arguments.shell_completion))
 
 
 def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
     """Run Hydra's own main for what only it can answer: it prints, and runs nothing of ours."""
-    options = [argument for argument in sys.argv[1:] if argument not in typed_overrides]
+    options = [argument for argument in sys.argv[1:] if argument not in (*typed_overrides, "-m", "--multirun")]
     answer = main(version_base="1.3", config_path=str(request.folders[0]), config_name=request.name)
     with _hydra_that_raises([*request.overrides, *request.search_path, *options]):
         try:

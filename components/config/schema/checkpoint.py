@@ -13,6 +13,8 @@ class CheckpointConfig:
 
     every: int = 0
     """Optimizer steps between checkpoints; 0: only at the end of the run or when it is told to stop."""
+    last: bool = True
+    """Save after the last step. A run that is told to stop before it always saves."""
     keep: int = 2
     """Complete checkpoints kept; older ones are removed after a newer one is complete."""
     async_save: bool = False

@@ -28,6 +28,8 @@ class WandbConfig:
     """Team or user; null: the account's default."""
     tags: list[str] = field(default_factory=list)
     """Labels of the run."""
+    group: str | None = None
+    """Runs that are shown together; a sweep sets it for its runs."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -38,7 +38,7 @@ NAMED_ELSEWHERE = {
 """sbatch options that have a key of their own, and that key."""
 
 SCRIPT_VARIABLES = {
-    *("run_dir", "attempt", "restarts", "logs", "cancelled", "threads", "python", "container", "status"),
+    *("run_dir", "attempt", "restarts", "logs", "cancelled", "threads", "python", "container", "status", "why"),
     *("MASTER_ADDR", "MASTER_PORT", "MESHBOOK_WORKER", "MESHBOOK_RUN_DIR", "MESHBOOK_ATTEMPT"),
     *("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO"),
 }

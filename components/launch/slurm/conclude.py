@@ -31,18 +31,20 @@ STOPPED_EARLY = 128 + signal.SIGUSR2
 def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> int:
     """Say and record how an attempt ended, and return the exit status of the job."""
     logs, result = attempt_logs(run_dir, attempt), _read(run_dir / RESULT)
-    if cancelled:
+    failure = _first_failure(logs)
+    if cancelled and result.get("status") != "ok" and (failure is None or _lost_peer(failure)):
         (run_dir / REQUEUE).unlink(missing_ok=True)
         write_result(run_dir, {**result, "status": "cancelled"})
         print("cancelled", flush=True)
         return status or 1
-    failure = _first_failure(logs)
     if failure is not None:
         return _failed(run_dir, logs, failure, status)
     if result:
         print(result["status"], flush=True)
-        return 0 if result["status"] in ("preempted", "interrupted") else status  # torchrun's agents end with 1
-    if status == STOPPED_EARLY:
+        # A run that has stopped as asked is no failure, though torchrun's agents end with 1; nor is one that was asked
+        # after its end, while its processes were on their way out.
+        return 0 if result["status"] in ("preempted", "interrupted") or status == STOPPED_EARLY else status
+    if status == STOPPED_EARLY or _agents_were_stopped(logs):
         write_result(run_dir, {"status": "preempted", "error": "stopped before it began"})
         (run_dir / REQUEUE).touch()
         return 0
@@ -53,21 +55,33 @@ def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> in
     return status
 
 
+def _agents_were_stopped(logs: Path) -> bool:
+    """Whether torchrun's agents, which always end with 1, say that it was the request to stop that ended them."""
+    said = f"got signal: {signal.SIGUSR2:d}"
+    return any(said in log.read_text(errors="replace") for log in logs.glob("node_*.log"))
+
+
 def _first_failure(logs: Path) -> Failure | None:
     reports = read_reports(logs)
     exits = [Exit(rank, 1, report.time, asked=False) for rank, report in reports.items()]
     return first_failure(exits, reports)
 
 
+def _lost_peer(failure: Failure) -> bool:
+    return failure.report is not None and failure.report.lost_peer
+
+
 def _failed(run_dir: Path, logs: Path, failure: Failure, status: int) -> int:
-    tell_failure(failure, logs)
     report = failure.report
+    if _lost_peer(failure):
+        print("every rank that could speak lost another one; srun names above who ended without a word", flush=True)
+    tell_failure(failure, logs)
     (run_dir / REQUEUE).unlink(missing_ok=True)
     if report is not None and report.kind == Kind.config:
         write_result(run_dir, {"status": "invalid", "error": report.message})
         return EXIT_INVALID
     kind, message = (report.type, report.message) if report else ("", failure.what)
-    write_result(run_dir, {"status": status_of(kind), "error": f"rank {failure.rank}: {kind}: {message}"})
+    write_result(run_dir, {"status": status_of(kind, message), "error": f"rank {failure.rank}: {kind}: {message}"})
     return status or 1
 
 

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from components.launch.processes import visible_gpus
+from components.launch.run_directory import REQUEUE
 
 NEEDED_SHARED_MEMORY = 64 * 2**20
 """Bytes of /dev/shm that data workers and NCCL take at least."""
@@ -19,8 +20,9 @@ NEEDED_SHARED_MEMORY = 64 * 2**20
 
 def main() -> int:
     """Print a line per problem of this node; return 1 where there is one."""
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a request to stop comes too early: the ranks get the next one
     run_dir, gpus = Path(sys.argv[1]), int(sys.argv[2])
+    # Asked to stop already: there is nothing to save, the batch script only has to see the marker.
+    signal.signal(signal.SIGUSR2, lambda number, frame: (run_dir / REQUEUE).touch())
     problems = [*_folder_problems(run_dir), *_gpu_problems(gpus), *_memory_problems()]
     for problem in problems:
         print(f"node {socket.gethostname()}: {problem}", file=sys.stderr, flush=True)

@@ -1,0 +1,163 @@
+"""A command line with -m: its points, each a command line of its own, expanded by Hydra's own sweeper."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # the one place that knows how points multiply
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString, RangeSweep
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from components.config.compose.command_line import addable, read_arguments, read_request
+from components.config.compose.diagnose import diagnose
+from components.config.compose.explain import UNREADABLE, override_parts, unknown_key
+from components.config.compose.frozen import from_container
+from components.config.compose.sources import Request, option_groups
+from components.config.compose.typed import free_keys, known_keys
+from components.config.errors import ConfigError
+from components.config.schema.checks import raise_all
+from components.config.schema.recipes import RecipeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PointRequest:
+    """One point of a sweep."""
+
+    overrides: tuple[str, ...]
+    """As a person would type them for this point alone, without run.dir, which is the sweep's."""
+    values: dict[str, str]
+    """Of the swept keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRequest:
+    """What a person asked for with -m."""
+
+    request: Request
+    run_dir: str | None
+    """The override of run.dir: the folder of the whole sweep."""
+    points: list[PointRequest]
+    options: tuple[str, ...]
+    """Hydra's options that each point needs too, such as --config-dir."""
+    shown: tuple[str, ...]
+    """--cfg and what belongs to it; empty where the points are to run."""
+
+
+def expand_sweep(name: str, schema: type[RecipeConfig], recipe_dir: Path) -> SweepRequest:
+    """Return the points that the command line (`sys.argv`) stands for; nothing is composed yet.
+
+    Choices (a,b), range(...), glob(...), and sorted or shuffled ones multiply in the order of the command line.
+    Raises ConfigError with every problem of the syntax.
+    """
+    arguments = read_arguments()
+    request = read_request(arguments, name, schema, recipe_dir)
+    groups = option_groups(request.folders)
+    parsed = _parse(arguments.overrides, groups)
+    swept = [override for override in parsed if override.is_sweep_override()]
+    known = [*known_keys(schema), *groups]
+    unknown = [given for given in swept if given.key_or_group not in known and not _is_free(given, schema)]
+    raise_all(
+        [unknown_key(given.key_or_group, given.get_value_string(), known) for given in unknown]
+        + _sweep_problems(parsed, [given for given in swept if given not in unknown], groups)
+    )
+    products = BasicSweeper.split_arguments(swept, None)[0]
+    typed = [(override_parts(given)[0], given) for given in arguments.overrides]
+    return SweepRequest(
+        request=request,
+        run_dir=next((given for key, given in reversed(typed) if key == "run.dir"), None),
+        points=[_point(typed, product) for product in products],
+        options=_given(arguments, "config_path", "config_name", "config_dir"),
+        shown=_given(arguments, "cfg", "package") + (("--resolve",) if arguments.resolve else ()),
+    )
+
+
+def compose_point(
+    sweep: SweepRequest, point: PointRequest, check: Callable[[RecipeConfig], list[str]]
+) -> tuple[RecipeConfig | None, list[str]]:
+    """Return the point's config (None where there is none) and what is wrong with it.
+
+    Args:
+        check: Returns the problems that only show across sections.
+
+    Raises ConfigError for what no other value could make right: an unknown key or option, a value of a wrong type.
+    """
+    schema, common = sweep.request.schema, [sweep.run_dir] if sweep.run_dir else []
+    request = replace(sweep.request, overrides=addable((*point.overrides, *common), schema))
+    try:
+        composed = request.compose(request.overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(diagnose(request, error, check)) from error
+    try:
+        cfg = from_container(composed, schema)
+    except ConfigError as error:
+        return None, diagnose(request, error, check)
+    return cfg, check(cfg)
+
+
+def override_of(key: str, text: str) -> str:
+    """Return the override that sets a key to exactly this text."""
+    return f"{key}={QuotedString(text=text, quote=Quote.single).with_quotes()}"
+
+
+def _parse(overrides: list[str], groups: dict[str, list[str]]) -> list[Override]:
+    parser, parsed, problems = OverridesParser.create(cast(ConfigLoader, _Options(groups))), [], []
+    for override in overrides:
+        try:
+            parsed += parser.parse_overrides([override])
+        except HydraException:
+            problems.append(f"{override}: {UNREADABLE}")
+    raise_all(problems)
+    return parsed
+
+
+def _sweep_problems(parsed: list[Override], swept: list[Override], groups: dict[str, list[str]]) -> list[str]:
+    problems, keys = [], [override.key_or_group for override in parsed]
+    for override in swept:
+        key, typed = override.key_or_group, override.input_line
+        if key == "run.dir":
+            problems.append(f"{typed}: is the folder of the whole sweep, with a folder for each point in it; give one")
+        if keys.count(key) > 1:
+            problems.append(f"{typed}: {key} is given {keys.count(key)} times; give it once")
+        if isinstance(override.value(), RangeSweep) and not override.value().step:  # type: ignore[union-attr]
+            problems.append(f"{typed}: a range with a step of 0 never ends; write range(START,STOP,STEP)")
+        elif not override.is_discrete_sweep():
+            problems.append(f"{typed}: an interval has no values to list; write a,b or range(START,STOP,STEP)")
+        elif not any(True for _ in override.sweep_string_iterator()):
+            options = f" (there are: {', '.join(groups[key])})" if key in groups else ", which only groups have"
+            problems.append(f"{typed}: is the name of no option{options}")
+    return problems
+
+
+def _point(typed: list[tuple[str, str]], product: list[str]) -> PointRequest:
+    """Put one value of each swept key in its place; what is not swept stays as it was typed."""
+    chosen = {override_parts(override)[0]: override for override in product}
+    return PointRequest(
+        overrides=tuple(chosen.get(key, given) for key, given in typed if key != "run.dir"),
+        values={key: override_parts(override)[2] for key, override in chosen.items()},
+    )
+
+
+def _given(arguments: Namespace, *names: str) -> tuple[str, ...]:
+    given = [(f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in names]
+    return tuple(part for option, value in given if value is not None for part in (option, value))
+
+
+def _is_free(override: Override, schema: type[RecipeConfig]) -> bool:
+    return override.key_or_group.startswith(tuple(f"{key}." for key in free_keys(schema)))
+
+
+class _Options:
+    """What glob(...) asks Hydra's loader for; the loader itself does not search the folders that are added later."""
+
+    def __init__(self, groups: dict[str, list[str]]) -> None:
+        self._groups = groups
+
+    def get_group_options(self, group: str, **_: Any) -> list[str]:
+        return self._groups.get(group, [])

@@ -1,0 +1,171 @@
+"""No secret is ever written to a run directory: what looks like one is refused before there is such a directory.
+
+A run inherits the environment of the shell that starts it, under Slurm too, so that no token needs to be in a config.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+SHORTEST = 8
+"""Characters from which the value of a secret variable is searched for in the config; below, chance would find it."""
+
+_CREDENTIALS = {
+    "a Hugging Face token": r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}",
+    "a wandb API key": r"\bwandb_v\d+_\w{20,}|wandb\s+login\s.*?\b[0-9a-f]{40}\b|\blocal-[0-9a-f]{40}\b",
+    "an API key (sk-...)": r"(?<![\w-])sk-(?=[\w-]*\d)[\w-]{20,}",
+    "a Google API key": r"\bAIza[\w-]{35}",
+    "a GitHub token": r"\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}",
+    "an AWS access key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+    "a GitLab token": r"\bglpat-[\w-]{20,}",
+    "a Slack token": r"\bxox[a-z]-[\w-]{10,}",
+    "a JSON Web Token": r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY",
+    "a bearer token": r"(?i:\bbearer)\s+(?=[\w.~+/-]*\d)[\w.~+/-]{20,}",
+}
+_CREDENTIAL = [(what, re.compile(pattern)) for what, pattern in _CREDENTIALS.items()]
+_HEX_KEY = re.compile(r"[0-9a-f]{40}")  # of wandb; a commit looks the same
+_LOGIN = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s/:@]*:(?P<password>[^\s/@]+)@", re.IGNORECASE)
+
+_VALUE = r"""(?P<{0}>"[^"]*"|'[^']*'|<[^<>]*>|(?:\$\{{[^}}]*\}}|[^\s;&|,)}}])*)"""
+_SAID = re.compile(
+    "|".join(
+        (
+            rf"(?<![\w${{])(?P<name>[A-Za-z_][\w-]*)(?:\s=\s|=(?!=))(?={_VALUE.format('value')})",  # export NAME=value
+            rf"(?<![\w-])--(?P<option>[A-Za-z][\w-]*)\s+(?={_VALUE.format('argument')})",  # --name value
+            r"\$\{(?P<variable>\w+):?[-=](?P<fallback>[^}]*)\}",  # ${NAME:-value}
+            rf"(?:[\"']|(?<!\$)[{{,]\s*)(?P<key>[\w-]+)[\"']?\s*:\s*(?={_VALUE.format('entry')})",  # {name: value}
+        )
+    )
+)
+"""Places in a text that give a named thing a value. Values are looked at, not taken: the next name may be in one."""
+
+_REFERENCE = re.compile(
+    r"\\?\$(\w+|\{\w+(:?\?[^}]*|:?[-+=](\$\w+|\$\{\w+)?\}?)?\}|\(.*)|`.*|<[^<>]*>|\[\w+\]", re.DOTALL
+)
+"""$NAME, ${NAME}, ${NAME:?message}, ${NAME:-$OTHER}, $(command), `command`, <placeholder>, [PAD]"""
+_SWITCHES = {"", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null"}
+
+_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_SECRET_ENDS = ("TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWORDS", "PASSWD", "PASSPHRASE", "APIKEY", "ACCESSKEY",
+                "PRIVATEKEY", "CREDENTIAL", "CREDENTIALS")  # fmt: skip
+_KEYS = {"API", "ACCESS", "PRIVATE", "SIGNING", "ENCRYPTION"}
+_NO_SECRET_LASTS = {"FILE", "PATH", "DIR", "NAME"}
+_VOCABULARY = {"PAD", "BOS", "EOS", "UNK", "SEP", "CLS", "MASK", "IMAGE", "AUDIO", "VIDEO", "SPECIAL", "START",
+               "END", "STOP", "PER"}  # fmt: skip
+_OF_A_TOKEN = {"ID", "IDS", "INDEX", "TYPE", "TYPES", "COUNT", "LIMIT", "BUDGET", "LENGTH", "SIZE", "EMBEDDINGS"}
+_COMMITS = {"REVISION", "COMMIT", "SHA"}
+
+MEND = "leave it out and export it in the shell before you start: the run inherits its environment"
+
+
+def secret_problems(cfg: object, arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return a sentence for every key of `cfg` whose value looks like a secret; it never holds the value.
+
+    Refused are credentials of a known form, values whose name says what they are (api_key, HF_TOKEN=... in a line of
+    shell), and whatever contains the value of a secret variable of the environment: an interpolation such as
+    ${oc.env:HF_TOKEN} is resolved by the time a config is typed. A mere reference ($HF_TOKEN) is allowed.
+
+    Args:
+        cfg: A config: dataclasses, dicts and lists, nested.
+        arguments: Of the command line, which is recorded too: overrides, KEY=VALUE.
+        environ: Variables; by default those of this process.
+    """
+    held = _secret_values(os.environ if environ is None else environ)
+    found: dict[str, str] = {}
+    for key, names, text in _texts(cfg, "", ()):
+        what = _secret(names, text, held)
+        if what is not None:
+            found[key if _may_be_told(key, names, held) else key.partition(".")[0]] = what
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        key = key.lstrip("+~")
+        names = tuple(key.split("."))
+        what = _secret(names, text, held) or _secret((), argument, held)
+        if what is not None and not any(re.match(rf"{re.escape(key)}([.\[]|$)", known) for known in found):
+            found[key if _may_be_told(key, names, held) else "the command line"] = what
+    return [f"{key}: {what}, which would be written to the run directory; {MEND}" for key, what in found.items()]
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether the name of a variable, key or option says that its value is secret: HF_TOKEN, apiKey, --password."""
+    parts = [part.upper() for part in _PARTS.findall(name)]
+    if not parts or parts[-1] in _NO_SECRET_LASTS:
+        return False
+    return any(_is_secret_part(parts, index) for index in range(len(parts)))
+
+
+def _is_secret_part(parts: list[str], index: int) -> bool:
+    part, before = parts[index], parts[index - 1] if index else ""
+    after = parts[index + 1] if index + 1 < len(parts) else ""
+    if part == "TOKEN" and (before in _VOCABULARY or after in _OF_A_TOKEN):
+        return False  # a token of a text
+    return part.endswith(_SECRET_ENDS) or (part == "KEY" and before in _KEYS)
+
+
+def _secret_values(environ: Mapping[str, str]) -> dict[str, str]:
+    """The values of the variables whose names say that they are secret, and these names."""
+    values = {name: value.strip() for name, value in environ.items() if is_secret_name(name)}
+    return {value: name for name, value in values.items() if len(value) >= SHORTEST and _is_literal(name, value)}
+
+
+def _texts(value: Any, key: str, names: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Every text below `value`, the keys of dicts too: its dotted key, the names on the way to it, itself."""
+    if isinstance(value, str):
+        yield key, names, value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _texts(getattr(value, field.name), f"{key}.{field.name}".lstrip("."), (*names, field.name))
+    elif isinstance(value, Mapping):
+        for name, nested in value.items():
+            yield key or "a key", (), str(name)
+            yield from _texts(nested, f"{key}.{name}".lstrip("."), (*names, str(name)))
+    elif isinstance(value, list | tuple | set):
+        for index, nested in enumerate(value):
+            yield from _texts(nested, f"{key}[{index}]", names)
+
+
+def _secret(names: tuple[str, ...], text: str, held: Mapping[str, str]) -> str | None:
+    """Say why `text`, found under these names, is a secret; None: it is none."""
+    for value, variable in held.items():
+        if value in text:
+            return f"holds the value of the variable {variable}"
+    for what, pattern in _CREDENTIAL:
+        if pattern.search(text):
+            return f"holds what looks like {what}"
+    for login in _LOGIN.finditer(text):
+        if not _REFERENCE.fullmatch(login["password"]):
+            return "holds a URL with a password"
+    if any(is_secret_name(name) for name in names) and _is_literal(names[-1], text):
+        return "holds a secret, as its name says"
+    if _HEX_KEY.fullmatch(text.strip()) and not (names and _COMMITS & set(_PARTS.findall(names[-1].upper()))):
+        return "holds what looks like a wandb API key (40 hexadecimal digits; shorten a commit)"
+    for name, value in _said(text):
+        if is_secret_name(name) and _is_literal(name, value):
+            return f"gives {name} a value"
+    return None
+
+
+def _may_be_told(key: str, names: Sequence[str], held: Mapping[str, str]) -> bool:
+    """Whether a key, put together from `names`, holds no secret itself: dicts may have any key."""
+    return all(_secret((), text, held) is None for text in (key, *names))
+
+
+def _said(text: str) -> Iterator[tuple[str, str]]:
+    """Names and values that a text puts together, as a line of shell does."""
+    for found in _SAID.finditer(text):
+        groups = [group or "" for group in found.groups()]
+        yield from ((name, value) for name, value in zip(groups[::2], groups[1::2], strict=True) if name)
+
+
+def _is_literal(name: str, value: str) -> bool:
+    """Whether `value` itself is the secret: no variable, command or file that gives it, and no switch."""
+    bare = value.strip().strip("\"'").strip()
+    if bare.lower() in _SWITCHES or _REFERENCE.fullmatch(bare):
+        return False
+    is_path = bare.startswith(("/", "~/", "./", "../"))
+    return not (is_path and ("CREDENTIAL" in name.upper() or os.path.exists(os.path.expanduser(bare))))

@@ -1,0 +1,143 @@
+"""`python recipe.py -m ...`: checked as a whole, then a folder, then its points."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from components.config.compose.sweep import PointRequest, SweepRequest, compose_point, expand_sweep, override_of
+from components.config.errors import ConfigError
+from components.config.schema.checks import raise_all
+from components.config.schema.cluster import ClusterKind
+from components.config.schema.logging import WandbMode
+from components.config.schema.recipes import RecipeConfig
+from components.launch.preflight import problems_before_start
+from components.launch.processes import device_problems, local_processes, visible_gpus
+from components.launch.rank import Recipe
+from components.launch.sweep.plan import Point, Sweep, new_directory, point_name
+from components.launch.sweep.run import point_command, run_points
+
+
+def run_sweep(recipe: Recipe) -> int:
+    """Do what a command line with -m asks for, and return the exit status.
+
+    0: every point is ok or submitted; 1: one is not, or losses disagree; 130: stopped by Ctrl-C. Raises ConfigError
+    for a mistake that no point can do without, before anything is written.
+    """
+    os.umask(0o077)  # what a sweep writes is its owner's alone
+    request = expand_sweep(recipe.name, recipe.schema, recipe.file.parent)
+    if request.shown:
+        return _show_configs(recipe, request)
+    configs, problems = _compose_all(request)
+    first = next(cfg for cfg in configs if cfg is not None)
+    directory, identity = new_directory(recipe.name, first.run.dir)
+    points = [
+        _point(number, point, cfg, problems[number], identity)
+        for number, (point, cfg) in enumerate(zip(request.points, configs, strict=True))
+    ]
+    sweep = Sweep(
+        directory=directory,
+        id=identity,
+        recipe=recipe.name,
+        file=recipe.file,
+        folder=Path.cwd(),
+        command=shlex.join([Path(sys.executable).name, *sys.argv]),
+        options=list(request.options),
+        keys=list(request.points[0].values),
+        points=points,
+    )
+    if any(cfg is not None and cfg.cluster.dry_run for cfg in configs):
+        return _dry_run(sweep, configs, problems)
+    _make(sweep)
+    print(f"sweep {sweep.directory}: {len(points)} points", flush=True)
+    return run_points(sweep, points)
+
+
+def _compose_all(request: SweepRequest) -> tuple[list[RecipeConfig | None], list[list[str]]]:
+    """Compose and check every point.
+
+    Raises ConfigError for mistakes of spelling in any point, and where not one point can run.
+    """
+    gpus, refused = visible_gpus(os.environ), []
+    configs: list[RecipeConfig | None] = []
+    problems: list[list[str]] = []
+    for point in request.points:
+        try:
+            cfg, found = compose_point(request, point, lambda cfg: _problems(cfg, gpus))
+        except ConfigError as error:
+            refused += error.problems
+            continue
+        configs.append(cfg)
+        problems.append(found)
+    if not refused and all(problems):
+        refused = [problem for found in problems for problem in found]
+    raise_all(list(dict.fromkeys(refused)))
+    return configs, problems
+
+
+def _problems(cfg: RecipeConfig, gpus: int) -> list[str]:
+    """What can be told of a point without asking Slurm: that is left to the point's own launcher."""
+    processes = _processes(cfg, gpus)
+    if processes is None:
+        return []
+    here = cfg.cluster.kind == ClusterKind.local
+    return (device_problems(cfg, processes, gpus) if here else []) + problems_before_start(cfg, processes)
+
+
+def _processes(cfg: RecipeConfig, gpus: int) -> int | None:
+    if cfg.cluster.kind == ClusterKind.local:
+        return local_processes(cfg, gpus)
+    return cfg.cluster.nodes * int(cfg.cluster.procs_per_node) if cfg.cluster.procs_per_node != "auto" else None
+
+
+def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems: list[str], sweep_id: str) -> Point:
+    overrides, processes, mesh = list(point.overrides), None, None
+    name = point_name(number, point.values)
+    if cfg is not None:
+        processes = _processes(cfg, visible_gpus(os.environ))
+        mesh = None if problems or processes is None else str(cfg.parallelism.resolve(processes))
+        if cfg.logging.wandb.mode != WandbMode.disabled and cfg.logging.wandb.group is None:
+            overrides.append(override_of("logging.wandb.group", sweep_id))
+        if cfg.run.name is None:
+            overrides.append(override_of("run.name", name))  # a job's name, in squeue
+    return Point(number, name, point.values, overrides, mesh, processes)
+
+
+def _make(sweep: Sweep) -> None:
+    try:
+        sweep.directory.mkdir(parents=True, exist_ok=True)
+        sweep.write()
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={sweep.directory}: cannot be used: {error.strerror}; choose another run.dir"
+        ) from error
+
+
+def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[list[str]]) -> int:
+    """List the points, and start nothing; a job's script is shown by the point's own launcher."""
+    print(f"cluster.dry_run=true: a sweep of {len(sweep.points)} points in {sweep.directory}")
+    failed = False
+    for point, cfg, found in zip(sweep.points, configs, problems, strict=True):
+        if found or cfg is None:
+            failed = True
+            print(f"{point.name}: invalid: {'; '.join(found)}", flush=True)
+        elif cfg.cluster.kind == ClusterKind.slurm:
+            print(f"{point.name}:", flush=True)
+            failed |= subprocess.run(point_command(sweep, point), check=False).returncode != 0
+        else:
+            print(f"{point.name}: would start {point.processes} x {sweep.file}, mesh {point.mesh}", flush=True)
+    return int(failed)
+
+
+def _show_configs(recipe: Recipe, request: SweepRequest) -> int:
+    """Let Hydra show what --cfg asks for, for each point."""
+    statuses = []
+    for number, point in enumerate(request.points):
+        print(f"# {point_name(number, point.values)}", flush=True)
+        common = [request.run_dir] if request.run_dir else []
+        command = [sys.executable, str(recipe.file), *request.options, *request.shown, *point.overrides, *common]
+        statuses.append(subprocess.run(command, check=False).returncode)
+    return max(statuses)

@@ -1,0 +1,46 @@
+"""report.png: how fast each mesh was, and the curves that must lie on one another."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+from components.launch.sweep.rows import METRICS, Row
+from components.launch.sweep.table import Report
+
+
+def plot_report(report: Report, file: Path) -> str | None:
+    """Draw the sweep; return why nothing was drawn, or None."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no report.png: matplotlib is not installed (pip install 'meshbook[plot]')"
+    rows = [row for row in report.rows if row.tokens_per_second]
+    if not rows:
+        return "no report.png: no point has measured its speed"
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(11, 1.5 + 0.4 * max(len(rows), 6)), layout="constrained")
+    speeds, curves = figure.subplots(1, 2)
+    names = [f"{row.point.name}\n{row.mesh}" if row.mesh != "1" else row.point.name for row in rows]
+    colors = ["tab:green" if row is report.best else "tab:blue" for row in rows]
+    bars = speeds.barh(names, [row.tokens_per_second for row in rows], color=colors)
+    speeds.bar_label(bars, fmt="{:,.0f}", padding=3)
+    speeds.invert_yaxis()
+    speeds.margins(x=0.2)
+    speeds.set(xlabel="target tokens per second", title=report.sweep.directory.name)
+    for under, row in enumerate(rows):  # equal curves hide one another: the first is the widest
+        curves.plot(*_curve(row, report), label=row.point.name, linewidth=max(8 - 2 * under, 1))
+    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
+    curves.set(xlabel="optimizer step", ylabel="loss per target token (nats)")
+    curves.grid(alpha=0.3)
+    curves.legend(fontsize="small")
+    figure.savefig(file, dpi=120)
+    return None
+
+
+def _curve(row: Row, report: Report) -> tuple[list[int], list[float]]:
+    metrics = report.sweep.run_dir(row.point) / METRICS
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    points = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    return [step for step, _ in points], [loss for _, loss in points]

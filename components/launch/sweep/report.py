@@ -1,0 +1,76 @@
+"""The table in all its forms, and the exit status that it stands for."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from components.config.compose.sources import CONF
+from components.launch.sweep.plan import Sweep, is_running
+from components.launch.sweep.rows import NOT_BAD
+from components.launch.sweep.table import Report, print_table, read_report, to_csv, to_markdown
+
+WATCH_EVERY = 5.0
+"""Seconds between two looks."""
+WIDTH = 200
+"""Columns where the output is no terminal: the table is then read in a file."""
+
+
+def report_now(sweep: Sweep) -> int:
+    """Print the table, write report.md, report.csv and report.png, and return the exit status."""
+    report = read_report(sweep)
+    console = _console()
+    print_table(report, console)
+    for name, text in (("report.md", to_markdown(report)), ("report.csv", to_csv(report))):
+        (sweep.directory / name).write_text(text)
+    status = exit_status(report)
+    if why_not := _plot(report):
+        print(why_not)
+    print(f"report: {sweep.directory / 'report.md'}", flush=True)
+    if any(row.state in ("submitted", "running") for row in report.rows):
+        print(f"look again: {report_command(sweep, '--watch')}", flush=True)
+    return status
+
+
+def watch(sweep: Sweep) -> int:
+    """Print the table again and again until nothing runs or waits any more; then as `report_now`."""
+    console = _console()
+    while True:
+        report = read_report(sweep)
+        if not (is_running(sweep.directory) or any(row.state in ("submitted", "running") for row in report.rows)):
+            return report_now(sweep)
+        console.clear()
+        print_table(report, console)
+        sys.stdout.flush()
+        time.sleep(WATCH_EVERY)
+
+
+def report_command(sweep: Sweep, option: str) -> str:
+    """Return the line that a person types for the table, from where they are."""
+    here = Path.cwd()
+    paths = (CONF.parent / "scripts" / "sweep_report.py", sweep.directory)
+    shown = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths]
+    return shlex.join(["python", *shown, option])
+
+
+def exit_status(report: Report) -> int:
+    """Return 0 where every point is ok, or on its way, and the losses agree; else 1."""
+    fine = (*NOT_BAD, "not started") if is_running(report.sweep.directory) else NOT_BAD
+    return int(bool(report.agreement.disagreeing) or any(row.state not in fine for row in report.rows))
+
+
+def _plot(report: Report) -> str | None:
+    from components.launch.sweep.plot import plot_report
+
+    try:
+        return plot_report(report, report.sweep.directory / "report.png")
+    except (MemoryError, OSError, ImportError) as error:  # the table must not depend on a picture
+        return f"no report.png: {type(error).__name__}: {error}"
+
+
+def _console() -> Console:
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)

@@ -1,0 +1,163 @@
+"""The points of a sweep, one after the other: each is an ordinary launcher in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from components.config.compose.sweep import override_of
+from components.config.errors import ConfigError
+from components.launch.context import without_ranks
+from components.launch.local import POLL, signals_kept
+from components.launch.memory import killed_for_memory
+from components.launch.rank import EXIT_INTERRUPTED, die_with
+from components.launch.sweep.plan import Note, Point, Sweep, is_running, locked, write_note
+from components.launch.sweep.report import report_command, report_now
+from components.launch.sweep.rows import NOT_BAD, STATES, Row, read_rows
+from components.launch.sweep.table import first_line
+
+LAST_LINES = 15
+"""How much of what a point said is kept in its note."""
+PATIENCE = 2
+"""Interrupts (Ctrl-C) that a point gets to save, and then to abort; one more kills it."""
+
+
+def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
+    """Run the points one after another, print the table, and return the exit status of the sweep.
+
+    SIGINT, SIGTERM and SIGUSR2 are passed on to the point that runs; no further one starts.
+
+    Args:
+        sweep: Whose folder and sweep.json exist.
+        points: Those to run.
+
+    Raises ConfigError where another process works on the sweep.
+    """
+    with locked(sweep.directory), signals_kept() as arrived:
+        stops: list[int] = []
+        for index, point in enumerate(points, start=1):
+            if stops or arrived:
+                break
+            _announce(sweep, point, f"[{index}/{len(points)}]")
+            stops += _run_point(sweep, point, arrived)
+            _tell_end(*read_rows(sweep, point))
+        stops += arrived
+        if stops:
+            names = " and ".join(signal.Signals(number).name for number in dict.fromkeys(stops))
+            print(f"sweep stopped by {names}; continue it: {report_command(sweep, '--retry')}", flush=True)
+    status = report_now(sweep)
+    if signal.SIGINT in stops:
+        return EXIT_INTERRUPTED
+    return 1 if stops else status
+
+
+def retry(sweep: Sweep, states: Sequence[str]) -> int:
+    """Run the points again that are in one of `states`, in their run directories, and return the exit status.
+
+    A run that has saved continues; empty `states` stands for every state that is not ok or on its way.
+    Raises ConfigError for an unknown state, and where the sweep is still running.
+    """
+    may_retry = [state for state in STATES if state not in ("running", "submitted")]
+    if unknown := [state for state in states if state not in may_retry]:
+        raise ConfigError(f"--retry {','.join(unknown)}: no such state; there are: {', '.join(may_retry)}")
+    if is_running(sweep.directory):
+        raise ConfigError(f"{sweep.directory}: this sweep is still running; wait for it, or stop it first")
+    os.umask(0o077)
+    wanted = states or [state for state in may_retry if state not in NOT_BAD]
+    points = [row.point for row in read_rows(sweep) if row.state in wanted]
+    if not points:
+        print(f"nothing to do again: no point is {' or '.join(wanted)}")
+        return report_now(sweep)
+    return run_points(sweep, points)
+
+
+def point_command(sweep: Sweep, point: Point) -> list[str]:
+    """Return the command that runs a point; no shell ever reads it."""
+    run_dir = override_of("run.dir", str(sweep.run_dir(point)))
+    return [sys.executable, str(sweep.file), *sweep.options, *point.overrides, run_dir]
+
+
+def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
+    """Run a point to its end, note how it ended, and return the signals that it was sent."""
+    began, killed_before = time.time(), killed_for_memory()
+    write_note(sweep, point, Note(began))
+    with sweep.log(point).open("ab") as log:
+        said_from = log.tell()
+        launcher = os.getpid()
+        process = subprocess.Popen(
+            point_command(sweep, point),
+            cwd=sweep.folder,
+            env=without_ranks(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            process_group=0,  # a terminal's Ctrl-C reaches this process alone, which passes it on once
+            preexec_fn=lambda: die_with(launcher),  # noqa: PLW1509 (this process has one thread)
+        )
+        try:
+            stops = _wait(process, arrived)
+        finally:
+            _end(process)
+    note = Note(
+        began,
+        process.returncode,
+        round(time.time() - began, 1),
+        _tail(sweep.log(point), said_from),
+        killed_for_memory() > killed_before,
+    )
+    write_note(sweep, point, note)
+    return stops
+
+
+def _wait(process: subprocess.Popen[bytes], arrived: deque[int]) -> list[int]:
+    """Wait for the end of a point, pass signals on, and return them."""
+    stops: list[int] = []
+    while process.poll() is None:
+        while arrived:
+            stops.append(arrived.popleft())
+            is_last = stops.count(signal.SIGINT) > PATIENCE
+            process.send_signal(signal.SIGKILL if is_last else stops[-1])
+        time.sleep(POLL)
+    return stops
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Leave nothing of the point's own process group behind; its ranks end with their launcher."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _tail(log: Path, start: int) -> str:
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    said = [line for line in lines if line.strip() and not line.startswith("run /")]
+    return "\n".join(said[-LAST_LINES:])
+
+
+def _announce(sweep: Sweep, point: Point, counter: str) -> None:
+    """Begin the one line that a point gets on the terminal."""
+    width = max(len(each.name) for each in sweep.points)
+    count = f"{point.processes} process{'es' if point.processes != 1 else ''}" if point.processes else ""
+    mesh = Row(point, "running").mesh
+    print(f"{counter} {point.name:<{width}}  {count:<12} {mesh:<24} ... ", end="", flush=True)
+
+
+def _tell_end(row: Row) -> None:
+    """End the line."""
+    parts = [row.state]
+    if row.seconds:
+        parts.append(f"{row.seconds:.0f} s")
+    if row.tokens_per_second:
+        parts.append(f"{row.tokens_per_second:,.0f} tokens/s")
+    if row.reason and row.state != "ok":
+        parts.append(first_line(row.reason, 100))
+    print(", ".join(parts), flush=True)

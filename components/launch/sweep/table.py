@@ -1,0 +1,132 @@
+"""The table of a sweep: on the console, as Markdown and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from components.launch.sweep.losses import Agreement, compare_losses
+from components.launch.sweep.plan import Sweep
+from components.launch.sweep.rows import Row, read_rows
+
+DISAGREES = "LOSS DISAGREES"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Rows in the order in which they are shown, and what is said under them."""
+
+    sweep: Sweep
+    rows: list[Row]
+    agreement: Agreement
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest of the points that ended well."""
+        first = self.rows[0] if self.rows else None
+        return first if first is not None and first.state == "ok" and first.tokens_per_second else None
+
+    @property
+    def has_mfu(self) -> bool:
+        """Whether any run knows its share of the device's peak."""
+        return any(row.result.get("mfu") is not None for row in self.rows)
+
+    def status(self, row: Row) -> str:
+        """What the last column says."""
+        if row.point.number in self.agreement.disagreeing:
+            return f"{row.state}, {DISAGREES}"
+        return f"{row.state}, best" if row is self.best else row.state
+
+    def lines(self) -> list[str]:
+        """What is said under the table: a line for each point that is not ok, and whether the losses agree."""
+        told = [f"{row.point.name}: {row.state}: {first_line(row.reason)}" for row in self.rows if row.reason]
+        return told + self.agreement.notes
+
+
+def read_report(sweep: Sweep) -> Report:
+    """Return how the sweep stands: the fastest first, then those that did not end well, as they were numbered."""
+    rows = read_rows(sweep)
+    rows.sort(key=lambda row: (row.state != "ok", -(row.tokens_per_second or 0) if row.state == "ok" else 0))
+    return Report(sweep, rows, compare_losses(rows))
+
+
+def print_table(report: Report, console: Console) -> None:
+    """Print the table and the lines under it."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for number, column in enumerate(_header(report)):
+        is_text = number <= len(report.sweep.keys) + 1 or column == "status"
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=is_text)
+    for row in report.rows:
+        style = "bold" if row is report.best else "red" if row.point.number in report.agreement.disagreeing else None
+        table.add_row(*_cells(report, row), style=style)
+    console.print(table)
+    for line in report.lines():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def to_markdown(report: Report) -> str:
+    """Return the table and the lines under it as Markdown."""
+    header, sweep = _header(report), report.sweep
+    rows = [header, ["---"] * len(header), *(_cells(report, row) for row in report.rows)]
+    if report.best is not None:
+        rows[2] = [f"**{cell}**" if cell else "" for cell in rows[2]]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    told = [f"- {line}" for line in report.lines()]
+    return "\n".join([f"# Sweep {sweep.directory.name}", "", f"`{sweep.command}`", "", *lines, "", *told, ""])
+
+
+def to_csv(report: Report) -> str:
+    """Return every number in full as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        ["run", *report.sweep.keys, "mesh", "processes", "tokens_per_second", "tokens_per_second_per_process", "mfu",
+         "peak_memory_gib", "last_loss", "wall_seconds", "status", "best", "losses_agree", "reason"]
+    )  # fmt: skip
+    for row in report.rows:
+        values = [row.point.values.get(key, "") for key in report.sweep.keys]
+        numbers = [row.processes, row.tokens_per_second, row.tokens_per_second_per_process, row.result.get("mfu"),
+                   row.peak_memory_gib, row.last_loss, row.seconds]  # fmt: skip
+        agrees = row.point.number not in report.agreement.disagreeing
+        writer.writerow(
+            [row.point.name, *values, row.mesh, *numbers, row.state, row is report.best, agrees, row.reason]
+        )
+    return text.getvalue()
+
+
+def first_line(text: str, longest: int = 300) -> str:
+    """Return the first line of a message, not too long."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= longest else f"{line[: longest - 3]}..."
+
+
+def _header(report: Report) -> list[str]:
+    has_steps = any(row.result.get("last_loss") is not None for row in report.rows)
+    loss = "last loss" if has_steps or not any(row.last_loss is not None for row in report.rows) else "eval loss"
+    speed = ["tokens/s", "per process", *(["MFU"] if report.has_mfu else [])]
+    return ["run", *report.sweep.keys, "mesh", "processes", *speed, "peak GiB", loss, "wall s", "status"]
+
+
+def _cells(report: Report, row: Row) -> list[str]:
+    mfu = [_number(row.result.get("mfu"), ".1%")] if report.has_mfu else []
+    return [
+        row.point.name,
+        *(row.point.values.get(key, "") for key in report.sweep.keys),
+        row.mesh,
+        _number(row.processes, "d"),
+        _number(row.tokens_per_second, ",.0f"),
+        _number(row.tokens_per_second_per_process, ",.0f"),
+        *mfu,
+        _number(row.peak_memory_gib, ".2f"),
+        _number(row.last_loss, ".4f"),
+        _number(row.seconds, ",.1f"),
+        report.status(row),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

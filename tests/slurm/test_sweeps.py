@@ -1,0 +1,61 @@
+"""A sweep over mesh shapes from the login node: submitted at once, one table in the end, and points run again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.slurm.cluster import until
+from tests.slurm.login import CPU, PROJECT, QUICK, Login
+
+SHAPES = "parallelism=ddp,fsdp2,tp2,tp3,fsdp2_cp2"
+MAIN = """
+    if cfg.parallelism.cp > 1 and not Path("fits").exists():
+        everything = bytearray(2**45)  # beyond any limit of address space
+    speed = {"ddp": 100.0, "fsdp2": 300.0}.get(str(cfg.parallelism.strategy), 0.0) / cfg.parallelism.tp
+    values = {"status": "ok", "tokens_per_second": speed, "last_loss": 2.5, "first_loss": 5.5, "processes": 2}
+    if RANK == 0:
+        (HERE / "result.json").write_text(json.dumps(values))
+"""
+
+
+def report(login: Login, sweep: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROJECT / "scripts" / "sweep_report.py"), str(sweep), *options]
+    return subprocess.run(
+        command, cwd=login.folder, env=login.cluster.environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_five_shapes_of_which_one_is_invalid_and_one_does_not_fit(login: Login) -> None:
+    recipe = login.write_recipe(MAIN)
+    answer = login.type(
+        *("-m", SHAPES, "cluster=slurm_1node", "cluster.procs_per_node=2", *CPU, *QUICK, "run.dir=sweep"),
+        recipe=recipe,
+    )
+    assert answer.status == 1, answer.errors  # tp3 could not be submitted
+    sweep = login.folder / "sweep"
+    until(lambda: " submitted" not in (said := report(login, sweep).stdout) and " running" not in said, 60, str)
+    done = report(login, sweep)
+    assert done.returncode == 1
+    states = _states(sweep)
+    assert states == {
+        "0_ddp": "ok",
+        "1_fsdp2": "ok",
+        "2_tp2": "ok",
+        "3_tp3": "invalid",
+        "4_fsdp2_cp2": "oom",
+    }, done.stdout
+    (login.folder / "fits").touch()
+    again = report(login, sweep, "--retry", "oom")
+    assert "4_fsdp2_cp2" in again.stdout, again.stderr
+    until(lambda: _states(sweep, report(login, sweep).stdout)["4_fsdp2_cp2"] == "ok", 60, str)
+    assert _states(sweep)["3_tp3"] == "invalid"
+
+
+def _states(sweep: Path, _: str = "") -> dict[str, str]:
+    """The status of every run in report.csv."""
+    lines = (sweep / "report.csv").read_text().splitlines()
+    names = lines[0].split(",")
+    rows = [dict(zip(names, line.split(","), strict=False)) for line in lines[1:]]
+    return {row["run"]: row["status"] for row in rows}

