@@ -193,7 +193,12 @@ def test_folders(login: Login, typist: Typist) -> None:
         here = login.folder / "here" / text
         here.mkdir(parents=True)
         elsewhere, overrides = login.folder / "there" / text, (*HELD, f"run.dir={quoted(f'../../there/{text}')}")
-        if text.isprintable() and not set(text) & set("%\\:"):
+        fits = text.isprintable() and not set(text) & set("%\\:")
+        if not fits or "${" in text:  # Hydra does not bear the latter in the name of the folder it starts from
+            typist.refused(*HELD, f"run.dir={login.folder}/there", folder=here)
+        if not fits:
+            typist.refused(*overrides)
+        elif "${" not in text:
             answer = typist.type(*overrides, folder=here)
             assert answer.status == 0, (text, answer.errors)
             shown = login.cluster.run("scontrol", "show", "job", answer.job).stdout
@@ -201,9 +206,6 @@ def test_folders(login: Login, typist: Typist) -> None:
             assert found == {"WorkDir": str(here), "StdOut": f"{here}/../../there/{text}/logs/job.log"}
             assert (elsewhere / "job.sbatch").exists()
             sent += 1
-        else:
-            typist.refused(*HELD, f"run.dir={login.folder}/there", folder=here)
-            typist.refused(*overrides)
     assert sent >= (40 if TORTURE else 10)
 
 
