@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, models, training
@@ -147,18 +148,25 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
         defer_grad_sync=config.defer_grad_sync,
         router_loss=router_loss,
     )  # fmt: skip
-    gradients: dict[str, torch.Tensor] = {}
-    if case.dtype == torch.float64:
+    clipped: dict[str, torch.Tensor] = {}
 
-        def keep(name: str, gradient: torch.Tensor) -> None:
-            gradients[name] = gradient.clone()
+    def keep(*_: Any) -> None:
+        if case.dtype == torch.float64 and not clipped:
+            clipped.update(whole_gradients(model))
 
-        curves.visit_gradients(model, called, micro_batches(case, mesh, 0), settings, keep)
+    optimizer.register_step_pre_hook(keep)
     curve = curves.train_on_mesh(
         called, optimizer, lambda step: micro_batches(case, mesh, step), settings, course(case)
     )  # fmt: skip
-    curve.gradients = gradients
+    scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
+    curve.gradients = {name: gradient / scale for name, gradient in clipped.items()}
     return curve, curves.differing_replicas(model)
+
+
+def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The whole gradient of each parameter of this rank; every rank must call it: shards are gathered."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in gradients.items()}
 
 
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[dict[str, torch.Tensor]]:
