@@ -1,6 +1,7 @@
 # make finetune   install what is missing, then fine-tune SmolLM2-135M on this machine
 # make test       install what is missing, then run every test
 # make parity     every model on every mesh of 2, 4 and 8 processes against one: outputs/parity/grid.md
+# make torture  a run stopped twenty times by everything that stops runs on a cluster, and every hostile string (root)
 # make lint       formatting, lint, types, import contracts, size budgets
 # make install    the environment alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
 
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.meshbook-installed
 ARGS ?=
 
-.PHONY: finetune test parity lint install clean
+.PHONY: finetune test parity torture lint install clean
 
 # A CPU without bfloat16 instructions computes in float32, several times slower: fewer steps there, and it says so.
 finetune: install
@@ -27,6 +28,9 @@ test: install
 parity: install
 	rm -f outputs/parity/grid.jsonl
 	MESHBOOK_ALL_PARITY=1 $(BIN)/python -m pytest tests/distributed/test_parity*.py $(ARGS)
+
+torture: install
+	MESHBOOK_TORTURE=1 MESHBOOK_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm/test_stops.py tests/slurm/test_hostile.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .
