@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import until
-from tests.slurm.login import CPU, QUICK, Login, result_of, steps_of
+from tests.slurm.login import CPU, FINETUNE, QUICK, Login, result_of, steps_of
 
 REFUSED = ("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU, *QUICK, "training.global_batch_size=144")
 """Without a mistake, were it not for the one that a test adds. 144 sequences suit 2, 8, 9 and 18 processes."""
@@ -52,6 +53,14 @@ def test_torchruns_agents_run_the_same(login: Login) -> None:
     assert result_of(answer.run_dir)["processes"] == 4
     assert steps_of(answer.run_dir) == pytest.approx(steps_of(login.folder / "alone"), rel=1e-5)
     assert alone.status == 0
+
+
+def test_a_persons_own_srun_is_a_run_like_any_other(login: Login) -> None:
+    """In an allocation of one's own: rank 0 composes, and the ranks find one another by what Slurm says of the step."""
+    ranks = ("srun", "--nodes=2", "--ntasks-per-node=1", f"--chdir={login.folder}", "env", "OMP_NUM_THREADS=1")
+    login.cluster.run(*ranks, sys.executable, str(FINETUNE), *QUICK, "training.max_steps=2", "cluster.device=cpu")
+    (run,) = (login.folder / "outputs" / "finetune").iterdir()
+    assert (result_of(run)["status"], result_of(run)["processes"]) == ("ok", 2)
 
 
 def test_what_is_edited_after_submission_does_not_reach_the_job(login: Login) -> None:
