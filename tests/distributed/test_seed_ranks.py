@@ -254,6 +254,7 @@ def test_disks_of_a_nodes_own_can_be_said_to_be_so(side: str) -> None:
         published.init_distributed,
         symptom="still shared",
         world_size=4,
+        published_timeout=4,
         init=False,
         env=lambda rank: {**nodes_of_two(rank), "OLMO_SHARED_FS": "1"},
     )
