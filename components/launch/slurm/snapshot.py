@@ -55,7 +55,12 @@ def _files(folder: Path, *, whole: bool) -> list[Path]:
     listed = _git_files(folder)
     if listed is None:
         listed = [path.relative_to(folder) for path in _walk(folder, whole)]
-    return [name for name in listed if name.parts[0] not in _LEFT_OUT and (folder / name).is_file()]
+    return [name for name in listed if _is_code(name) and (folder / name).is_file()]
+
+
+def _is_code(name: Path) -> bool:
+    """Whether a file is worth copying: nothing hidden is, least of all a .env with somebody's tokens."""
+    return name.parts[0] not in _LEFT_OUT and not any(part.startswith(".") for part in name.parts)
 
 
 def _git_files(folder: Path) -> list[Path] | None:
