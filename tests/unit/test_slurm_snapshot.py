@@ -55,11 +55,11 @@ def test_a_repository_gives_what_is_tracked_or_new_as_it_is_now(project: Path, t
     git(project, "commit", "-qm", "all")
     (project / "gone.py").unlink()
     (project / "components" / "a.py").write_text("edited")
-    write(project, "components/new.py", "weights.bin")
+    write(project, "components/new.py", "weights.bin", ".env")
     target = tmp_path / "copy"
     take_snapshot(project / "recipes" / "mine.py", target)
     assert copied(target) == {
-        *(".gitignore", "recipes/mine.py", "components/a.py", "components/new.py", "conf/finetune.yaml", "notes.md"),
+        *("recipes/mine.py", "components/a.py", "components/new.py", "conf/finetune.yaml", "notes.md"),
         *("ünï code.py", "weights.bin"),
     }
     assert (target / "components" / "a.py").read_text() == "edited"
