@@ -78,6 +78,7 @@ def test_the_sigint_handler_survives_a_failure_to_destroy(side: str, monkeypatch
         raise OSError("cannot")
 
     def check(rank: int, destroy: Callable[[], None]) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIG_IGN
         monkeypatch.setattr(dist, "destroy_process_group", fail)
         with pytest.raises(OSError, match="cannot"):
             destroy()
