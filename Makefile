@@ -1,7 +1,7 @@
 # make finetune   install what is missing, then fine-tune SmolLM2-135M on this machine
 # make test       install what is missing, then run every test
 # make parity     every model on every mesh of 2, 4 and 8 processes against one: outputs/parity/grid.md
-# make torture  a run stopped twenty times by everything that stops runs on a cluster, and every hostile string (root)
+# make torture    the tests of Slurm with those that take minutes: twenty stops, every hostile string (root)
 # make lint       formatting, lint, types, import contracts, size budgets
 # make install    the environment alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
 
@@ -30,7 +30,7 @@ parity: install
 	MESHBOOK_ALL_PARITY=1 $(BIN)/python -m pytest tests/distributed/test_parity*.py $(ARGS)
 
 torture: install
-	MESHBOOK_TORTURE=1 MESHBOOK_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm/test_stops.py tests/slurm/test_hostile.py $(ARGS)
+	MESHBOOK_TORTURE=1 MESHBOOK_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,9 @@ FINETUNE = PROJECT / "recipes" / "finetune.py"
 
 CPU = ("cluster.device=cpu", "cluster.exclusive=false", "cluster.mem=null", "cluster.env.OMP_NUM_THREADS=1")
 """What makes an option such as cluster=slurm_2node fit nodes without GPUs."""
+
+TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
+"""Whether the tests that take minutes run too."""
 
 QUICK = (
     *("model=tiny", "training.seq_len=64", "training.global_batch_size=4", "training.micro_batch_size=2"),

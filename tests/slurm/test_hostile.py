@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -15,13 +14,12 @@ import pytest
 from components.config.compose import read_frozen
 from components.config.schema import FinetuneConfig
 from tests.config.commands import Commands, served
-from tests.slurm.login import CPU, PROJECT, QUICK, Answer, Login, result_of
+from tests.slurm.login import CPU, PROJECT, QUICK, TORTURE, Answer, Login, result_of
 from tests.slurm.strings import CANARY, HOSTILE, UNSTORABLE, quoted
 
 ONE = ("cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK)
 HELD = (*ONE, "+cluster.sbatch_extra.hold=''", "cluster.snapshot=false")
 """A job that is only looked at."""
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 EVERY = [text for texts in HOSTILE.values() for text in texts]
 SOME = EVERY if TORTURE else [texts[-1] for texts in HOSTILE.values()]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.slurm.cluster import until
-from tests.slurm.login import CPU, QUICK, Login, log_of, result_of
+from tests.slurm.login import CPU, QUICK, TORTURE, Login, log_of, result_of
 
 RUN = (
     *("cluster=slurm_2node", "cluster.procs_per_node=1", "parallelism=fsdp2", *CPU, *QUICK),
@@ -28,6 +30,7 @@ def test_a_run_goes_on_without_the_node_that_crashed(login: Login) -> None:
     assert nobody_is_left(login, "n1", "n2")
 
 
+@pytest.mark.skipif(not TORTURE, reason="two time limits are waited for: make torture")
 def test_a_run_whose_cable_is_pulled_ends_where_nothing_may_start_it_again(login: Login) -> None:
     """collective_timeout_minutes ends the wait of the other ranks; with requeue.node_failure=false that is the end."""
     answer = login.type(*RUN, "cluster.requeue.node_failure=false", "cluster.collective_timeout_minutes=0.1")

@@ -6,7 +6,6 @@ Two stops in the everyday tests; `make torture` draws twenty, of every kind and 
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from collections.abc import Callable
@@ -15,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster, until
-from tests.slurm.login import CPU, QUICK, Answer, Login, log_of, result_of, steps_of
+from tests.slurm.login import CPU, QUICK, TORTURE, Answer, Login, log_of, result_of, steps_of
 
 STEPS = 300
-TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 RUN = (
     *("cluster=slurm_2node", "cluster.procs_per_node=1", "parallelism=fsdp2", "cluster.signal_lead_seconds=20"),
     *(*CPU, *QUICK, f"training.max_steps={STEPS}", "training.eval_every=50", "checkpoint.every=100"),
