@@ -27,13 +27,22 @@ TORCHRUN = "cluster.launcher=torchrun"
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of the same run on the same two nodes, which nobody stops."""
-    login = Login(cluster, tmp_path_factory.mktemp("undisturbed"))
-    answer = login.type(*RUN)
-    login.ended(answer)
-    assert result_of(answer.run_dir)["status"] == "ok"
-    losses = steps_of(answer.run_dir)
+    losses = _losses(Login(cluster, tmp_path_factory.mktemp("undisturbed")))
     assert len(losses) == STEPS
     return losses
+
+
+@pytest.fixture(scope="module")
+def undisturbed_for_longer(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The same of a run that takes longer than a job is given."""
+    return _losses(Login(cluster, tmp_path_factory.mktemp("longer")), TIME_LIMIT[-1])
+
+
+def _losses(login: Login, *options: str) -> dict[int, float]:
+    answer = login.type(*RUN, *options)
+    login.ended(answer, seconds=300)
+    assert result_of(answer.run_dir)["status"] == "ok"
+    return steps_of(answer.run_dir)
 
 
 def by_a_person(login: Login, job: str) -> None:
@@ -45,7 +54,7 @@ def by_a_job_that_matters_more(login: Login, job: str) -> None:
 
 
 KINDS = (by_a_person, by_a_job_that_matters_more)
-TIME_LIMIT = ("cluster.time=1", "cluster.signal_lead_seconds=55")
+TIME_LIMIT = ("cluster.time=1", "cluster.signal_lead_seconds=55", "training.max_steps=1500")
 """Slurm looks every 30 s: the request comes some 10 s after every start, and the run needs several."""
 
 
@@ -143,10 +152,12 @@ def test_requeues_are_bounded(login: Login) -> None:
 @pytest.mark.skipif(not TORTURE, reason="twenty stops take twenty minutes: make torture")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(20))
-def test_stopped_whenever_and_by_whatever(login: Login, undisturbed: dict[int, float], number: int) -> None:
+def test_stopped_whenever_and_by_whatever(
+    login: Login, undisturbed: dict[int, float], undisturbed_for_longer: dict[int, float], number: int
+) -> None:
     options = [TORCHRUN] if number % 2 else []
     if number % 3 == 2:
-        _stop_and_compare(login, undisturbed, lambda answer: None, *TIME_LIMIT, *options)
+        _stop_and_compare(login, undisturbed_for_longer, lambda answer: None, *TIME_LIMIT, *options)
         return
     kind, moment = KINDS[number % 3], MOMENTS[number // 3 % len(MOMENTS)]
     _stop_and_compare(login, undisturbed, _stop(login, kind, moment, number), *options)
