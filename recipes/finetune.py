@@ -81,13 +81,9 @@ def main(cfg: FinetuneConfig) -> None:
         batches.load_state_dict(saved["data"])
     resumed_at = state.step
 
-    eval_losses: dict[int, float] = {}  # by step: a checkpoint is judged by the evaluation of its own step
-    clock = training.SaveClock(cfg.checkpoint.every_minutes)
-
-    def save(ephemeral: bool = False) -> None:
+    def save(mark: checkpoint.Mark) -> None:
         extra = {"state": state.to_dict(), "data": batches.state_dict()}
-        mark, policy = checkpoint.Mark(eval_losses.get(state.step), ephemeral), cfg.checkpoint
-        path = checkpoint.save_checkpoint(cfg.run.dir, state.step, model, optimizer, extra, policy=policy, mark=mark)
+        path = checkpoint.save_checkpoint(cfg.run.dir, state.step, model, optimizer, extra, cfg.checkpoint, mark)
         clock.restart()
         report.say(f"saved {path}")
 
@@ -125,7 +121,6 @@ def main(cfg: FinetuneConfig) -> None:
         )
         loss, tokens = training.evaluate(replica, held_out, settings)
         report.evaluation(step=state.step, eval_loss=loss, tokens=tokens)
-        eval_losses[state.step] = loss
         return loss
 
     def show_generations() -> None:
@@ -134,13 +129,14 @@ def main(cfg: FinetuneConfig) -> None:
             answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, forward)
         report.generations(prompts, answers, when=f"after {state.step} steps")
 
-    def record(step: training.StepMetrics) -> None:
-        state.record(step)
-        lr = training.learning_rate(cfg.optimizer, step.step - 1, cfg.training.max_steps)
-        report.step(step, lr=lr, tokens=state.tokens, every=cfg.training.log_every)
+    def record(*steps: training.StepMetrics) -> None:
+        for step in steps:
+            state.record(step)
+            lr = training.learning_rate(cfg.optimizer, step.step - 1, cfg.training.max_steps)
+            report.step(step, lr=lr, tokens=state.tokens, every=cfg.training.log_every)
 
     # The loop: numbers arrive one step late, so that the host never waits for the device
-    status, reader = "ok", training.StepReader(lag=1)
+    status, reader, clock = "ok", training.StepReader(lag=1), training.SaveClock(cfg.checkpoint.every_minutes)
     traffic = distributed.StepTraffic(mesh, report.traffic, enabled=cfg.logging.comm)
     with report, training.StopRequest() as stop:
         first_eval_loss = eval_loss = evaluate()
@@ -150,9 +146,7 @@ def main(cfg: FinetuneConfig) -> None:
             lr = training.learning_rate(cfg.optimizer, state.step, cfg.training.max_steps)
             training.set_learning_rate(optimizer, lr)
             with traffic.step():
-                numbers = training.train_step(
-                    replica, next(batches), optimizer, settings, (*stop.flags(), clock.flag())
-                )
+                numbers = training.train_step(replica, next(batches), optimizer, settings, (*stop.flags(), clock.due()))
             state.step += 1
             arrived = reader.push(state.step, numbers, began)
             if arrived is not None:
@@ -164,20 +158,18 @@ def main(cfg: FinetuneConfig) -> None:
             due_save = cfg.checkpoint.every and state.step % cfg.checkpoint.every == 0
             due_by_time = arrived is not None and arrived.must_save
             if due_eval or due_save or due_by_time:
-                for late in reader.flush():
-                    record(late)
+                record(*reader.flush())
             if due_eval and state.step < cfg.training.max_steps:
                 eval_loss = evaluate()
             if (due_save or due_by_time) and state.step < cfg.training.max_steps:
-                save(ephemeral=not due_save)
+                save(checkpoint.Mark(eval_loss if due_eval else None, ephemeral=not due_save))
 
         # Finish: the last numbers, the last evaluation, what remains of the run
-        for late in reader.flush():
-            record(late)
+        record(*reader.flush())
         if status == "ok":
             eval_loss = evaluate()
         if (found is None or state.step > resumed_at) and (cfg.checkpoint.last or status != "ok"):
-            save()
+            save(checkpoint.Mark(eval_loss if status == "ok" else None))
         if status == "ok":
             show_generations()
             if cfg.checkpoint.export:

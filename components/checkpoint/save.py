@@ -46,7 +46,6 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     extra: dict[str, Any],
-    *,
     policy: CheckpointConfig,
     mark: Mark | None = None,
 ) -> Path:

@@ -96,6 +96,6 @@ class SaveClock:
         """Count from now on: something was saved."""
         self._since = time.monotonic()
 
-    def flag(self) -> float:
+    def due(self) -> float:
         """Return 1 where `minutes` have passed since the last save (never for 0), for the sum that every step does."""
         return float(0 < self._seconds <= time.monotonic() - self._since)

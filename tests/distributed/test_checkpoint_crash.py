@@ -55,7 +55,7 @@ def set_all(run: Run, value: float) -> None:
 
 
 def save(run_dir: Path, step: int, keep: int = 3) -> Path:
-    return save_checkpoint(run_dir, step, *start(float(step)), {"step": step}, policy=CheckpointConfig(keep=keep))
+    return save_checkpoint(run_dir, step, *start(float(step)), {"step": step}, CheckpointConfig(keep=keep))
 
 
 def assert_whole(run_dir: Path, steps: set[int]) -> Path:
@@ -87,7 +87,7 @@ def killed_at(event: int, run_dir: Path, step: int, keep: int) -> bool:
                 seen += 1
 
         sys.addaudithook(count)  # open, mkdir, rename, remove, rmdir, listdir, ...: everything that touches a file
-        save_checkpoint(run_dir, step, *run, {"step": step}, policy=CheckpointConfig(keep=keep))
+        save_checkpoint(run_dir, step, *run, {"step": step}, CheckpointConfig(keep=keep))
         os._exit(0)
 
     process = multiprocessing.get_context("fork").Process(target=child)
@@ -238,5 +238,5 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
 )
 def test_what_json_would_change_is_refused(extra: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=message):
-        save_checkpoint(tmp_path, 1, *start(), extra, policy=CheckpointConfig(keep=1))
+        save_checkpoint(tmp_path, 1, *start(), extra, CheckpointConfig(keep=1))
     assert list(tmp_path.iterdir()) == []

@@ -259,7 +259,7 @@ def test_weights_are_drawn_loaded_saved_resumed_and_exported_on_every_mesh(exper
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.1) * parameter.detach()
         optimizer.step()
-        checkpoint.save_checkpoint(folder, 1, model, optimizer, {}, policy=CheckpointConfig(keep=1))
+        checkpoint.save_checkpoint(folder, 1, model, optimizer, {}, CheckpointConfig(keep=1))
         tensors = whole(model, optimizer)
         if rank == 0:
             torch.save(tensors, folder / "expected.pt")

@@ -265,7 +265,7 @@ def test_checkpoints_with_and_without_stages_are_the_same(
 
     def write(rank: int, layout: str | None, cut: str = "halves") -> None:
         run = start(staged(cfg, layout, cut) if layout else unstaged(cfg))
-        save_checkpoint(tmp_path / str(layout), 2, *run, {"step": 2}, policy=CheckpointConfig(keep=1))
+        save_checkpoint(tmp_path / str(layout), 2, *run, {"step": 2}, CheckpointConfig(keep=1))
         tensors = whole(run)
         if rank == 0:
             torch.save(tensors, tmp_path / f"{layout}.pt")
@@ -307,9 +307,9 @@ def test_all_stages_refuse_a_checkpoint_that_one_cannot_use(tmp_path: Path) -> N
         2,
         *start(unstaged(saved_model(tmp_path / "two", "llama3", 2))),
         {},
-        policy=CheckpointConfig(keep=1),
+        CheckpointConfig(keep=1),
     )
-    save_checkpoint(tmp_path / "same", 2, *start(unstaged(cfg)), {}, policy=CheckpointConfig(keep=1))
+    save_checkpoint(tmp_path / "same", 2, *start(unstaged(cfg)), {}, CheckpointConfig(keep=1))
 
     def body(rank: int) -> list[str]:
         told = []
