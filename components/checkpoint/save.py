@@ -144,10 +144,14 @@ def _publish(
 
 
 def _prune(folder: Path, policy: CheckpointConfig) -> None:
-    """Remove complete checkpoints that the policy does not keep, and what attempts that were killed left behind."""
-    complete = published(folder)
-    reasons = reasons_to_keep([manifest for _, manifest in complete], policy)
+    """Remove complete checkpoints that the policy does not keep, and what attempts that were killed left behind.
+
+    Those with files missing or cut short are not counted, and not removed. The newest is the one just saved, whose
+    hashes were taken from what can be read back.
+    """
     try:
+        complete = [(path, manifest) for path, manifest in published(folder) if not manifest.check_sizes(path)]
+        reasons = reasons_to_keep([manifest for _, manifest in complete], policy)
         remove(path for (path, _), why in zip(complete, reasons, strict=True) if not why)
         remove(leftovers(folder))
     except OSError as error:

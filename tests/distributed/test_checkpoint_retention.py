@@ -83,6 +83,16 @@ def test_a_rank_whose_clock_is_due_makes_all_save_at_the_same_step() -> None:
     assert run_ranks(2, body) == [[False, False, True, False]] * 2
 
 
+def test_one_that_is_cut_short_takes_nobodys_place(tmp_path: Path) -> None:
+    run = start()
+    for step in (1, 2):
+        path = save_checkpoint(tmp_path, step, *run, {}, CheckpointConfig(keep=2))
+    os.truncate(next(path.glob("*.safetensors")), 9)
+    for step in (3, 4):
+        save_checkpoint(tmp_path, step, *run, {}, CheckpointConfig(keep=2))
+        assert names(tmp_path) == {"step_2", "step_3", "step_1" if step == 3 else "step_4"}
+
+
 def test_a_loss_that_is_no_number_is_none(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, *start(), {}, CheckpointConfig(), Mark(float("nan")))
     assert Manifest.read(path).eval_loss is None
