@@ -28,7 +28,7 @@ def test_a_run_keeps_what_its_policy_says(tmp_path: Path, capsys: pytest.Capture
     output = run(
         "finetune.py", *command, "training.max_steps=7", "checkpoint.last=false", "parallelism=single", cwd=tmp_path
     )
-    # A clock that is always due is heard one step later, and starts anew with every save.
+    # A clock that is always due is heard one step later.
     assert re.findall(r"saved .*/(step_\S+)", output) == ["step_2", "step_4", "step_6"]
     first = there(run_dir)
     assert {name: manifest.ephemeral for name, manifest in first.items()} == {"step_4": False, "step_6": True}
