@@ -6,7 +6,6 @@ python recipes/finetune.py parallelism=fsdp2_tp2 cluster=local_4proc    # anothe
 python recipes/finetune.py run.dir=outputs/mine training.max_steps=200  # typed again, the command resumes
 python recipes/finetune.py -m parallelism=ddp,fsdp2,fsdp2_tp2           # a sweep over meshes ends in one table
 python recipes/finetune.py parallelism=fsdp2_tp4 cluster=slurm_8node    # from a login node: checks, submits, returns
-python recipes/finetune.py -m parallelism=ddp,fsdp2 experiment=bench_mesh   # a sweep over meshes: one table
 torchrun --nproc-per-node 8 recipes/finetune.py model=llama3_1_8b       # your own launcher
 """
 
@@ -82,9 +81,11 @@ def main(cfg: FinetuneConfig) -> None:
         batches.load_state_dict(saved["data"])
     resumed_at = state.step
 
-    def save() -> Path:
+    def save(mark: checkpoint.Mark) -> None:
         extra = {"state": state.to_dict(), "data": batches.state_dict()}
-        return checkpoint.save_checkpoint(cfg.run.dir, state.step, model, optimizer, extra, keep=cfg.checkpoint.keep)
+        path = checkpoint.save_checkpoint(cfg.run.dir, state.step, model, optimizer, extra, cfg.checkpoint, mark)
+        clock.restart()
+        report.say(f"saved {path}")
 
     # Reporting
     report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
@@ -128,13 +129,14 @@ def main(cfg: FinetuneConfig) -> None:
             answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, forward)
         report.generations(prompts, answers, when=f"after {state.step} steps")
 
-    def record(step: training.StepMetrics) -> None:
-        state.record(step)
-        lr = training.learning_rate(cfg.optimizer, step.step - 1, cfg.training.max_steps)
-        report.step(step, lr=lr, tokens=state.tokens, every=cfg.training.log_every)
+    def record(*steps: training.StepMetrics) -> None:
+        for step in steps:
+            state.record(step)
+            lr = training.learning_rate(cfg.optimizer, step.step - 1, cfg.training.max_steps)
+            report.step(step, lr=lr, tokens=state.tokens, every=cfg.training.log_every)
 
     # The loop: numbers arrive one step late, so that the host never waits for the device
-    status, reader = "ok", training.StepReader(lag=1)
+    status, reader, clock = "ok", training.StepReader(lag=1), training.SaveClock(cfg.checkpoint.every_minutes)
     traffic = distributed.StepTraffic(mesh, report.traffic, enabled=cfg.logging.comm)
     with report, training.StopRequest() as stop:
         first_eval_loss = eval_loss = evaluate()
@@ -144,7 +146,7 @@ def main(cfg: FinetuneConfig) -> None:
             lr = training.learning_rate(cfg.optimizer, state.step, cfg.training.max_steps)
             training.set_learning_rate(optimizer, lr)
             with traffic.step():
-                numbers = training.train_step(replica, next(batches), optimizer, settings, stop.flags())
+                numbers = training.train_step(replica, next(batches), optimizer, settings, (*stop.flags(), clock.due()))
             state.step += 1
             arrived = reader.push(state.step, numbers, began)
             if arrived is not None:
@@ -154,21 +156,21 @@ def main(cfg: FinetuneConfig) -> None:
                     break
             due_eval = cfg.training.eval_every and state.step % cfg.training.eval_every == 0
             due_save = cfg.checkpoint.every and state.step % cfg.checkpoint.every == 0
-            if due_eval or due_save:
-                for late in reader.flush():
-                    record(late)
+            due_by_time = arrived is not None and arrived.must_save
+            if due_eval or due_save or due_by_time:
+                record(*reader.flush())
             if due_eval and state.step < cfg.training.max_steps:
                 eval_loss = evaluate()
-            if due_save and state.step < cfg.training.max_steps:
-                report.say(f"saved {save()}")
+            if (due_save or due_by_time) and state.step < cfg.training.max_steps:
+                save(checkpoint.Mark(eval_loss if due_eval else None, ephemeral=not due_save))
 
         # Finish: the last numbers, the last evaluation, what remains of the run
-        for late in reader.flush():
-            record(late)
-        if (found is None or state.step > resumed_at) and (cfg.checkpoint.last or status != "ok"):
-            report.say(f"saved {save()}")
+        record(*reader.flush())
         if status == "ok":
             eval_loss = evaluate()
+        if (found is None or state.step > resumed_at) and (cfg.checkpoint.last or status != "ok"):
+            save(checkpoint.Mark(eval_loss if status == "ok" else None))
+        if status == "ok":
             show_generations()
             if cfg.checkpoint.export:
                 folder = Path(cfg.run.dir) / "export"

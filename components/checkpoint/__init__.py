@@ -1,23 +1,47 @@
 """Checkpoints that survive a kill at any moment, resume bit for bit, and move between meshes.
 
 save.py       save_checkpoint: written aside, verified, published by one rename; old ones removed
+retention.py  which of them stay, and how the others go
 load.py       find_checkpoint, load_checkpoint, load_model_weights; verify
 manifest.py   which files, which sizes, which hashes: written last, trusted alone
+listing.py    what a run directory holds, told without torch
 tensors.py    model and optimizer as named tensors, through torch.distributed.checkpoint, in safetensors
 random_state.py, folders.py, errors.py
 
-Files are safetensors and JSON: nothing is ever unpickled.
+Files are safetensors and JSON: nothing is ever unpickled. The names below are handed out by the package and imported at
+first use: scripts look at checkpoints without torch.
 """
 
-from components.checkpoint.errors import CheckpointError
-from components.checkpoint.load import find_checkpoint, load_checkpoint, load_model_weights, verify
-from components.checkpoint.save import save_checkpoint
+from __future__ import annotations
 
-__all__ = [
-    "CheckpointError",
-    "find_checkpoint",
-    "load_checkpoint",
-    "load_model_weights",
-    "save_checkpoint",
-    "verify",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from components.checkpoint.errors import CheckpointError  # noqa: F401
+    from components.checkpoint.load import (  # noqa: F401
+        find_checkpoint,
+        load_checkpoint,
+        load_model_weights,
+        verify,
+    )
+    from components.checkpoint.save import Mark, save_checkpoint  # noqa: F401
+
+_HOMES = {
+    "errors": "CheckpointError",
+    "load": "find_checkpoint load_checkpoint load_model_weights verify",
+    "save": "Mark save_checkpoint",
+}
+"""Module of this package -> the names it lends to the package."""
+
+__all__ = sorted(name for names in _HOMES.values() for name in names.split())  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module that lends `name`, and return what it names."""
+    for module, names in _HOMES.items():
+        if name in names.split():
+            value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,6 +30,11 @@ def published(folder: Path) -> list[tuple[Path, Manifest]]:
     return found
 
 
+def leftovers(folder: Path) -> list[Path]:
+    """Return what attempts that were killed left behind, while they wrote or while they removed."""
+    return sorted(folder.glob(f"*{TEMPORARY}*"))
+
+
 def candidates(folder: Path) -> list[Path]:
     """Return what has the name of a published checkpoint."""
     if not folder.is_dir():

@@ -40,6 +40,17 @@ class Manifest:
     """Axes of the device mesh that wrote it, and the number of processes as `world`."""
     versions: dict[str, str]
     files: dict[str, FileRecord]
+    saved: str = ""
+    """When, in UTC."""
+    eval_loss: float | None = None
+    """Evaluation loss of this very step; None where it was not evaluated."""
+    ephemeral: bool = False
+    """Saved because time had passed: not needed once there is a newer one."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files but the manifest."""
+        return sum(record.bytes for record in self.files.values())
 
     def write(self, folder: Path) -> None:
         """Write it to `folder`, durably."""

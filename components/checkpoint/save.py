@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import shutil
 import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from components.checkpoint.errors import agreed
-from components.checkpoint.folders import FOLDER, STATE, TEMPORARY, published, random_file
+from components.checkpoint.folders import FOLDER, STATE, TEMPORARY, leftovers, published, random_file
 from components.checkpoint.manifest import FileRecord, Manifest, record_file, sync_folder, write_json
 from components.checkpoint.random_state import random_state
+from components.checkpoint.retention import reasons_to_keep, remove
 from components.checkpoint.tensors import Tensors, check_layouts, model_tensors, optimizer_tensors, write_tensors
+from components.config.schema.checkpoint import CheckpointConfig
 from components.distributed import all_gather_object, broadcast_object
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What decides, besides its step, how long a checkpoint stays; the same on every rank."""
+
+    eval_loss: float | None = None
+    """Evaluation loss of this very step; None where it was not evaluated."""
+    ephemeral: bool = False
+    """Saved because time had passed: it goes as soon as a newer one is complete."""
 
 
 def save_checkpoint(
@@ -31,8 +46,8 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     extra: dict[str, Any],
-    *,
-    keep: int,
+    policy: CheckpointConfig,
+    mark: Mark | None = None,
 ) -> Path:
     """Save the whole state of a run as `run_dir/checkpoints/step_<step>` and return that folder.
 
@@ -43,7 +58,8 @@ def save_checkpoint(
 
     Args:
         extra: What is not a tensor (counters, data cursor), as JSON values; the same on every rank.
-        keep: Complete checkpoints to keep, this one included; older ones and what killed attempts left are removed.
+        policy: Which complete checkpoints stay; the others, and what killed attempts left, are removed.
+        mark: What is known of it that the policy asks for; None: nothing.
 
     Raises:
         CheckpointError: On every rank, when one of them could not write; what was published before is untouched.
@@ -68,13 +84,13 @@ def save_checkpoint(
         final = folder
         with agreed(failed):
             if _rank() == 0:
-                final = _publish(tmp, step, extra, records, mesh_of(tensors))
+                final = _publish(tmp, step, extra, records, mesh_of(tensors), mark or Mark())
     except BaseException:
         if _rank() == 0:
             shutil.rmtree(tmp, ignore_errors=True)
         raise
     if _rank() == 0:
-        _prune(folder, keep)
+        _prune(folder, policy)
     return broadcast_object(final)
 
 
@@ -96,7 +112,9 @@ def _record_own_files(tmp: Path) -> dict[str, FileRecord]:
     return {path.name: record_file(path) for path in written}
 
 
-def _publish(tmp: Path, step: int, extra: dict[str, Any], records: dict[str, FileRecord], mesh: dict[str, int]) -> Path:
+def _publish(
+    tmp: Path, step: int, extra: dict[str, Any], records: dict[str, FileRecord], mesh: dict[str, int], mark: Mark
+) -> Path:
     unseen = sorted(name for name in records if not (tmp / name).is_file())
     if unseen:
         raise OSError(f"rank 0 does not see {', '.join(unseen)}: run.dir must be on a file system that all nodes share")
@@ -109,6 +127,9 @@ def _publish(tmp: Path, step: int, extra: dict[str, Any], records: dict[str, Fil
         mesh=mesh,
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
         files=dict(sorted(records.items())),
+        saved=datetime.now(UTC).isoformat(timespec="seconds"),
+        eval_loss=mark.eval_loss if mark.eval_loss is not None and math.isfinite(mark.eval_loss) else None,
+        ephemeral=mark.ephemeral,
     )
     manifest.write(tmp)
     sync_folder(tmp)
@@ -122,15 +143,17 @@ def _publish(tmp: Path, step: int, extra: dict[str, Any], records: dict[str, Fil
     return final
 
 
-def _prune(folder: Path, keep: int) -> None:
-    """Remove complete checkpoints beyond the newest `keep`, and what attempts that were killed left behind."""
-    newest_first = sorted(published(folder), key=lambda entry: entry[1].serial, reverse=True)
+def _prune(folder: Path, policy: CheckpointConfig) -> None:
+    """Remove complete checkpoints that the policy does not keep, and what attempts that were killed left behind.
+
+    Those with files missing or cut short are not counted, and not removed. The newest is the one just saved, whose
+    hashes were taken from what can be read back.
+    """
     try:
-        for path, _ in newest_first[keep:]:
-            # Renamed first: a removal that is killed half-way leaves no broken checkpoint under a published name.
-            path.rename(path.with_name(f"{path.name}{TEMPORARY}{secrets.token_hex(4)}"))
-        for path in folder.glob(f"*{TEMPORARY}*"):
-            shutil.rmtree(path)
+        complete = [(path, manifest) for path, manifest in published(folder) if not manifest.check_sizes(path)]
+        reasons = reasons_to_keep([manifest for _, manifest in complete], policy)
+        remove(path for (path, _), why in zip(complete, reasons, strict=True) if not why)
+        remove(leftovers(folder))
     except OSError as error:
         logger.warning("old checkpoints in %s could not be removed: %s", folder, error)
 

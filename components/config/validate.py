@@ -10,6 +10,7 @@ from components.config.layouts import (
     micro_batch_rule,
     ulysses_divides,
 )
+from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.parallelism import (
     SPLIT_BACKWARD,
     ContextAttention,
@@ -18,6 +19,7 @@ from components.config.schema.parallelism import (
     UnevenHeads,
 )
 from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, RecipeConfig
+from components.config.schema.training import TrainingConfig
 from components.config.shape import ModelShape
 
 
@@ -33,6 +35,7 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
     problems = model_problems(cfg.parallelism, mesh, shape or ModelShape())
     if isinstance(cfg, FinetuneConfig):
         problems += _batch_problems(cfg, mesh)
+        problems += _best_problems(cfg.checkpoint, cfg.training)
         problems += _row_problems("training.seq_len", cfg.training.seq_len, cfg.parallelism, mesh)
     if isinstance(cfg, EvaluateConfig):
         problems += _row_problems("evaluation.seq_len", cfg.evaluation.seq_len, cfg.parallelism, mesh)
@@ -90,6 +93,24 @@ def _row_problems(key: str, seq_len: int, parallelism: ParallelismConfig, mesh: 
         if applies
     )
     return [f"{key}={seq_len}: must be a multiple of {multiple}, because {why}; change {key}"]
+
+
+def _best_problems(checkpoint: CheckpointConfig, training: TrainingConfig) -> list[str]:
+    """The best checkpoint is one of those whose own step was evaluated: that must be every one that is due."""
+    if not checkpoint.keep_best:
+        return []
+    if training.eval_every == 0:
+        return [
+            "checkpoint.keep_best=true: needs the evaluation loss of each checkpoint, but training.eval_every=0; set "
+            "training.eval_every"
+        ]
+    if checkpoint.every == 0 or checkpoint.every % training.eval_every:
+        return [
+            f"checkpoint.keep_best=true: needs checkpoint.every={checkpoint.every} to be a multiple of "
+            f"training.eval_every={training.eval_every}, so that each checkpoint has an evaluation loss; change "
+            "checkpoint.every or training.eval_every"
+        ]
+    return []
 
 
 def _batch_problems(cfg: FinetuneConfig, mesh: MeshShape) -> list[str]:

@@ -10,7 +10,8 @@ import secrets
 import shutil
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,28 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
     return RunDirectory(path, fresh=not names, created=created, lock=lock, attempt=_next_attempt(path))
 
 
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep every start out of a run directory while something in it is changed by hand.
+
+    Raises ConfigError while a run uses it, or a job that has not ended (or that nobody here can ask for) owns it.
+    """
+    mend = "wait for its end"
+    lock = _lock(path, mend)
+    try:
+        if lock is None and not (path / RESULT).exists():
+            raise ConfigError(f"run.dir={path}: nothing tells here whether its run has ended: no locks, no {RESULT}")
+        if (path / JOB_ID).exists() and shutil.which("squeue") is None:
+            raise ConfigError(
+                f"run.dir={path}: belongs to a job, and there is no squeue on PATH to ask whether it has ended; try "
+                f"again from a login node of its cluster, or remove {path / JOB_ID} if it has"
+            )
+        _refuse_live_job(path, mend)
+        yield
+    finally:
+        _unlock(lock)
+
+
 def _next_attempt(path: Path) -> int:
     numbers = [folder.name.rpartition("_")[2] for folder in (path / LOGS).glob("attempt_*")]
     return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
@@ -158,7 +181,7 @@ def _make(path: Path) -> list[Path]:
     return missing
 
 
-def _lock(path: Path) -> int | None:
+def _lock(path: Path, mend: str = "choose another run.dir") -> int | None:
     """Lock the directory for the life of this process; None where its file system has no locks."""
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -168,7 +191,7 @@ def _lock(path: Path) -> int | None:
         if error.errno in _NO_LOCKS:
             print(f"{path}: no locks on this file system; do not start this run twice at once", file=sys.stderr)
             return None
-        raise ConfigError(f"run.dir={path}: is in use by a run that is still going; choose another run.dir") from error
+        raise ConfigError(f"run.dir={path}: is in use by a run that is still going; {mend}") from error
     if os.fstat(descriptor).st_nlink == 0:
         os.close(descriptor)
         raise ConfigError(f"run.dir={path}: was removed at this moment by another start; start again")
@@ -180,7 +203,7 @@ def _unlock(lock: int | None) -> None:
         os.close(lock)
 
 
-def _refuse_live_job(path: Path) -> None:
+def _refuse_live_job(path: Path, mend: str = "choose another run.dir") -> None:
     """Raise ConfigError while a job that was submitted for this directory waits or runs."""
     if not (path / JOB_ID).exists():
         return
@@ -188,8 +211,7 @@ def _refuse_live_job(path: Path) -> None:
     state = job_state(job)
     if state is not None and state not in ENDED:
         raise ConfigError(
-            f"run.dir={path}: belongs to job {job}, which is {state}; choose another run.dir, or end the job with "
-            f"scancel {job}"
+            f"run.dir={path}: belongs to job {job}, which is {state}; {mend}, or end the job with scancel {job}"
         )
 
 

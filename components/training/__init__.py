@@ -8,7 +8,7 @@ gradients.py  the norm of all gradients over mixed meshes, clipping
 optim.py      AdamW with decay groups, learning-rate schedules, updates that skip non-finite gradients
 precision.py  the type of matrix products
 metrics.py    numbers of a step, read a fixed number of steps later, so that the host never waits
-state.py      what a resume needs besides tensors; the request to stop
+state.py      what a resume needs besides tensors; the request to stop; the time of the next save
 """
 
 from components.training.gradients import clip_gradients, gradient_norm
@@ -18,11 +18,12 @@ from components.training.metrics import StepMetrics, StepReader
 from components.training.optim import build_optimizer, learning_rate, set_learning_rate
 from components.training.precision import autocast_dtype, compute_dtype
 from components.training.router import RouterLoss, attach_router_loss
-from components.training.state import StopRequest, TrainState
+from components.training.state import SaveClock, StopRequest, TrainState
 from components.training.sync import get_sync_ctx
 
 __all__ = [
     "RouterLoss",
+    "SaveClock",
     "StepMetrics",
     "StepReader",
     "StepSettings",

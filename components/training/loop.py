@@ -53,13 +53,13 @@ def train_step(
     micro_batches: Sequence[MicroBatch],
     optimizer: torch.optim.Optimizer,
     settings: StepSettings,
-    stop: tuple[float, float] = (0.0, 0.0),
+    asked: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> torch.Tensor:
     """Do one optimizer step over the micro-batches of this rank; the host never waits for the device.
 
     Args:
         micro_batches: input_ids and labels (micro_batch, seq) each, the same number on every rank.
-        stop: (preempt, interrupt) of this rank; the returned vector says whether any rank was asked to stop.
+        asked: (preempt, interrupt, save) of this rank; the returned vector says whether any rank was asked.
 
     Returns a float64 vector of `metrics.FIELDS` on the device, equal on every rank.
     """
@@ -67,8 +67,8 @@ def train_step(
         micro_batches = pad_to_longest(micro_batches)
     batches = [_local_part(batch, settings, settings.router_loss) for batch in micro_batches]
     counted = torch.stack([count_targets(batch["targets"]) for batch in batches]).sum()
-    asked = torch.tensor(stop, dtype=torch.float64).to(settings.device, non_blocking=True)
-    totals = _sum_over_ranks(torch.cat([(counted * _counts(settings))[None], asked]))  # tokens, stop flags
+    flags = torch.tensor(asked, dtype=torch.float64).to(settings.device, non_blocking=True)
+    totals = _sum_over_ranks(torch.cat([(counted * _counts(settings))[None], flags]))  # tokens, flags
     tokens = totals[0].clamp(min=1)
     if settings.router_loss is not None:
         settings.router_loss.start_step(tokens)

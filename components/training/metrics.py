@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-FIELDS = ("loss", "grad_norm", "tokens", "skipped", "preempt", "interrupt")
+FIELDS = ("loss", "grad_norm", "tokens", "skipped", "preempt", "interrupt", "save")
 """What train_step packs into one vector, in this order."""
 
 
@@ -32,6 +32,8 @@ class StepMetrics:
     """A rank was told to save and leave (SIGTERM, SIGUSR2)."""
     interrupt: bool
     """A rank was interrupted (Ctrl-C)."""
+    must_save: bool
+    """A rank's clock said that a save is due; equal on every rank."""
 
     @property
     def must_stop(self) -> bool:
@@ -85,4 +87,5 @@ class StepReader:
             skipped=values["skipped"] > 0,
             preempt=values["preempt"] > 0,
             interrupt=values["interrupt"] > 0,
+            must_save=values["save"] > 0,
         )

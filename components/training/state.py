@@ -1,8 +1,9 @@
-"""What a run knows of itself besides tensors, and the request to end it."""
+"""What a run knows of itself besides tensors, the request to end it, and the time since its last save."""
 
 from __future__ import annotations
 
 import signal
+import time
 from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -82,3 +83,19 @@ class StopRequest:
             raise KeyboardInterrupt
         else:
             self.interrupt = True
+
+
+class SaveClock:
+    """Says when a save is due by time. Each rank has its own: what one of them says holds once all have summed it."""
+
+    def __init__(self, minutes: float) -> None:
+        self._seconds = 60 * minutes
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on: something was saved."""
+        self._since = time.monotonic()
+
+    def due(self) -> float:
+        """Return 1 where `minutes` have passed since the last save (never for 0), for the sum that every step does."""
+        return float(0 < self._seconds <= time.monotonic() - self._since)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from components.checkpoint import (
     CheckpointError,
+    Mark,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -27,6 +28,7 @@ from components.checkpoint import (
 from components.checkpoint.manifest import FileRecord
 from components.checkpoint.save import _publish
 from components.config.errors import ConfigError
+from components.config.schema.checkpoint import CheckpointConfig
 from tests.harness import run_ranks, start_ranks
 
 Run = tuple[nn.Module, torch.optim.Optimizer]
@@ -53,7 +55,7 @@ def set_all(run: Run, value: float) -> None:
 
 
 def save(run_dir: Path, step: int, keep: int = 3) -> Path:
-    return save_checkpoint(run_dir, step, *start(float(step)), {"step": step}, keep=keep)
+    return save_checkpoint(run_dir, step, *start(float(step)), {"step": step}, CheckpointConfig(keep=keep))
 
 
 def assert_whole(run_dir: Path, steps: set[int]) -> Path:
@@ -85,7 +87,7 @@ def killed_at(event: int, run_dir: Path, step: int, keep: int) -> bool:
                 seen += 1
 
         sys.addaudithook(count)  # open, mkdir, rename, remove, rmdir, listdir, ...: everything that touches a file
-        save_checkpoint(run_dir, step, *run, {"step": step}, keep=keep)
+        save_checkpoint(run_dir, step, *run, {"step": step}, CheckpointConfig(keep=keep))
         os._exit(0)
 
     process = multiprocessing.get_context("fork").Process(target=child)
@@ -196,7 +198,7 @@ def test_nodes_that_do_not_share_the_folder_are_told(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_1.tmp-x").mkdir(parents=True)
     records = {"shard-00002-model-00001-of-00001.safetensors": FileRecord(1, [])}
     with pytest.raises(OSError, match=r"rank 0 does not see shard-00002.*file system that all nodes share"):
-        _publish(tmp_path / "checkpoints" / "step_1.tmp-x", 1, {}, records, {"world": 2})
+        _publish(tmp_path / "checkpoints" / "step_1.tmp-x", 1, {}, records, {"world": 2}, Mark())
 
 
 def test_old_checkpoints_go_once_a_newer_one_is_there(tmp_path: Path) -> None:
@@ -236,5 +238,5 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
 )
 def test_what_json_would_change_is_refused(extra: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=message):
-        save_checkpoint(tmp_path, 1, *start(), extra, keep=1)
+        save_checkpoint(tmp_path, 1, *start(), extra, CheckpointConfig(keep=1))
     assert list(tmp_path.iterdir()) == []

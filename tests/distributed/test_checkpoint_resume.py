@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from components.checkpoint import find_checkpoint, load_checkpoint, load_model_weights, save_checkpoint
 from components.checkpoint.random_state import random_state
 from components.config.errors import ConfigError
+from components.config.schema.checkpoint import CheckpointConfig
 from tests.distributed.test_models_sharded import shard
 from tests.harness import run_ranks
 from tests.tiny_models import VOCAB, tiny_config
@@ -96,7 +97,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(layout: str | None, world: in
         run = start(layout, 0, family)
         seed_rank(rank)
         train(run, 3)
-        save_checkpoint(tmp_path, 3, *run, extra, keep=2)
+        save_checkpoint(tmp_path, 3, *run, extra, CheckpointConfig(keep=2))
         return bits(run), train(run, 3), bits(run)
 
     def resumed(rank: int) -> Any:
@@ -130,7 +131,7 @@ def test_any_mesh_reads_what_any_mesh_wrote(written: str | None, tmp_path: Path)
     def write(rank: int) -> None:
         run = start(written, 0)
         train(run, 2)
-        save_checkpoint(tmp_path, 2, *run, {}, keep=1)
+        save_checkpoint(tmp_path, 2, *run, {}, CheckpointConfig(keep=1))
         tensors = whole(run)
         if rank == 0:
             torch.save(tensors, tmp_path / "expected.pt")
@@ -165,7 +166,7 @@ def test_names_are_those_of_the_model_inside_ddp(tmp_path: Path) -> None:
         replica = torch.nn.parallel.DistributedDataParallel(model)
         run = replica, torch.optim.AdamW(replica.parameters(), lr=1e-2, fused=True)
         train(run, 1)
-        save_checkpoint(tmp_path, 1, *run, {}, keep=1)
+        save_checkpoint(tmp_path, 1, *run, {}, CheckpointConfig(keep=1))
         return model.model.norm.weight.sum().item()
 
     expected = run_ranks(2, body)[0]
@@ -178,7 +179,7 @@ def test_replicas_are_written_once(tmp_path: Path) -> None:
     def body(rank: int) -> int:
         run = start(None, 0)
         train(run, 1)
-        save_checkpoint(tmp_path, 1, *run, {}, keep=1)
+        save_checkpoint(tmp_path, 1, *run, {}, CheckpointConfig(keep=1))
         return sum(value.numel() * value.element_size() for value in whole(run).values())
 
     size = run_ranks(2, body)[0]
@@ -193,7 +194,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle_and_nothing_is_unpickled(
     def body(rank: int) -> None:
         run = start("fsdp2", 0)
         train(run, 1)
-        save_checkpoint(tmp_path, 1, *run, {"state": {}}, keep=1)
+        save_checkpoint(tmp_path, 1, *run, {"state": {}}, CheckpointConfig(keep=1))
 
     run_ranks(2, body)
     files = sorted((tmp_path / "checkpoints" / "step_1").rglob("*"))
@@ -226,7 +227,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle_and_nothing_is_unpickled(
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     run = start(None, 0)
     train(run, 1)
-    path = save_checkpoint(tmp_path, 1, *run, {}, keep=1)
+    path = save_checkpoint(tmp_path, 1, *run, {}, CheckpointConfig(keep=1))
 
     def refuse(change: Any, message: str) -> None:
         other, _ = start(None, 0)
@@ -256,7 +257,7 @@ def test_layouts_that_would_be_stored_wrong_are_refused_by_name(tmp_path: Path) 
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
         fully_shard(model, mesh=mesh["fsdp"])
         with pytest.raises(ConfigError, match=r"0.weight: \(5, 4\) laid out as .* cannot be saved"):
-            save_checkpoint(tmp_path, 1, model, torch.optim.AdamW(model.parameters()), {}, keep=1)
+            save_checkpoint(tmp_path, 1, model, torch.optim.AdamW(model.parameters()), {}, CheckpointConfig(keep=1))
 
     run_ranks(4, body)
     assert find_checkpoint(tmp_path, "auto") is None

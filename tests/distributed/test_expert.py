@@ -16,6 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralE
 from components import checkpoint, distributed, models, training
 from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, ParallelismConfig
+from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.model import WeightInit
 from components.distributed.expert import ExpertParallel
 from tests.distributed.parity import MOE_MODELS, Case, build, micro_batches, reference, run_case
@@ -258,7 +259,7 @@ def test_weights_are_drawn_loaded_saved_resumed_and_exported_on_every_mesh(exper
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.1) * parameter.detach()
         optimizer.step()
-        checkpoint.save_checkpoint(folder, 1, model, optimizer, {}, keep=1)
+        checkpoint.save_checkpoint(folder, 1, model, optimizer, {}, CheckpointConfig(keep=1))
         tensors = whole(model, optimizer)
         if rank == 0:
             torch.save(tensors, folder / "expected.pt")

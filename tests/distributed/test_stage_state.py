@@ -26,6 +26,7 @@ from components.checkpoint import find_checkpoint, load_checkpoint, load_model_w
 from components.checkpoint import tensors as checkpoint_tensors
 from components.checkpoint.manifest import Manifest
 from components.config.errors import ConfigError
+from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.model import ModelConfig, WeightInit
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.models import (
@@ -264,7 +265,7 @@ def test_checkpoints_with_and_without_stages_are_the_same(
 
     def write(rank: int, layout: str | None, cut: str = "halves") -> None:
         run = start(staged(cfg, layout, cut) if layout else unstaged(cfg))
-        save_checkpoint(tmp_path / str(layout), 2, *run, {"step": 2}, keep=1)
+        save_checkpoint(tmp_path / str(layout), 2, *run, {"step": 2}, CheckpointConfig(keep=1))
         tensors = whole(run)
         if rank == 0:
             torch.save(tensors, tmp_path / f"{layout}.pt")
@@ -301,8 +302,14 @@ def test_checkpoints_with_and_without_stages_are_the_same(
 
 def test_all_stages_refuse_a_checkpoint_that_one_cannot_use(tmp_path: Path) -> None:
     cfg = saved_model(tmp_path, "llama3")
-    save_checkpoint(tmp_path / "other", 2, *start(unstaged(saved_model(tmp_path / "two", "llama3", 2))), {}, keep=1)
-    save_checkpoint(tmp_path / "same", 2, *start(unstaged(cfg)), {}, keep=1)
+    save_checkpoint(
+        tmp_path / "other",
+        2,
+        *start(unstaged(saved_model(tmp_path / "two", "llama3", 2))),
+        {},
+        CheckpointConfig(keep=1),
+    )
+    save_checkpoint(tmp_path / "same", 2, *start(unstaged(cfg)), {}, CheckpointConfig(keep=1))
 
     def body(rank: int) -> list[str]:
         told = []

@@ -41,7 +41,7 @@ def test_the_step_never_waits_for_the_device() -> None:
     optimizer = training.build_optimizer(model, OptimizerConfig())
     settings = training.StepSettings(device=torch.device("meta"))
     vector = training.train_step(model, [batch(2, 16, "meta") for _ in range(2)], optimizer, settings)
-    assert vector.shape == (6,)
+    assert vector.shape == (len(training.metrics.FIELDS),)
     with pytest.raises(RuntimeError):
         vector[0].item()  # the device is one that would have told
 
@@ -169,12 +169,14 @@ def test_schedules_hit_their_corners() -> None:
 
 def test_the_reader_lags_by_a_fixed_number_of_steps() -> None:
     reader = training.StepReader(lag=2)
-    vectors = [torch.tensor([float(i), 1, 7, 0, i == 1, 0], dtype=torch.float64) for i in range(4)]
+    vectors = [torch.tensor([float(i), 1, 7, 0, i == 1, 0, i == 0], dtype=torch.float64) for i in range(4)]
     seen = [reader.push(step, vector, began=0.0) for step, vector in enumerate(vectors)]
     assert seen[:2] == [None, None]
     assert [m.step for m in seen[2:] if m] == [0, 1]
+    assert seen[2] is not None
+    assert (seen[2].must_stop, seen[2].must_save) == (False, True)
     assert seen[3] is not None
-    assert seen[3].must_stop
+    assert (seen[3].must_stop, seen[3].must_save) == (True, False)
     assert [m.loss for m in reader.flush()] == [2.0, 3.0]
     assert reader.flush() == []
 

@@ -17,6 +17,7 @@ from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
 
 Config = TypeVar("Config", bound=RecipeConfig)
+Section = TypeVar("Section")
 
 
 def from_container(cfg: DictConfig, schema: type[Config]) -> Config:
@@ -39,6 +40,23 @@ def read_frozen(path: Path, schema: type[Config]) -> Config:
         return from_yaml(path.read_text(), schema)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as the config of a run: {error}") from error
+
+
+def read_section(path: Path, name: str, schema: type[Section]) -> Section:
+    """Return one section of what `to_yaml` wrote to `path`, whichever recipe's config it is.
+
+    Raises ConfigError where the file cannot be read, has no such section, or it is none of `schema`.
+    """
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as the config of a run: {error}") from error
+    if not isinstance(loaded, dict) or name not in loaded:
+        raise ConfigError(f"{path}: the config of this run has no section {name}")
+    try:
+        return typed(loaded[name], schema)
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from error
 
 
 def from_yaml(text: str, schema: type[Config]) -> Config:

@@ -1,0 +1,129 @@
+"""The checkpoints of a run: which there are and why they stay, whether they are whole, and removing the others.
+
+python scripts/checkpoints.py list outputs/finetune/RUN             # a table; files are compared by their sizes
+python scripts/checkpoints.py verify outputs/finetune/RUN           # every bit is read; status 1 where one is wrong
+python scripts/checkpoints.py prune outputs/finetune/RUN            # what the run's own policy does not keep
+python scripts/checkpoints.py prune outputs/finetune/RUN --keep 1   # the same with checkpoint.keep=1
+python scripts/checkpoints.py prune outputs/finetune/RUN --yes      # remove it
+
+Pruning removes complete checkpoints and what killed attempts left, never the newest complete one (every bit of it is
+read first) nor one that is damaged, and nothing while a run or a job uses the directory. Status 2 for a mistake.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from dataclasses import replace
+from pathlib import Path
+
+from components.checkpoint.listing import Entry, check_contents, list_checkpoints, removable
+from components.checkpoint.retention import remove
+from components.config.compose.frozen import read_section
+from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.schema.checkpoint import CheckpointConfig
+from components.launch.failures import tell_problems
+from components.launch.run_directory import CONFIG, held
+
+COLUMNS = ("checkpoint", "step", "saved", "size", "mesh", "eval loss", "kept because", "state")
+
+
+def main(arguments: list[str]) -> int:
+    """List, verify or prune; return the exit status."""
+    parser = ArgumentParser(
+        prog="scripts/checkpoints.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=("list", "verify", "prune"))
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, with its config.yaml")
+    parser.add_argument("--keep", type=int, metavar="N", help="list and prune: instead of the run's checkpoint.keep")
+    parser.add_argument("--yes", action="store_true", help="prune: remove what is shown without it")
+    options = parser.parse_args(arguments)
+    run_dir: Path = options.run_dir
+    try:
+        if not (run_dir / CONFIG).is_file():
+            raise ConfigError(f"{run_dir}: is not the directory of a run, it holds no {CONFIG}; give one that does")
+        if options.action == "verify":
+            return verify(run_dir)
+        policy = read_section(run_dir / CONFIG, "checkpoint", CheckpointConfig)
+        if options.keep is not None:
+            policy = replace(policy, keep=options.keep)
+        if options.action == "list":
+            return show(run_dir, policy)
+        return prune(run_dir, policy, options.yes)
+    except ConfigError as error:
+        tell_problems(error.problems)
+    except OSError as error:
+        tell_problems([f"{error.filename or run_dir}: {error.strerror or error}"])
+    except KeyboardInterrupt:
+        return 130
+    return EXIT_INVALID
+
+
+def show(run_dir: Path, policy: CheckpointConfig) -> int:
+    """Print the table."""
+    entries = list_checkpoints(run_dir, policy)
+    if not entries:
+        print(f"{run_dir}: no checkpoints")
+        return 0
+    rows = [COLUMNS, *(_row(entry) for entry in entries)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def verify(run_dir: Path) -> int:
+    """Compare every block of every checkpoint with its hash; return 1 where something is wrong."""
+    entries = list_checkpoints(run_dir, CheckpointConfig())
+    for entry in entries:
+        print(f"{entry.path.name}: {'; '.join(check_contents(entry)) or 'whole'}", flush=True)
+    if not entries:
+        print(f"{run_dir}: no checkpoints")
+    return 1 if any(entry.problems for entry in entries) else 0
+
+
+def prune(run_dir: Path, policy: CheckpointConfig, agreed: bool) -> int:
+    """Show what the policy does not keep; where that is agreed to, remove it."""
+    if not agreed:
+        _tell("would remove", *removable(run_dir, policy))
+        return 0
+    with held(run_dir):
+        entries, left = removable(run_dir, policy)
+        remove([*(entry.path for entry in entries), *left])
+    _tell("removed", entries, left)
+    return 0
+
+
+def _tell(verb: str, entries: list[Entry], left: list[Path]) -> None:
+    for entry in entries:
+        print(f"{verb} {entry.path.name} ({_size(entry)})")
+    for path in left:
+        print(f"{verb} {path.name}, which a killed attempt left")
+    if not entries and not left:
+        print("nothing to remove")
+    elif verb != "removed":
+        print("--yes removes it")
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    state = "; ".join(entry.problems) or "complete"
+    manifest = entry.manifest
+    if manifest is None:
+        return (entry.path.name, *[""] * (len(COLUMNS) - 2), state)
+    mesh = " ".join(f"{axis} {size}" for axis, size in manifest.mesh.items() if size > 1 or axis == "world")
+    loss = "" if manifest.eval_loss is None else f"{manifest.eval_loss:.4f}"
+    kept = ", ".join(entry.reasons) or ("goes next" if not entry.problems else "")
+    return entry.path.name, str(manifest.step), manifest.saved, _size(entry), mesh, loss, kept, state
+
+
+def _size(entry: Entry) -> str:
+    size = float(entry.manifest.bytes if entry.manifest else 0)
+    for unit in ("bytes", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
