@@ -47,10 +47,10 @@ def choose_checkpoint(path: Path) -> Path:
     """
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a run directory, or a checkpoint: RUN_DIR/checkpoints/step_N")
-    if (path / MANIFEST).exists() or PUBLISHED.fullmatch(path.name):
-        return path
     if TEMPORARY in path.name:
         raise ConfigError(f"{path}: a save that did not come to its end; give a complete checkpoint")
+    if (path / MANIFEST).exists() or PUBLISHED.fullmatch(path.name):
+        return path
     if not (path / FOLDER).is_dir():
         raise ConfigError(f"{path}: neither a checkpoint ({MANIFEST}) nor a run directory ({FOLDER}/)")
     serials: dict[Path, int] = {}

@@ -14,7 +14,7 @@ import torch
 from components.models.safetensors import INDEX_FILE, SINGLE_FILE
 from components.models.shards import Index
 
-BLOCK_BYTES = 16 * 1024**2
+BLOCK_BYTES = 4 * 1024**2
 """About what is read, converted and written at a time."""
 
 _DTYPES = {
