@@ -69,7 +69,7 @@ class WeightFiles:
                     f"{name}: a block of {tuple(block.shape)} {block.dtype} where {tuple(announced.shape)} "
                     f"{announced.dtype} were expected"
                 )
-            file.write(memoryview(block.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+            file.write(block.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         if file.tell() != place + _size(announced):
             raise ValueError(f"{name}: {file.tell() - place} bytes where {_size(announced)} were expected")
         self._written += 1
