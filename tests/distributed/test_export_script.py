@@ -108,7 +108,7 @@ def test_any_mesh_is_exported_as_the_run_itself_does_it(
         return gathered
 
     gathered = run_ranks(world, body)[0]
-    monkeypatch.setattr("components.models.weight_files.BLOCK_BYTES", 300)  # blocks that begin and end within pieces
+    monkeypatch.setattr("components.models.weight_files.BLOCK_BYTES", 2000)  # blocks that begin and end within pieces
     for cfg, expected in zip(configs, gathered, strict=True):
         run_dir = Path(cfg.run.dir)
         assert export(run_dir, "--shard-size", SHARD) == 0
