@@ -174,7 +174,8 @@ def main(cfg: FinetuneConfig) -> None:
             show_generations()
             if cfg.checkpoint.export:
                 folder = Path(cfg.run.dir) / "export"
-                models.export_model(model, tokenizer, folder)
+                card = observability.model_card(cfg.run.dir, state.to_dict(), str(mesh.shape))
+                models.export_model(model, tokenizer, folder, card=card)
                 report.say(f"exported {folder}")
         report.finish(
             observability.Result(

@@ -3,6 +3,7 @@
 save.py       save_checkpoint: written aside, verified, published by one rename; old ones removed
 retention.py  which of them stay, and how the others go
 load.py       find_checkpoint, load_checkpoint, load_model_weights; verify
+stored.py     choose_checkpoint, StoredWeights: the weights alone, block by block in one process, for the export
 manifest.py   which files, which sizes, which hashes: written last, trusted alone
 listing.py    what a run directory holds, told without torch
 tensors.py    model and optimizer as named tensors, through torch.distributed.checkpoint, in safetensors
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
         verify,
     )
     from components.checkpoint.save import Mark, save_checkpoint  # noqa: F401
+    from components.checkpoint.stored import StoredWeights, choose_checkpoint  # noqa: F401
 
 _HOMES = {
     "errors": "CheckpointError",
     "load": "find_checkpoint load_checkpoint load_model_weights verify",
     "save": "Mark save_checkpoint",
+    "stored": "StoredWeights choose_checkpoint",
 }
 """Module of this package -> the names it lends to the package."""
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -101,7 +101,7 @@ class Manifest:
             try:
                 with (folder / name).open("rb") as file:
                     file.seek(index * BLOCK_BYTES)
-                    same = hashlib.sha256(file.read(BLOCK_BYTES)).hexdigest() == digest
+                    same = _hash_of(file, BLOCK_BYTES) == digest
             except OSError as error:
                 damaged.append(f"{name} cannot be read ({error})")
                 continue
@@ -130,6 +130,15 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _hash_of(file: BinaryIO, count: int) -> str:
+    """Hash the next `count` bytes, or what is left, without holding them all."""
+    digest = hashlib.sha256()
+    while count and (part := file.read(min(count, 1024**2))):
+        digest.update(part)
+        count -= len(part)
+    return digest.hexdigest()
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -7,11 +7,11 @@ layers.py      decoder_layers, checkpoint_activations, compile_layers, count_par
 memory.py      materialize: memory for the parameters, values for the buffers
 weights.py     fill_weights: load_weights from disk, or initialize_weights (initialize.py) from a seed
 generation.py  generate: answers to prompts
-export.py      export_model: a folder that transformers loads
+export.py      export_model, export_stored: a folder that transformers loads
 
 shards.py tells which part of a tensor a rank holds, gather.py brings the parts of all ranks together, twin.py tells
-what transformers made before anything was sharded, names.py which tensors are saved; gguf.py, safetensors.py and hub.py
-read files and explain why they cannot.
+what transformers made before anything was sharded, names.py which tensors are saved, weight_files.py writes them;
+gguf.py, safetensors.py and hub.py read files and explain why they cannot.
 
 The names below are imported at first use; transformers is imported by what needs it.
 """
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from components.models.attention import use_causal_sdpa  # noqa: F401
     from components.models.build import build_on_meta, model_shape  # noqa: F401
-    from components.models.export import export_model  # noqa: F401
+    from components.models.export import export_model, export_stored  # noqa: F401
     from components.models.generation import generate  # noqa: F401
     from components.models.initialize import initialize_weights  # noqa: F401
     from components.models.layers import (  # noqa: F401
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "attention": "use_causal_sdpa",
     "build": "build_on_meta model_shape",
-    "export": "export_model",
+    "export": "export_model export_stored",
     "generation": "generate",
     "initialize": "initialize_weights",
     "layers": "ParameterCounts checkpoint_activations compile_layers count_parameters decoder_layers",

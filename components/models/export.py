@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import secrets
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from components.models.gather import WRITER, gathered_tensors
 from components.models.names import saved_tensors
-from components.models.safetensors import INDEX_FILE, SINGLE_FILE
+from components.models.shards import Index
 from components.models.twin import meta_twin
+from components.models.weight_files import WeightFiles, row_blocks
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -33,10 +34,9 @@ def export_model(
 ) -> Path:
     """Write `folder`: weights in safetensors, config, generation config, tokenizer and a model card.
 
-    Call it on all ranks; each may hold other parameters (pipeline stages). Rank 0 gathers one tensor at a time and
-    writes a file whenever `shard_bytes` are together, so it holds that much at most. The folder appears under its name
-    once it is complete, replacing an older one. Tensors have the names that transformers expects on disk; tied ones
-    are written once.
+    Call it on all ranks; each may hold other parameters (pipeline stages). Rank 0 gathers and writes one tensor at a
+    time. The folder appears under its name once it is complete, replacing an older one. Tensors have the names that
+    transformers expects on disk; tied ones are written once.
 
     Args:
         dtype: Type to write; None: as stored.
@@ -47,64 +47,97 @@ def export_model(
         NotImplementedError: On every rank: weights whose form on disk cannot be made one parameter at a time.
         OSError: On every rank, when rank 0 could not write.
     """
-    from safetensors import SafetensorError
-
     folder = Path(folder)
-    twin = meta_twin(model)
-    to_disk = _disk_form(twin)
-    writer = _Writer(folder, shard_bytes) if _rank() == WRITER else None
+    export = _Export(model, folder, dtype, shard_bytes)
     problem = None
-    for name, full in gathered_tensors(model, list(saved_tensors(twin))):
-        if writer is None or problem is not None or full is None:
+    for name, full in gathered_tensors(model, list(export.tensors)):
+        if problem is not None or full is None:
             continue  # after a failure the others still give their parts, so that nobody waits for anybody
         try:
-            for stored, value in to_disk(name, full.to(dtype or full.dtype)).items():
-                writer.add(stored, value)
-        except (OSError, SafetensorError) as error:
+            export.add(name, full.__getitem__)
+        except (OSError, ValueError) as error:
             problem = str(error)
-    if writer is not None and problem is None:
+    if _rank() == WRITER and problem is None:
         try:
-            writer.finish(lambda tmp: _write_configs(model, tokenizer, tmp, dtype, _card(folder.name, card)))
-        except (OSError, SafetensorError) as error:
+            export.finish(model, tokenizer, card)
+        except (OSError, ValueError) as error:
             problem = str(error)
-    if writer is not None and problem is not None:
-        writer.abandon()
+    if _rank() == WRITER and problem is not None:
+        export.abandon()
     problem = _told_by_writer(problem)
     if problem is not None:
         raise OSError(f"{folder}: the export could not be written: {problem}")
     return folder
 
 
-class _Writer:
-    """Tensors on their way into files of bounded size, in a folder that is not yet under its name."""
+def export_stored(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path | str,
+    read: Callable[[str, Index], torch.Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 2 * 1024**3,
+    card: str = "",
+) -> Path:
+    """Write what `export_model` would, of weights that are stored somewhere, in one process that never holds them.
 
-    def __init__(self, folder: Path, shard_bytes: int) -> None:
-        self._folder = folder
+    Args:
+        model: Tells names, shapes and types; its own weights are not looked at, so it may be on the meta device.
+        read: Returns a block of the model's tensor of a name.
+        dtype, shard_bytes, card: As for `export_model`.
+
+    Raises:
+        NotImplementedError: Weights whose form on disk cannot be made one parameter at a time.
+        OSError: The folder could not be written.
+    """
+    export = _Export(model, Path(folder), dtype, shard_bytes)
+    try:
+        for name in export.tensors:
+            export.add(name, partial(read, name))
+        export.finish(model, tokenizer, card)
+    except BaseException:
+        export.abandon()
+        raise
+    return Path(folder)
+
+
+class _Export:
+    """A folder in the making, not yet under its name."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+        """Plan it: which tensors come, and what is written of each. Nothing is written yet."""
+        twin = meta_twin(model)
+        self.tensors = saved_tensors(twin)
+        """What is exported, in the model's order, on the meta device."""
+        self._folder, self._dtype = folder, dtype
         self._tmp = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
-        self._limit = shard_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._files: list[list[str]] = []
-        self._bytes = 0
+        self._to_disk = _disk_form(twin)
+        self._stored: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in self.tensors.items():
+            self.tensors[name] = tensor.detach().to(dtype or tensor.dtype)
+            self._stored[name] = self._to_disk(name, self.tensors[name])
+        planned = {name: tensor for made in self._stored.values() for name, tensor in made.items()}
+        self._files = WeightFiles(self._tmp, planned, shard_bytes)
 
-    def add(self, name: str, value: torch.Tensor) -> None:
-        if self._pending and _size(value) + sum(map(_size, self._pending.values())) > self._limit:
-            self._flush()
-        self._pending[name] = value.contiguous()
-        self._bytes += _size(value)
+    def add(self, name: str, read: Callable[[Index], torch.Tensor]) -> None:
+        """Write a tensor of the model, of which `read` returns blocks. Raises OSError, ValueError."""
+        self._tmp.mkdir(parents=True, exist_ok=True)
+        if name not in self.tensors:
+            raise ValueError(f"{name} is not a tensor of the model as transformers builds it")
+        whole, made = self.tensors[name], self._stored[name]
+        if list(map(id, made.values())) == [id(whole)]:  # on disk it has at most another name
+            blocks = (self._typed(read(index)) for index in row_blocks(whole))
+            self._files.write(next(iter(made)), blocks)
+            return
+        everything = tuple(slice(0, size) for size in whole.shape)
+        for stored, value in self._to_disk(name, self._typed(read(everything))).items():
+            self._files.write(stored, [value])
 
-    def finish(self, write_rest: Callable[[Path], None]) -> None:
-        """Write what is left, name the files and put the folder under its name."""
-        self._flush()
-        count = len(self._files)
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._files, start=1):
-            final = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-            (self._tmp / f"part-{number}").rename(self._tmp / final)
-            weight_map |= dict.fromkeys(names, final)
-        if count > 1:
-            index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
-            (self._tmp / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        write_rest(self._tmp)
+    def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
+        """Write the rest and put the folder under its name. Raises OSError, ValueError."""
+        self._files.finish()
+        _write_configs(model, tokenizer, self._tmp, self._dtype, _card(self._folder.name, card))
         old = self._tmp.with_name(f"{self._tmp.name}-old")
         if self._folder.exists():
             self._folder.rename(old)
@@ -112,19 +145,12 @@ class _Writer:
         shutil.rmtree(old, ignore_errors=True)
 
     def abandon(self) -> None:
+        """Leave nothing behind."""
+        self._files.close()
         shutil.rmtree(self._tmp, ignore_errors=True)
 
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        self._tmp.mkdir(parents=True, exist_ok=True)
-        self._files.append(list(self._pending))
-        save_file(self._pending, self._tmp / f"part-{len(self._files)}", metadata={"format": "pt"})
-        self._pending = {}
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    def _typed(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self._dtype or value.dtype)
 
 
 def _disk_form(twin: PreTrainedModel) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:

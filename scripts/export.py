@@ -1,0 +1,125 @@
+"""A checkpoint of any mesh as a folder that transformers loads.
+
+python scripts/export.py outputs/finetune/RUN                                  # its newest checkpoint
+python scripts/export.py outputs/finetune/RUN/checkpoints/step_200 --out mine  # that one, into the folder mine
+python scripts/export.py outputs/finetune/RUN --dtype bfloat16 --shard-size 2GB
+
+One process, no GPU. Every bit of the checkpoint is verified first; then the weights go from file to file block by
+block, so that the model is never in memory. The folder appears once it is complete. Ends with status 0, or 2 for a
+mistake or a checkpoint that is damaged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+
+from components.config.compose.frozen import read_frozen
+from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.schema import FinetuneConfig, ModelConfig
+from components.config.schema.model import Attention
+from components.launch.failures import tell_problems
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def read_options(arguments: list[str]) -> Namespace:
+    """Return the options, checked as far as they can be without looking at the checkpoint. Raises ConfigError."""
+    parser = ArgumentParser(
+        prog="scripts/export.py", description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
+    parser.add_argument("--out", type=Path, help="new folder (default: RUN_DIR/export-step_N)")
+    parser.add_argument("--shard-size", default="4GB", help="largest weight file, such as 500MB (default: 4GB)")
+    parser.add_argument("--dtype", help=f"type to write: {', '.join(DTYPES)} (default: as stored)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
+    options = parser.parse_args(arguments)
+    if options.dtype not in (None, *DTYPES):
+        raise ConfigError(f"--dtype {options.dtype}: must be one of {', '.join(DTYPES)}")
+    size = re.fullmatch(r"(\d+)\s*([a-z]*)", options.shard_size.strip(), re.IGNORECASE)
+    if size is None or size[2].upper() not in UNITS or int(size[1]) == 0:
+        raise ConfigError(f"--shard-size {options.shard_size}: must be a size such as 500MB, 4GB or 2GiB")
+    options.shard_bytes = int(size[1]) * UNITS[size[2].upper()]
+    return options
+
+
+def export(options: Namespace) -> Path:
+    """Write the folder and return it. Raises ConfigError."""
+    import torch
+
+    from components import models, observability
+    from components.checkpoint import StoredWeights, choose_checkpoint
+    from components.models.names import saved_tensors
+
+    checkpoint = choose_checkpoint(options.source.expanduser().resolve())
+    run_dir = checkpoint.parent.parent
+    folder = _new_folder(options.out or run_dir / f"export-{checkpoint.name}")
+    cfg = _model_of(run_dir, options.trust_remote_code)
+    stored = StoredWeights(checkpoint)
+    tokenizer = models.load_tokenizer(cfg)
+    model = models.build_on_meta(cfg, len(tokenizer))
+    stored.check(saved_tensors(model))
+    state = {"step": stored.manifest.step, **stored.extra.get("state", {})}
+    axes = dict(stored.manifest.mesh)
+    world = axes.pop("world", 1)
+    mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items())
+    try:
+        return models.export_stored(
+            model,
+            tokenizer,
+            folder,
+            stored.read,
+            dtype=getattr(torch, options.dtype) if options.dtype else None,
+            shard_bytes=options.shard_bytes,
+            card=observability.model_card(
+                run_dir, state, f"{mesh} on {world} processes" if mesh else f"{world} processes"
+            ),
+        )
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: the export could not be written: {error}") from error
+    except NotImplementedError as error:
+        raise ConfigError(f"{checkpoint}: {error}") from error
+
+
+def _new_folder(folder: Path) -> Path:
+    """Return where to write. Raises ConfigError where something is there already."""
+    folder = folder.expanduser().resolve()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--out {folder}: exists and is not an empty folder; choose another one, or remove it")
+    return folder
+
+
+def _model_of(run_dir: Path, trust_remote_code: bool) -> ModelConfig:
+    """Return the config of the run's model. Raises ConfigError."""
+    cfg = read_frozen(run_dir / "config.yaml", FinetuneConfig).model
+    if cfg.trust_remote_code and not trust_remote_code:
+        raise ConfigError(
+            f"{run_dir}: its model runs code of its own ({cfg.path}); read that code, then add --trust-remote-code"
+        )
+    # Nothing is computed here, so that no kernel of the run's has to be installed.
+    return dataclasses.replace(cfg, attention=Attention.eager)
+
+
+def main(arguments: list[str]) -> int:
+    """Export; return the exit status."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        folder = export(read_options(arguments))
+    except ConfigError as error:
+        tell_problems(error.problems)
+        return EXIT_INVALID
+    except KeyboardInterrupt:
+        return 130
+    files = sorted(folder.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    print(f"exported {folder}: {size:,} bytes in {len(files)} weight file{'s' if len(files) > 1 else ''}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

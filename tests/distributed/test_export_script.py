@@ -1,0 +1,311 @@
+"""scripts/export.py on checkpoints of real meshes: the files of the run's own export, and what transformers loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from components import checkpoint, distributed, models
+from components.config.compose.frozen import to_yaml
+from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import WeightInit
+from components.models.weight_files import WeightFiles
+from scripts.export import main
+from tests.harness import run_ranks
+from tests.tiny_models import FAMILIES, LLAMA3_ROPE, SIZES, logits
+
+LLAMA = {"model_type": "llama", **SIZES, "vocab_size": 264}
+TINY: dict[str, dict[str, Any]] = {
+    "tied": {**LLAMA, "tie_word_embeddings": True},
+    "untied": {**LLAMA, "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE},
+    "mixtral": FAMILIES["mixtral"],
+}
+PP2_TP2 = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2, "tp": 2}
+EP2 = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2}
+FSDP2 = {"strategy": "fsdp2", "dp_shard": 2}
+CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    4: [("tied", PP2_TP2), ("untied", PP2_TP2)],
+    2: [("mixtral", EP2), ("tied", FSDP2)],
+}
+SHARD = 30_000
+STATE = {"step": 3, "tokens": 12345, "skipped": 0, "first_loss": 5.5, "last_loss": 4.25}
+
+
+def run_config(run_dir: Path, name: str, **model: Any) -> FinetuneConfig:
+    """The run directory of a model from scratch, with what a launcher leaves in it."""
+    cfg = FinetuneConfig(
+        model=ModelConfig(**{"init": WeightInit.random, "config": TINY.get(name), "tokenizer": "bytes", **model}),
+        data=DocsDataConfig(),
+    )
+    cfg.run.dir = str(run_dir)
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(to_yaml(cfg))
+    record = {
+        "command": "recipes/finetune.py data.path='a|b' X_TOKEN=hf_abcdefghijklmnopqrstuvwx",
+        "versions": {"torch": "2.0"},
+        "git": {"commit": "c0ffee" * 6 + "beef", "dirty": True},
+    }
+    (run_dir / "environment.json").write_text(json.dumps(record))
+    evaluations = [{"step": step, "eval_loss": 6.0 - step} for step in (0, 2, 4)]
+    (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, evaluations)))
+    return cfg
+
+
+def save(cfg: FinetuneConfig, parallelism: dict[str, Any] | None, step: int = 3) -> Any:
+    """Save and export a model as the recipe does, every value of it another; return it as torch gathers it."""
+    model = models.build_on_meta(cfg.model)
+    if parallelism is not None:
+        config = ParallelismConfig(**parallelism)
+        distributed.parallelize(model, distributed.build_mesh(config, "cpu"), config, torch.float32)
+    models.materialize(model, "cpu")
+    models.fill_weights(model, cfg.model, seed=step)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() + 0.01
+    optimizer.step()
+    checkpoint.save_checkpoint(cfg.run.dir, step, model, optimizer, {"state": STATE}, keep=5)
+    models.export_model(model, models.load_tokenizer(cfg.model), Path(cfg.run.dir) / "export", shard_bytes=SHARD)
+    whole = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
+    }
+    return {name: value.clone() for name, value in whole.items()}
+
+
+def export(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_any_mesh_is_exported_as_the_run_itself_does_it(
+    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = [run_config(tmp_path / str(index), name) for index, (name, _) in enumerate(CASES[world])]
+
+    def body(rank: int) -> list[dict[str, torch.Tensor]]:
+        gathered = []
+        for cfg, (_, parallelism) in zip(configs, CASES[world], strict=True):
+            held = [None] * dist.get_world_size()
+            dist.all_gather_object(held, save(cfg, parallelism))
+            gathered.append({name: value for each in held for name, value in each.items()})
+        return gathered
+
+    gathered = run_ranks(world, body)[0]
+    monkeypatch.setattr("components.models.weight_files.BLOCK_BYTES", 2000)  # blocks that begin and end within pieces
+    for cfg, expected in zip(configs, gathered, strict=True):
+        run_dir = Path(cfg.run.dir)
+        assert export(run_dir, "--shard-size", SHARD) == 0
+        own, ours = run_dir / "export", run_dir / "export-step_3"
+        assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in own.iterdir())
+        assert len(list(ours.glob("*.safetensors"))) > 3
+        for path in own.iterdir():
+            assert path.name == "README.md" or path.read_bytes() == (ours / path.name).read_bytes(), path.name
+        loaded = AutoModelForCausalLM.from_pretrained(ours, dtype="auto")
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+        assert AutoTokenizer.from_pretrained(ours)("ab").input_ids == [97, 98]
+        sizes = [file.stat().st_size for file in ours.glob("*.safetensors")]
+        largest = max(value.numel() * value.element_size() for value in weights(ours).values())
+        assert max(sizes) < max(SHARD, largest) + 8_000
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process with the checkpoints of steps 2 and 3."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    cfg = run_config(folder, "tied")
+    save(cfg, None, 2)
+    save(cfg, None, 3)
+    return folder
+
+
+def test_the_newest_or_the_named_checkpoint_in_another_type(plain: Path, tmp_path: Path) -> None:
+    assert export(plain, "--out", tmp_path / "new") == 0
+    (tmp_path / "old").mkdir()  # an empty folder may be there
+    assert export(plain / "checkpoints" / "step_2", "--out", tmp_path / "old", "--dtype", "bfloat16") == 0
+    new, old, own = weights(tmp_path / "new"), weights(tmp_path / "old"), weights(plain / "export")
+    assert new.keys() == own.keys() == old.keys()
+    assert all(torch.equal(new[name], value) for name, value in own.items())
+    assert {value.dtype for value in old.values()} == {torch.bfloat16}
+    stored = weights(plain / "checkpoints" / "step_2")
+    assert all(torch.equal(value, stored[f"model/{name}"].bfloat16()) for name, value in old.items())
+    assert not torch.equal(new["model.embed_tokens.weight"].bfloat16(), old["model.embed_tokens.weight"])
+    assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "old", dtype="auto")).dtype == torch.bfloat16
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+def test_the_card_says_how_it_was_trained_and_no_secret(plain: Path, tmp_path: Path) -> None:
+    assert export(plain / "checkpoints" / "step_3", "--out", tmp_path / "out") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    for said in (
+        "| base model | none: llama from scratch |",
+        "| target tokens | 12,345 |",
+        "| loss | 5.5000 in the first step, 4.2500 in the last |",
+        "| held-out loss | 6.0000 after 0 steps, 4.0000 after 2 steps |",  # step 4 came after these weights
+        "| mesh | 1 processes |",
+        "| versions | torch 2.0 |",
+        "beef with uncommitted changes |",
+        "left out: it looks like it holds a secret",
+    ):
+        assert said in card
+    assert "hf_abc" not in card
+
+
+def edit(name: str, old: str, new: str) -> Callable[[Path], None]:
+    return lambda run_dir: (run_dir / name).write_text((run_dir / name).read_text().replace(old, new)) and None
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+NEWEST = "checkpoints/step_3"
+WEIGHTS = f"{NEWEST}/shard-00001-model-00001-of-00001.safetensors"
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "flipped": lambda run_dir: flip(run_dir / WEIGHTS),
+    "truncated": lambda run_dir: os.truncate(run_dir / WEIGHTS, 1000),
+    "removed": lambda run_dir: (run_dir / WEIGHTS).unlink(),
+    "no manifest": lambda run_dir: (run_dir / NEWEST / "manifest.json").unlink(),
+    "no config": lambda run_dir: (run_dir / "config.yaml").unlink(),
+    "another model": edit("config.yaml", "num_hidden_layers: 2", "num_hidden_layers: 3"),
+    "another shape": edit("config.yaml", "intermediate_size: 48", "intermediate_size: 64"),
+    "code": edit("config.yaml", "trust_remote_code: false", "trust_remote_code: true"),
+    "unfinished": lambda run_dir: (run_dir / NEWEST).rename(run_dir / f"{NEWEST}.tmp-1234"),
+}
+ARGUMENTS: dict[str, list[str]] = {
+    "unfinished": [f"run/{NEWEST}.tmp-1234"],
+    "no checkpoint": ["."],
+    "not there": ["nothing"],
+    "dtype": ["run", "--dtype", "float8"],
+    "size": ["run", "--shard-size", "4TBs"],
+    "taken": ["run", "--out", "run/checkpoints"],
+    "no folder": ["run", "--out", "run/config.yaml/out"],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("flipped", "step_3: not a whole checkpoint: shard-00001-model-00001-of-00001.safetensors is damaged"),
+        ("truncated", "shard-00001-model-00001-of-00001.safetensors has 1000 bytes instead of"),
+        ("removed", "shard-00001-model-00001-of-00001.safetensors is missing"),
+        ("no manifest", "step_3: not a whole checkpoint: manifest.json is missing; give the path of another one"),
+        ("no config", "config.yaml: cannot be read as the config of a run"),
+        ("another model", "lacks tensors of this model: model.layers.2."),
+        ("another shape", "mlp.down_proj.weight is (32, 48) there and (32, 64) in this model"),
+        ("code", "then add --trust-remote-code"),
+        ("unfinished", "step_3.tmp-1234: a save that did not come to its end"),
+        ("no checkpoint", "neither a checkpoint (manifest.json) nor a run directory (checkpoints/)"),
+        ("not there", "nothing: no such folder"),
+        ("dtype", "--dtype float8: must be one of bfloat16, float16, float32, float64"),
+        ("size", "--shard-size 4TBs: must be a size such as 500MB"),
+        ("taken", "exists and is not an empty folder"),
+        ("no folder", "the export could not be written"),
+    ],
+)
+def test_mistakes_and_damage_are_told_by_name(
+    kind: str,
+    told: str,
+    plain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(plain, tmp_path / "run")
+    DAMAGE.get(kind, lambda run_dir: None)(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert export(*["--out", "out", *ARGUMENTS.get(kind, ["run"])]) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert "Traceback" not in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_failure_on_the_way_leaves_nothing(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+
+    def full(self: WeightFiles, name: str, blocks: Any) -> None:
+        written.append(name)
+        if len(written) > 5:
+            raise OSError(28, "No space left on device")
+        write(self, name, blocks)
+
+    write = WeightFiles.write
+    monkeypatch.setattr(WeightFiles, "write", full)
+    assert export(plain, "--out", tmp_path / "out") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
+    """Odd numbers of narrow values, names beyond ASCII, scalars, nothing at all: bytes as save_file writes them."""
+    tensors = {
+        "b": torch.arange(7).to(torch.bfloat16),
+        "z.\u00e4": torch.randn(3, 5, dtype=torch.float64),
+        "a": torch.randn(2, 3),
+        "flag": torch.tensor([True, False, True]),
+        "one": torch.tensor(3.5),
+        "none": torch.empty(0, 4),
+        "i": torch.tensor(7),
+    }
+    files = WeightFiles(tmp_path, {name: each.to("meta") for name, each in tensors.items()}, 10**6)
+    for name, each in tensors.items():
+        files.write(name, each.split(2) if each.ndim else [each])
+    files.finish()
+    save_file(tensors, tmp_path / "expected", metadata={"format": "pt"})
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+    other = WeightFiles(tmp_path, {"a": torch.empty(4, 2)}, 10**6)
+    (tmp_path / "model.safetensors").unlink()
+    for wrong in (torch.empty(3, 2), torch.empty(4, 2, dtype=torch.float64), torch.empty(4, 3)):
+        with pytest.raises(ValueError, match="a: .* expected"):
+            other.write("a", [wrong])
+    with pytest.raises(ValueError, match="0 tensors were written where 1"):
+        other.finish()
+
+
+MEASURED = """
+import re, sys
+from scripts.export import main
+assert main(sys.argv[1:]) == 0
+print("peak", int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024)
+"""
+
+
+def test_the_model_is_never_in_memory(tmp_path: Path) -> None:
+    """150 MB in two tensors: what is held beyond what a tiny model takes is much less than one of them."""
+    peaks, sizes = {}, {}
+    for name, vocabulary in (("tiny", 264), ("large", 29_296)):
+        values = {**TINY["untied"], "hidden_size": 640, "num_attention_heads": 10, "vocab_size": vocabulary}
+        cfg = run_config(tmp_path / name, name, config=values)
+        model = models.build_on_meta(cfg.model)
+        models.materialize(model, "cpu")
+        models.fill_weights(model, cfg.model, seed=1)
+        checkpoint.save_checkpoint(cfg.run.dir, 3, model, torch.optim.SGD(model.parameters()), {}, keep=1)
+        command = [sys.executable, "-c", MEASURED, cfg.run.dir]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        peaks[name] = int(done.stdout.split()[-1])
+        sizes[name] = (tmp_path / name / "export-step_3" / "model.safetensors").stat().st_size
+    assert sizes["large"] > 150e6
+    assert peaks["large"] - peaks["tiny"] < 40e6
+    assert peaks["large"] < sizes["large"] + 300e6
