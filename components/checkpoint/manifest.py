@@ -134,8 +134,12 @@ class HashedFile(io.BufferedWriter):
 
     def write(self, data: Any) -> int:
         """Write bytes, like any file."""
-        left = memoryview(data).cast("B")
-        count = super().write(left)
+        view = memoryview(data).cast("B")
+        count = super().write(view)
+        self._hash(view)
+        return count
+
+    def _hash(self, left: memoryview) -> None:
         while left:
             if self._size % BLOCK_BYTES == 0:
                 self._hashes.append(xxhash.xxh3_128())
@@ -143,7 +147,6 @@ class HashedFile(io.BufferedWriter):
             self._hashes[-1].update(part)
             self._size += len(part)
             left = left[len(part) :]
-        return count
 
     def close(self) -> None:
         """Close and record it."""
