@@ -96,7 +96,9 @@ class Manifest:
                 problems.append(f"{name} has {path.stat().st_size} bytes instead of {record.bytes}")
         known = {MANIFEST, *self.files}
         strangers = sorted(
-            path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".json") and path.name not in known
+            path.name
+            for path in folder.iterdir()
+            if path.suffix in (".safetensors", ".json") and path.name not in known
         )
         return problems + [f"{name} does not belong to it" for name in strangers]
 
@@ -156,9 +158,14 @@ class HashedFile(io.BufferedWriter):
 
 def write_json(path: Path, value: Any) -> dict[str, FileRecord]:
     """Write a file of JSON, wait until it is on disk, and return its record by its name."""
+    return write_bytes(path, json.dumps(value).encode())
+
+
+def write_bytes(path: Path, data: bytes) -> dict[str, FileRecord]:
+    """Write a file, wait until it is on disk, and return its record by its name."""
     records: dict[str, FileRecord] = {}
     with HashedFile(path, records) as file:
-        file.write(json.dumps(value).encode())
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return records

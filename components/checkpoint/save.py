@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from components.checkpoint.errors import agreed
 from components.checkpoint.folders import FOLDER, STATE, TEMPORARY, leftovers, published, random_file
-from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_json
+from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_bytes, write_json
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
 from components.checkpoint.tensors import Tensors, model_tensors, optimizer_tensors, write_tensors
 from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CONFIG
 from components.distributed import all_gather_object, broadcast_object
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,9 @@ def _publish(
     if unseen:
         raise OSError(f"rank 0 does not see {', '.join(unseen)}: run.dir must be on a file system that all nodes share")
     records |= write_json(tmp / STATE, {"step": step, "extra": extra})
+    config = tmp.parent.parent / CONFIG
+    if config.is_file():  # so that whoever goes on from this checkpoint elsewhere is told what he changes
+        records |= write_bytes(tmp / CONFIG, config.read_bytes())
     earlier = published(tmp.parent)
     manifest = Manifest(
         step=step,

@@ -86,7 +86,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Tensors) -> 
 
 
 def write_tensors(folder: Path, tensors: Tensors) -> dict[str, FileRecord]:
-    """Write every rank's blocks into `folder`, and return what this rank wrote; a collective. Replicas are written once.
+    """Write every rank's blocks into `folder`, replicas once, and return what this rank wrote; a collective.
 
     Raises NotImplementedError for a layout that is none of blocks.
     """

@@ -173,7 +173,7 @@ class Corruption:
         return {path.name: path.read_bytes() for path in self.newer.iterdir()} != self.pristine
 
 
-KINDS = "bit_flip truncation missing_file swapped_shards zeroed_page mixed_steps edited_manifest".split()
+KINDS = ["bit_flip", "truncation", "missing_file", "swapped_shards", "zeroed_page", "mixed_steps", "edited_manifest"]
 
 
 def test_a_thousand_corruptions_are_refused_by_file_name_and_the_one_before_is_taken(

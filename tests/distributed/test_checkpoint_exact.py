@@ -1,7 +1,7 @@
 """A resumed run is the undisturbed run to the last bit, on every kind of mesh, with dropout on.
 
-200 resumes with `make torture`: ten meshes, each left and taken up at twenty steps. (Samples are put together when asked
-for, by no workers: there is no number of them to vary.)
+200 resumes with `make torture`: ten meshes, each left and taken up at twenty steps. (Samples are put together when
+asked for, by no workers: there is no number of them to vary.)
 """
 
 from __future__ import annotations

@@ -251,8 +251,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
 
 
 def cut_over(cuts: str) -> Run:
-    """Two linear layers over four ranks: FSDP over tensor-parallel shards of uneven size (5 rows), or a fused projection
-    (12 rows: three matrices, each cut over tp)."""
+    """A matrix over four ranks: FSDP over tensor-parallel shards of uneven size (5 rows), or over a fused projection
+    (12 rows: three matrices, each of which tp cuts by itself)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     placement = Shard(0) if cuts == "uneven" else _StridedShard(0, split_factor=3)
     whole = torch.arange(60.0).view(12, 5) if cuts == "fused" else torch.arange(35.0).view(5, 7)
