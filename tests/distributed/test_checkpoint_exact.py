@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from components import distributed
 from components.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from components.checkpoint.random_state import random_state
 from components.config.schema.checkpoint import CheckpointConfig
@@ -73,8 +74,9 @@ def test_a_resumed_run_is_the_undisturbed_run(world: int, model: str, mesh: str,
         return told
 
     def resumed(rank: int, left: int) -> list[Any]:
-        run = start(cell, built, seed=99)  # another seed, other random states, another place in the data
-        run.train(1)
+        run = start(cell, built)
+        distributed.seed_ranks(99, run.mesh)
+        run.train(1)  # other random states, other weights, another place in the data
         found = find_checkpoint(tmp_path / str(left), "auto")
         assert found is not None
         run.take(load_checkpoint(found, run.model, run.optimizer))
