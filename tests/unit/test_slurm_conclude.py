@@ -205,6 +205,11 @@ def test_commands_that_are_not_there_or_say_no(tmp_path: Path, monkeypatch: pyte
         assert job_state("7") == state
 
 
+def test_a_controller_that_hangs_up_does_not_kill_the_command() -> None:
+    """Its write fails then, and it tries again; of SIGPIPE it would die."""
+    assert ask(["sh", "-c", "kill -s PIPE $$; echo alive"]) == Answer(0, "alive", "")
+
+
 def test_a_request_to_stop_does_not_end_the_look_at_a_node(run_dir: Path) -> None:
     """It would, were the signal not ignored: the ranks get the next one."""
     program = (

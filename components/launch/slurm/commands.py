@@ -51,6 +51,7 @@ def ask(command: Sequence[str], script: str = "") -> Answer:
             text=True,
             timeout=TIMEOUT,
             env=clean_environment(os.environ),
+            restore_signals=False,  # a busy controller hangs up, and Slurm's commands would die of SIGPIPE
             check=False,
         )
     except FileNotFoundError as error:
