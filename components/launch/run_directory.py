@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import secrets
@@ -20,6 +18,7 @@ from components.config.compose.frozen import read_frozen, to_yaml
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import RecipeConfig
+from components.launch.files import read_json, take_lock, write_json, write_text
 from components.launch.slurm.commands import ENDED, job_state
 
 CONFIG, RECORD, RESULT, LOGS, LOCK = "config.yaml", "environment.json", "result.json", "logs", ".lock"
@@ -30,8 +29,6 @@ OWN_NAMES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_ID}
 
 DEFINING_KEYS = ("run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data.")
 """Keys (a dot at the end: a whole section) whose change makes another run of what continues here."""
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass
@@ -67,8 +64,8 @@ class RunDirectory:
             if (self.path / RESULT).exists():
                 (self.path / RESULT).replace(before / RESULT)
         (self.path / REQUEUE).unlink(missing_ok=True)
-        _write(self.path / CONFIG, to_yaml(cfg))
-        _write(self.path / RECORD, json.dumps(record, indent=2) + "\n")
+        write_text(self.path / CONFIG, to_yaml(cfg))
+        write_json(self.path / RECORD, record)
         self.logs.mkdir(parents=True)
         link = self.path / LOGS / ".latest"
         link.unlink(missing_ok=True)
@@ -98,7 +95,13 @@ class RunDirectory:
 
 def write_result(run_dir: Path, values: dict[str, Any]) -> None:
     """Write result.json for a run whose recipe has not come to do so."""
-    _write(run_dir / RESULT, json.dumps(values, indent=2) + "\n")
+    write_json(run_dir / RESULT, values)
+
+
+def read_result(run_dir: Path) -> dict[str, Any]:
+    """Return result.json; empty where there is none yet."""
+    result = run_dir / RESULT
+    return json.loads(result.read_text()) if result.exists() else {}
 
 
 def attempt_logs(run_dir: Path, attempt: int) -> Path:
@@ -185,13 +188,14 @@ def _lock(path: Path, mend: str = "choose another run.dir") -> int | None:
     """Lock the directory for the life of this process; None where its file system has no locks."""
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        has_locks = take_lock(descriptor)
     except OSError as error:
         os.close(descriptor)
-        if error.errno in _NO_LOCKS:
-            print(f"{path}: no locks on this file system; do not start this run twice at once", file=sys.stderr)
-            return None
         raise ConfigError(f"run.dir={path}: is in use by a run that is still going; {mend}") from error
+    if not has_locks:
+        os.close(descriptor)
+        print(f"{path}: no locks on this file system; do not start this run twice at once", file=sys.stderr)
+        return None
     if os.fstat(descriptor).st_nlink == 0:
         os.close(descriptor)
         raise ConfigError(f"run.dir={path}: was removed at this moment by another start; start again")
@@ -246,10 +250,7 @@ def _guard(path: Path, cfg: RecipeConfig, recipe: str) -> None:
 
 
 def _recipe_of(path: Path) -> str | None:
-    with suppress(OSError, ValueError):
-        record = json.loads((path / RECORD).read_text())
-        return record.get("recipe") if isinstance(record, dict) else None
-    return None
+    return read_json(path / RECORD).get("recipe")
 
 
 def _defining(cfg: RecipeConfig) -> dict[str, Any]:
@@ -265,10 +266,3 @@ def _defining(cfg: RecipeConfig) -> dict[str, Any]:
 
 def _has_content(entry: Path) -> bool:
     return not entry.is_file() or entry.stat().st_size > 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file in one rename, so that nobody reads half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)

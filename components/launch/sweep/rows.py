@@ -11,11 +11,12 @@ from typing import Any
 import yaml
 
 from components.config.errors import EXIT_INVALID
+from components.launch.files import read_json
 from components.launch.memory import is_out_of_memory
 from components.launch.rank import EXIT_INTERRUPTED
 from components.launch.run_directory import CONFIG, RESULT
 from components.launch.sweep.jobs import GONE, UNKNOWN, job_states, settle
-from components.launch.sweep.plan import Note, Point, Sweep, is_running, read_json, read_note
+from components.launch.sweep.plan import Note, Point, Sweep, is_running, read_note
 
 STATES = (
     *("ok", "oom", "invalid", "failed", "timeout", "preempted", "interrupted", "cancelled"),
