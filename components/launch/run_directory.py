@@ -19,7 +19,7 @@ from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import RecipeConfig
 from components.launch.files import read_json, take_lock, write_json, write_text
-from components.launch.slurm.commands import ENDED, job_state
+from components.launch.slurm.jobs import ENDED, GONE, UNKNOWN, job_states
 
 CONFIG, RECORD, RESULT, LOGS, LOCK = "config.yaml", "environment.json", "result.json", "logs", ".lock"
 CODE, SCRIPT, JOB_ID, REQUEUE = "code", "job.sbatch", "job_id", "requeue"
@@ -104,6 +104,12 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     return json.loads(result.read_text()) if result.exists() else {}
 
 
+def job_of(run_dir: Path) -> str | None:
+    """Return the number of the job that was submitted for a directory; None where there was none."""
+    file = run_dir / JOB_ID
+    return file.read_text().strip() or None if file.exists() else None
+
+
 def attempt_logs(run_dir: Path, attempt: int) -> Path:
     """Return the folder of the logs of an attempt."""
     return run_dir / LOGS / f"attempt_{attempt}"
@@ -126,7 +132,8 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
         raise ConfigError(f"run.dir={place}: cannot be used: {error.strerror}; choose another run.dir") from error
     if CONFIG in names:
         try:
-            _refuse_live_job(path)
+            if doubt := _refuse_live_job(path):
+                print(f"{path}: {doubt}; do not start this run twice at once", file=sys.stderr)
             _guard(path, cfg, recipe)
         except ConfigError:
             _unlock(lock)
@@ -146,12 +153,11 @@ def held(path: Path) -> Iterator[None]:
     try:
         if lock is None and not (path / RESULT).exists():
             raise ConfigError(f"run.dir={path}: nothing tells here whether its run has ended: no locks, no {RESULT}")
-        if (path / JOB_ID).exists() and shutil.which("squeue") is None:
+        if doubt := _refuse_live_job(path, mend):
             raise ConfigError(
-                f"run.dir={path}: belongs to a job, and there is no squeue on PATH to ask whether it has ended; try "
-                f"again from a login node of its cluster, or remove {path / JOB_ID} if it has"
+                f"run.dir={path}: {doubt}; try again from a login node of its cluster, or remove {path / JOB_ID} if it "
+                "has ended"
             )
-        _refuse_live_job(path, mend)
         yield
     finally:
         _unlock(lock)
@@ -207,16 +213,20 @@ def _unlock(lock: int | None) -> None:
         os.close(lock)
 
 
-def _refuse_live_job(path: Path, mend: str = "choose another run.dir") -> None:
-    """Raise ConfigError while a job that was submitted for this directory waits or runs."""
-    if not (path / JOB_ID).exists():
-        return
-    job = (path / JOB_ID).read_text().strip()
-    state = job_state(job)
-    if state is not None and state not in ENDED:
+def _refuse_live_job(path: Path, mend: str = "choose another run.dir") -> str | None:
+    """Return what to tell a person where nobody can say whether the directory's job has ended; None if it has.
+
+    Raises ConfigError while a job that was submitted for this directory waits or runs.
+    """
+    job = job_of(path)
+    state = job_states([job]).get(job, UNKNOWN) if job else GONE
+    if state == UNKNOWN:
+        return f"belongs to job {job}, which may still run: there is no squeue on PATH, or Slurm does not answer it"
+    if state != GONE and state not in ENDED:
         raise ConfigError(
             f"run.dir={path}: belongs to job {job}, which is {state}; {mend}, or end the job with scancel {job}"
         )
+    return None
 
 
 def _guard(path: Path, cfg: RecipeConfig, recipe: str) -> None:
