@@ -23,9 +23,8 @@ ENDED = {
     "FAILED": "failed",
     "NODE_FAIL": "failed",
     "BOOT_FAIL": "failed",
-    "LAUNCH_FAILED": "failed",
-    "RECONFIG_FAIL": "failed",
 }
+"""States that do not change any more; of one that is in no list the table says failed, and it may go on."""
 GONE = "gone"
 """Slurm answers, and knows no such job: it ended long ago."""
 UNKNOWN = "unknown"
