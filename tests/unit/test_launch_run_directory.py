@@ -286,7 +286,7 @@ def slurm_says(folder: Path, **answers: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "REQUEUE_HOLD", "OF_A_LATER_SLURM"])
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "LAUNCH_FAILED", "OF_A_LATER_SLURM"])
 def test_a_directory_whose_job_has_not_ended_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:

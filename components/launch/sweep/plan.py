@@ -70,9 +70,9 @@ class Sweep:
         return self.directory / f"{point.name}.log"
 
     def write(self) -> None:
-        """Write sweep.json."""
-        plan = {**asdict(self), "directory": None, "file": str(self.file), "folder": str(self.folder)}
-        del plan["directory"]  # where the folder is now
+        """Write sweep.json: all but `directory`, which is wherever the file is."""
+        plan = asdict(self) | {"file": str(self.file), "folder": str(self.folder)}
+        del plan["directory"]
         plan["points"] = [{**entry, "run_dir": entry["name"]} for entry in plan["points"]]
         write_json(self.directory / PLAN, plan)
 
