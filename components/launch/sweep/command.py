@@ -20,6 +20,10 @@ from components.launch.rank import Recipe
 from components.launch.sweep.plan import Point, Sweep, new_directory, point_name
 from components.launch.sweep.run import point_command, run_points
 
+NOTHING_SWEPT = (
+    "-m (--multirun): a sweep needs a key with several values, such as parallelism=ddp,fsdp2; give one, or leave -m out"
+)
+
 
 def run_sweep(recipe: Recipe) -> int:
     """Do what a command line with -m asks for, and return the exit status.
@@ -59,7 +63,7 @@ def run_sweep(recipe: Recipe) -> int:
 def _compose_all(request: SweepRequest) -> tuple[list[RecipeConfig | None], list[list[str]]]:
     """Compose and check every point.
 
-    Raises ConfigError for mistakes of spelling in any point, and where not one point can run.
+    Raises ConfigError for mistakes of spelling in any point, where not one point can run, and where nothing is swept.
     """
     gpus, refused = visible_gpus(os.environ), []
     configs: list[RecipeConfig | None] = []
@@ -74,6 +78,8 @@ def _compose_all(request: SweepRequest) -> tuple[list[RecipeConfig | None], list
         problems.append(found)
     if not refused and all(problems):
         refused = [problem for found in problems for problem in found]
+    if not request.points[0].values:
+        refused.append(NOTHING_SWEPT)
     raise_all(list(dict.fromkeys(refused)))
     return configs, problems
 
