@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from components.config.errors import ConfigError
 from components.launch.context import without_ranks
 
-TIMEOUT = 60.0
-"""Seconds that a controller may take to answer."""
+TIMEOUT = 75.0
+"""Seconds that a controller may take to answer; a command looks for slurm.conf for 60 s, and then says so."""
 
 
 @dataclass(frozen=True, slots=True)
