@@ -11,22 +11,17 @@ from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig
 
 
-def local_processes(cfg: RecipeConfig, gpus: int) -> int:
-    """Return the number of ranks to start here.
+def processes_of(cfg: RecipeConfig, gpus: int) -> int:
+    """Return the number of ranks that are to be started, here or by Slurm.
 
-    cluster.procs_per_node where it is a number; else one per visible GPU; without GPUs, or with cluster.device=cpu,
-    the product of the stated mesh degrees, where -1 counts as 1.
+    cluster.nodes x cluster.procs_per_node where that is a number, as it must be for Slurm; else one per visible GPU;
+    without GPUs, or with cluster.device=cpu, the product of the stated mesh degrees, where -1 counts as 1.
     """
     if cfg.cluster.procs_per_node != "auto":
-        return int(cfg.cluster.procs_per_node)
+        return cfg.cluster.nodes * int(cfg.cluster.procs_per_node)
     if gpus and cfg.cluster.device != Device.cpu:
         return gpus
     return math.prod(max(cfg.parallelism.degree(axis), 1) for axis in AXES)
-
-
-def job_processes(cfg: RecipeConfig) -> int:
-    """Return the number of ranks that Slurm is to start."""
-    return cfg.cluster.nodes * int(cfg.cluster.procs_per_node)
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from components.config.schema.recipes import RecipeConfig
 from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR, rank_and_size
 from components.launch.failures import log_file, tell_problems, write_report
 from components.launch.memory import is_out_of_memory
-from components.launch.run_directory import CONFIG, REQUEUE, RESULT, RunDirectory, attempt_logs
+from components.launch.run_directory import CONFIG, REQUEUE, RunDirectory, attempt_logs, read_result
 
 EXIT_INTERRUPTED = 130
 """Exit status of what Ctrl-C ended, as shells have it."""
@@ -73,7 +72,7 @@ def run_worker(recipe: Recipe) -> int:
         return EXIT_INVALID
     for number in STOP_SIGNALS:  # the run is over: there is nothing left to stop, only an exit status to lose
         signal.signal(number, signal.SIG_IGN)
-    if rank == 0 and not by_launcher and _status(run_dir) == "preempted":
+    if rank == 0 and not by_launcher and read_result(run_dir).get("status") == "preempted":
         (run_dir / REQUEUE).touch()
     return 0
 
@@ -115,11 +114,6 @@ def _from_main(recipe: Recipe, trace: TracebackType | None) -> TracebackType | N
     while entry is not None and entry.tb_frame.f_code is not recipe.main.__code__:
         entry = entry.tb_next
     return entry or trace
-
-
-def _status(run_dir: Path) -> str | None:
-    result = run_dir / RESULT
-    return json.loads(result.read_text())["status"] if result.exists() else None
 
 
 def _write_to(log: Path) -> None:

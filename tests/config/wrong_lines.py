@@ -197,6 +197,10 @@ NOT_BUILT = [
     ("training.max_steps=10,20", "training.max_steps=10,20", "several values"),
 ]
 SWEEPS = [
+    ("-m", "a sweep needs a key with several values, such as parallelism=ddp,fsdp2", "leave -m out"),
+    ("-m training.max_steps=3", "a sweep needs a key with several values", "leave -m out"),
+    ("--multirun parallelism=fsdp2", "a sweep needs a key with several values"),
+    ("-m cluster.dry_run=true", "a sweep needs a key with several values"),
     ("-m parallelism=ddp,fsdp2 training.max_step=3", "training.max_step=3: no such key", "training.max_steps"),
     ("-m parallelism=ddp,fspd2", "parallelism=fspd2: no such option; did you mean fsdp2?"),
     ("-m trainig.max_steps=1,2", "trainig.max_steps=1,2: no such key; did you mean training.max_steps?"),
@@ -209,7 +213,7 @@ SWEEPS = [
     ("-m run.dir=a,b", "run.dir=a,b", "the folder of the whole sweep"),
     ("-m run.seed=1,2 run.seed=3", "run.seed=1,2: run.seed is given 2 times"),
     ("-m run.dir=/dev/null/sweep run.seed=1,2", "run.dir=/dev/null/sweep: cannot be used"),
-    ("-m parallelism=tp3 cluster=local_2proc", "tp 3 = 3 processes, but there are 2"),
+    ("-m parallelism=tp3 run.seed=1,2 cluster=local_2proc", "tp 3 = 3 processes, but there are 2"),
 ]
 SYNTAX = [
     ("training.max_steps", "training.max_steps: cannot be read", "KEY=VALUE"),
