@@ -33,6 +33,7 @@ from components.launch.failures import (
     tell_failure,
 )
 from components.launch.memory import killed_for_memory
+from components.launch.processes import usable_cores
 from components.launch.rank import EXIT_INTERRUPTED, Recipe, run_here, status_of
 from components.launch.run_directory import RunDirectory
 
@@ -256,6 +257,5 @@ def _loopback_socket() -> tuple[int, socket.socket]:
 
 def _defaults(processes: int) -> dict[str, str]:
     """Variables that ranks get unless the person has set them: cores shared out, and logs that lose nothing."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = str(max(cores // processes, 1))
+    threads = str(max(usable_cores() // processes, 1))
     return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}

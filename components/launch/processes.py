@@ -1,8 +1,9 @@
-"""How many processes a run has."""
+"""How many processes a run has, and what they find here."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,6 +23,11 @@ def processes_of(cfg: RecipeConfig, gpus: int) -> int:
     if gpus and cfg.cluster.device != Device.cpu:
         return gpus
     return math.prod(max(cfg.parallelism.degree(axis), 1) for axis in AXES)
+
+
+def usable_cores() -> int:
+    """Return how many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:

@@ -20,7 +20,13 @@ UNKNOWN_KEY = [
     ("++run.sed=1", "run.sed=1: no such key", "did you mean run.seed?"),
     ("++xyzzy=3", "xyzzy=3: no such key"),
     ("training={max_stepz:3}", "training={max_stepz:3}", "does not have"),
-    ("data.path=x.jsonl", "the chosen option of data has no such key", "data=NAME", "jsonl"),
+    (
+        "data.path=x.jsonl",
+        *("the chosen option of data has no such key", "add data=jsonl", "data=NAME that has it (chat_jsonl, "),
+    ),
+    ("data=pydocs data.prompt_column=q", "add data=jsonl, or another data=NAME that has it (gsm8k, alpaca)"),
+    ("data=jsonl data.path=x data.messages_column=q", "data.messages_column=q", "no such key; add data=chat_jsonl"),
+    ("data.factory=a:b", "the chosen option of data has no such key; choose another with data=NAME", "pydocs"),
 ]
 WRONG_TYPE = [
     ("training.max_steps=abc", "training.max_steps=abc: must be a whole number"),

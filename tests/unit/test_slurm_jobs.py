@@ -63,3 +63,18 @@ def test_slurm_is_asked_by_three_commands(tmp_path: Path, monkeypatch: pytest.Mo
         "16": GONE,
         "17": "CANCELLED",
     }
+
+
+def test_a_controller_that_is_down_is_not_asked_for_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the accounting still knows is told all the same."""
+    answers = {
+        "squeue": f"echo squeue >> {tmp_path}/asked; exit 1",
+        "scontrol": f"echo scontrol >> {tmp_path}/asked; echo Slurmctld is DOWN; exit 1",
+        "sacct": 'case "$*" in *"-j 13"*) echo COMPLETED;; *) exit 1;; esac',
+    }
+    for name, answer in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert job_states(["12", "13", "14"]) == {"12": UNKNOWN, "13": "COMPLETED", "14": UNKNOWN}
+    assert (tmp_path / "asked").read_text().split() == ["squeue", "scontrol"]

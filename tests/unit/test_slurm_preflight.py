@@ -25,11 +25,11 @@ ASKED = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"
         ),
         (
             [
-                "sbatch: error: s_p_parse_file: cannot stat file /nowhere: No such file or directory, retrying in 1sec up to 60sec",
+                "sbatch: error: s_p_parse_file: cannot stat file /no: No such file or directory, retrying in 1sec",
                 "sbatch: error: ClusterName needs to be specified",
                 "sbatch: fatal: Unable to process configuration file",
             ],
-            "s_p_parse_file: cannot stat file /nowhere: No such file or directory",
+            "s_p_parse_file: cannot stat file /no: No such file or directory",
         ),
         (
             [

@@ -35,12 +35,14 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
     """Return the state of each job, such as RUNNING, or `GONE` or `UNKNOWN`.
 
     Asked are squeue (all jobs at once), for those that it does not list any more scontrol, then sacct; each of them
-    may be missing or fail.
+    may be missing or fail. Of a controller that is down scontrol is not asked for every job: each answer takes long.
     """
     wanted = [job for job in jobs if job.isdigit()]
     listed = _answer("squeue", "-h", "-t", "all", "-j", ",".join(wanted), "-o", "%A %T") if wanted else None
     states = dict(line.split()[:2] for line in (listed or "").splitlines() if len(line.split()) > 1)
-    return {job: states.get(job) or _ask_further(job) for job in wanted}
+    further = [job for job in wanted if job not in states]
+    is_up = " is UP" in (_answer("scontrol", "ping") or "") if further else False
+    return states | {job: _ask_further(job, is_up) for job in further}
 
 
 def in_words(state: str) -> str:
@@ -52,14 +54,14 @@ def in_words(state: str) -> str:
     return "running" if state in RUNNING else ENDED.get(state, "failed")
 
 
-def _ask_further(job: str) -> str:
-    shown = _answer("scontrol", "-o", "show", "job", job)
+def _ask_further(job: str, is_up: bool) -> str:
+    shown = _answer("scontrol", "-o", "show", "job", job) if is_up else None
     if found := re.search(r"\bJobState=(\w+)", shown or ""):
         return found[1]
     kept = _answer("sacct", "-n", "-X", "-P", "-j", job, "-o", "State")  # -P: no words cut to the column's width
     if kept:
         return kept.splitlines()[-1].split()[0].rstrip("+")  # CANCELLED by 1000
-    return GONE if " is UP" in (_answer("scontrol", "ping") or "") else UNKNOWN
+    return GONE if is_up else UNKNOWN
 
 
 def _answer(*command: str) -> str | None:

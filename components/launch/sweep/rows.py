@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from components.config.errors import EXIT_INVALID
+from components.launch.failures import describe
 from components.launch.files import read_json
 from components.launch.memory import is_out_of_memory
 from components.launch.rank import EXIT_INTERRUPTED
@@ -156,8 +157,12 @@ def _without_result(note: Note) -> tuple[str, str]:
         return "ok", ""
     if note.status == EXIT_INTERRUPTED:
         return "interrupted", last[0]
-    if note.killed_for_memory or is_out_of_memory(kind.rpartition(".")[2], said):
-        return "oom", last[0] if said else "was killed by the kernel, because memory ran out"
+    if is_out_of_memory(kind.rpartition(".")[2], said):
+        return "oom", last[0]
+    if note.killed_for_memory:
+        return "oom", "a process was killed by the kernel, because memory ran out"
+    if note.status < 0:  # what it said last was of something else
+        return "failed", describe(note.status)
     return "failed", last[0] or f"ended with status {note.status} and said nothing"
 
 
