@@ -46,7 +46,7 @@ def main(cfg: FinetuneConfig) -> None:
     train_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="train")
     eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="eval")
     padding = data.Padding(multiple=mesh.sequence_multiple, token_id=tokenizer.pad_token_id)
-    batches = data.TrainBatches(train_set, plan, seed=cfg.run.seed, padding=padding)
+    batches = data.TrainBatches(train_set, plan, seed=cfg.run.seed, padding=padding, fingerprint=train_set.fingerprint)
 
     # Model: shaped on the meta device, laid over the mesh, then given memory and filled shard by shard
     compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)
@@ -78,7 +78,7 @@ def main(cfg: FinetuneConfig) -> None:
     if found is not None:
         saved = checkpoint.load_checkpoint(found, model, optimizer)
         state = training.TrainState.from_dict(saved["state"])
-        batches.load_state_dict(saved["data"])
+        batches.load_state_dict(saved["data"], cfg.run.accept_changes)
     resumed_at = state.step
 
     def save(mark: checkpoint.Mark) -> None:

@@ -20,7 +20,6 @@ from components.checkpoint.save import mesh_of
 from components.checkpoint.tensors import (
     MODEL,
     Tensors,
-    check_layouts,
     make_optimizer_state,
     model_tensors,
     over_all_ranks,
@@ -146,7 +145,6 @@ def _newest_first(folder: Path) -> list[Path]:
 
 def _check_model(path: Path, mine: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:
     """Compare what is stored with the tensors of all ranks together, so that all come to the same end."""
-    check_layouts(mine)
     tensors = over_all_ranks({name: (tuple(tensor.shape) or (1,), tensor.dtype) for name, tensor in mine.items()})
     held = {name: described for name, described in stored.items() if name.startswith(MODEL)}
     problems = []

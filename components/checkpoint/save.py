@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from components.checkpoint.errors import agreed
 from components.checkpoint.folders import FOLDER, STATE, TEMPORARY, leftovers, published, random_file
-from components.checkpoint.manifest import FileRecord, Manifest, record_file, sync_folder, write_json
+from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_bytes, write_json
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
-from components.checkpoint.tensors import Tensors, check_layouts, model_tensors, optimizer_tensors, write_tensors
+from components.checkpoint.tensors import Tensors, model_tensors, optimizer_tensors, write_tensors
 from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CONFIG
 from components.distributed import all_gather_object, broadcast_object
 
 logger = logging.getLogger(__name__)
@@ -63,13 +64,11 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: On every rank, when one of them could not write; what was published before is untouched.
-        ConfigError: A tensor is laid out in a way that cannot be saved.
         TypeError: `extra` would not come back from JSON as it is.
     """
     _check_json(extra, "extra")
     tensors = model_tensors(model)
     tensors |= optimizer_tensors(optimizer, tensors)
-    check_layouts(tensors)
     folder = Path(run_dir) / FOLDER
     tmp = folder / broadcast_object(f"step_{step}{TEMPORARY}{secrets.token_hex(4)}")
     failed = f"checkpoint {tmp} could not be written"
@@ -77,9 +76,7 @@ def save_checkpoint(
         with agreed(failed):
             tmp.mkdir(parents=True, exist_ok=True)
         with agreed(failed):
-            write_tensors(tmp, tensors)
-            write_json(tmp / random_file(_rank()), random_state())
-            own = _record_own_files(tmp)
+            own = write_tensors(tmp, tensors) | write_json(tmp / random_file(_rank()), random_state())
         records = {name: record for part in all_gather_object(own) for name, record in part.items()}
         final = folder
         with agreed(failed):
@@ -104,22 +101,16 @@ def mesh_of(tensors: Tensors) -> dict[str, int]:
     return {"world": dist.get_world_size() if dist.is_initialized() else 1, **axes}
 
 
-def _record_own_files(tmp: Path) -> dict[str, FileRecord]:
-    """Hash what this rank wrote, as it can be read back."""
-    rank = _rank()
-    # torch.distributed.checkpoint numbers the shards of ranks from 1 on.
-    written = [*tmp.glob(f"shard-{rank + 1:05}-*.safetensors"), tmp / random_file(rank)]
-    return {path.name: record_file(path) for path in written}
-
-
 def _publish(
     tmp: Path, step: int, extra: dict[str, Any], records: dict[str, FileRecord], mesh: dict[str, int], mark: Mark
 ) -> Path:
     unseen = sorted(name for name in records if not (tmp / name).is_file())
     if unseen:
         raise OSError(f"rank 0 does not see {', '.join(unseen)}: run.dir must be on a file system that all nodes share")
-    write_json(tmp / STATE, {"step": step, "extra": extra})
-    records[STATE] = record_file(tmp / STATE)
+    records |= write_json(tmp / STATE, {"step": step, "extra": extra})
+    config = tmp.parent.parent / CONFIG
+    if config.is_file():  # so that whoever goes on from this checkpoint elsewhere is told what he changes
+        records |= write_bytes(tmp / CONFIG, config.read_bytes())
     earlier = published(tmp.parent)
     manifest = Manifest(
         step=step,
@@ -146,8 +137,7 @@ def _publish(
 def _prune(folder: Path, policy: CheckpointConfig) -> None:
     """Remove complete checkpoints that the policy does not keep, and what attempts that were killed left behind.
 
-    Those with files missing or cut short are not counted, and not removed. The newest is the one just saved, whose
-    hashes were taken from what can be read back.
+    Those with files missing or cut short are not counted, and not removed.
     """
     try:
         complete = [(path, manifest) for path, manifest in published(folder) if not manifest.check_sizes(path)]

@@ -10,25 +10,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from components.config.compose.frozen import read_frozen, to_yaml
 from components.config.errors import ConfigError
-from components.config.schema.checks import raise_all
 from components.config.schema.recipes import RecipeConfig
+from components.config.schema.run import CONFIG
+from components.launch.changes import check_changes, check_source
 from components.launch.files import read_json, take_lock, write_json, write_text
 from components.launch.slurm.jobs import ENDED, GONE, UNKNOWN, job_states
 
-CONFIG, RECORD, RESULT, LOGS, LOCK = "config.yaml", "environment.json", "result.json", "logs", ".lock"
+RECORD, RESULT, LOGS, LOCK = "environment.json", "result.json", "logs", ".lock"
 CODE, SCRIPT, JOB_ID, REQUEUE = "code", "job.sbatch", "job_id", "requeue"
 """Of a Slurm job: its copy of the code, its batch script, its number, and the wish to be started again."""
 OWN_NAMES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_ID}
 """What a start writes before the recipe does anything."""
-
-DEFINING_KEYS = ("run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data.")
-"""Keys (a dot at the end: a whole section) whose change makes another run of what continues here."""
 
 
 @dataclass
@@ -120,6 +118,7 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
 
     Raises ConfigError where it holds another run, is in use, or cannot be written; it then made nothing.
     """
+    check_source(cfg)
     path = Path(os.path.expanduser(cfg.run.dir)).absolute() if cfg.run.dir is not None else None
     try:
         path, created = (path, _make(path)) if path is not None else _make_new(Path.cwd() / "outputs" / recipe)
@@ -242,36 +241,17 @@ def _guard(path: Path, cfg: RecipeConfig, recipe: str) -> None:
             )
         return
     try:
-        before = read_frozen(path / CONFIG, type(cfg))
+        read_frozen(path / CONFIG, type(cfg))
     except ConfigError as error:
         told = "; ".join(error.problems)
         raise ConfigError(
             f"run.dir={path}: its {CONFIG} is of another kind ({told}); choose another run.dir"
         ) from error
-    then, now = _defining(before), _defining(cfg)
-    raise_all(
-        [
-            f"{key}={now.get(key)}: the run in run.dir={path} began with {then.get(key)}; set it back, or choose "
-            "another run.dir"
-            for key in sorted({*then, *now})
-            if then.get(key) != now.get(key)
-        ]
-    )
+    check_changes(path / CONFIG, cfg, f"run.dir={path}")
 
 
 def _recipe_of(path: Path) -> str | None:
     return read_json(path / RECORD).get("recipe")
-
-
-def _defining(cfg: RecipeConfig) -> dict[str, Any]:
-    """The values, by dotted key, that a run cannot change on its way."""
-    sections = {name: values for name, values in asdict(cfg).items() if isinstance(values, dict)}
-    flat = {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
-    return {
-        key: value
-        for key, value in flat.items()
-        if any(key == defining or (defining.endswith(".") and key.startswith(defining)) for defining in DEFINING_KEYS)
-    }
 
 
 def _has_content(entry: Path) -> bool:
