@@ -18,7 +18,7 @@ from components.launch.sweep.jobs import GONE, UNKNOWN, job_states, settle
 from components.launch.sweep.plan import Note, Point, Sweep, is_running, read_json, read_note
 
 STATES = (
-    *("ok", "oom", "invalid", "failed", "timeout", "preempted", "interrupted", "cancelled"),
+    *("ok", "oom", "invalid", "failed", "hung", "timeout", "preempted", "interrupted", "cancelled"),
     *("running", "submitted", "not started"),
 )
 """Every word that the column `status` can hold."""
