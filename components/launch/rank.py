@@ -127,7 +127,7 @@ def report_hang(error: BaseException) -> None:
         faulthandler.dump_traceback(log)
     write_report(logs, rank, error)
     if WORKER not in os.environ and _first_to_tell(logs):
-        print(error, file=sys.stderr, flush=True)
+        print(f"{error}\nlogs: {logs}", file=sys.stderr, flush=True)
         if not (run_dir / RESULT).exists():
             write_result(run_dir, {"status": status_of(type(error).__name__, str(error)), "error": str(error)})
 
