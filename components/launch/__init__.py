@@ -16,6 +16,7 @@ external.py       ranks that the user's own torchrun or srun started
 parts.py          the two functions of other parts that launch calls
 """
 
+from components.launch.rank import report_hang
 from components.launch.recipe import recipe
 
-__all__ = ["recipe"]
+__all__ = ["recipe", "report_hang"]

@@ -37,6 +37,7 @@ def out_of_memory() -> Exception:
     return type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")
 
 
+HUNG = type("StepTimeout", (RuntimeError,), {})("no progress for 12 s in step 3: rank 1 on host n2 is missing")
 LOST = RuntimeError("[gloo] Connection closed by peer [10.0.0.2]:41")
 RAISED, REFUSED = ValueError("boom"), ConfigError("data.path=x: gone")
 STOPPED = {"status": "preempted", "steps": 9}
@@ -53,6 +54,7 @@ ENDS = {
     "a rank raised": ({2: RAISED}, {}, 1, 1, "failed"),
     "a rank raised after the others had saved": ({2: RAISED}, STOPPED, 0, 1, "failed"),
     "out of memory": ({2: out_of_memory()}, {}, 1, 1, "oom"),
+    "a run that stood still": ({0: HUNG, 2: LOST}, {}, 137, 75, "hung"),
     "a cause and a consequence": ({0: LOST, 3: RAISED}, {}, 143, 143, "failed"),
     "a person's mistake": ({1: REFUSED}, {}, 2, 2, "invalid"),
     "a person's mistake, seen by srun": ({1: REFUSED}, {}, 143, 2, "invalid"),

@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from components.config.errors import EXIT_INVALID
+from components.config.errors import EXIT_HUNG, EXIT_INVALID
 from components.launch.failures import (
     Exit,
     Failure,
@@ -79,8 +79,8 @@ def _failed(run_dir: Path, logs: Path, failure: Failure, status: int) -> int:
         write_result(run_dir, {"status": "invalid", "error": report.message})
         return EXIT_INVALID
     kind, message = (report.type, report.message) if report else ("", failure.what)
-    write_result(run_dir, {"status": status_of(kind, message), "error": f"rank {failure.rank}: {kind}: {message}"})
-    return status or 1
+    write_result(run_dir, {"status": status_of(kind, message), "error": failure.error})
+    return EXIT_HUNG if report is not None and report.stood_still else status or 1
 
 
 if __name__ == "__main__":

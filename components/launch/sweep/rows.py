@@ -20,7 +20,7 @@ from components.launch.slurm.jobs import GONE, UNKNOWN, in_words, job_states
 from components.launch.sweep.plan import Note, Point, Sweep, is_running, read_note
 
 STATES = (
-    *("ok", "oom", "invalid", "failed", "timeout", "preempted", "interrupted", "cancelled"),
+    *("ok", "oom", "invalid", "failed", "hung", "timeout", "preempted", "interrupted", "cancelled"),
     *("running", "submitted", "not started"),
 )
 """Every word that the column `status` can hold."""
