@@ -16,7 +16,7 @@ from pathlib import Path
 
 from components import checkpoint, data, distributed, models, observability, training
 from components.config.schema import FinetuneConfig
-from components.launch import recipe
+from components.launch import recipe, report_hang
 
 
 @recipe("finetune")
@@ -30,6 +30,7 @@ def main(cfg: FinetuneConfig) -> None:
         rendezvous_timeout=cfg.cluster.startup_timeout,
         collective_timeout=cfg.cluster.collective_timeout,
     )
+    watch = training.Watchdog(cfg.training.step_timeout_seconds, report_hang)
     mesh = distributed.build_mesh(cfg.parallelism, info.device.type)
     distributed.seed_ranks(cfg.run.seed, mesh)
 
@@ -60,7 +61,7 @@ def main(cfg: FinetuneConfig) -> None:
     found = checkpoint.find_checkpoint(cfg.run.dir, cfg.run.resume)
     if found is None:
         models.fill_weights(model, cfg.model, cfg.run.seed)
-    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+    replica = watch.following(distributed.wrap_replicas(model, mesh, cfg.parallelism, layout))
 
     # Optimizer, over the sharded parameters
     optimizer = training.build_optimizer(model, cfg.optimizer)
@@ -134,18 +135,18 @@ def main(cfg: FinetuneConfig) -> None:
             state.record(step)
             lr = training.learning_rate(cfg.optimizer, step.step - 1, cfg.training.max_steps)
             report.step(step, lr=lr, tokens=state.tokens, every=cfg.training.log_every)
+            state.refuse_to_diverge(step, cfg.training)
 
     # The loop: numbers arrive one step late, so that the host never waits for the device
     status, reader, clock = "ok", training.StepReader(lag=1), training.SaveClock(cfg.checkpoint.every_minutes)
     traffic = distributed.StepTraffic(mesh, report.traffic, enabled=cfg.logging.comm)
-    with report, training.StopRequest() as stop:
+    with report, training.StopRequest() as stop, watch:
         first_eval_loss = eval_loss = evaluate()
         show_generations()
         while state.step < cfg.training.max_steps:
             began = time.perf_counter()
-            lr = training.learning_rate(cfg.optimizer, state.step, cfg.training.max_steps)
-            training.set_learning_rate(optimizer, lr)
-            with traffic.step():
+            training.set_learning_rate(optimizer, cfg.optimizer, state.step, cfg.training.max_steps)
+            with traffic.step(), watch.step(state.step + 1):
                 numbers = training.train_step(replica, next(batches), optimizer, settings, (*stop.flags(), clock.due()))
             state.step += 1
             arrived = reader.push(state.step, numbers, began)

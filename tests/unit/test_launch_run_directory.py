@@ -18,7 +18,7 @@ from components.config.schema.data import DocsDataConfig
 from components.config.schema.run import RunConfig
 from components.launch import run_directory
 from components.launch.record import start_record
-from components.launch.run_directory import RunDirectory, attempt_logs, open_run_directory
+from components.launch.run_directory import RunDirectory, attempt_logs, held, open_run_directory
 
 RECORD = {"recipe": "finetune"}
 
@@ -324,3 +324,67 @@ def test_the_record_tells_versions_git_and_command_but_no_secret(monkeypatch: py
 
 def test_a_recipe_outside_any_repository_has_no_git(tmp_path: Path) -> None:
     assert start_record("finetune", tmp_path / "recipe.py", 1, 0)["git"] is None
+
+
+def slurm_says(folder: Path, **answers: str) -> str:
+    """Write commands of Slurm's that answer like this, and return their folder."""
+    folder.mkdir(exist_ok=True)
+    for name, answer in answers.items():
+        (folder / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (folder / name).chmod(0o755)
+    return str(folder)
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "LAUNCH_FAILED", "OF_A_LATER_SLURM"])
+def test_a_directory_whose_job_has_not_ended_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    directory = start(config("mine"))
+    end(directory)
+    (directory.path / "job_id").write_text("17\n")
+    monkeypatch.setenv("PATH", slurm_says(tmp_path / "bin", squeue=f"echo 17 {state}"))
+    with pytest.raises(ConfigError, match=f"belongs to job 17, which is {state}; choose another run.dir, or end"):
+        open_run_directory(config("mine"), "finetune")
+    with pytest.raises(ConfigError, match=f"which is {state}; wait for its end, or end"), held(directory.path):
+        pass
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [{"squeue": "echo 17 COMPLETED"}, {"squeue": "exit 1", "scontrol": "[ $1 = ping ] && echo Slurmctld is UP"}],
+    ids=["ended", "forgotten"],
+)
+def test_a_directory_whose_job_has_ended_goes_on_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answers: dict[str, str]
+) -> None:
+    directory = start(config("mine"))
+    end(directory)
+    (directory.path / "job_id").write_text("17\n")
+    monkeypatch.setenv("PATH", slurm_says(tmp_path / "bin", **answers))
+    with held(directory.path):
+        pass
+    end(start(config("mine")))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("answers", [{}, {"squeue": "exit 1", "scontrol": "exit 1"}], ids=["laptop", "no controller"])
+def test_a_job_that_nobody_can_ask_about_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answers: dict[str, str]
+) -> None:
+    """A start may be all right, as a person knows; what cannot be taken back is refused."""
+    monkeypatch.setenv("PATH", slurm_says(tmp_path / "bin", **answers))
+    directory = start(config("mine"))
+    end(directory)
+    end(start(config("mine")))
+    assert capsys.readouterr().err == ""  # no job, nothing to tell
+    (directory.path / "job_id").write_text("17\n")
+    end(start(config("mine")))
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 1
+    assert f"{directory.path}: belongs to job 17, which may still run: there is no squeue on PATH" in told
+    assert "do not start this run twice at once" in told
+    with (
+        pytest.raises(ConfigError, match="job 17, which may still run.*remove .*job_id if it has"),
+        held(directory.path),
+    ):
+        pass
