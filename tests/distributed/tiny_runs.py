@@ -73,9 +73,7 @@ class TinyRun:
         """Train, and return the loss of each step and the samples that this rank read for it."""
         losses, read = [], []
         for _ in range(steps):
-            training.set_learning_rate(
-                self.optimizer, training.learning_rate(OPTIMIZER, self.state.step, max_steps=MAX_STEPS)
-            )
+            training.set_learning_rate(self.optimizer, OPTIMIZER, self.state.step, MAX_STEPS)
             self.samples.read.clear()
             vector = training.train_step(self.called, next(self.batches), self.optimizer, self.settings)
             self.state.step += 1
