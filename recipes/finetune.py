@@ -81,11 +81,9 @@ def main(cfg: FinetuneConfig) -> None:
         batches.load_state_dict(saved["data"])
     resumed_at = state.step
 
-    def save(mark: checkpoint.Mark) -> None:
-        extra = {"state": state.to_dict(), "data": batches.state_dict()}
-        path = checkpoint.save_checkpoint(cfg.run.dir, state.step, model, optimizer, extra, cfg.checkpoint, mark)
+    def save(mark: checkpoint.Mark, last: bool = False) -> None:
+        saver.save(state.step, {"state": state.to_dict(), "data": batches.state_dict()}, mark, last=last)
         clock.restart()
-        report.say(f"saved {path}")
 
     # Reporting
     report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
@@ -138,7 +136,8 @@ def main(cfg: FinetuneConfig) -> None:
     # The loop: numbers arrive one step late, so that the host never waits for the device
     status, reader, clock = "ok", training.StepReader(lag=1), training.SaveClock(cfg.checkpoint.every_minutes)
     traffic = distributed.StepTraffic(mesh, report.traffic, enabled=cfg.logging.comm)
-    with report, training.StopRequest() as stop:
+    saver = checkpoint.Saver(cfg.run.dir, model, optimizer, cfg.checkpoint, report.say)
+    with report, training.StopRequest() as stop, saver:
         first_eval_loss = eval_loss = evaluate()
         show_generations()
         while state.step < cfg.training.max_steps:
@@ -169,7 +168,8 @@ def main(cfg: FinetuneConfig) -> None:
         if status == "ok":
             eval_loss = evaluate()
         if (found is None or state.step > resumed_at) and (cfg.checkpoint.last or status != "ok"):
-            save(checkpoint.Mark(eval_loss if status == "ok" else None))
+            save(checkpoint.Mark(eval_loss if status == "ok" else None), last=True)
+        saver.wait()
         if status == "ok":
             show_generations()
             if cfg.checkpoint.export:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -88,17 +89,19 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Tensors) -> 
     return tensors
 
 
-def write_tensors(folder: Path, tensors: Tensors) -> None:
-    """Write every rank's shards into `folder`; a collective. Replicas are written once."""
+def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> None:
+    """Write every rank's shards into `folder`; a collective (over `group`). Replicas are written once."""
     # Rank 0's mapping is the one that counts, for the names of all ranks.
-    everyone = all_gather_object({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
+    mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    everyone = all_gather_object(mine, group)
     holders = Counter(name for held in everyone for name in held)
     sizes = {name: size // holders[name] for held in everyone for name, size in held.items()}
     writer = dcp.HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=_files_of_bounded_size(sizes), save_distributed=True
     )
     with _translated():
-        dcp.save({name: _with_a_dim(tensor).contiguous() for name, tensor in tensors.items()}, storage_writer=writer)
+        parts = {name: _with_a_dim(tensor).contiguous() for name, tensor in tensors.items()}
+        dcp.save(parts, storage_writer=writer, process_group=group)
 
 
 def read_shapes(folder: Path) -> dict[str, TensorStorageMetadata]:
@@ -203,8 +206,10 @@ def _translated() -> Iterator[None]:
 
     A single process is a fine place for a checkpoint, whatever it warns.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with contextlib.ExitStack() as stack:
+        if not dist.is_initialized():  # filters belong to all threads: they are left alone where there is no need
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
         except CheckpointException as error:
