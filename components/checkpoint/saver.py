@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +26,7 @@ from components.distributed.barriers import create_gloo_group
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
-"""For which a run that an error ends waits for the checkpoint that is being written."""
+"""For which a run that an error ends waits for the checkpoint that is being written, and again for its collective."""
 
 
 class Saver:
@@ -36,7 +38,7 @@ class Saver:
     and `wait` wait for it. What is killed meanwhile leaves the checkpoints before it, as ever.
 
     An error of the thread is raised on every rank by whatever waits for it next. As a context manager it waits at the
-    end; a run that an error ends gives the thread 5 s and goes, and one interrupted goes at once.
+    end; a run that an error ends gives the thread a few seconds and goes, and one interrupted goes at once.
     """
 
     def __init__(
@@ -67,11 +69,7 @@ class Saver:
         if error is None:
             self.wait()
         elif self._writing is not None:
-            self._writing.join(GRACE_SECONDS if isinstance(error, Exception) else 0)
-            if self._writing.is_alive():
-                logger.error("the checkpoint of step %s was still being written: it is lost", self._writing.step)
-            elif self._writing.error is not None:
-                logger.error("the checkpoint of step %s: %s", self._writing.step, self._writing.error)
+            self._writing.leave(GRACE_SECONDS if isinstance(error, Exception) else 0)
 
     def save(self, step: int, extra: dict[str, Any], mark: Mark | None = None, *, last: bool = False) -> None:
         """Save the state as it is now, between two optimizer steps; arguments and errors of `save_checkpoint`.
@@ -164,6 +162,24 @@ class _Writing(threading.Thread):
             self.path = self._write()
         except BaseException as error:  # raised by `result`, in the thread that trains
             self.error = error
+
+    def leave(self, seconds: float) -> None:
+        """Wait for so long, and log what became of the checkpoint: an error is ending the run."""
+        self.join(seconds)
+        if self._in_collective():
+            # A process that exits while a thread comes back from a collective aborts. The rank that this thread waits
+            # for leaves about now, and with it the connection: that ends the thread first.
+            self.join(GRACE_SECONDS)
+        if self.is_alive():
+            logger.error("the checkpoint of step %s was still being written: it is lost", self.step)
+        elif self.error is not None:
+            logger.error("the checkpoint of step %s is lost: %s", self.step, self.error)
+
+    def _in_collective(self) -> bool:
+        frame = sys._current_frames().get(self.ident or 0)
+        while frame is not None and frame.f_code.co_filename != dist.distributed_c10d.__file__:
+            frame = frame.f_back
+        return frame is not None
 
     def result(self) -> Path | None:
         """Wait for the end, and return what was published or raise what went wrong."""
