@@ -10,6 +10,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from components.checkpoint.errors import agreed
+from components.checkpoint.faults import fault_point
 from components.checkpoint.folders import FOLDER, STATE, TEMPORARY, leftovers, published, random_file
 from components.checkpoint.manifest import FileRecord, Manifest, record_file, sync_folder, write_json
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
+from components.checkpoint.room import not_written
 from components.checkpoint.tensors import Tensors, check_layouts, model_tensors, optimizer_tensors, write_tensors
 from components.config.schema.checkpoint import CheckpointConfig
 from components.distributed import all_gather_object, broadcast_object
@@ -62,7 +65,8 @@ def save_checkpoint(
         mark: What is known of it that the policy asks for; None: nothing.
 
     Raises:
-        CheckpointError: On every rank, when one of them could not write; what was published before is untouched.
+        CheckpointError: On every rank, when one of them could not write, with the path and the bytes; what was
+            published before is untouched.
         ConfigError: A tensor is laid out in a way that cannot be saved.
         TypeError: `extra` would not come back from JSON as it is.
     """
@@ -72,13 +76,16 @@ def save_checkpoint(
     check_layouts(tensors)
     folder = Path(run_dir) / FOLDER
     tmp = folder / broadcast_object(f"step_{step}{TEMPORARY}{secrets.token_hex(4)}")
-    failed = f"checkpoint {tmp} could not be written"
+    failed = partial(not_written, tmp, tensors)
     try:
         with agreed(failed):
             tmp.mkdir(parents=True, exist_ok=True)
+            fault_point("after_folder")
         with agreed(failed):
             write_tensors(tmp, tensors)
+            fault_point("after_shards")
             write_json(tmp / random_file(_rank()), random_state())
+            fault_point("after_random")
             own = _record_own_files(tmp)
         records = {name: record for part in all_gather_object(own) for name, record in part.items()}
         final = folder
@@ -131,13 +138,17 @@ def _publish(
         eval_loss=mark.eval_loss if mark.eval_loss is not None and math.isfinite(mark.eval_loss) else None,
         ephemeral=mark.ephemeral,
     )
+    fault_point("before_manifest")
     manifest.write(tmp)
+    fault_point("after_manifest")
     sync_folder(tmp)
     final, again = tmp.parent / f"step_{step}", 0
     while final.exists():
         again += 1
         final = tmp.parent / f"step_{step}.{again}"
+    fault_point("before_rename")
     os.rename(tmp, final)
+    fault_point("after_rename")
     sync_folder(tmp.parent)
     sync_folder(tmp.parent.parent)
     return final
