@@ -73,6 +73,9 @@ def main(cfg: FinetuneConfig) -> None:
         router_loss=router_loss,
     )
 
+    # Made before random states come back: libraries draw from Python's own when they are imported
+    report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
+
     # State, and where an earlier attempt left off
     state = training.TrainState()
     if found is not None:
@@ -88,7 +91,6 @@ def main(cfg: FinetuneConfig) -> None:
         report.say(f"saved {path}")
 
     # Reporting
-    report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
     counts = models.count_parameters(model)
     observability.print_banner(
         report.console,
