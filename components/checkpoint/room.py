@@ -12,19 +12,19 @@ from components.distributed import broadcast_object
 def not_written(tmp: Path, tensors: Tensors) -> str:
     """Return the beginning of the sentence about a checkpoint that could not be written. A collective.
 
-    Bytes are those of the tensors over all ranks. The room is what rank 0 sees: what is free in the file system of
-    `tmp`, and what the failed attempt holds of it.
+    Bytes are those of all ranks' tensors; a file for each rank's random state comes on top. The room is what rank 0
+    sees: what is free in the file system of `tmp`, and what the failed attempt holds of it.
     """
     sizes = over_all_ranks({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
     room = broadcast_object(_room(tmp))
     has = "" if room is None else f", {tmp.parent} has room for {room:,}"
-    return f"checkpoint {tmp} could not be written (it takes {sum(sizes.values()):,} bytes{has})"
+    return f"checkpoint {tmp} could not be written (its tensors are {sum(sizes.values()):,} bytes{has})"
 
 
 def _room(tmp: Path) -> int | None:
     """None where the disk does not even tell that."""
     there = next((folder for folder in (tmp, *tmp.parents) if folder.exists()), tmp)
     try:
-        return shutil.disk_usage(there).free + sum(file.stat().st_size for file in tmp.glob("*"))
+        return shutil.disk_usage(there).free + sum(file.stat().st_blocks * 512 for file in tmp.glob("*"))
     except OSError:
         return None
