@@ -103,7 +103,8 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
             temporary.replace(target)
     except OSError as refused:
         told = f"rank {rank}: {report.type}: {report.message}\n{target} could not be written: {refused}"
-        print(told, file=sys.stderr, flush=True)
+        with suppress(OSError):  # the output may go to the same disk
+            print(told, file=sys.stderr, flush=True)
 
 
 def read_reports(logs: Path) -> dict[int, Report]:

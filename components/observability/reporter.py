@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -94,8 +95,9 @@ class Reporter:
         if self.enabled and self._metrics.exists():
             kept = [line for line in self._lines() if json.loads(line)["step"] <= step]
             replacement = self._metrics.with_suffix(".tmp")
-            replacement.write_text("".join(f"{line}\n" for line in kept))
-            replacement.replace(self._metrics)
+            with _named(replacement):
+                replacement.write_text("".join(f"{line}\n" for line in kept))
+                replacement.replace(self._metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
@@ -178,11 +180,17 @@ class Reporter:
     def _write(self, **values: Any) -> None:
         if not self.enabled:
             return
-        try:
-            with self._metrics.open("a") as file:
-                file.write(json.dumps(values) + os.linesep)
-        except OSError as error:
-            free = shutil.disk_usage(self._run_dir).free
-            raise OSError(error.errno, f"{error.strerror} ({free:,} bytes are free)", str(self._metrics)) from error
+        with _named(self._metrics), self._metrics.open("a") as file:
+            file.write(json.dumps(values) + os.linesep)
         if self._wandb is not None:
             self._wandb.log(values)
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Have an error of the disk name the file and the bytes that are free: one in closing a file names nothing."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(file.parent).free
+        raise OSError(error.errno, f"{error.strerror} ({free:,} bytes are free)", str(file)) from error

@@ -48,18 +48,30 @@ class ForkedPopen:
         pass_fds: tuple[int, ...],
         process_group: int,
     ) -> None:
-        assert arguments == [sys.executable, str(RECIPE)]
+        assert (arguments, process_group) == ([sys.executable, str(RECIPE)], 0)
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid:
             return
+        try:
+            self._be_rank(arguments, env, (stdout, stderr), {0, 1, 2, *pass_fds})
+        finally:  # never back into the code of the parent
+            os._exit(1)
+
+    def _be_rank(
+        self,
+        arguments: list[str],
+        env: dict[str, str],
+        outputs: tuple[IO[bytes] | None, IO[bytes] | None],
+        descriptors: set[int],
+    ) -> None:
         for number in components.launch.local.FORWARDED:
             signal.signal(number, signal.SIG_DFL)
-        os.setpgid(0, process_group)
-        for output, descriptor in ((stdout, 1), (stderr, 2)):
+        os.setpgid(0, 0)
+        for output, descriptor in zip(outputs, (1, 2), strict=True):
             if output is not None:
                 os.dup2(output.fileno(), descriptor)
-        _close_all_but({0, 1, 2, *pass_fds})
+        _close_all_but(descriptors)
         os.environ.clear()
         os.environ.update(env)
         sys.argv = arguments[1:]
@@ -176,15 +188,16 @@ class Attempt:
 class Command:
     """`python recipes/finetune.py ARGUMENTS run.dir=RUN_DIR`, or the same under torchrun."""
 
+    folder: Path
+    """Where its output goes, a file for each start."""
     run_dir: Path
     arguments: list[str]
     elastic: bool = False
 
     def start(self, environment: dict[str, str] | None = None) -> Attempt:
-        """Start it, in a process group of its own; its output goes to a file beside the run directory."""
-        self.run_dir.parent.mkdir(parents=True, exist_ok=True)
-        number = len(list(self.run_dir.parent.glob(f"{self.run_dir.name}.*.log")))
-        log = self.run_dir.parent / f"{self.run_dir.name}.{number}.log"
+        """Start it, in a process group of its own."""
+        number = len(list(self.folder.glob(f"{self.run_dir.name}.*.log")))
+        log = self.folder / f"{self.run_dir.name}.{number}.log"
         pid = os.fork()
         if pid:
             return Attempt(pid, log)
@@ -192,7 +205,8 @@ class Command:
             self._be_launcher(log, environment or {})
         except BaseException:
             traceback.print_exc()
-        os._exit(1)
+        finally:  # never back into the test
+            os._exit(1)
 
     def _be_launcher(self, log: Path, environment: dict[str, str]) -> None:
         os.setpgid(0, 0)

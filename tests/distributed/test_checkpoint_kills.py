@@ -53,7 +53,7 @@ def small_run(folder: Path, run_dir: str, *arguments: str, elastic: bool = False
     if not data.exists():
         rows = [{"prompt": f"{number} + 1", "response": str(number + 1)} for number in range(64)]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Command(folder / run_dir, [*SMALL, f"data.path={data}", *arguments], elastic)
+    return Command(folder, folder / run_dir, [*SMALL, f"data.path={data}", *arguments], elastic)
 
 
 def saving_run(folder: Path, run_dir: str, elastic: bool = False) -> Command:
