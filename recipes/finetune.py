@@ -74,7 +74,8 @@ def main(cfg: FinetuneConfig) -> None:
         router_loss=router_loss,
     )
 
-    # State, and where an earlier attempt left off
+    # State, and where an earlier attempt left off; the report is first, as its imports draw random numbers
+    report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
     state = training.TrainState()
     if found is not None:
         saved = checkpoint.load_checkpoint(found, model, optimizer)
@@ -87,7 +88,6 @@ def main(cfg: FinetuneConfig) -> None:
         clock.restart()
 
     # Reporting
-    report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
     counts = models.count_parameters(model)
     observability.print_banner(
         report.console,

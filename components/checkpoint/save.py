@@ -11,6 +11,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from components.checkpoint.errors import agreed
+from components.checkpoint.faults import fault_point
 from components.checkpoint.folders import FOLDER, STATE, TEMPORARY, leftovers, published, random_file
 from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_bytes, write_json
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
+from components.checkpoint.room import not_written
 from components.checkpoint.tensors import Tensors, model_tensors, optimizer_tensors, write_tensors
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.run import CONFIG
@@ -78,7 +81,8 @@ def save_checkpoint(
         mark: What is known of it that the policy asks for; None: nothing.
 
     Raises:
-        CheckpointError: On every rank, when one of them could not write; what was published before is untouched.
+        CheckpointError: On every rank, when one of them could not write, with the path and the bytes; what was
+            published before is untouched.
         TypeError: `extra` would not come back from JSON as it is.
     """
     return write_snapshot(run_dir, take_snapshot(step, model, optimizer, extra, mark), policy)
@@ -108,13 +112,16 @@ def write_snapshot(
     """
     folder = Path(run_dir) / FOLDER
     tmp = folder / broadcast_object(f"step_{snapshot.step}{TEMPORARY}{secrets.token_hex(4)}", group=group)
-    failed = f"checkpoint {tmp} could not be written"
+    failed = partial(not_written, tmp, snapshot.tensors, group)
     try:
         with agreed(failed, group):
             tmp.mkdir(parents=True, exist_ok=True)
+            fault_point("after_folder")
         with agreed(failed, group):
             own = write_tensors(tmp, snapshot.tensors, group)
+            fault_point("after_shards")
             own |= write_json(tmp / random_file(_rank()), snapshot.random)
+            fault_point("after_random")
         records = {name: record for part in all_gather_object(own, group) for name, record in part.items()}
         final = folder
         with agreed(failed, group):
@@ -160,13 +167,17 @@ def _publish(
         eval_loss=mark.eval_loss if mark.eval_loss is not None and math.isfinite(mark.eval_loss) else None,
         ephemeral=mark.ephemeral,
     )
+    fault_point("before_manifest")
     manifest.write(tmp)
+    fault_point("after_manifest")
     sync_folder(tmp)
     final, again = tmp.parent / f"step_{step}", 0
     while final.exists():
         again += 1
         final = tmp.parent / f"step_{step}.{again}"
+    fault_point("before_rename")
     os.rename(tmp, final)
+    fault_point("after_rename")
     sync_folder(tmp.parent)
     sync_folder(tmp.parent.parent)
     return final

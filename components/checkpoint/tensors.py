@@ -39,10 +39,10 @@ FILE_BYTES = 512 * 1024**2
 """About the size of a rank's files: each is put together in host memory, in twice its size."""
 
 
-def over_all_ranks(mine: dict[str, T]) -> dict[str, T]:
-    """Return the entries of all ranks; of a name that several have, the first rank's. A collective."""
+def over_all_ranks(mine: dict[str, T], group: dist.ProcessGroup | None = None) -> dict[str, T]:
+    """Return the entries of all ranks; of a name that several have, the first rank's. A collective of `group`."""
     union: dict[str, T] = {}
-    for held in all_gather_object(mine):
+    for held in all_gather_object(mine, group):
         for name, entry in held.items():
             union.setdefault(name, entry)
     return union
