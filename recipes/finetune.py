@@ -74,7 +74,8 @@ def main(cfg: FinetuneConfig) -> None:
         router_loss=router_loss,
     )
 
-    # State, and where an earlier attempt left off
+    # State, and where an earlier attempt left off; the report is first, as its imports draw random numbers
+    report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
     state = training.TrainState()
     if found is not None:
         saved = checkpoint.load_checkpoint(found, model, optimizer)
@@ -82,14 +83,11 @@ def main(cfg: FinetuneConfig) -> None:
         batches.load_state_dict(saved["data"], cfg.run.accept_changes)
     resumed_at = state.step
 
-    def save(mark: checkpoint.Mark) -> None:
-        extra = {"state": state.to_dict(), "data": batches.state_dict()}
-        path = checkpoint.save_checkpoint(cfg.run.dir, state.step, model, optimizer, extra, cfg.checkpoint, mark)
+    def save(mark: checkpoint.Mark, last: bool = False) -> None:
+        saver.save(state.step, {"state": state.to_dict(), "data": batches.state_dict()}, mark, last=last)
         clock.restart()
-        report.say(f"saved {path}")
 
     # Reporting
-    report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
     counts = models.count_parameters(model)
     observability.print_banner(
         report.console,
@@ -140,7 +138,8 @@ def main(cfg: FinetuneConfig) -> None:
     # The loop: numbers arrive one step late, so that the host never waits for the device
     status, reader, clock = "ok", training.StepReader(lag=1), training.SaveClock(cfg.checkpoint.every_minutes)
     traffic = distributed.StepTraffic(mesh, report.traffic, enabled=cfg.logging.comm)
-    with report, training.StopRequest() as stop, watch:
+    saver = checkpoint.Saver(cfg.run.dir, model, optimizer, cfg.checkpoint, report.say)
+    with report, training.StopRequest() as stop, watch, saver:
         first_eval_loss = eval_loss = evaluate()
         show_generations()
         while state.step < cfg.training.max_steps:
@@ -170,13 +169,13 @@ def main(cfg: FinetuneConfig) -> None:
         if status == "ok":
             eval_loss = evaluate()
         if (found is None or state.step > resumed_at) and (cfg.checkpoint.last or status != "ok"):
-            save(checkpoint.Mark(eval_loss if status == "ok" else None))
+            save(checkpoint.Mark(eval_loss if status == "ok" else None), last=True)
+        saver.wait()
         if status == "ok":
             show_generations()
             if cfg.checkpoint.export:
-                folder = Path(cfg.run.dir) / "export"
                 card = observability.model_card(cfg.run.dir, state.to_dict(), str(mesh.shape))
-                models.export_model(model, tokenizer, folder, card=card)
+                folder = models.export_model(model, tokenizer, Path(cfg.run.dir) / "export", card=card)
                 report.say(f"exported {folder}")
         report.finish(
             observability.Result(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from components.checkpoint.errors import agreed
+from components.checkpoint.faults import fault_point
 from components.checkpoint.folders import FOLDER, STATE, candidates, random_file
 from components.checkpoint.manifest import Manifest, ManifestError
 from components.checkpoint.random_state import set_random_state
@@ -95,6 +96,7 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: torch.optim.O
     """
     path = Path(path)
     with agreed(f"checkpoint {path} could not be read"):
+        fault_point("at_load")
         manifest = Manifest.read(path)
         if problems := manifest.check_sizes(path):
             raise ManifestError("; ".join(problems))

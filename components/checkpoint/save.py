@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -10,6 +11,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from components.checkpoint.errors import agreed
+from components.checkpoint.faults import fault_point
 from components.checkpoint.folders import FOLDER, STATE, TEMPORARY, leftovers, published, random_file
 from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_json
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
+from components.checkpoint.room import not_written
 from components.checkpoint.tensors import Tensors, model_tensors, optimizer_tensors, write_tensors
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.run import CONFIG
@@ -39,6 +43,20 @@ class Mark:
     """Evaluation loss of this very step; None where it was not evaluated."""
     ephemeral: bool = False
     """Saved because time had passed: it goes as soon as a newer one is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is to be saved, as it is at the end of a step."""
+
+    step: int
+    tensors: Tensors
+    """Of this rank: parameters, buffers, optimizer state."""
+    random: dict[str, Any]
+    """Of this rank."""
+    extra: dict[str, Any]
+    mark: Mark
+    mesh: dict[str, int]
 
 
 def save_checkpoint(
@@ -63,32 +81,59 @@ def save_checkpoint(
         mark: What is known of it that the policy asks for; None: nothing.
 
     Raises:
-        CheckpointError: On every rank, when one of them could not write; what was published before is untouched.
+        CheckpointError: On every rank, when one of them could not write, with the path and the bytes; what was
+            published before is untouched.
         TypeError: `extra` would not come back from JSON as it is.
+    """
+    return write_snapshot(run_dir, take_snapshot(step, model, optimizer, extra, mark), policy)
+
+
+def take_snapshot(
+    step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any], mark: Mark | None = None
+) -> Snapshot:
+    """Return the state of a run; a collective. Its tensors are the run's own, which the next step changes.
+
+    Arguments and errors are those of `save_checkpoint`.
     """
     _check_json(extra, "extra")
     tensors = model_tensors(model)
     tensors |= optimizer_tensors(optimizer, tensors)
+    return Snapshot(step, tensors, random_state(), copy.deepcopy(extra), mark or Mark(), mesh_of(tensors))
+
+
+def write_snapshot(
+    run_dir: Path | str, snapshot: Snapshot, policy: CheckpointConfig, group: dist.ProcessGroup | None = None
+) -> Path:
+    """Write and publish what `take_snapshot` returned on each rank, as `save_checkpoint` tells.
+
+    Args:
+        group: All ranks; None: the default group. A thread beside training needs one of its own, for the order of
+            collectives within a group is the same on all ranks only if a single thread calls them.
+    """
     folder = Path(run_dir) / FOLDER
-    tmp = folder / broadcast_object(f"step_{step}{TEMPORARY}{secrets.token_hex(4)}")
-    failed = f"checkpoint {tmp} could not be written"
+    tmp = folder / broadcast_object(f"step_{snapshot.step}{TEMPORARY}{secrets.token_hex(4)}", group=group)
+    failed = partial(not_written, tmp, snapshot.tensors, group)
     try:
-        with agreed(failed):
+        with agreed(failed, group):
             tmp.mkdir(parents=True, exist_ok=True)
-        with agreed(failed):
-            own = write_tensors(tmp, tensors) | write_json(tmp / random_file(_rank()), random_state())
-        records = {name: record for part in all_gather_object(own) for name, record in part.items()}
+            fault_point("after_folder")
+        with agreed(failed, group):
+            own = write_tensors(tmp, snapshot.tensors, group)
+            fault_point("after_shards")
+            own |= write_json(tmp / random_file(_rank()), snapshot.random)
+            fault_point("after_random")
+        records = {name: record for part in all_gather_object(own, group) for name, record in part.items()}
         final = folder
-        with agreed(failed):
+        with agreed(failed, group):
             if _rank() == 0:
-                final = _publish(tmp, step, extra, records, mesh_of(tensors), mark or Mark())
+                final = _publish(tmp, snapshot.step, snapshot.extra, records, snapshot.mesh, snapshot.mark)
     except BaseException:
         if _rank() == 0:
             shutil.rmtree(tmp, ignore_errors=True)
         raise
     if _rank() == 0:
         _prune(folder, policy)
-    return broadcast_object(final)
+    return broadcast_object(final, group=group)
 
 
 def mesh_of(tensors: Tensors) -> dict[str, int]:
@@ -121,13 +166,17 @@ def _publish(
         eval_loss=mark.eval_loss if mark.eval_loss is not None and math.isfinite(mark.eval_loss) else None,
         ephemeral=mark.ephemeral,
     )
+    fault_point("before_manifest")
     manifest.write(tmp)
+    fault_point("after_manifest")
     sync_folder(tmp)
     final, again = tmp.parent / f"step_{step}", 0
     while final.exists():
         again += 1
         final = tmp.parent / f"step_{step}.{again}"
+    fault_point("before_rename")
     os.rename(tmp, final)
+    fault_point("after_rename")
     sync_folder(tmp.parent)
     sync_folder(tmp.parent.parent)
     return final

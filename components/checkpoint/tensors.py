@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,10 +39,10 @@ FILE_BYTES = 512 * 1024**2
 """About the size of a rank's files: each is put together in host memory, in twice its size."""
 
 
-def over_all_ranks(mine: dict[str, T]) -> dict[str, T]:
-    """Return the entries of all ranks; of a name that several have, the first rank's. A collective."""
+def over_all_ranks(mine: dict[str, T], group: dist.ProcessGroup | None = None) -> dict[str, T]:
+    """Return the entries of all ranks; of a name that several have, the first rank's. A collective of `group`."""
     union: dict[str, T] = {}
-    for held in all_gather_object(mine):
+    for held in all_gather_object(mine, group):
         for name, entry in held.items():
             union.setdefault(name, entry)
     return union
@@ -85,18 +86,19 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Tensors) -> 
     return tensors
 
 
-def write_tensors(folder: Path, tensors: Tensors) -> dict[str, FileRecord]:
-    """Write every rank's blocks into `folder`, replicas once, and return what this rank wrote; a collective.
+def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> dict[str, FileRecord]:
+    """Write every rank's blocks into `folder`, replicas once, and return what this rank wrote; a collective of `group`.
 
     Raises NotImplementedError for a layout that is none of blocks.
     """
     # Rank 0's mapping is the one that counts, for the names of all ranks.
-    everyone = all_gather_object({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
+    mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    everyone = all_gather_object(mine, group)
     holders = Counter(name for held in everyone for name in held)
     sizes = {name: size // holders[name] for held in everyone for name, size in held.items()}
     writer = BlockWriter(folder, _files_of_bounded_size(sizes))
     with _translated():
-        dcp.save({}, storage_writer=writer, planner=SaveBlocks(held_of(tensors)))
+        dcp.save({}, storage_writer=writer, planner=SaveBlocks(held_of(tensors)), process_group=group)
     return writer.records
 
 
@@ -165,8 +167,10 @@ def _translated() -> Iterator[None]:
 
     A single process is a fine place for a checkpoint, whatever it warns.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with contextlib.ExitStack() as stack:
+        if not dist.is_initialized():  # filters belong to all threads: they are left alone where there is no need
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
         except CheckpointException as error:

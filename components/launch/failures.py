@@ -100,7 +100,7 @@ def log_file(logs: Path, rank: int) -> Path:
 
 
 def write_report(logs: Path, rank: int, error: BaseException) -> None:
-    """Write the report of a rank that failed with `error`."""
+    """Write the report of a rank that failed with `error`; say it here where the disk takes no report."""
     is_config = isinstance(error, ConfigError)
     report = Report(
         rank=rank,
@@ -113,9 +113,14 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
     )
     target = error_file(logs, rank)
     temporary = target.with_suffix(".tmp")
-    with suppress(FileNotFoundError):  # a refused run: another rank has said so, and the directory is gone
-        temporary.write_text(json.dumps(asdict(report)))
-        temporary.replace(target)
+    try:
+        with suppress(FileNotFoundError):  # a refused run: another rank has said so, and the directory is gone
+            temporary.write_text(json.dumps(asdict(report)))
+            temporary.replace(target)
+    except OSError as refused:
+        told = f"rank {rank}: {report.type}: {report.message}\n{target} could not be written: {refused}"
+        with suppress(OSError):  # the output may go to the same disk
+            print(told, file=sys.stderr, flush=True)
 
 
 def read_reports(logs: Path) -> dict[int, Report]:

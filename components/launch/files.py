@@ -13,9 +13,14 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 def write_text(path: Path, text: str) -> None:
     """Write a file in one rename, so that nobody reads half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = aside(path)
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def aside(path: Path) -> Path:
+    """Where a file is written first: all that a process which is killed at once may leave."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def run_worker(recipe: Recipe) -> int:
         if isinstance(error, KeyboardInterrupt):
             return
         write_report(logs, rank, error.with_traceback(_from_main(recipe, trace)))
-        with log_file(logs, rank).open("a") as log:
+        with suppress(OSError), log_file(logs, rank).open("a") as log:  # a full disk may be what it tells of
             traceback.print_exception(error, file=log)
 
     sys.excepthook = record

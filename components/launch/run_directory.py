@@ -19,7 +19,7 @@ from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
 from components.config.schema.run import CONFIG
 from components.launch.changes import check_changes, check_source
-from components.launch.files import read_json, take_lock, write_json, write_text
+from components.launch.files import aside, read_json, take_lock, write_json, write_text
 from components.launch.slurm.jobs import ENDED, GONE, UNKNOWN, job_states
 
 RECORD, RESULT, LOGS, LOCK = "environment.json", "result.json", "logs", ".lock"
@@ -51,8 +51,16 @@ class RunDirectory:
     def freeze(self, cfg: RecipeConfig, record: dict[str, Any]) -> None:
         """Write what every rank reads (config.yaml) and where it came from (environment.json).
 
-        What the attempt before left of the two, and its result.json, goes to its logs.
+        What the attempt before left of the two, and its result.json, goes to its logs. Raises ConfigError where the
+        disk does not take them.
         """
+        try:
+            self._freeze(cfg, record)
+        except OSError as error:
+            why = f"{error.strerror or error}{_free(self.path)}"
+            raise ConfigError(f"run.dir={self.path}: cannot be written: {why}; make room, or choose another") from error
+
+    def _freeze(self, cfg: RecipeConfig, record: dict[str, Any]) -> None:
         if self.attempt > 0:
             before = attempt_logs(self.path, self.attempt - 1)
             before.mkdir(parents=True, exist_ok=True)
@@ -71,9 +79,14 @@ class RunDirectory:
         link.replace(self.path / LOGS / "latest")
 
     def conclude(self, status: str, error: str) -> None:
-        """Write result.json, unless the recipe has written one."""
-        if not (self.path / RESULT).exists():
+        """Write result.json, unless the recipe has written one; say so where the disk does not take it."""
+        if (self.path / RESULT).exists():
+            return
+        try:
             write_result(self.path, {"status": status, "error": error})
+        except OSError as refused:
+            why = f"{refused.strerror or refused}{_free(self.path)}"
+            print(f"{self.path / RESULT} could not be written: {why}", file=sys.stderr, flush=True)
 
     def discard(self, error: str) -> None:
         """Take back a run that was refused: leave nothing behind, unless there is more than what a start writes."""
@@ -122,7 +135,7 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
     path = Path(os.path.expanduser(cfg.run.dir)).absolute() if cfg.run.dir is not None else None
     try:
         path, created = (path, _make(path)) if path is not None else _make_new(Path.cwd() / "outputs" / recipe)
-        names = {entry.name for entry in path.iterdir()} - {LOCK}
+        names = {entry.name for entry in path.iterdir()} - {LOCK, aside(path / CONFIG).name}
         if names and CONFIG not in names:
             raise ConfigError(f"run.dir={path}: holds files, but no run; choose another run.dir")
         lock = _lock(path)
@@ -256,3 +269,11 @@ def _recipe_of(path: Path) -> str | None:
 
 def _has_content(entry: Path) -> bool:
     return not entry.is_file() or entry.stat().st_size > 0
+
+
+def _free(folder: Path) -> str:
+    """How much room there is, as the end of a message; nothing where the disk does not tell."""
+    try:
+        return f" ({shutil.disk_usage(folder).free:,} bytes are free)"
+    except OSError:
+        return ""
