@@ -41,7 +41,7 @@ SLOW_STEPS = 2
 """Steps that get twice the time. Not one: the host may be a step ahead of the device, and of the ranks it waits for."""
 SHORTEST_BEAT, LONGEST_BEAT = 0.1, 5.0
 """Seconds between two beats; else a twentieth of the timeout."""
-BEATS_MISSED, SHORTEST_SILENCE = 3, 1.0
+BEATS_MISSED, SHORTEST_SILENCE = 3, 2.0
 """A rank is silent when it misses so many beats, and at least so many seconds."""
 READINGS = 4
 """How often the posts are read before the loop, in the time of the timeout."""
@@ -170,8 +170,8 @@ class Watchdog:
         with contextlib.suppress(dist.DistError, PeerFailure):  # the store is gone with rank 0: _look will tell
             while not self._end.wait(self._beat):
                 self._tick()
-                marks = self._marks
-                self._note_moves(heart.beat(self._place, self._line(), moved=marks != seen))
+                marks, early = self._marks, not self._in_loop  # who has not come to the loop keeps the others waiting
+                self._note_moves(heart.beat(self._place, self._line(), moved=early or marks != seen))
                 seen = marks
                 self._suspect(heart)
             heart.beat(self._place, "", moved=True, left=True)
