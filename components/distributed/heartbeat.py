@@ -55,6 +55,8 @@ class Heartbeat:
     def __init__(self, sync: StoreSync) -> None:
         self.rank = sync.rank
         self.size = sync.size
+        self.uncounted = ""
+        """Name of the group of a pipeline: each stage sends and receives as often as its place wants it."""
         self._sync = sync
         self._beats = 0
 
@@ -69,7 +71,7 @@ class Heartbeat:
 
     def beat(self, place: str, line: str, *, moved: bool, left: bool = False) -> int:
         """Post where this rank is, and return how often any rank has moved so far."""
-        post = Post(self._beats, place, line, _node(), begun_collectives(), left)
+        post = Post(self._beats, place, line, _node(), self._begun(), left)
         self._beats += 1
         self._sync.store.set(f"post/{self.rank}", json.dumps(asdict(post)))
         return self._sync.count("moves", int(moved))
@@ -97,20 +99,18 @@ class Heartbeat:
         self._sync.told()
         self._sync.poll(lambda: self._sync.count("told", 0) >= self.size, patience)
 
+    def _begun(self) -> dict[str, int]:
+        """Return how many collectives this process has begun, by the name of the process group.
 
-def begun_collectives() -> dict[str, int]:
-    """Return how many collectives this process has begun, by the name of the process group.
-
-    The members of a group begin the same ones in the same order: who has begun fewer is waited for. Not so between
-    the stages of a pipeline, each of which sends and receives as often as its place wants it.
-    """
-    counts = {}
-    group: Any
-    for group, name in list(_world.pg_names.items()):
-        if group.group_desc != "mesh_pp":
-            with contextlib.suppress(RuntimeError):  # a backend that does not count
-                counts[str(name)] = group._get_sequence_number_for_group()
-    return counts
+        The members of a group begin the same ones in the same order: who has begun fewer is waited for.
+        """
+        counts = {}
+        group: Any
+        for group, name in list(_world.pg_names.items()):
+            if name != self.uncounted:
+                with contextlib.suppress(RuntimeError):  # a backend that does not count
+                    counts[str(name)] = group._get_sequence_number_for_group()
+        return counts
 
 
 class Listener:

@@ -86,12 +86,14 @@ class Watchdog:
         self._listener, self._next_reading = Listener(), 0.0
         self._end, self._ending = threading.Event(), threading.Lock()
         self._alone = not is_distributed() or dist.get_world_size() == 1
+        self._heart: Heartbeat | None = None
         self._threads: list[threading.Thread] = []
         atexit.register(self.close)
         if timeout > 0:
             self._start(self._look)
             if not self._alone:
-                self._start(self._talk, Heartbeat.join(self._place))
+                self._heart = Heartbeat.join(self._place)
+                self._start(self._talk, self._heart)
 
     def __enter__(self) -> Watchdog:
         self.mark()
@@ -136,6 +138,8 @@ class Watchdog:
     def following(self, replica: nn.Module | Pipeline) -> nn.Module | Pipeline:
         """Return `replica`, each of whose forwards is progress from now on."""
         inner = replica.module if isinstance(replica, DistributedDataParallel) else replica  # evaluation calls no other
+        if isinstance(inner, Pipeline) and self._heart is not None:
+            self._heart.uncounted = inner.group.group_name
         for module in inner.stage_modules if isinstance(inner, Pipeline) else [inner]:
             module.register_forward_pre_hook(self.mark)
         return replica

@@ -42,7 +42,9 @@ def _late(rank: int) -> tuple[list[int], list[int], str, int, str]:
     now = heart.posts()
     listener.hear(now, 3)
     _meet("second")
+    heart.uncounted = pair.group_name
     moves = heart.beat("in step 3", "", moved=False)
+    assert len(heart.posts()[rank].collectives) == len(now[rank].collectives) - (rank != 0)
     verdict = heart.settle(f"told by rank {rank}")
     silent, late, told = listener.silent(0.2, now), late_ranks(before), blame([], before)
     agreed = heart.verdict()
