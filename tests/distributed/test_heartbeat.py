@@ -42,7 +42,7 @@ def _late(rank: int) -> tuple[list[int], list[int], str, int, str]:
     now = heart.posts()
     listener.hear(now, 3)
     _meet("second")
-    heart.uncounted = pair.group_name
+    heart.uncounted = pair.group_name if rank else ""
     moves = heart.beat("in step 3", "", moved=False)
     assert len(heart.posts()[rank].collectives) == len(now[rank].collectives) - (rank != 0)
     verdict = heart.settle(f"told by rank {rank}")
