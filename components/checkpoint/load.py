@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from components.checkpoint.errors import agreed
+from components.checkpoint.faults import fault_point
 from components.checkpoint.folders import FOLDER, STATE, candidates, random_file
 from components.checkpoint.manifest import Manifest, ManifestError
 from components.checkpoint.random_state import set_random_state
@@ -20,7 +21,6 @@ from components.checkpoint.save import mesh_of
 from components.checkpoint.tensors import (
     MODEL,
     Tensors,
-    check_layouts,
     make_optimizer_state,
     model_tensors,
     over_all_ranks,
@@ -95,6 +95,7 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: torch.optim.O
     """
     path = Path(path)
     with agreed(f"checkpoint {path} could not be read"):
+        fault_point("at_load")
         manifest = Manifest.read(path)
         if problems := manifest.check_sizes(path):
             raise ManifestError("; ".join(problems))
@@ -146,7 +147,6 @@ def _newest_first(folder: Path) -> list[Path]:
 
 def _check_model(path: Path, mine: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:
     """Compare what is stored with the tensors of all ranks together, so that all come to the same end."""
-    check_layouts(mine)
     tensors = over_all_ranks({name: (tuple(tensor.shape) or (1,), tensor.dtype) for name, tensor in mine.items()})
     held = {name: described for name, described in stored.items() if name.startswith(MODEL)}
     problems = []

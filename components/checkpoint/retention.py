@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from components.checkpoint.faults import fault_point
 from components.checkpoint.folders import TEMPORARY
 from components.checkpoint.manifest import Manifest
 from components.config.schema.checkpoint import CheckpointConfig
@@ -49,4 +50,5 @@ def remove(paths: Iterable[Path]) -> None:
             path = path.rename(path.with_name(f"{path.name}{TEMPORARY}{secrets.token_hex(4)}"))
         aside.append(path)
     for path in aside:
+        fault_point("while_pruning")
         shutil.rmtree(path)

@@ -11,6 +11,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from components.checkpoint.errors import agreed
+from components.checkpoint.faults import fault_point
 from components.checkpoint.folders import FOLDER, STATE, TEMPORARY, leftovers, published, random_file
-from components.checkpoint.manifest import FileRecord, Manifest, record_file, sync_folder, write_json
+from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_bytes, write_json
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
-from components.checkpoint.tensors import Tensors, check_layouts, model_tensors, optimizer_tensors, write_tensors
+from components.checkpoint.room import not_written
+from components.checkpoint.tensors import Tensors, model_tensors, optimizer_tensors, write_tensors
 from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CONFIG
 from components.distributed import all_gather_object, broadcast_object
 
 logger = logging.getLogger(__name__)
@@ -77,8 +81,8 @@ def save_checkpoint(
         mark: What is known of it that the policy asks for; None: nothing.
 
     Raises:
-        CheckpointError: On every rank, when one of them could not write; what was published before is untouched.
-        ConfigError: A tensor is laid out in a way that cannot be saved.
+        CheckpointError: On every rank, when one of them could not write, with the path and the bytes; what was
+            published before is untouched.
         TypeError: `extra` would not come back from JSON as it is.
     """
     return write_snapshot(run_dir, take_snapshot(step, model, optimizer, extra, mark), policy)
@@ -94,7 +98,6 @@ def take_snapshot(
     _check_json(extra, "extra")
     tensors = model_tensors(model)
     tensors |= optimizer_tensors(optimizer, tensors)
-    check_layouts(tensors)
     return Snapshot(step, tensors, random_state(), copy.deepcopy(extra), mark or Mark(), mesh_of(tensors))
 
 
@@ -109,14 +112,16 @@ def write_snapshot(
     """
     folder = Path(run_dir) / FOLDER
     tmp = folder / broadcast_object(f"step_{snapshot.step}{TEMPORARY}{secrets.token_hex(4)}", group=group)
-    failed = f"checkpoint {tmp} could not be written"
+    failed = partial(not_written, tmp, snapshot.tensors, group)
     try:
         with agreed(failed, group):
             tmp.mkdir(parents=True, exist_ok=True)
+            fault_point("after_folder")
         with agreed(failed, group):
-            write_tensors(tmp, snapshot.tensors, group)
-            write_json(tmp / random_file(_rank()), snapshot.random)
-            own = _record_own_files(tmp)
+            own = write_tensors(tmp, snapshot.tensors, group)
+            fault_point("after_shards")
+            own |= write_json(tmp / random_file(_rank()), snapshot.random)
+            fault_point("after_random")
         records = {name: record for part in all_gather_object(own, group) for name, record in part.items()}
         final = folder
         with agreed(failed, group):
@@ -141,22 +146,16 @@ def mesh_of(tensors: Tensors) -> dict[str, int]:
     return {"world": dist.get_world_size() if dist.is_initialized() else 1, **axes}
 
 
-def _record_own_files(tmp: Path) -> dict[str, FileRecord]:
-    """Hash what this rank wrote, as it can be read back."""
-    rank = _rank()
-    # torch.distributed.checkpoint numbers the shards of ranks from 1 on.
-    written = [*tmp.glob(f"shard-{rank + 1:05}-*.safetensors"), tmp / random_file(rank)]
-    return {path.name: record_file(path) for path in written}
-
-
 def _publish(
     tmp: Path, step: int, extra: dict[str, Any], records: dict[str, FileRecord], mesh: dict[str, int], mark: Mark
 ) -> Path:
     unseen = sorted(name for name in records if not (tmp / name).is_file())
     if unseen:
         raise OSError(f"rank 0 does not see {', '.join(unseen)}: run.dir must be on a file system that all nodes share")
-    write_json(tmp / STATE, {"step": step, "extra": extra})
-    records[STATE] = record_file(tmp / STATE)
+    records |= write_json(tmp / STATE, {"step": step, "extra": extra})
+    config = tmp.parent.parent / CONFIG
+    if config.is_file():  # so that whoever goes on from this checkpoint elsewhere is told what he changes
+        records |= write_bytes(tmp / CONFIG, config.read_bytes())
     earlier = published(tmp.parent)
     manifest = Manifest(
         step=step,
@@ -168,13 +167,17 @@ def _publish(
         eval_loss=mark.eval_loss if mark.eval_loss is not None and math.isfinite(mark.eval_loss) else None,
         ephemeral=mark.ephemeral,
     )
+    fault_point("before_manifest")
     manifest.write(tmp)
+    fault_point("after_manifest")
     sync_folder(tmp)
     final, again = tmp.parent / f"step_{step}", 0
     while final.exists():
         again += 1
         final = tmp.parent / f"step_{step}.{again}"
+    fault_point("before_rename")
     os.rename(tmp, final)
+    fault_point("after_rename")
     sync_folder(tmp.parent)
     sync_folder(tmp.parent.parent)
     return final
@@ -183,8 +186,7 @@ def _publish(
 def _prune(folder: Path, policy: CheckpointConfig) -> None:
     """Remove complete checkpoints that the policy does not keep, and what attempts that were killed left behind.
 
-    Those with files missing or cut short are not counted, and not removed. The newest is the one just saved, whose
-    hashes were taken from what can be read back.
+    Those with files missing or cut short are not counted, and not removed.
     """
     try:
         complete = [(path, manifest) for path, manifest in published(folder) if not manifest.check_sizes(path)]

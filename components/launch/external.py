@@ -13,8 +13,11 @@ from components.launch.context import rank_and_size
 from components.launch.failures import tell_problems
 from components.launch.parts import exchange_text_from_rank_zero
 from components.launch.prepare import Prepared, prepare
-from components.launch.rank import Recipe, run_here
+from components.launch.rank import Recipe, die_with, run_here
 from components.launch.run_directory import RunDirectory
+
+AGENT = "TORCHELASTIC_RUN_ID"
+"""Set for the ranks of torchrun, whose parent is its agent: one that is killed would leave them running."""
 
 
 def run_external(recipe: Recipe) -> int:
@@ -22,6 +25,9 @@ def run_external(recipe: Recipe) -> int:
 
     Where rank 0 refuses or only answers (`--cfg job`), every rank ends with rank 0's status.
     """
+    os.umask(0o077)  # what a rank writes is its owner's alone
+    if AGENT in os.environ:
+        die_with(os.getppid())
     rank, world_size = rank_and_size(os.environ)
     return _lead(recipe, world_size) if rank == 0 else _follow(recipe)
 

@@ -19,6 +19,8 @@ from components.config.errors import ConfigError
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 LOST_PEER_TYPES = ("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailure")
 """How a rank tells that another one is gone: a consequence, not the cause."""
+STOOD_STILL = "StepTimeout"
+"""What ends a run that makes no progress; its message names the rank that is missing, whoever reports it."""
 
 LAST_LINES = 15
 
@@ -49,6 +51,11 @@ class Report:
         """Whether the rank failed because another one was gone."""
         return self.type in LOST_PEER_TYPES or any(sign in self.message for sign in LOST_PEER)
 
+    @property
+    def stood_still(self) -> bool:
+        """Whether the rank ended itself because the run made no progress."""
+        return self.type == STOOD_STILL
+
 
 @dataclass(frozen=True, slots=True)
 class Exit:
@@ -72,6 +79,15 @@ class Failure:
     """How it ended, such as `exited with status 1`."""
     report: Report | None
 
+    @property
+    def error(self) -> str:
+        """What result.json says of it."""
+        if self.report is None:
+            return f"rank {self.rank}: {self.what}"
+        if self.report.stood_still:
+            return self.report.message
+        return f"rank {self.rank}: {self.report.type}: {self.report.message}"
+
 
 def error_file(logs: Path, rank: int) -> Path:
     """Return where a rank reports its failure."""
@@ -84,7 +100,7 @@ def log_file(logs: Path, rank: int) -> Path:
 
 
 def write_report(logs: Path, rank: int, error: BaseException) -> None:
-    """Write the report of a rank that failed with `error`."""
+    """Write the report of a rank that failed with `error`; say it here where the disk takes no report."""
     is_config = isinstance(error, ConfigError)
     report = Report(
         rank=rank,
@@ -97,9 +113,14 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
     )
     target = error_file(logs, rank)
     temporary = target.with_suffix(".tmp")
-    with suppress(FileNotFoundError):  # a refused run: another rank has said so, and the directory is gone
-        temporary.write_text(json.dumps(asdict(report)))
-        temporary.replace(target)
+    try:
+        with suppress(FileNotFoundError):  # a refused run: another rank has said so, and the directory is gone
+            temporary.write_text(json.dumps(asdict(report)))
+            temporary.replace(target)
+    except OSError as refused:
+        told = f"rank {rank}: {report.type}: {report.message}\n{target} could not be written: {refused}"
+        with suppress(OSError):  # the output may go to the same disk
+            print(told, file=sys.stderr, flush=True)
 
 
 def read_reports(logs: Path) -> dict[int, Report]:
@@ -155,6 +176,9 @@ def tell_failure(failure: Failure, logs: Path) -> None:
     report = failure.report
     if report is not None and report.kind == Kind.config:
         print(report.message, file=sys.stderr, flush=True)
+        return
+    if report is not None and report.stood_still:
+        print(f"{report.message}\nlogs: {logs}", file=sys.stderr, flush=True)
         return
     told = report.traceback if report else _tail(log_file(logs, failure.rank))
     said = f": {report.type}: {report.message}" if report else ""

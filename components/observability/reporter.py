@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -91,10 +93,11 @@ class Reporter:
     def continue_from(self, step: int) -> None:
         """Drop what metrics.jsonl says of later steps: they are done again, and the file stays one curve."""
         if self.enabled and self._metrics.exists():
-            kept = [line for line in self._metrics.read_text().splitlines() if json.loads(line)["step"] <= step]
+            kept = [line for line in self._lines() if json.loads(line)["step"] <= step]
             replacement = self._metrics.with_suffix(".tmp")
-            replacement.write_text("".join(f"{line}\n" for line in kept))
-            replacement.replace(self._metrics)
+            with _named(replacement):
+                replacement.write_text("".join(f"{line}\n" for line in kept))
+                replacement.replace(self._metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
@@ -168,12 +171,26 @@ class Reporter:
         """Return everything in metrics.jsonl."""
         if not self._metrics.exists():
             return []
-        return [json.loads(line) for line in self._metrics.read_text().splitlines()]
+        return [json.loads(line) for line in self._lines()]
+
+    def _lines(self) -> list[str]:
+        """The whole lines: a kill, or a disk that was full, may have cut one short."""
+        return [line for line in self._metrics.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
 
     def _write(self, **values: Any) -> None:
         if not self.enabled:
             return
-        with self._metrics.open("a") as file:
+        with _named(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(values) + os.linesep)
         if self._wandb is not None:
             self._wandb.log(values)
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Have an error of the disk name the file and the bytes that are free: one in closing a file names nothing."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(file.parent).free
+        raise OSError(error.errno, f"{error.strerror} ({free:,} bytes are free)", str(file)) from error

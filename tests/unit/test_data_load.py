@@ -169,6 +169,26 @@ def test_a_data_set_is_a_sequence():
     assert dataset.show(0).endswith("</s>]]")
 
 
+def test_the_fingerprint_is_that_of_the_samples_whatever_they_come_from(tmp_path):
+    rows = [("p1", "a1"), ("p2", "a2"), ("p3", "a3")]
+
+    def fingerprint(name: str, *rows: tuple[str, str], seq_len: int = 50) -> str:
+        path = write(tmp_path / name, list(rows))
+        return build(SftDataConfig(path=path, eval_fraction=0), seq_len=seq_len).fingerprint
+
+    same = fingerprint("x.jsonl", *rows)
+    assert fingerprint("y.jsonl", *rows) == same
+    others = {
+        "order": fingerprint("x.jsonl", *reversed(rows)),
+        "one letter of an answer": fingerprint("x.jsonl", ("p1", "a0"), *rows[1:]),
+        "one of a prompt": fingerprint("x.jsonl", ("p0", "a1"), *rows[1:]),
+        "where the loss begins": fingerprint("x.jsonl", ("p1\na", "1"), *rows[1:]),
+        "length": fingerprint("x.jsonl", *rows, seq_len=4),
+        "number": fingerprint("x.jsonl", *rows[:2]),
+    }
+    assert len({same, *others.values()}) == 7
+
+
 def test_prompts_are_the_questions_of_this_side_as_they_were_asked(tmp_path):
     path = write(tmp_path / "x.jsonl", [(f"q{i}", "a") for i in range(60)])
     cfg = SftDataConfig(path=path, eval_fraction=0.2, system_prompt="s")

@@ -41,6 +41,7 @@ def plot_report(report: Report, file: Path) -> str | None:
 
 def _curve(row: Row, report: Report) -> tuple[list[int], list[float]]:
     metrics = report.sweep.run_dir(row.point) / METRICS
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    written = metrics.read_text().splitlines() if metrics.exists() else []
+    lines = [json.loads(line) for line in written if line.endswith("}")]  # a kill may have cut the last one short
     points = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     return [step for step, _ in points], [loss for _, loss in points]

@@ -1,0 +1,289 @@
+"""Whole runs of recipes/finetune.py, launcher and ranks, without the seconds that each start of Python costs.
+
+Everything is what a person's command does: the launcher composes, makes the run directory, starts ranks, watches them;
+the ranks train and save. Only where the launcher would start `python recipes/finetune.py`, the process is forked, with
+the environment, the descriptors and the output that the new one would have. So a run of two ranks takes a second or
+two, and a test can afford to kill hundreds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import transformers.models.llama.modeling_llama  # noqa: F401  (once, here, and in every fork)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import components.launch.local
+from components.config.compose import read_frozen  # noqa: F401
+from recipes import finetune
+
+_PR_SET_NAME = 15
+RECIPE = Path(finetune.__file__)
+
+
+class ForkedPopen:
+    """What the launcher needs of subprocess.Popen, for a rank that is forked."""
+
+    def __init__(
+        self,
+        arguments: list[str],
+        *,
+        env: dict[str, str],
+        stdin: int,
+        stdout: IO[bytes] | None,
+        stderr: IO[bytes] | None,
+        pass_fds: tuple[int, ...],
+        process_group: int,
+    ) -> None:
+        assert (arguments, process_group) == ([sys.executable, str(RECIPE)], 0)
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        try:
+            self._be_rank(arguments, env, (stdout, stderr), {0, 1, 2, *pass_fds})
+        finally:  # never back into the code of the parent
+            os._exit(1)
+
+    def _be_rank(
+        self,
+        arguments: list[str],
+        env: dict[str, str],
+        outputs: tuple[IO[bytes] | None, IO[bytes] | None],
+        descriptors: set[int],
+    ) -> None:
+        for number in components.launch.local.FORWARDED:
+            signal.signal(number, signal.SIG_DFL)
+        os.setpgid(0, 0)
+        for output, descriptor in zip(outputs, (1, 2), strict=True):
+            if output is not None:
+                os.dup2(output.fileno(), descriptor)
+        _close_all_but(descriptors)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = arguments[1:]
+        os._exit(run_main(f"rank{env['RANK']}"))
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+        return self.wait(os.WNOHANG)
+
+    def wait(self, options: int = 0) -> int | None:
+        """Wait for the end."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def run_main(name: str) -> int:
+    """Run the recipe in this forked process as the interpreter would, and return the exit status."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+    atexit._clear()
+    status = 1
+    try:
+        torch.set_num_threads(1)
+        finetune.main()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+    return status
+
+
+def _elastic_rank() -> None:
+    status = run_main(f"rank{os.environ['RANK']}")
+    if status:
+        os._exit(status)
+
+
+def _torchrun() -> None:
+    """What `torchrun --nproc-per-node 2 recipes/finetune.py` does: TorchElastic's agent, here, and its ranks."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id=str(os.getpid()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        start_method="fork",
+        monitor_interval=0.05,
+        max_restarts=0,
+    )
+    elastic_launch(config, _elastic_rank)()
+
+
+@dataclass
+class Attempt:
+    """One start of the command."""
+
+    pid: int
+    log: Path
+    began: float = field(default_factory=time.monotonic)
+    status: int | None = None
+
+    def ranks(self) -> dict[str, int]:
+        """The ranks that there are now: rank0, rank1 -> process id."""
+        found = {}
+        for child in _children(self.pid):
+            name = _comm(child)
+            if name.startswith("rank"):
+                found[name] = child
+        return found
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status
+
+    def wait(self, seconds: float) -> int:
+        """Wait for the end, and tell how long it may take."""
+        until(lambda: self.poll() is not None, seconds, self.said)
+        assert self.status is not None
+        return self.status
+
+    def kill(self, who: str) -> list[int]:
+        """Send SIGKILL to launcher (or agent), all ranks or one; who is not there yet is stood for by the launcher.
+
+        Returns the ranks there were.
+        """
+        ranks = self.ranks()
+        victims = list(ranks.values()) if who == "all" else [ranks[who]] if who in ranks else []
+        for victim in victims or [self.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+        return list(ranks.values())
+
+    def said(self) -> str:
+        """The output of launcher and rank 0."""
+        return self.log.read_text(errors="replace")
+
+
+@dataclass
+class Command:
+    """`python recipes/finetune.py ARGUMENTS run.dir=RUN_DIR`, or the same under torchrun."""
+
+    folder: Path
+    """Where its output goes, a file for each start."""
+    run_dir: Path
+    arguments: list[str]
+    elastic: bool = False
+
+    def start(self, environment: dict[str, str] | None = None) -> Attempt:
+        """Start it, in a process group of its own."""
+        number = len(list(self.folder.glob(f"{self.run_dir.name}.*.log")))
+        log = self.folder / f"{self.run_dir.name}.{number}.log"
+        pid = os.fork()
+        if pid:
+            return Attempt(pid, log)
+        try:
+            self._be_launcher(log, environment or {})
+        except BaseException:
+            traceback.print_exc()
+        finally:  # never back into the test
+            os._exit(1)
+
+    def _be_launcher(self, log: Path, environment: dict[str, str]) -> None:
+        os.setpgid(0, 0)
+        with log.open("wb") as output:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        _close_all_but({0, 1, 2})
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for name in [name for name in os.environ if name.startswith(("MESHBOOK_", "SLURM_", "TORCHELASTIC_"))]:
+            del os.environ[name]
+        os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", **environment}
+        sys.argv = [str(RECIPE), *self.arguments, f"run.dir={self.run_dir}"]
+        sys.excepthook = sys.__excepthook__
+        if self.elastic:
+            atexit._clear()
+            _torchrun()
+            os._exit(0)
+        components.launch.local.subprocess = _Forking  # type: ignore[assignment]
+        os._exit(run_main("launcher"))
+
+
+class _Forking:
+    Popen = ForkedPopen
+    DEVNULL = -3
+
+
+def until(condition: Callable[[], bool], seconds: float, told: Callable[[], str] = str) -> None:
+    """Wait for a condition; fail with what `told` says when it takes too long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{told()}"
+        time.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process stands still because of SIGSTOP."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def steps_logged(run_dir: Path) -> int:
+    """The last optimizer step in metrics.jsonl."""
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    written: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
+    return max((line["step"] for line in written if "loss" in line), default=0)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _comm(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _close_all_but(kept: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
