@@ -26,7 +26,9 @@ from components.distributed.barriers import create_gloo_group
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
-"""For which a run that an error ends waits for the checkpoint that is being written, and again for its collective."""
+"""For which a run that an error ends waits for the checkpoint that is being written."""
+COLLECTIVE_SECONDS = 20.0
+"""For which it waits besides, where the thread is in a collective."""
 
 
 class Saver:
@@ -182,9 +184,9 @@ class _Writing:
         """Wait for so long, and log what became of the checkpoint: an error is ending the run."""
         self._thread.join(seconds)
         if self._in_collective():
-            # A process that exits while a thread comes back from a collective aborts. The rank that this thread waits
-            # for leaves about now, and with it the connection: that ends the thread first.
-            self._thread.join(GRACE_SECONDS)
+            # Python aborts when a thread comes back from a collective while the process exits. The rank that this
+            # thread waits for is gone, or leaves about now: its connection closes, and that ends the thread first.
+            self._thread.join(COLLECTIVE_SECONDS)
         if self._thread.is_alive():
             logger.error("the checkpoint of step %s was still being written: it is lost", self.step)
         elif self._error is not None:

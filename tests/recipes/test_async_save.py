@@ -67,6 +67,6 @@ def test_a_stopped_run_leaves_all_it_has_begun_to_save(waiting: Path, tmp_path: 
     output = run("finetune.py", *command, cwd=tmp_path)
     assert f"resumed from {tmp_path}/run/checkpoints/{saved[-1]}" in output
     assert curve(tmp_path / "run") == curve(waiting)
-    last, expected = (contents(each / "checkpoints" / "step_16") for each in (tmp_path / "run", waiting))
-    assert last.keys() == expected.keys()
-    assert all(last[name] == expected[name] for name in last if not name.startswith("random"))
+    if stopped["steps"] not in STEPS:
+        (tmp_path / "run" / "checkpoints" / saved[-1]).rename(tmp_path / "between")
+    same_checkpoints(tmp_path / "run", waiting)
