@@ -19,14 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from components.checkpoint.errors import CheckpointError, agreed
 from components.checkpoint.save import Mark, Snapshot, save_checkpoint, take_snapshot, write_snapshot
-from components.checkpoint.tensors import Tensors
+from components.checkpoint.tensors import Tensors, model_tensors, optimizer_tensors
 from components.config.schema.checkpoint import CheckpointConfig
 from components.distributed.barriers import create_gloo_group
 
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
-"""For which a run that an error ends waits for the checkpoint that is being written, and again for its collective."""
+"""For which a run that an error ends waits for the checkpoint that is being written."""
+COLLECTIVE_SECONDS = 20.0
+"""For which it waits besides, where the thread is in a collective."""
 
 
 class Saver:
@@ -59,6 +61,9 @@ class Saver:
         self._run_dir, self._model, self._optimizer, self._policy, self._tell = run_dir, model, optimizer, policy, tell
         self._group = create_gloo_group() if policy.async_save else None
         self._writing: _Writing | None = None
+        self._taking: threading.Thread | None = None
+        if policy.async_save and (policy.every or policy.every_minutes):
+            self._first_step = optimizer.register_step_post_hook(self._take_buffers)
 
     def __enter__(self) -> Saver:
         return self
@@ -66,6 +71,8 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._taking is not None:
+            self._taking.join()
         if error is None:
             self.wait()
         elif self._writing is not None:
@@ -93,10 +100,11 @@ class Saver:
         self.wait()
         waited = time.perf_counter() - began
         snapshot = take_snapshot(step, self._model, self._optimizer, extra, mark)
+        if self._taking is not None:
+            self._taking.join()
         with agreed(f"the state of step {step} could not be copied to host memory"):
             snapshot = replace(snapshot, tensors=self.buffers.fill(snapshot.tensors))
         self._writing = _Writing(step, lambda: self._write(snapshot))
-        self._writing.start()
         paused = f"saving step {step} in the background, paused for {time.perf_counter() - began:.2f} s"
         self._tell(f"{paused}, {waited:.2f} s of it until the one before was written" if waited > 0.1 else paused)
 
@@ -109,6 +117,14 @@ class Saver:
         writing, self._writing = self._writing, None
         return None if writing is None else writing.result()
 
+    def _take_buffers(self, *_: object) -> None:
+        """Take memory beside the second step: the optimizer has its state now, and the first save shall not wait."""
+        self._first_step.remove()
+        tensors = model_tensors(self._model)
+        tensors |= optimizer_tensors(self._optimizer, tensors)
+        self._taking = _thread("buffers for checkpoints", lambda: self.buffers.take(tensors))
+        self._taking.start()
+
     def _save_now(self, step: int, extra: dict[str, Any], mark: Mark | None) -> None:
         path = save_checkpoint(self._run_dir, step, self._model, self._optimizer, extra, self._policy, mark)
         self._tell(f"saved {path}")
@@ -120,16 +136,20 @@ class Saver:
 
 
 class CopyBuffers:
-    """Room in host memory for one copy of a rank's tensors: taken by the first copy, used by all."""
+    """Room in host memory for one copy of a rank's tensors: taken once, used by every copy."""
 
     def __init__(self) -> None:
         self.local: Tensors = {}
 
+    def take(self, tensors: Tensors) -> None:
+        """Take the room for a copy of `tensors`; memory that is used for the first time is slow, so it is used here."""
+        self.local = {name: self._room_for(name, _local(tensor)) for name, tensor in tensors.items()}
+
     @torch.no_grad()
     def fill(self, tensors: Tensors) -> Tensors:
         """Return a copy of `tensors`, valid until the next; pinned memory receives what is on a GPU, all at once."""
+        self.take(tensors)
         parts = {name: _local(tensor) for name, tensor in tensors.items()}
-        self.local = {name: self._room_for(name, part) for name, part in parts.items()}
         for name, part in parts.items():
             self.local[name].copy_(part, non_blocking=True)
         for device in {part.device for part in parts.values() if part.is_cuda}:
@@ -139,54 +159,65 @@ class CopyBuffers:
     def _room_for(self, name: str, part: torch.Tensor) -> torch.Tensor:
         room = self.local.get(name)
         if room is None or room.shape != part.shape or room.dtype != part.dtype:
-            room = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            room = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda).zero_()
         return room
 
 
-class _Writing(threading.Thread):
-    """A checkpoint being written. The process need not wait for it to exit."""
+class _Writing:
+    """A checkpoint being written by a thread."""
 
     def __init__(self, step: int, write: Callable[[], Path]) -> None:
-        super().__init__(name=f"checkpoint of step {step}", daemon=True)
         self.step = step
-        self.path: Path | None = None
-        self.error: BaseException | None = None
-        self._write = write
-        # Each thread chooses its device anew, and torch.distributed.checkpoint asks for the stream of the current one.
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._thread = _thread(f"checkpoint of step {step}", lambda: self._run(write))
+        self._thread.start()
 
-    def run(self) -> None:
-        try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
-            self.path = self._write()
-        except BaseException as error:  # raised by `result`, in the thread that trains
-            self.error = error
+    def result(self) -> Path | None:
+        """Wait for the end, and return what was published or raise what went wrong."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._path
 
     def leave(self, seconds: float) -> None:
         """Wait for so long, and log what became of the checkpoint: an error is ending the run."""
-        self.join(seconds)
+        self._thread.join(seconds)
         if self._in_collective():
-            # A process that exits while a thread comes back from a collective aborts. The rank that this thread waits
-            # for leaves about now, and with it the connection: that ends the thread first.
-            self.join(GRACE_SECONDS)
-        if self.is_alive():
+            # Python aborts when a thread comes back from a collective while the process exits. The rank that this
+            # thread waits for is gone, or leaves about now: its connection closes, and that ends the thread first.
+            self._thread.join(COLLECTIVE_SECONDS)
+        if self._thread.is_alive():
             logger.error("the checkpoint of step %s was still being written: it is lost", self.step)
-        elif self.error is not None:
-            logger.error("the checkpoint of step %s is lost: %s", self.step, self.error)
+        elif self._error is not None:
+            logger.error("the checkpoint of step %s is lost: %s", self.step, self._error)
+
+    def _run(self, write: Callable[[], Path]) -> None:
+        try:
+            self._path = write()
+        except BaseException as error:  # raised by `result`, in the thread that trains
+            self._error = error
 
     def _in_collective(self) -> bool:
-        frame = sys._current_frames().get(self.ident or 0)
+        frame = sys._current_frames().get(self._thread.ident or 0)
         while frame is not None and frame.f_code.co_filename != dist.distributed_c10d.__file__:
             frame = frame.f_back
         return frame is not None
 
-    def result(self) -> Path | None:
-        """Wait for the end, and return what was published or raise what went wrong."""
-        self.join()
-        if self.error is not None:
-            raise self.error
-        return self.path
+
+def _thread(name: str, do: Callable[[], object]) -> threading.Thread:
+    """Return a thread for which the process does not wait at exit, on the GPU of this one: each has to choose its own.
+
+    On another one it would open a context there, be it to pin memory or to ask for the current stream.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        do()
+
+    return threading.Thread(target=run, name=name, daemon=True)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

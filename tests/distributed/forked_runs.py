@@ -224,6 +224,7 @@ class Command:
         sys.argv = [str(RECIPE), *self.arguments, f"run.dir={self.run_dir}"]
         sys.excepthook = sys.__excepthook__
         if self.elastic:
+            import faulthandler; faulthandler.enable(file=2)
             atexit._clear()
             _torchrun()
             os._exit(0)
@@ -266,6 +267,11 @@ def steps_logged(run_dir: Path) -> int:
     lines = file.read_text().splitlines() if file.exists() else []
     written: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
     return max((line["step"] for line in written if "loss" in line), default=0)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    return [each for child in _children(pid) for each in (child, *descendants(child))]
 
 
 def _children(pid: int) -> list[int]:
