@@ -224,7 +224,9 @@ class Command:
         sys.argv = [str(RECIPE), *self.arguments, f"run.dir={self.run_dir}"]
         sys.excepthook = sys.__excepthook__
         if self.elastic:
-            import faulthandler; faulthandler.enable(file=2)
+            import faulthandler
+
+            faulthandler.enable(file=2)
             atexit._clear()
             _torchrun()
             os._exit(0)

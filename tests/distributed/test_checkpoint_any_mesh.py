@@ -26,7 +26,7 @@ BEFORE, AFTER = 3, 5
 """Steps before the save, and after it."""
 
 SOME = {
-    "llama": {1: ["fsdp2"], 2: ["pp2 ZBVZeroBubble"], 4: ["dp_shard2_tp2"]},
+    "llama": {2: ["pp2 ZBVZeroBubble"], 4: ["dp_shard2_tp2"]},
     "phi3": {1: ["fsdp2"], 4: ["dp_shard2_tp2"]},
     "qwen3_moe": {2: ["dp_shard2"], 4: ["pp2_ep2"]},
 }
