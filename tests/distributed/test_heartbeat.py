@@ -41,12 +41,13 @@ def _late(rank: int) -> tuple[list[int], list[int], str, int, str]:
         time.sleep(0.01)
     now = heart.posts()
     listener.hear(now, 3)
+    silent = listener.silent(0.2, now)
     _meet("second")
     heart.uncounted = pair.group_name if rank else ""
     moves = heart.beat("in step 3", "", moved=False)
     assert len(heart.posts()[rank].collectives) == len(now[rank].collectives) - (rank != 0)
     verdict = heart.settle(f"told by rank {rank}")
-    silent, late, told = listener.silent(0.2, now), late_ranks(before), blame([], before)
+    late, told = late_ranks(before), blame([], before)
     agreed = heart.verdict()
     # Now all come, so that the world can end.
     if rank != 0:
