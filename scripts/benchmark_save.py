@@ -4,8 +4,9 @@ python scripts/benchmark_save.py                                          # para
 torchrun --nproc-per-node 2 scripts/benchmark_save.py                     # sharded over two processes
 python scripts/benchmark_save.py --layers 4 --repeats 15 --folder /mnt/x  # smaller, more often, on another disk
 
-Each background save is paired with one plain copy of as many bytes, from memory to memory that was used before. Times
-are those of the slowest rank; figures are medians. Memory is rank 0's, above what it held before the first save.
+Each background save is paired with one plain copy of as many bytes, from memory to memory that was used before, both
+by one thread. Times are those of the slowest rank, figures are medians; processor time is that of the training thread,
+and tells on a machine that others use too. Memory is rank 0's, above what it held before the first save.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,6 +37,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--folder", default=None, help="where to write; default: a temporary folder")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     info = distributed.start_process_group("cpu")
     model, optimizer = trained(options.layers, info.world_size)
     folder = Path(distributed.broadcast_object(tempfile.mkdtemp(prefix="benchmark_save-", dir=options.folder)))
@@ -84,42 +87,58 @@ def measure(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
     policy = CheckpointConfig(keep=1, every=1, async_save=True)
     held = reset_peak()
     saver = Saver(folder, model, optimizer, policy, tell=lambda _: None)
-    waited = [seconds(lambda: saver.save(0, {}, last=True)) for _ in range(3)]
+    waited = [timed(lambda: saver.save(0, {}, last=True)).wall for _ in range(3)]
     sync_peak = peak() - held
 
     step_once(optimizer)  # after which the buffers are taken, beside what follows
     time.sleep(3)
     reset_peak()
-    first = seconds(lambda: saver.save(1, {}))
+    first = timed(lambda: saver.save(1, {}))
     saver.wait()
     async_peak = peak() - held
     size = sum(buffer.numel() * buffer.element_size() for buffer in saver.buffers.local.values())
     source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
     copies, stalls, writes = [], [], []
     for step in range(2, 2 + repeats):
-        copies.append(seconds(lambda: target.copy_(source)))
-        stalls.append(seconds(lambda: saver.save(step, {})))  # noqa: B023
-        writes.append(seconds(saver.wait))
-    copy, stall = statistics.median(copies), statistics.median(stalls)
-    ratios = [ours / plain for ours, plain in zip(stalls, copies, strict=True)]
+        copies.append(timed(lambda: target.copy_(source)))
+        stalls.append(timed(lambda: saver.save(step, {})))  # noqa: B023
+        writes.append(timed(saver.wait).wall)
+    copy = statistics.median(copy.wall for copy in copies)
+    stall = statistics.median(stall.wall for stall in stalls)
+    ratios = [ours.wall / plain.wall for ours, plain in zip(stalls, copies, strict=True)]
+    of_processor = [ours.processor / plain.processor for ours, plain in zip(stalls, copies, strict=True)]
     return {
         "state of a rank": f"{size / 1e9:.2f} GB",
         "one copy of it": f"{copy:.3f} s ({size / copy / 1e9:.1f} GB/s)",
-        "stall of a save in the background": f"{stall:.3f} s = {statistics.median(ratios):.2f} x the copy "
-        f"({min(ratios):.2f} to {max(ratios):.2f}, {repeats} pairs)",
-        "stall of the first one": f"{first:.3f} s",
+        "stall of a save in the background": f"{stall:.3f} s = {spread(ratios)} x the copy; "
+        f"{spread(of_processor)} x in processor time; {repeats} pairs",
+        "stall of the first one": f"{first.wall:.3f} s, {first.processor:.3f} s of processor time",
         "written in the background after": f"{statistics.median(writes):.2f} s",
         "a save that training waits for": f"{statistics.median(waited):.2f} s",
         "memory while saving": f"{async_peak / 1e9:.2f} GB in the background, {sync_peak / 1e9:.2f} GB waited for",
     }
 
 
-def seconds(do: Callable[[], object]) -> float:
-    """Return how long it takes the slowest rank."""
+def spread(values: list[float]) -> str:
+    """Return the median, with the least and the greatest."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """How long something took the slowest rank."""
+
+    wall: float
+    processor: float
+
+
+def timed(do: Callable[[], object]) -> Seconds:
+    """Do something on all ranks at once, and return how long it took."""
     distributed.barrier()
-    began = time.perf_counter()
+    wall, processor = time.perf_counter(), time.thread_time()
     do()
-    return max(distributed.all_gather_object(time.perf_counter() - began))
+    taken = distributed.all_gather_object((time.perf_counter() - wall, time.thread_time() - processor))
+    return Seconds(*map(max, zip(*taken, strict=True)))
 
 
 def reset_peak() -> int:
