@@ -224,9 +224,6 @@ class Command:
         sys.argv = [str(RECIPE), *self.arguments, f"run.dir={self.run_dir}"]
         sys.excepthook = sys.__excepthook__
         if self.elastic:
-            import faulthandler
-
-            faulthandler.enable(file=2)
             atexit._clear()
             _torchrun()
             os._exit(0)
@@ -291,7 +288,9 @@ def _comm(pid: int) -> str:
 
 
 def _close_all_but(kept: set[int]) -> None:
+    """Let go of what the parent had open; its numbers stay taken, because its objects may still use them."""
+    nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
+        if int(name) not in {*kept, nothing}:
             with contextlib.suppress(OSError):
-                os.close(int(name))
+                os.dup2(nothing, int(name), inheritable=False)

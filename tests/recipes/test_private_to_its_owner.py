@@ -72,12 +72,16 @@ def watched(attempt: Attempt, elastic: bool) -> set[str]:
 
 
 def sockets(attempt: Attempt, elastic: bool) -> set[str]:
-    """Addresses on which the run's processes listen now; not torchrun's agent, which is the person's own."""
-    inodes = set()
-    for pid in descendants(attempt.pid) + ([] if elastic else [attempt.pid]):
-        try:
-            inodes |= {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
-        except OSError:
-            continue  # it has ended, or closed one meanwhile
+    """Addresses on which the run's processes listen now; not what torchrun's agent has, which is the person's own."""
+    own = {each for pid in descendants(attempt.pid) for each in opened(pid)}
+    inodes = own - opened(attempt.pid) if elastic else own | opened(attempt.pid)
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+def opened(pid: int) -> set[str]:
+    """What a process has open."""
+    try:
+        return {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+    except OSError:
+        return set()  # it has ended, or closed one meanwhile
