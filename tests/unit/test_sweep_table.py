@@ -176,6 +176,7 @@ def test_only_points_of_one_curve_are_compared(tmp_path: Path) -> None:
         (Note(1.0, 0, 1.0), {}, "ok", ""),
         (Note(1.0, 0, 1.0), {"status": "preempted"}, "preempted", ""),
         (Note(1.0, 1, 1.0), {"status": "failed", "error": "rank 0: x"}, "failed", "rank 0: x"),
+        (Note(1.0, 75, 1.0), {"status": "hung", "error": "no progress for 9 s"}, "hung", "no progress for 9 s"),
         (Note(1.0, 0, 1.0), {"status": "what?"}, "failed", "what?"),
     ],
 )
@@ -242,6 +243,7 @@ def test_states_of_slurm_in_our_words(slurm: str, state: str) -> None:
         ("failed", "oom", "oom"),
         ("failed", "failed", "failed"),
         ("oom", "failed", "oom"),
+        ("hung", "failed", "hung"),
         ("cancelled", "cancelled", "cancelled"),
     ],
 )
