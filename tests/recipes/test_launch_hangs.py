@@ -20,6 +20,7 @@ from tests.recipes.launching import TWO, Bench, Done
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 MODEL, OPTIMIZER = "    # Model: shaped on the meta device", "    # Optimizer, over the sharded parameters\n"
+LOOP = "    # The loop: "
 PLANTED = """
     struck = []
 
@@ -143,12 +144,12 @@ def test_what_goes_on_slowly_is_left_alone(bench: Bench) -> None:
     """A start, a step, an evaluation and a save that each take far longer than the timeout, but never stand still."""
     plant(bench, 1, "step", "pass")
     slow = """struck.append(moment)
-        if moment == "start" and info.rank == 1: time.sleep(7)
         if moment in ("step", "evaluation") and state.step >= 2: time.sleep(0.9)"""
     text = bench.recipe.read_text().replace("struck.append(moment)", slow)
     writes = "for _ in range(14): time.sleep(0.5); (Path(__file__).parent / 'bulk').write_bytes(bytes(2**21))"
     text = text.replace('strike("save")\n', f"{writes} if info.rank == 1 else None\n")
-    bench.recipe.write_text(text)
+    assert text.count(LOOP) == 1
+    bench.recipe.write_text(text.replace(LOOP, f"    if info.rank == 1: time.sleep(10)\n{LOOP}"))
     done = bench.start(
         *(TWO, *SHORT, "training.step_timeout_seconds=3", "training.max_steps=3", "training.global_batch_size=16"),
         *("data.max_eval_samples=16", "checkpoint.every=0", "checkpoint.export=false"),

@@ -105,6 +105,18 @@ def test_a_report_without_a_place_is_dropped(tmp_path: Path) -> None:
     write_report(tmp_path / "gone", 0, ConfigError("x"))
 
 
+def test_a_run_that_stood_still_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever reports it names the rank that is missing, which the launcher then ended."""
+    message = "no progress for 12 s in step 3: rank 1 on host n2 is missing"
+    reports = {0: raised(0, 4.9, GLOO_LOST), 2: raised(2, 5.0, message, "StepTimeout")}
+    exits = [ended(0, 5.1), ended(1, 7.0, -signal.SIGKILL, asked=True), ended(2, 6.0, 75)]
+    failure = first_failure(exits, reports)
+    assert failure is not None
+    assert failure.error == message
+    tell_failure(failure, tmp_path)
+    assert capsys.readouterr().err.splitlines() == [message, f"logs: {tmp_path}"]
+
+
 def test_the_last_lines_of_a_silent_rank_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log_file(tmp_path, 1).write_text("".join(f"line {number}\n" for number in range(40)))
     tell_failure(Failure(1, describe(-signal.SIGSEGV), None), tmp_path)

@@ -179,6 +179,7 @@ def test_only_points_of_one_curve_are_compared(tmp_path: Path) -> None:
         (Note(1.0, 0, 1.0), {}, "ok", ""),
         (Note(1.0, 0, 1.0), {"status": "preempted"}, "preempted", ""),
         (Note(1.0, 1, 1.0), {"status": "failed", "error": "rank 0: x"}, "failed", "rank 0: x"),
+        (Note(1.0, 75, 1.0), {"status": "hung", "error": "no progress for 9 s"}, "hung", "no progress for 9 s"),
         (Note(1.0, 0, 1.0), {"status": "what?"}, "failed", "what?"),
     ],
 )
@@ -226,6 +227,7 @@ def test_a_point_that_runs_shows_how_far_it_is(tmp_path: Path) -> None:
         ("failed", "oom", "oom"),
         ("failed", "failed", "failed"),
         ("oom", "failed", "oom"),
+        ("hung", "failed", "hung"),
         ("cancelled", "cancelled", "cancelled"),
     ],
 )
