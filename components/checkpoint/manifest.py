@@ -158,14 +158,9 @@ class HashedFile(io.BufferedWriter):
 
 def write_json(path: Path, value: Any) -> dict[str, FileRecord]:
     """Write a file of JSON, wait until it is on disk, and return its record by its name."""
-    return write_bytes(path, json.dumps(value).encode())
-
-
-def write_bytes(path: Path, data: bytes) -> dict[str, FileRecord]:
-    """Write a file, wait until it is on disk, and return its record by its name."""
     records: dict[str, FileRecord] = {}
     with HashedFile(path, records) as file:
-        file.write(data)
+        file.write(json.dumps(value).encode())
         file.flush()
         os.fsync(file.fileno())
     return records

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from components.checkpoint.errors import agreed
 from components.checkpoint.faults import fault_point
 from components.checkpoint.folders import FOLDER, STATE, TEMPORARY, leftovers, published, random_file
-from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_bytes, write_json
+from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_json
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
 from components.checkpoint.room import not_written
@@ -152,10 +152,9 @@ def _publish(
     unseen = sorted(name for name in records if not (tmp / name).is_file())
     if unseen:
         raise OSError(f"rank 0 does not see {', '.join(unseen)}: run.dir must be on a file system that all nodes share")
-    records |= write_json(tmp / STATE, {"step": step, "extra": extra})
-    config = tmp.parent.parent / CONFIG
-    if config.is_file():  # so that whoever goes on from this checkpoint elsewhere is told what he changes
-        records |= write_bytes(tmp / CONFIG, config.read_bytes())
+    config = tmp.parent.parent / CONFIG  # so that whoever goes on from here in another run is told what he changes
+    state = {"step": step, "extra": extra, "config": config.read_text() if config.is_file() else None}
+    records |= write_json(tmp / STATE, state)
     earlier = published(tmp.parent)
     manifest = Manifest(
         step=step,

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -20,12 +22,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
-from components.distributed.groups import is_distributed
 from components.distributed.rendezvous import agent_serves
 from components.distributed.store_sync import StoreSync
 
 NAMED = 8
 """How many ranks one message names."""
+NEVER, FIRST_BEAT = -1, 60.0
+"""The beat of a rank that has not beaten, and the seconds that it has for its first: it may still be importing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +55,23 @@ class Heartbeat:
     def __init__(self, sync: StoreSync) -> None:
         self.rank = sync.rank
         self.size = sync.size
+        self.uncounted = ""
+        """Name of the group of a pipeline: each stage sends and receives as often as its place wants it."""
         self._sync = sync
         self._beats = 0
 
     @classmethod
-    def join(cls) -> Heartbeat | None:
-        """Return the heartbeat of this process among those of its process group, or None when it is alone."""
-        if not is_distributed() or dist.get_world_size() == 1:
-            return None
+    def join(cls, place: str = "") -> Heartbeat:
+        """Return the heartbeat of this process among those of its process group, after a first beat."""
         store: Any = _get_default_store()  # any: what torch's stub of a store leaves out
         store = store.clone()  # its own connection: an operation may hang with the rank that serves the store
-        return cls(StoreSync.enter(store, "heartbeat", dist.get_rank(), dist.get_world_size()))
+        heart = cls(StoreSync.enter(store, "heartbeat", dist.get_rank(), dist.get_world_size()))
+        heart.beat(place, "", moved=True)
+        return heart
 
     def beat(self, place: str, line: str, *, moved: bool, left: bool = False) -> int:
         """Post where this rank is, and return how often any rank has moved so far."""
-        post = Post(self._beats, place, line, _node(), begun_collectives(), left)
+        post = Post(self._beats, place, line, _node(), self._begun(), left)
         self._beats += 1
         self._sync.store.set(f"post/{self.rank}", json.dumps(asdict(post)))
         return self._sync.count("moves", int(moved))
@@ -94,29 +99,53 @@ class Heartbeat:
         self._sync.told()
         self._sync.poll(lambda: self._sync.count("told", 0) >= self.size, patience)
 
+    def _begun(self) -> dict[str, int]:
+        """Return how many collectives this process has begun, by the name of the process group.
 
-def begun_collectives() -> dict[str, int]:
-    """Return how many collectives this process has begun, by the name of the process group.
-
-    The members of a group begin the same ones in the same order: who has begun fewer is waited for. Not so between
-    the stages of a pipeline, each of which sends and receives as often as its place wants it.
-    """
-    counts = {}
-    group: Any
-    for group, name in list(_world.pg_names.items()):
-        if group.group_desc != "mesh_pp":
-            with contextlib.suppress(RuntimeError):  # a backend that does not count
-                counts[str(name)] = group._get_sequence_number_for_group()
-    return counts
+        The members of a group begin the same ones in the same order: who has begun fewer is waited for.
+        """
+        counts = {}
+        group: Any
+        for group, name in list(_world.pg_names.items()):
+            if name != self.uncounted:
+                with contextlib.suppress(RuntimeError):  # a backend that does not count
+                    counts[str(name)] = group._get_sequence_number_for_group()
+        return counts
 
 
-def silent_ranks(before: dict[int, Post], now: dict[int, Post], size: int) -> list[int]:
-    """Return the ranks that did not beat between two readings of the posts, and have not come to their end."""
-    return [
-        rank
-        for rank in range(size)
-        if rank not in now or (not now[rank].left and rank in before and before[rank].beat == now[rank].beat)
-    ]
+class Listener:
+    """Since when this rank has heard no beat of each other one. Only times of its own clock are compared."""
+
+    def __init__(self) -> None:
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._began = math.inf
+
+    @property
+    def listened(self) -> float:
+        """Seconds since the first reading; less than 0 before it."""
+        return time.monotonic() - self._began
+
+    def hear(self, posts: dict[int, Post], size: int) -> None:
+        """Take a reading of the posts of `size` ranks."""
+        now = time.monotonic()
+        self._began = min(self._began, now)
+        for rank in range(size):
+            beat = posts[rank].beat if rank in posts else NEVER
+            if rank not in self._heard or self._heard[rank][0] != beat:
+                self._heard[rank] = (beat, now)
+
+    def silent(self, seconds: float, posts: dict[int, Post]) -> list[int]:
+        """Return the ranks of which no beat was heard for so long, but for those that have come to their end.
+
+        A rank that has never beaten may be on its way: it gets FIRST_BEAT at least.
+        """
+        now = time.monotonic()
+        return [
+            rank
+            for rank, (beat, since) in self._heard.items()
+            if now - since >= (max(seconds, FIRST_BEAT) if beat == NEVER else seconds)
+            and not (rank in posts and posts[rank].left)
+        ]
 
 
 def late_ranks(posts: dict[int, Post]) -> list[int]:
@@ -134,13 +163,15 @@ def late_ranks(posts: dict[int, Post]) -> list[int]:
     return sorted(late - waiting or late)
 
 
-def blame(before: dict[int, Post], now: dict[int, Post], size: int) -> str:
-    """Return in words which ranks a run that stands still waits for, by two readings of the posts."""
-    if silent := silent_ranks(before, now, size):
-        return _each(silent, now, "{who} is missing (last seen {post.place})")
-    if late := late_ranks(now):
-        return _each(late, now, "{who} does not come to a collective of the others: it is {post.place}, at {post.line}")
-    standing = _each(sorted(now), now, "{who} is {post.place}, at {post.line}")
+def blame(silent: list[int], posts: dict[int, Post]) -> str:
+    """Return in words which ranks a run that stands still waits for."""
+    if silent:
+        return _each(silent, posts, "{who} is missing (last seen {post.place})")
+    if late := late_ranks(posts):
+        return _each(
+            late, posts, "{who} does not come to a collective of the others: it is {post.place}, at {post.line}"
+        )
+    standing = _each(sorted(posts), posts, "{who} is {post.place}, at {post.line}")
     return f"every rank beats and none is behind the others: {standing}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,27 +13,26 @@ from components.config.compose.frozen import to_yaml
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import RecipeConfig
-from components.config.schema.run import CONFIG, accepts, is_defining
+from components.config.schema.run import accepts, is_defining
 
+_STATE = "state.json"
+"""Of a checkpoint: with the config that it was made under."""
 _OF_THE_START = ("run.dir", "run.name", "run.resume", "run.accept_changes")
 """Keys that say how a start is made, and nothing of what it computes."""
 
 
-def check_changes(file: Path, cfg: RecipeConfig, origin: str) -> None:
+def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
     """Compare `cfg` with the config that a run began with, and tell what differs.
 
     Args:
-        file: Its config.yaml.
+        before: The text of its config.yaml.
         origin: Where that is, for the messages.
 
     Raises:
         ConfigError: With each key whose change would silently change what the run computes (its batches, its data, its
-            seed, its model) and that run.accept_changes does not name; or the file cannot be read.
+            seed, its model) and that run.accept_changes does not name.
     """
-    try:
-        then = _flat(yaml.safe_load(file.read_text()))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
-        raise ConfigError(f"{file}: cannot be read as the config of a run: {error}") from error
+    then = _flat(yaml.safe_load(before))
     now = _flat(yaml.safe_load(to_yaml(cfg)))
     changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key) and key not in _OF_THE_START]
     raise_all(
@@ -52,11 +52,13 @@ def check_source(cfg: RecipeConfig) -> None:
     """Compare `cfg` with the config of the checkpoint that run.resume names, if it names one. Raises ConfigError."""
     if cfg.run.resume in ("auto", "never"):
         return
-    file = Path(cfg.run.resume).expanduser() / CONFIG
-    if file.is_file():
-        check_changes(file, cfg, f"run.resume={cfg.run.resume}")
-    else:
-        print(f"run.resume={cfg.run.resume}: has no {CONFIG}: what was changed since is not known", file=sys.stderr)
+    file = Path(cfg.run.resume).expanduser() / _STATE
+    try:
+        before = json.loads(file.read_text())["config"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"run.resume={cfg.run.resume}: not a whole checkpoint: {file}: {error!r}") from error
+    if before is not None:
+        check_changes(before, cfg, f"run.resume={cfg.run.resume}")
 
 
 def _flat(sections: dict[str, Any]) -> dict[str, Any]:

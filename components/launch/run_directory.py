@@ -260,7 +260,7 @@ def _guard(path: Path, cfg: RecipeConfig, recipe: str) -> None:
         raise ConfigError(
             f"run.dir={path}: its {CONFIG} is of another kind ({told}); choose another run.dir"
         ) from error
-    check_changes(path / CONFIG, cfg, f"run.dir={path}")
+    check_changes((path / CONFIG).read_text(), cfg, f"run.dir={path}")
 
 
 def _recipe_of(path: Path) -> str | None:

@@ -32,7 +32,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from components.config.errors import EXIT_HUNG
-from components.distributed.heartbeat import Heartbeat, Post, blame, silent_ranks, silent_store
+from components.distributed.groups import is_distributed
+from components.distributed.heartbeat import Heartbeat, Listener, blame, silent_store
 from components.distributed.pipeline import Pipeline
 from components.distributed.store_sync import PeerFailure
 
@@ -40,8 +41,10 @@ SLOW_STEPS = 2
 """Steps that get twice the time. Not one: the host may be a step ahead of the device, and of the ranks it waits for."""
 SHORTEST_BEAT, LONGEST_BEAT = 0.1, 5.0
 """Seconds between two beats; else a twentieth of the timeout."""
-BEATS_MISSED, SHORTEST_SILENCE = 3, 1.0
+BEATS_MISSED, SHORTEST_SILENCE = 3, 2.0
 """A rank is silent when it misses so many beats, and at least so many seconds."""
+READINGS = 4
+"""How often the posts are read before the loop, in the time of the timeout."""
 PARTING = 1.0
 """Seconds that a rank waits at the end for the others to write down where they are."""
 LAST_WORDS = 10.0
@@ -80,15 +83,17 @@ class Watchdog:
         self._clock = _Clock(self._silence)
         self._moves = -1
         self._moved = self._answered = time.monotonic()
-        self._before: tuple[float, dict[int, Post]] | None = None
+        self._listener, self._next_reading = Listener(), 0.0
         self._end, self._ending = threading.Event(), threading.Lock()
-        self._heart = Heartbeat.join() if timeout > 0 else None
-        self._threads = [threading.Thread(target=self._look, name="watchdog", daemon=True)] if timeout > 0 else []
-        if self._heart is not None:
-            self._threads.append(threading.Thread(target=self._talk, args=(self._heart,), name="beats", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._alone = not is_distributed() or dist.get_world_size() == 1
+        self._heart: Heartbeat | None = None
+        self._threads: list[threading.Thread] = []
         atexit.register(self.close)
+        if timeout > 0:
+            self._start(self._look)
+            if not self._alone:
+                self._heart = Heartbeat.join(self._place)
+                self._start(self._talk, self._heart)
 
     def __enter__(self) -> Watchdog:
         self.mark()
@@ -99,6 +104,11 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _start(self, watch: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=watch, args=arguments, name=f"watchdog{watch.__name__}"))
+        self._threads[-1].daemon = True
+        self._threads[-1].start()
 
     def close(self) -> None:
         """Watch no more."""
@@ -128,6 +138,8 @@ class Watchdog:
     def following(self, replica: nn.Module | Pipeline) -> nn.Module | Pipeline:
         """Return `replica`, each of whose forwards is progress from now on."""
         inner = replica.module if isinstance(replica, DistributedDataParallel) else replica  # evaluation calls no other
+        if isinstance(inner, Pipeline) and self._heart is not None:
+            self._heart.uncounted = inner.group.group_name
         for module in inner.stage_modules if isinstance(inner, Pipeline) else [inner]:
             module.register_forward_pre_hook(self.mark)
         return replica
@@ -142,8 +154,7 @@ class Watchdog:
 
     def _look(self) -> None:
         """Judge by this process alone: it is the only one, or the store of the ranks does not answer."""
-        alone = self._heart is None
-        unattended = alone and not (sys.stdin and sys.stdin.isatty())
+        alone, unattended = self._alone, self._alone and not os.isatty(0)
         while not self._end.wait(self._beat / 2) and not self._ending.locked():
             self._tick()
             self._count_bytes()
@@ -159,12 +170,12 @@ class Watchdog:
 
     def _talk(self, heart: Heartbeat) -> None:
         """Beat, and judge by what the other ranks post."""
-        seen = -1
+        seen = 0
         with contextlib.suppress(dist.DistError, PeerFailure):  # the store is gone with rank 0: _look will tell
             while not self._end.wait(self._beat):
                 self._tick()
-                marks = self._marks
-                self._note_moves(heart.beat(self._place, self._line(), moved=marks != seen))
+                marks, early = self._marks, not self._in_loop  # who has not come to the loop keeps the others waiting
+                self._note_moves(heart.beat(self._place, self._line(), moved=early or marks != seen))
                 seen = marks
                 self._suspect(heart)
             heart.beat(self._place, "", moved=True, left=True)
@@ -175,26 +186,24 @@ class Watchdog:
             self._moves, self._moved = moves, self._answered
 
     def _suspect(self, heart: Heartbeat) -> None:
-        """Take two readings of the posts, and judge by them.
+        """Listen to the other ranks, and judge by what is heard.
 
-        In the loop when nothing has moved for too long; before it all the time, far apart, and by silence alone.
+        In the loop only once nothing has moved for too long; before it now and then, for ranks that do not even beat.
         """
-        if self._in_loop and self._quiet() > self._limit / 2 and (verdict := heart.verdict()):
+        loop = self._in_loop
+        if loop and self._quiet() > self._limit / 2 and (verdict := heart.verdict()):
             self._fire(verdict, self._quiet(), heart)
-        if self._in_loop and self._quiet() <= self._limit:
-            self._before = None
+        if loop and self._quiet() <= self._limit:
+            self._listener = Listener()
             return
-        now, before = time.monotonic(), self._before
-        if before is not None and now - before[0] < (self._silence if self._in_loop else self._timeout):
+        if not loop and time.monotonic() < self._next_reading:
             return
+        self._next_reading = time.monotonic() + self._timeout / READINGS
         posts = heart.posts()
-        self._before = (now, posts)
-        if before is None:
-            return
-        if self._in_loop:
-            self._fire(blame(before[1], posts, heart.size), self._quiet(), heart)
-        elif silent_ranks(before[1], posts, heart.size):
-            self._fire(blame(before[1], posts, heart.size), now - before[0], heart)
+        self._listener.hear(posts, heart.size)
+        silent = self._listener.silent(self._silence if loop else self._timeout, posts)
+        if self._listener.listened > self._silence if loop else silent:
+            self._fire(blame(silent, posts), self._quiet() if loop else self._timeout, heart)
 
     def _tick(self) -> None:
         """Do not count time in which this process did not run: it was stopped, or suspended as a whole."""
@@ -203,7 +212,7 @@ class Watchdog:
             self._marked, self._moved, self._answered = (
                 min(since + slept, time.monotonic()) for since in (self._marked, self._moved, self._answered)
             )
-            self._before = None
+            self._listener = Listener()
 
     def _count_bytes(self) -> None:
         before, self._bytes = self._bytes, _moved_bytes()

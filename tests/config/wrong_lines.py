@@ -80,7 +80,7 @@ OUT_OF_RANGE = [
     ("training.stop_after_skipped=-1", "training.stop_after_skipped=-1: must be at least 0"),
     ("training.step_timeout_seconds=-1", "training.step_timeout_seconds=-1", "must be 0 (wait for ever) or at least 1"),
     ("training.step_timeout_seconds=0.5", "training.step_timeout_seconds=0.5", "must be 0 (wait for ever)"),
-    ("training.step_timeout_seconds=.inf", "training.step_timeout_seconds", "must be 0 (wait for ever) or at least 1"),
+    ("training.step_timeout_seconds=inf", "training.step_timeout_seconds", "must be 0 (wait for ever) or at least 1"),
     ("training.step_timeout_seconds=never", "training.step_timeout_seconds=never: must be a number"),
     ("training.step_timeout=60", "no such key", "did you mean training.step_timeout_seconds?"),
     ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),

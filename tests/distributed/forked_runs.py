@@ -268,6 +268,11 @@ def steps_logged(run_dir: Path) -> int:
     return max((line["step"] for line in written if "loss" in line), default=0)
 
 
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    return [each for child in _children(pid) for each in (child, *descendants(child))]
+
+
 def _children(pid: int) -> list[int]:
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -283,7 +288,9 @@ def _comm(pid: int) -> str:
 
 
 def _close_all_but(kept: set[int]) -> None:
+    """Let go of what the parent had open; its numbers stay taken, because its objects may still use them."""
+    nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
+        if int(name) not in {*kept, nothing}:
             with contextlib.suppress(OSError):
-                os.close(int(name))
+                os.dup2(nothing, int(name), inheritable=False)

@@ -21,35 +21,35 @@ from tests.distributed.tiny_runs import build, cell_named, global_order, start, 
 from tests.harness import run_ranks
 
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
+pytestmark = pytest.mark.timeout(3600 if TORTURE else 300)
 BEFORE, AFTER = 3, 5
 """Steps before the save, and after it."""
 
 SOME = {
-    "llama": {1: ["fsdp2"], 2: ["pp2 ZBVZeroBubble"], 4: ["dp_shard2_tp2"]},
+    "llama": {2: ["pp2 ZBVZeroBubble"], 4: ["dp_shard2_tp2"]},
     "phi3": {1: ["fsdp2"], 4: ["dp_shard2_tp2"]},
     "qwen3_moe": {2: ["dp_shard2"], 4: ["pp2_ep2"]},
 }
 ALL = {
-    "llama": {
-        1: ["fsdp2"],
-        2: ["dp_shard2", "ddp2", "cp2", "pp2 ZBVZeroBubble"],
-        3: ["tp3"],
-        4: ["dp_shard2_tp2", "dp_replicate2_dp_shard2", "pp4"],
-        6: ["pp2_tp3_sp"],
-        8: ["dp_shard8", "pp2_dp_shard2_tp2", "dp_replicate2_cp2_tp2_sp"],
-    },
-    "phi3": {1: ["fsdp2"], 2: ["tp2", "pp2"], 4: ["dp_shard2_tp2", "dp_shard4"], 8: ["pp2_dp_shard2_tp2_sp"]},
     "qwen3_moe": {
         1: ["fsdp2"],
         2: ["ep2", "dp_shard2", "tp2"],
         4: ["ep4", "dp_shard2_ep2", "dp_replicate2_ep2", "ep2_cp2", "ep2_tp2", "pp2_ep2"],
-        8: ["ep8", "dp_shard2_ep2_tp2"],
+        8: ["ep8", "pp2_ep2_tp2"],
     },
+    "llama": {
+        1: ["fsdp2"],
+        2: ["dp_shard2", "ddp2", "cp2", "pp2 ZBVZeroBubble"],
+        3: ["tp3"],
+        4: ["dp_replicate2_dp_shard2", "pp4"],
+        6: ["pp2_tp3_sp"],
+    },
+    "phi3": {1: ["fsdp2"], 2: ["tp2", "pp2"], 4: ["dp_shard2_tp2", "dp_shard4"], 8: ["pp2_dp_shard2_tp2_sp"]},
 }
 """Model -> number of processes -> meshes."""
 
 
-@pytest.mark.parametrize("model", SOME)
+@pytest.mark.parametrize("model", ALL)
 def test_every_mesh_goes_on_from_every_mesh(model: str, tmp_path: Path) -> None:
     meshes = (ALL if TORTURE else SOME)[model]
     pairs = every_pair(model, meshes, tmp_path)

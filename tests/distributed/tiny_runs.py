@@ -73,9 +73,7 @@ class TinyRun:
         """Train, and return the loss of each step and the samples that this rank read for it."""
         losses, read = [], []
         for _ in range(steps):
-            training.set_learning_rate(
-                self.optimizer, training.learning_rate(OPTIMIZER, self.state.step, max_steps=MAX_STEPS)
-            )
+            training.set_learning_rate(self.optimizer, OPTIMIZER, self.state.step, MAX_STEPS)
             self.samples.read.clear()
             vector = training.train_step(self.called, next(self.batches), self.optimizer, self.settings)
             self.state.step += 1
@@ -88,7 +86,7 @@ def cell_named(model: str, name: str, world: int) -> Cell:
     """A model on the mesh of a name; "pp2 ZBVZeroBubble" names a schedule too."""
     name, _, schedule = name.partition(" ")
     base = ParallelismConfig(tp_plan=GPT2_PLAN if model == "gpt2" else None)
-    layout = layout_of(name, base)
+    layout = base if name == "fsdp2" else layout_of(name, base)
     assert layout is not None, name
     if schedule:
         layout = replace(layout, pp_schedule=PipelineSchedule(schedule))

@@ -50,7 +50,7 @@ SHORT = (
     *("training.seq_len=128", "data.max_samples=64", "data.max_eval_samples=8", "generation.samples=0"),
     *("training.eval_every=4", "checkpoint.every=3", "cluster.device=cpu"),
 )
-TIMEOUT = 4
+TIMEOUT = 6
 """Seconds: more than the tiny model ever takes for a step on a busy machine."""
 BOUND = 2 * TIMEOUT + 5
 AFTER = {"start": 1, "step": 9, "evaluation": 7, "save": 2}

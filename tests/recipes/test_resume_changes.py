@@ -27,8 +27,8 @@ def test_a_run_goes_on_with_other_data_only_where_that_is_accepted(tmp_path: Pat
     write(tmp_path / "mine.jsonl", "answer")
     status, output = run(tmp_path, "training.max_steps=2")
     assert status == 0, output
-    stored = tmp_path / "run" / "checkpoints" / "step_2"
-    assert (stored / "config.yaml").read_bytes() == (tmp_path / "run" / "config.yaml").read_bytes()
+    stored = json.loads((tmp_path / "run" / "checkpoints" / "step_2" / "state.json").read_text())
+    assert stored["config"] == (tmp_path / "run" / "config.yaml").read_text()
 
     status, output = run(tmp_path, "training.max_steps=3", "training.global_batch_size=4", "run.seed=1")
     assert status == 2

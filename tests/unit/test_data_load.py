@@ -16,7 +16,7 @@ from components.config.schema.data import (
     Overlong,
     SftDataConfig,
 )
-from components.data.dataset import Dataset, sample_prompts
+from components.data.dataset import Dataset, Facts, sample_prompts
 from components.data.examples import IGNORED, Example
 from components.data.load import build_dataset
 from tests.unit.test_data_examples import byte_tokenizer
@@ -182,11 +182,18 @@ def test_the_fingerprint_is_that_of_the_samples_whatever_they_come_from(tmp_path
         "order": fingerprint("x.jsonl", *reversed(rows)),
         "one letter of an answer": fingerprint("x.jsonl", ("p1", "a0"), *rows[1:]),
         "one of a prompt": fingerprint("x.jsonl", ("p0", "a1"), *rows[1:]),
-        "where the loss begins": fingerprint("x.jsonl", ("p1\na", "1"), *rows[1:]),
         "length": fingerprint("x.jsonl", *rows, seq_len=4),
         "number": fingerprint("x.jsonl", *rows[:2]),
     }
-    assert len({same, *others.values()}) == 7
+    assert len({same, *others.values()}) == 6
+    samples = [
+        [Example([1, 2, 3], [IGNORED, 2, 3])],
+        [Example([1, 2, 3], [IGNORED, IGNORED, 3])],
+        [Example([1, 2], [IGNORED, 2]), Example([3], [3])],
+    ]
+    facts = [Facts(source="here") for _ in samples]
+    made = [Dataset(each, PLAIN, facts=fact, seq_len=9) for each, fact in zip(samples, facts, strict=True)]
+    assert len({dataset.fingerprint for dataset in made}) == 3
 
 
 def test_prompts_are_the_questions_of_this_side_as_they_were_asked(tmp_path):

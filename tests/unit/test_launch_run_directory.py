@@ -186,7 +186,8 @@ def test_a_checkpoint_of_elsewhere_is_compared_with_the_config_it_was_made_under
     source = start(config("there"))
     stored = tmp_path / "step_3"
     stored.mkdir()
-    (stored / "config.yaml").write_bytes((source.path / "config.yaml").read_bytes())
+    made_under = (source.path / "config.yaml").read_text()
+    (stored / "state.json").write_text(json.dumps({"step": 3, "extra": {}, "config": made_under}))
     other = config("here")
     other.run.resume = str(stored)
     change_batch(other)
@@ -196,10 +197,10 @@ def test_a_checkpoint_of_elsewhere_is_compared_with_the_config_it_was_made_under
     other.run.accept_changes = ["training.global_batch_size"]
     start(other)
     assert f"run.resume={stored} goes on with other values: training.global_batch_size: " in capsys.readouterr().err
-    (stored / "config.yaml").unlink()
+    (stored / "state.json").write_text("{}")
     other.run.dir = "third"
-    start(other)
-    assert "has no config.yaml: what was changed since is not known" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=rf"run.resume={stored}: not a whole checkpoint: .*state.json"):
+        open_run_directory(other, "finetune")
 
 
 def test_only_what_could_be_refused_can_be_accepted() -> None:

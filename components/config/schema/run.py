@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from components.config.schema.checks import raise_all, within
 
 CONFIG = "config.yaml"
-"""The frozen config, in the run directory and in each checkpoint."""
+"""The frozen config, in the run directory."""
 DEFINING_KEYS = (
     "run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data"
 )  # fmt: skip

@@ -1,0 +1,224 @@
+"""Thirty files that run code when they are unpickled, in the place of every file that a run or a script reads.
+
+None runs, whatever else becomes of it (almost all are refused by the file's name); and Python's own audit says that
+nothing asked a pickle for a class. Files of a checkpoint are sealed anew: whoever can write there can hash too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from components.checkpoint import StoredWeights, choose_checkpoint, find_checkpoint, load_checkpoint, load_model_weights
+from components.checkpoint.listing import check_contents, list_checkpoints
+from components.checkpoint.manifest import Manifest, record_file
+from components.config.compose import read_frozen, to_yaml
+from components.config.schema import FinetuneConfig
+from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
+from components.config.schema.model import ModelConfig
+from components.config.shape import read_shape
+from components.data.files import Place, columns_of, files_of_split, read_rows
+from components.launch.failures import read_reports
+from components.launch.run_directory import open_run_directory
+from components.launch.sweep.plan import read_sweep
+from components.models import build_on_meta, load_tokenizer, load_weights, materialize
+from components.models.tokenizer import byte_tokenizer
+from components.observability import Reporter, model_card
+from tests.distributed.test_checkpoint_crash import save, start
+from tests.tiny_models import tiny_folder
+from tests.unit.gadgets import gadgets
+from tests.unit.test_launch_run_directory import config
+
+Read = Callable[[Path], Any]
+
+
+def load_everything(run_dir: Path) -> None:
+    """All ways to a checkpoint: a resume, an evaluation, an export, the listing."""
+    path = run_dir / "checkpoints" / "step_1"
+    ways: list[Callable[[], Any]] = [
+        lambda: load_checkpoint(find_checkpoint(run_dir, "auto") or path, *start()),
+        lambda: load_checkpoint(path, *start()),
+        lambda: load_model_weights(path, start()[0]),
+        lambda: [StoredWeights(choose_checkpoint(run_dir)).read(name, ()) for name in ("0.bias", "1.bias")],
+        lambda: [check_contents(entry) for entry in list_checkpoints(run_dir, CheckpointConfig())],
+    ]
+    for way in ways:
+        with contextlib.suppress(Exception):
+            way()
+
+
+def load_model(folder: Path) -> None:
+    cfg = ModelConfig(path=str(folder))
+    ways: list[Callable[[], Any]] = [
+        lambda: read_shape(cfg),
+        lambda: load_tokenizer(cfg),
+        lambda: materialize(build_on_meta(cfg), "cpu"),
+        lambda: load_weights(built(cfg), cfg),
+    ]
+    for way in ways:
+        with contextlib.suppress(Exception):
+            way()
+
+
+def built(cfg: ModelConfig) -> Any:
+    model = build_on_meta(cfg)
+    materialize(model, "cpu")
+    return model
+
+
+def start_again(run_dir: Path) -> None:
+    cfg = config(str(run_dir))
+    quiet = LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled))
+    ways: list[Callable[[], Any]] = [
+        lambda: read_frozen(run_dir / "config.yaml", FinetuneConfig),
+        lambda: open_run_directory(cfg, "finetune"),
+        lambda: model_card(run_dir, {}, "alone"),
+        lambda: Reporter(quiet, str(run_dir), enabled=True).continue_from(3),
+        lambda: Reporter(quiet, str(run_dir), enabled=True).read(),
+        lambda: read_reports(run_dir),
+        lambda: read_sweep(run_dir),
+    ]
+    for way in ways:
+        with contextlib.suppress(Exception):
+            way()
+
+
+def read_data(folder: Path) -> None:
+    for split in ("train", "test"):
+        with contextlib.suppress(Exception):
+            for file in files_of_split(Place("data.path", str(folder), split)):
+                with contextlib.suppress(Exception):
+                    columns_of(file)
+                with contextlib.suppress(Exception):
+                    list(read_rows(file))
+
+
+CHECKPOINT = ("manifest.json", "state.json", "random-00000.json", "shard-00001-model-00001-of-00001.safetensors",
+              ".metadata", "optimizer.pt", "rng_state.pth", "model.safetensors.index.json")  # fmt: skip
+RUN = ("config.yaml", "environment.json", "result.json", "metrics.jsonl", "rank_0.error.json", "sweep.json", "job_id")
+MODEL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+         "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "vocab.json", "spiece.model",
+         "added_tokens.json", "chat_template.jinja", "model.gguf", "training_args.bin")  # fmt: skip
+DATA = ("train.jsonl", "train.json", "train.csv", "train.tsv", "train.parquet", "cache.pkl", "dataset_info.json",
+        "state.json", "train.arrow")  # fmt: skip
+PLACES: list[tuple[str, str, Read]] = [
+    *(("checkpoint", name, load_everything) for name in CHECKPOINT),
+    *(("run", name, start_again) for name in RUN),
+    *(("model", name, load_model) for name in MODEL),
+    *(("data", name, read_data) for name in DATA),
+]
+
+
+def make(kind: str, folder: Path) -> None:
+    """What is there before one of its files is replaced."""
+    if kind == "checkpoint":
+        save(folder, 1)
+        return
+    folder.mkdir()
+    if kind == "model":
+        tiny_folder(folder, "llama")
+        byte_tokenizer().save_pretrained(folder)
+    elif kind == "run":
+        (folder / "config.yaml").write_text(to_yaml(config(str(folder))))
+
+
+def put(kind: str, folder: Path, name: str, payload: bytes) -> None:
+    """Replace a file, or add one."""
+    home = folder / "checkpoints" / "step_1" if kind == "checkpoint" else folder
+    (home / name).write_bytes(payload)
+    if kind == "checkpoint" and name != "manifest.json":
+        manifest = Manifest.read(home)
+        manifest.files[name] = record_file(home / name)
+        manifest.write(home)
+
+
+def in_a_fork(body: Callable[[], Any]) -> Any:
+    """Call it in a process of its own: an audit hook stays for ever."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        sender.send_bytes(json.dumps(body()).encode())
+        os._exit(0)
+
+    process = context.Process(target=child)
+    process.start()
+    sender.close()
+    try:
+        return json.loads(receiver.recv_bytes())
+    except EOFError:
+        return None
+    finally:
+        process.join(30)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "run", "model", "data"])
+def test_no_gadget_runs(kind: str, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    made = gadgets(canary)
+    assert len(made) == 30
+    make(kind, tmp_path / "whole")
+
+    def body() -> list[str]:
+        asked: list[str] = []
+        sys.addaudithook(lambda event, args: asked.append(str(args)) if event == "pickle.find_class" else None)
+        told = []
+        for number, (_, name, read) in enumerate(place for place in PLACES if place[0] == kind):
+            few = kind == "model" and not os.environ.get("MESHBOOK_TORTURE")  # transformers takes its time
+            for gadget, (payload, _) in list(made.items())[number % 5 :: 5] if few else made.items():
+                folder = tmp_path / "now"
+                shutil.copytree(tmp_path / "whole", folder)
+                put(kind, folder, name, payload)
+                read(folder)
+                if asked or canary.exists():
+                    told.append(f"{gadget} in {name}: {asked}{' ran' if canary.exists() else ''}")
+                    asked.clear()
+                    canary.unlink(missing_ok=True)
+                shutil.rmtree(folder)
+        return told
+
+    assert in_a_fork(body) == []
+
+
+def test_each_gadget_would_run(tmp_path: Path) -> None:
+    """In the hands of something that unpickles it, and the audit would tell."""
+    canary = tmp_path / "canary"
+    made = gadgets(canary)
+
+    def body() -> list[str]:
+        asked: list[str] = []
+        sys.addaudithook(lambda event, args: asked.append(str(args)) if event == "pickle.find_class" else None)
+        harmless = []
+        for gadget, (payload, run) in made.items():
+            asked.clear()
+            with contextlib.suppress(Exception):
+                run(payload)
+            if not canary.exists() or not asked:
+                harmless.append(f"{gadget}: canary {canary.exists()}, audit {asked}")
+            canary.unlink(missing_ok=True)
+        return harmless
+
+    assert in_a_fork(body) == []
+
+
+def test_what_is_not_replaced_is_read(tmp_path: Path) -> None:
+    """The readers above do come as far as the files: undisturbed, they load."""
+    save(tmp_path, 1)
+    path = find_checkpoint(tmp_path, "auto")
+    assert path is not None
+    assert load_checkpoint(path, *start())["step"] == 1
+    assert len(StoredWeights(choose_checkpoint(tmp_path)).read("0.bias", (slice(0, 16),))) == 16
+    folder = tiny_folder(tmp_path, "llama")
+    load_weights(built(ModelConfig(path=str(folder))), ModelConfig(path=str(folder)))
