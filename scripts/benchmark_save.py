@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from components import distributed
 from components.checkpoint import Saver
@@ -96,17 +97,18 @@ def measure(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
     first = timed(lambda: saver.save(1, {}))
     saver.wait()
     async_peak = peak() - held
-    size = sum(buffer.numel() * buffer.element_size() for buffer in saver.buffers.local.values())
+    copies = [copy.to_local() if isinstance(copy, DTensor) else copy for copy in saver.buffers.copies.values()]
+    size = sum(copy.numel() * copy.element_size() for copy in copies)
     source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
-    copies, stalls, writes = [], [], []
+    plain_copies, stalls, writes = [], [], []
     for step in range(2, 2 + repeats):
-        copies.append(timed(lambda: target.copy_(source)))
+        plain_copies.append(timed(lambda: target.copy_(source)))
         stalls.append(timed(lambda: saver.save(step, {})))  # noqa: B023
         writes.append(timed(saver.wait).wall)
-    copy = statistics.median(copy.wall for copy in copies)
-    stall = statistics.median(stall.wall for stall in stalls)
-    ratios = [ours.wall / plain.wall for ours, plain in zip(stalls, copies, strict=True)]
-    of_processor = [ours.processor / plain.processor for ours, plain in zip(stalls, copies, strict=True)]
+    copy = statistics.median(each.wall for each in plain_copies)
+    stall = statistics.median(each.wall for each in stalls)
+    ratios = [ours.wall / plain.wall for ours, plain in zip(stalls, plain_copies, strict=True)]
+    of_processor = [ours.processor / plain.processor for ours, plain in zip(stalls, plain_copies, strict=True)]
     return {
         "state of a rank": f"{size / 1e9:.2f} GB",
         "one copy of it": f"{copy:.3f} s ({size / copy / 1e9:.1f} GB/s)",

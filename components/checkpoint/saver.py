@@ -139,28 +139,32 @@ class CopyBuffers:
     """Room in host memory for one copy of a rank's tensors: taken once, used by every copy."""
 
     def __init__(self) -> None:
-        self.local: Tensors = {}
+        self.copies: Tensors = {}
 
     def take(self, tensors: Tensors) -> None:
         """Take the room for a copy of `tensors`; memory that is used for the first time is slow, so it is used here."""
-        self.local = {name: self._room_for(name, _local(tensor)) for name, tensor in tensors.items()}
+        self.copies = {name: self._room_for(name, tensor) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def fill(self, tensors: Tensors) -> Tensors:
         """Return a copy of `tensors`, valid until the next; pinned memory receives what is on a GPU, all at once."""
         self.take(tensors)
-        parts = {name: _local(tensor) for name, tensor in tensors.items()}
-        for name, part in parts.items():
-            self.local[name].copy_(part, non_blocking=True)
-        for device in {part.device for part in parts.values() if part.is_cuda}:
+        parts = [_local(tensor) for tensor in tensors.values()]
+        torch._foreach_copy_([_local(copy) for copy in self.copies.values()], parts, non_blocking=True)
+        for device in {part.device for part in parts if part.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return {name: _laid_out(self.local[name], tensor) for name, tensor in tensors.items()}
+        return self.copies
 
-    def _room_for(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        room = self.local.get(name)
-        if room is None or room.shape != part.shape or room.dtype != part.dtype:
+    def _room_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        part, held = _local(tensor), self.copies.get(name)
+        if held is None or held.dtype != part.dtype or _local(held).shape != part.shape:
             room = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda).zero_()
-        return room
+        elif getattr(held, "_spec", None) is getattr(tensor, "_spec", None):
+            return held
+        else:
+            room = _local(held)
+        # DTensor.from_local would move it to the GPU of the mesh.
+        return DTensor(room, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else room
 
 
 class _Writing:
@@ -221,9 +225,5 @@ def _thread(name: str, do: Callable[[], object]) -> threading.Thread:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _laid_out(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return `local` in the place of the local part of `like`; DTensor.from_local would move it to the mesh's GPU."""
-    return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local

@@ -176,16 +176,16 @@ def test_buffers_are_taken_once(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(wide.parameters())
         wide(torch.ones(1, 2048)).sum().backward()
         saver = Saver(tmp_path, wide, optimizer, CheckpointConfig(keep=1, every=1, async_save=True))
-        assert not saver.buffers.local
+        assert not saver.buffers.copies
         optimizer.step()
         join("buffers for checkpoints")  # taken beside the steps that follow, before there is anything to save
-        taken = {name: buffer.data_ptr() for name, buffer in saver.buffers.local.items()}
+        taken = {name: buffer.data_ptr() for name, buffer in saver.buffers.copies.items()}
         optimizer.step()
         seen = []
         for step in range(6):
             saver.save(step, {})
             saver.wait()
-            places = {name: buffer.data_ptr() for name, buffer in saver.buffers.local.items()}
+            places = {name: buffer.data_ptr() for name, buffer in saver.buffers.copies.items()}
             seen.append((places, resident()))
         assert all(places == taken for places, _ in seen)
         assert len(taken) == 8
@@ -204,7 +204,7 @@ def test_buffers_follow_what_they_copy() -> None:
     again = buffers.fill({"a": torch.full((3, 4), 2.0), "c": torch.ones(2, dtype=torch.bfloat16)})
     assert again["a"].data_ptr() == first["a"].data_ptr()
     assert torch.equal(again["a"], torch.full((3, 4), 2.0))
-    assert set(buffers.local) == {"a", "c"}
+    assert set(buffers.copies) == {"a", "c"}
     assert buffers.fill({"a": torch.ones(5)})["a"].shape == (5,)
 
 
