@@ -73,10 +73,8 @@ def main(cfg: FinetuneConfig) -> None:
         router_loss=router_loss,
     )
 
-    # Made before random states come back: libraries draw from Python's own when they are imported
+    # State, and where an earlier attempt left off; the reporter comes first, whose imports draw from Python's random
     report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
-
-    # State, and where an earlier attempt left off
     state = training.TrainState()
     if found is not None:
         saved = checkpoint.load_checkpoint(found, model, optimizer)
