@@ -16,7 +16,7 @@ from pathlib import Path
 
 from components import checkpoint, data, distributed, models, observability, training
 from components.config.schema import FinetuneConfig
-from components.launch import recipe
+from components.launch import recipe, report_hang
 
 
 @recipe("finetune")
@@ -30,6 +30,7 @@ def main(cfg: FinetuneConfig) -> None:
         rendezvous_timeout=cfg.cluster.startup_timeout,
         collective_timeout=cfg.cluster.collective_timeout,
     )
+    watch = training.Watchdog(cfg.training.step_timeout_seconds, report_hang)
     mesh = distributed.build_mesh(cfg.parallelism, info.device.type)
     distributed.seed_ranks(cfg.run.seed, mesh)
 
@@ -46,7 +47,7 @@ def main(cfg: FinetuneConfig) -> None:
     train_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="train")
     eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="eval")
     padding = data.Padding(multiple=mesh.sequence_multiple, token_id=tokenizer.pad_token_id)
-    batches = data.TrainBatches(train_set, plan, seed=cfg.run.seed, padding=padding)
+    batches = data.TrainBatches(train_set, plan, seed=cfg.run.seed, padding=padding, fingerprint=train_set.fingerprint)
 
     # Model: shaped on the meta device, laid over the mesh, then given memory and filled shard by shard
     compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)
@@ -60,7 +61,7 @@ def main(cfg: FinetuneConfig) -> None:
     found = checkpoint.find_checkpoint(cfg.run.dir, cfg.run.resume)
     if found is None:
         models.fill_weights(model, cfg.model, cfg.run.seed)
-    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+    replica = watch.following(distributed.wrap_replicas(model, mesh, cfg.parallelism, layout))
 
     # Optimizer, over the sharded parameters
     optimizer = training.build_optimizer(model, cfg.optimizer)
@@ -73,20 +74,18 @@ def main(cfg: FinetuneConfig) -> None:
         router_loss=router_loss,
     )
 
-    # State, and where an earlier attempt left off; the reporter comes first, whose imports draw from Python's random
+    # State, and where an earlier attempt left off; the report is first, as its imports draw random numbers
     report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
     state = training.TrainState()
     if found is not None:
         saved = checkpoint.load_checkpoint(found, model, optimizer)
         state = training.TrainState.from_dict(saved["state"])
-        batches.load_state_dict(saved["data"])
+        batches.load_state_dict(saved["data"], cfg.run.accept_changes)
     resumed_at = state.step
 
-    def save(mark: checkpoint.Mark) -> None:
-        extra = {"state": state.to_dict(), "data": batches.state_dict()}
-        path = checkpoint.save_checkpoint(cfg.run.dir, state.step, model, optimizer, extra, cfg.checkpoint, mark)
+    def save(mark: checkpoint.Mark, last: bool = False) -> None:
+        saver.save(state.step, {"state": state.to_dict(), "data": batches.state_dict()}, mark, last=last)
         clock.restart()
-        report.say(f"saved {path}")
 
     # Reporting
     counts = models.count_parameters(model)
@@ -134,18 +133,19 @@ def main(cfg: FinetuneConfig) -> None:
             state.record(step)
             lr = training.learning_rate(cfg.optimizer, step.step - 1, cfg.training.max_steps)
             report.step(step, lr=lr, tokens=state.tokens, every=cfg.training.log_every)
+            state.refuse_to_diverge(step, cfg.training)
 
     # The loop: numbers arrive one step late, so that the host never waits for the device
     status, reader, clock = "ok", training.StepReader(lag=1), training.SaveClock(cfg.checkpoint.every_minutes)
     traffic = distributed.StepTraffic(mesh, report.traffic, enabled=cfg.logging.comm)
-    with report, training.StopRequest() as stop:
+    saver = checkpoint.Saver(cfg.run.dir, model, optimizer, cfg.checkpoint, report.say)
+    with report, training.StopRequest() as stop, watch, saver:
         first_eval_loss = eval_loss = evaluate()
         show_generations()
         while state.step < cfg.training.max_steps:
             began = time.perf_counter()
-            lr = training.learning_rate(cfg.optimizer, state.step, cfg.training.max_steps)
-            training.set_learning_rate(optimizer, lr)
-            with traffic.step():
+            training.set_learning_rate(optimizer, cfg.optimizer, state.step, cfg.training.max_steps)
+            with traffic.step(), watch.step(state.step + 1):
                 numbers = training.train_step(replica, next(batches), optimizer, settings, (*stop.flags(), clock.due()))
             state.step += 1
             arrived = reader.push(state.step, numbers, began)
@@ -169,13 +169,13 @@ def main(cfg: FinetuneConfig) -> None:
         if status == "ok":
             eval_loss = evaluate()
         if (found is None or state.step > resumed_at) and (cfg.checkpoint.last or status != "ok"):
-            save(checkpoint.Mark(eval_loss if status == "ok" else None))
+            save(checkpoint.Mark(eval_loss if status == "ok" else None), last=True)
+        saver.wait()
         if status == "ok":
             show_generations()
             if cfg.checkpoint.export:
-                folder = Path(cfg.run.dir) / "export"
                 card = observability.model_card(cfg.run.dir, state.to_dict(), str(mesh.shape))
-                models.export_model(model, tokenizer, folder, card=card)
+                folder = models.export_model(model, tokenizer, Path(cfg.run.dir) / "export", card=card)
                 report.say(f"exported {folder}")
         report.finish(
             observability.Result(

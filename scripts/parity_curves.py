@@ -122,7 +122,7 @@ def train_on_mesh(
     """Train what `wrap_replicas` returned on this rank's micro-batches of each step, and return the curve it shows."""
     curve = Curve()
     for step in range(course.steps):
-        training.set_learning_rate(optimizer, training.learning_rate(course.optimizer, step, course.max_steps))
+        training.set_learning_rate(optimizer, course.optimizer, step, course.max_steps)
         vector = training.train_step(called, batches_of(step), optimizer, settings)
         curve.losses.append(vector[0].item())
         curve.norms.append(vector[1].item())

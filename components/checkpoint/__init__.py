@@ -1,12 +1,14 @@
 """Checkpoints that survive a kill at any moment, resume bit for bit, and move between meshes.
 
 save.py       save_checkpoint: written aside, verified, published by one rename; old ones removed
+saver.py      Saver: the saves of a run, at once or in the background
 retention.py  which of them stay, and how the others go
 load.py       find_checkpoint, load_checkpoint, load_model_weights; verify
 stored.py     choose_checkpoint, StoredWeights: the weights alone, block by block in one process, for the export
 manifest.py   which files, which sizes, which hashes: written last, trusted alone
 listing.py    what a run directory holds, told without torch
 tensors.py    model and optimizer as named tensors, through torch.distributed.checkpoint, in safetensors
+planners.py   which blocks of them a rank writes and reads
 room.py       what a checkpoint takes and what is free, for the message about one that could not be written
 faults.py     named points at which a test kills a save or lets it fail
 random_state.py, folders.py, errors.py
@@ -29,12 +31,14 @@ if TYPE_CHECKING:
         verify,
     )
     from components.checkpoint.save import Mark, save_checkpoint  # noqa: F401
+    from components.checkpoint.saver import Saver  # noqa: F401
     from components.checkpoint.stored import StoredWeights, choose_checkpoint  # noqa: F401
 
 _HOMES = {
     "errors": "CheckpointError",
     "load": "find_checkpoint load_checkpoint load_model_weights verify",
     "save": "Mark save_checkpoint",
+    "saver": "Saver",
     "stored": "StoredWeights choose_checkpoint",
 }
 """Module of this package -> the names it lends to the package."""

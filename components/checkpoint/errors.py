@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+import torch.distributed as dist
+
 from components.distributed import all_gather_object
 
 
@@ -13,7 +15,7 @@ class CheckpointError(RuntimeError):
 
 
 @contextlib.contextmanager
-def agreed(what: str | Callable[[], str]) -> Iterator[None]:
+def agreed(what: str | Callable[[], str], group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Do something on all ranks; when it failed on any of them, raise CheckpointError on all.
 
     A CheckpointError from within is one that all ranks have already.
@@ -21,6 +23,7 @@ def agreed(what: str | Callable[[], str]) -> Iterator[None]:
     Args:
         what: The beginning of the sentence, such as "checkpoint PATH could not be read", or a function that returns
             it, called on all ranks when something has failed.
+        group: The ranks agree through it; None: through that of all processes.
     """
     problem: Exception | None = None
     try:
@@ -30,7 +33,7 @@ def agreed(what: str | Callable[[], str]) -> Iterator[None]:
     except Exception as error:  # told below, on every rank
         problem = error
     mine = None if problem is None else f"{type(problem).__name__}: {problem}"
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_object(mine)) if text is not None]
+    told = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_object(mine, group)) if text is not None]
     if told:
         raise CheckpointError(f"{_said(what)}: {'; '.join(told)}") from problem
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -21,7 +22,6 @@ from components.checkpoint.save import mesh_of
 from components.checkpoint.tensors import (
     MODEL,
     Tensors,
-    check_layouts,
     make_optimizer_state,
     model_tensors,
     over_all_ranks,
@@ -45,25 +45,25 @@ def find_checkpoint(run_dir: Path | str, resume: str) -> Path | None:
 
     Args:
         resume: auto: the newest whole one of `run_dir`; one that is damaged is refused by the name of its file, with a
-            warning, and the one before it is taken. never: None. Else the path of a checkpoint.
+            warning, and the one before it is taken. never: None. Else the path of a checkpoint to begin from: what
+            `run_dir` has saved since it did so goes before it, so that a job that is requeued does not begin again.
 
     Raises:
         ConfigError: `resume` is a path and there is no whole checkpoint.
     """
     if resume == NEVER:
         return None
-    if resume != AUTO:
-        path = Path(resume).expanduser()
-        problems = verify(path)
-        if problems:
-            raise ConfigError(f"run.resume={resume}: not a whole checkpoint: {'; '.join(problems)}")
-        return path
-    for path in broadcast_object(_newest_first(Path(run_dir) / FOLDER)):
+    for path in broadcast_object(_newest_first(Path(run_dir) / FOLDER, resume)):
         problems = verify(path)
         if not problems:
             return path
         _warn(path, problems)
-    return None
+    if resume == AUTO:
+        return None
+    path = Path(resume).expanduser()
+    if problems := verify(path):
+        raise ConfigError(f"run.resume={resume}: not a whole checkpoint: {'; '.join(problems)}")
+    return path
 
 
 def verify(path: Path) -> list[str]:
@@ -133,22 +133,32 @@ def load_model_weights(path: Path | str, model: nn.Module) -> None:
         read_tensors(path, parameters)
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def _newest_first(folder: Path, resume: str) -> list[Path]:
     """Rank 0's choice; folders without a readable manifest are told and left out."""
     if _rank() != 0:
         return []
     whole: list[tuple[int, Path]] = []
     for path in candidates(folder):
         try:
-            whole.append((Manifest.read(path).serial, path))
+            serial = Manifest.read(path).serial
+            if resume == AUTO or _began_from(path) == resume:
+                whole.append((serial, path))
         except ManifestError as error:
             _warn(path, [str(error)])
     return [path for _, path in sorted(whole, reverse=True)]
 
 
+def _began_from(path: Path) -> str | None:
+    """What run.resume was for the run that saved a checkpoint; None where that is not known."""
+    try:
+        config = json.loads((path / STATE).read_text())["config"]
+        return yaml.safe_load(config or "")["run"]["resume"]
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return None
+
+
 def _check_model(path: Path, mine: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:
     """Compare what is stored with the tensors of all ranks together, so that all come to the same end."""
-    check_layouts(mine)
     tensors = over_all_ranks({name: (tuple(tensor.shape) or (1,), tensor.dtype) for name, tensor in mine.items()})
     held = {name: described for name, described in stored.items() if name.startswith(MODEL)}
     problems = []

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import xxhash
+
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 BLOCK_BYTES = 64 * 1024**2
 """Bytes per hash: the unit in which ranks share the work of verifying."""
+READ_BYTES = 1024**2
+"""Read at once to verify."""
 
 
 class ManifestError(ValueError):
@@ -25,8 +29,10 @@ class FileRecord:
     """A file of a checkpoint."""
 
     bytes: int
-    sha256: list[str]
-    """One hash per block of 64 MiB."""
+    xxh3: list[str]
+    """One hash of 128 bits per block of 64 MiB. It finds what happened to a file, not who wants to deceive; whoever can
+    write the file can write the manifest too, so that a cryptographic hash would promise no more, and cost half a save.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +94,18 @@ class Manifest:
                 problems.append(f"{name} is missing")
             elif path.stat().st_size != record.bytes:
                 problems.append(f"{name} has {path.stat().st_size} bytes instead of {record.bytes}")
-        strangers = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in self.files)
+        known = {MANIFEST, *self.files}
+        strangers = sorted(
+            path.name
+            for path in folder.iterdir()
+            if path.suffix in (".safetensors", ".json") and path.name not in known
+        )
         return problems + [f"{name} does not belong to it" for name in strangers]
 
     def check_hashes(self, folder: Path, rank: int, world: int) -> list[str]:
         """Return which files of `folder` have other contents, looking at every `world`-th block from `rank` on."""
         blocks = [
-            (name, index, digest) for name, record in self.files.items() for index, digest in enumerate(record.sha256)
+            (name, index, digest) for name, record in self.files.items() for index, digest in enumerate(record.xxh3)
         ]
         damaged: list[str] = []
         for name, index, digest in blocks[rank::world]:
@@ -110,17 +121,49 @@ class Manifest:
         return list(dict.fromkeys(damaged))
 
 
-def record_file(path: Path) -> FileRecord:
-    """Hash a file as it is on disk now."""
-    return FileRecord(path.stat().st_size, [hashlib.sha256(block).hexdigest() for block in _blocks(path)])
+class HashedFile(io.BufferedWriter):
+    """A new file that is hashed on its way to the disk, and recorded when it is closed.
+
+    What is recorded is what was meant to be written, not what can be read back right after (from the same memory: the
+    page cache answers). So a write that went wrong anywhere below is found by whoever verifies, and costs no reading.
+    """
+
+    def __init__(self, path: Path, records: dict[str, FileRecord]) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._records, self._file_name = records, path.name
+        self._size = 0
+        self._hashes: list[xxhash.xxh3_128] = []
+
+    def write(self, data: Any) -> int:
+        """Write bytes, like any file."""
+        view = memoryview(data).cast("B")
+        count = super().write(view)
+        self._hash(view)
+        return count
+
+    def _hash(self, left: memoryview) -> None:
+        while left:
+            if self._size % BLOCK_BYTES == 0:
+                self._hashes.append(xxhash.xxh3_128())
+            part = left[: BLOCK_BYTES - self._size % BLOCK_BYTES]
+            self._hashes[-1].update(part)
+            self._size += len(part)
+            left = left[len(part) :]
+
+    def close(self) -> None:
+        """Close and record it."""
+        super().close()
+        self._records[self._file_name] = FileRecord(self._size, [each.hexdigest() for each in self._hashes])
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a file of JSON and wait until it is on disk."""
-    with path.open("w") as file:
-        json.dump(value, file)
+def write_json(path: Path, value: Any) -> dict[str, FileRecord]:
+    """Write a file of JSON, wait until it is on disk, and return its record by its name."""
+    records: dict[str, FileRecord] = {}
+    with HashedFile(path, records) as file:
+        file.write(json.dumps(value).encode())
         file.flush()
         os.fsync(file.fileno())
+    return records
 
 
 def sync_folder(folder: Path) -> None:
@@ -134,8 +177,8 @@ def sync_folder(folder: Path) -> None:
 
 def _hash_of(file: BinaryIO, count: int) -> str:
     """Hash the next `count` bytes, or what is left, without holding them all."""
-    digest = hashlib.sha256()
-    while count and (part := file.read(min(count, 1024**2))):
+    digest = xxhash.xxh3_128()
+    while count and (part := file.read(min(count, READ_BYTES))):
         digest.update(part)
         count -= len(part)
     return digest.hexdigest()
@@ -143,9 +186,3 @@ def _hash_of(file: BinaryIO, count: int) -> str:
 
 def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            yield block

@@ -5,18 +5,20 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import torch.distributed as dist
+
 from components.checkpoint.tensors import Tensors, over_all_ranks
 from components.distributed import broadcast_object
 
 
-def not_written(tmp: Path, tensors: Tensors) -> str:
-    """Return the beginning of the sentence about a checkpoint that could not be written. A collective.
+def not_written(tmp: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> str:
+    """Return the beginning of the sentence about a checkpoint that could not be written. A collective of `group`.
 
     Bytes are those of all ranks' tensors; a file for each rank's random state comes on top. The room is what rank 0
     sees: what is free in the file system of `tmp`, and what the failed attempt holds of it.
     """
-    sizes = over_all_ranks({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
-    room = broadcast_object(_room(tmp))
+    sizes = over_all_ranks({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}, group)
+    room = broadcast_object(_room(tmp), group=group)
     has = "" if room is None else f", {tmp.parent} has room for {room:,}"
     return f"checkpoint {tmp} could not be written (its tensors are {sum(sizes.values()):,} bytes{has})"
 

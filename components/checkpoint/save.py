@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -22,12 +23,13 @@ from torch.distributed.tensor import DTensor
 from components.checkpoint.errors import agreed
 from components.checkpoint.faults import fault_point
 from components.checkpoint.folders import FOLDER, STATE, TEMPORARY, leftovers, published, random_file
-from components.checkpoint.manifest import FileRecord, Manifest, record_file, sync_folder, write_json
+from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_json
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
 from components.checkpoint.room import not_written
-from components.checkpoint.tensors import Tensors, check_layouts, model_tensors, optimizer_tensors, write_tensors
+from components.checkpoint.tensors import Tensors, model_tensors, optimizer_tensors, write_tensors
 from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.run import CONFIG
 from components.distributed import all_gather_object, broadcast_object
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,20 @@ class Mark:
     """Evaluation loss of this very step; None where it was not evaluated."""
     ephemeral: bool = False
     """Saved because time had passed: it goes as soon as a newer one is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is to be saved, as it is at the end of a step."""
+
+    step: int
+    tensors: Tensors
+    """Of this rank: parameters, buffers, optimizer state."""
+    random: dict[str, Any]
+    """Of this rank."""
+    extra: dict[str, Any]
+    mark: Mark
+    mesh: dict[str, int]
 
 
 def save_checkpoint(
@@ -67,38 +83,57 @@ def save_checkpoint(
     Raises:
         CheckpointError: On every rank, when one of them could not write, with the path and the bytes; what was
             published before is untouched.
-        ConfigError: A tensor is laid out in a way that cannot be saved.
         TypeError: `extra` would not come back from JSON as it is.
+    """
+    return write_snapshot(run_dir, take_snapshot(step, model, optimizer, extra, mark), policy)
+
+
+def take_snapshot(
+    step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any], mark: Mark | None = None
+) -> Snapshot:
+    """Return the state of a run; a collective. Its tensors are the run's own, which the next step changes.
+
+    Arguments and errors are those of `save_checkpoint`.
     """
     _check_json(extra, "extra")
     tensors = model_tensors(model)
     tensors |= optimizer_tensors(optimizer, tensors)
-    check_layouts(tensors)
+    return Snapshot(step, tensors, random_state(), copy.deepcopy(extra), mark or Mark(), mesh_of(tensors))
+
+
+def write_snapshot(
+    run_dir: Path | str, snapshot: Snapshot, policy: CheckpointConfig, group: dist.ProcessGroup | None = None
+) -> Path:
+    """Write and publish what `take_snapshot` returned on each rank, as `save_checkpoint` tells.
+
+    Args:
+        group: All ranks; None: the default group. A thread beside training needs one of its own, for the order of
+            collectives within a group is the same on all ranks only if a single thread calls them.
+    """
     folder = Path(run_dir) / FOLDER
-    tmp = folder / broadcast_object(f"step_{step}{TEMPORARY}{secrets.token_hex(4)}")
-    failed = partial(not_written, tmp, tensors)
+    tmp = folder / broadcast_object(f"step_{snapshot.step}{TEMPORARY}{secrets.token_hex(4)}", group=group)
+    failed = partial(not_written, tmp, snapshot.tensors, group)
     try:
-        with agreed(failed):
+        with agreed(failed, group):
             tmp.mkdir(parents=True, exist_ok=True)
             fault_point("after_folder")
-        with agreed(failed):
-            write_tensors(tmp, tensors)
+        with agreed(failed, group):
+            own = write_tensors(tmp, snapshot.tensors, group)
             fault_point("after_shards")
-            write_json(tmp / random_file(_rank()), random_state())
+            own |= write_json(tmp / random_file(_rank()), snapshot.random)
             fault_point("after_random")
-            own = _record_own_files(tmp)
-        records = {name: record for part in all_gather_object(own) for name, record in part.items()}
+        records = {name: record for part in all_gather_object(own, group) for name, record in part.items()}
         final = folder
-        with agreed(failed):
+        with agreed(failed, group):
             if _rank() == 0:
-                final = _publish(tmp, step, extra, records, mesh_of(tensors), mark or Mark())
+                final = _publish(tmp, snapshot.step, snapshot.extra, records, snapshot.mesh, snapshot.mark)
     except BaseException:
         if _rank() == 0:
             shutil.rmtree(tmp, ignore_errors=True)
         raise
     if _rank() == 0:
         _prune(folder, policy)
-    return broadcast_object(final)
+    return broadcast_object(final, group=group)
 
 
 def mesh_of(tensors: Tensors) -> dict[str, int]:
@@ -111,22 +146,15 @@ def mesh_of(tensors: Tensors) -> dict[str, int]:
     return {"world": dist.get_world_size() if dist.is_initialized() else 1, **axes}
 
 
-def _record_own_files(tmp: Path) -> dict[str, FileRecord]:
-    """Hash what this rank wrote, as it can be read back."""
-    rank = _rank()
-    # torch.distributed.checkpoint numbers the shards of ranks from 1 on.
-    written = [*tmp.glob(f"shard-{rank + 1:05}-*.safetensors"), tmp / random_file(rank)]
-    return {path.name: record_file(path) for path in written}
-
-
 def _publish(
     tmp: Path, step: int, extra: dict[str, Any], records: dict[str, FileRecord], mesh: dict[str, int], mark: Mark
 ) -> Path:
     unseen = sorted(name for name in records if not (tmp / name).is_file())
     if unseen:
         raise OSError(f"rank 0 does not see {', '.join(unseen)}: run.dir must be on a file system that all nodes share")
-    write_json(tmp / STATE, {"step": step, "extra": extra})
-    records[STATE] = record_file(tmp / STATE)
+    config = tmp.parent.parent / CONFIG  # so that whoever goes on from here in another run is told what he changes
+    state = {"step": step, "extra": extra, "config": config.read_text() if config.is_file() else None}
+    records |= write_json(tmp / STATE, state)
     earlier = published(tmp.parent)
     manifest = Manifest(
         step=step,
@@ -157,8 +185,7 @@ def _publish(
 def _prune(folder: Path, policy: CheckpointConfig) -> None:
     """Remove complete checkpoints that the policy does not keep, and what attempts that were killed left behind.
 
-    Those with files missing or cut short are not counted, and not removed. The newest is the one just saved, whose
-    hashes were taken from what can be read back.
+    Those with files missing or cut short are not counted, and not removed.
     """
     try:
         complete = [(path, manifest) for path, manifest in published(folder) if not manifest.check_sizes(path)]

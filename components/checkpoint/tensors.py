@@ -3,14 +3,13 @@
 Names and global shapes are all that counts: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for what has the
 parameter's shape, `counter/<quantity>/<parameter>` for numbers such as AdamW's step. So any mesh reads what any mesh
 wrote. Ranks may hold different names (pipeline stages): what has to be known of all is exchanged, and each rank reads
-what it holds. torch.distributed.checkpoint moves the shards; its Hugging Face storage writes
+what it holds. torch.distributed.checkpoint moves the blocks (planners.py); its Hugging Face storage writes
 safetensors and nothing else, where its own would leave a pickle.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -18,15 +17,16 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from components.checkpoint.errors import CheckpointError
+from components.checkpoint.manifest import FileRecord
+from components.checkpoint.planners import BlockWriter, LoadBlocks, SaveBlocks, Tensors, held_of
 from components.config.errors import ConfigError
 from components.distributed import all_gather_object
 
@@ -38,13 +38,11 @@ COUNTER = "counter/"
 FILE_BYTES = 512 * 1024**2
 """About the size of a rank's files: each is put together in host memory, in twice its size."""
 
-Tensors = dict[str, torch.Tensor]
 
-
-def over_all_ranks(mine: dict[str, T]) -> dict[str, T]:
-    """Return the entries of all ranks; of a name that several have, the first rank's. A collective."""
+def over_all_ranks(mine: dict[str, T], group: dist.ProcessGroup | None = None) -> dict[str, T]:
+    """Return the entries of all ranks; of a name that several have, the first rank's. A collective of `group`."""
     union: dict[str, T] = {}
-    for held in all_gather_object(mine):
+    for held in all_gather_object(mine, group):
         for name, entry in held.items():
             union.setdefault(name, entry)
     return union
@@ -88,17 +86,20 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Tensors) -> 
     return tensors
 
 
-def write_tensors(folder: Path, tensors: Tensors) -> None:
-    """Write every rank's shards into `folder`; a collective. Replicas are written once."""
+def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> dict[str, FileRecord]:
+    """Write every rank's blocks into `folder`, replicas once, and return what this rank wrote; a collective of `group`.
+
+    Raises NotImplementedError for a layout that is none of blocks.
+    """
     # Rank 0's mapping is the one that counts, for the names of all ranks.
-    everyone = all_gather_object({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
+    mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    everyone = all_gather_object(mine, group)
     holders = Counter(name for held in everyone for name in held)
     sizes = {name: size // holders[name] for held in everyone for name, size in held.items()}
-    writer = dcp.HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=_files_of_bounded_size(sizes), save_distributed=True
-    )
+    writer = BlockWriter(folder, _files_of_bounded_size(sizes))
     with _translated():
-        dcp.save({name: _with_a_dim(tensor).contiguous() for name, tensor in tensors.items()}, storage_writer=writer)
+        dcp.save({}, storage_writer=writer, planner=SaveBlocks(held_of(tensors)), process_group=group)
+    return writer.records
 
 
 def read_shapes(folder: Path) -> dict[str, TensorStorageMetadata]:
@@ -110,8 +111,7 @@ def read_shapes(folder: Path) -> dict[str, TensorStorageMetadata]:
 def read_tensors(folder: Path, tensors: Tensors) -> None:
     """Fill this rank's parts of `tensors` in place from the files of `folder`; a collective."""
     with _translated(), torch.no_grad():
-        parts = {name: _with_a_dim(tensor.detach()) for name, tensor in tensors.items()}
-        dcp.load(parts, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+        dcp.load({}, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), planner=LoadBlocks(held_of(tensors)))
 
 
 def make_optimizer_state(
@@ -151,42 +151,6 @@ def make_optimizer_state(
     return optimizer_tensors(optimizer, parameters)
 
 
-def check_layouts(tensors: Tensors) -> None:
-    """Refuse layouts of which torch.distributed.checkpoint would store or fill the wrong block, and say nothing.
-
-    It knows one block per rank. That is wrong for fused projections under tensor parallelism, and for FSDP over a
-    tensor-parallel shard of uneven size. A collective. Raises ConfigError, on every rank.
-    """
-    problems = over_all_ranks(dict.fromkeys(_layout_problems(tensors), True))
-    if problems:
-        raise ConfigError(list(problems))
-
-
-def _layout_problems(tensors: Tensors) -> Iterator[str]:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            continue
-        placements = list(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
-        for position, (placement, _) in enumerate(placements):
-            if not isinstance(placement, _StridedShard):
-                continue
-            inner = math.prod(
-                degree
-                for other, degree in placements[position + 1 :]
-                if isinstance(other, (Shard, _StridedShard)) and other.dim == placement.dim
-            )
-            if placement.split_factor != inner or tensor.shape[placement.dim] % inner:
-                yield (
-                    f"{name.partition('/')[2]}: {tuple(tensor.shape)} laid out as {tensor.placements} cannot be saved "
-                    f"or resumed; choose a parallelism.tp that divides dim {placement.dim}, or another plan"
-                )
-
-
-def _with_a_dim(tensor: torch.Tensor) -> torch.Tensor:
-    """Shards have offsets, and a scalar has none: it is stored as one value in one dim."""
-    return tensor.view(1) if tensor.ndim == 0 else tensor
-
-
 def _files_of_bounded_size(sizes: dict[str, int]) -> dict[str, int]:
     """Tensor -> number of the file it goes to, from 1 on."""
     numbers: dict[str, int] = {}
@@ -203,8 +167,10 @@ def _translated() -> Iterator[None]:
 
     A single process is a fine place for a checkpoint, whatever it warns.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with contextlib.ExitStack() as stack:
+        if not dist.is_initialized():  # filters belong to all threads: they are left alone where there is no need
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
         except CheckpointException as error:

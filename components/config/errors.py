@@ -5,6 +5,9 @@ from __future__ import annotations
 EXIT_INVALID = 2
 """Exit status of a run that never started because of what the person asked for."""
 
+EXIT_HUNG = 75
+"""Exit status of a run that was ended because it stood still: EX_TEMPFAIL of sysexits.h, it may be tried again."""
+
 
 class ConfigError(ValueError):
     """One or more mistakes of the person who started the run.

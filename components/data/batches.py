@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from components.config.errors import ConfigError
 from components.data.examples import IGNORED, Example
@@ -89,9 +89,17 @@ class TrainBatches:
     """
 
     def __init__(
-        self, dataset: Sequence[Example], plan: BatchPlan, *, seed: int, padding: Padding | None = None
+        self,
+        dataset: Sequence[Example],
+        plan: BatchPlan,
+        *,
+        seed: int,
+        padding: Padding | None = None,
+        fingerprint: str = "",
     ) -> None:
+        """`fingerprint` is what `Dataset.fingerprint` says of the samples; "": only their number is compared."""
         self._dataset = dataset
+        self._fingerprint = fingerprint
         self._plan = plan
         self._padding = padding or Padding()
         self._order = SampleOrder(len(dataset), seed)
@@ -119,20 +127,41 @@ class TrainBatches:
         """Passes over the data so far."""
         return self._sample / self._order.size
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the cursor: seed, epoch (0-based) and the samples used so far over all epochs."""
-        return {"seed": self._order.seed, "epoch": self._sample // self._order.size, "sample": self._sample}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cursor: seed, epoch (0-based) and the samples used so far over all epochs; and of which data."""
+        return {
+            "seed": self._order.seed,
+            "epoch": self._sample // self._order.size,
+            "sample": self._sample,
+            "size": self._order.size,
+            "fingerprint": self._fingerprint,
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken, with its seed. Raises ConfigError where the data set has changed."""
-        epoch = state["sample"] // self._order.size
-        if epoch != state["epoch"]:
-            raise ConfigError(
-                f"the checkpoint was in epoch {state['epoch']} at sample {state['sample']:,}, which is in "
-                f"epoch {epoch} of {self._order.size:,} samples: it is another data set; resume with the one "
-                "that the run began with, or start a new run (run.resume=never)"
+    def load_state_dict(self, state: dict[str, Any], accepted: Collection[str] = ()) -> None:
+        """Go on where `state` was taken: what comes next is what would have come.
+
+        Args:
+            accepted: run.accept_changes: what may differ. With another seed the rest of the epoch is in another order,
+                so that some of its samples come twice and others not at all; with other data the count goes on.
+
+        Raises:
+            ConfigError: The samples, or the seed of their order, are others, and that is not accepted.
+        """
+        problems = []
+        if state["seed"] != self._order.seed and "run.seed" not in accepted:
+            problems.append(
+                f"run.seed={self._order.seed}: the checkpoint's samples come in the order of seed {state['seed']}; set "
+                f"run.seed={state['seed']}, or accept another order: run.accept_changes=[run.seed]"
             )
-        self._order = SampleOrder(self._order.size, state["seed"])
+        same = (state["size"], state["fingerprint"]) == (self._order.size, self._fingerprint)
+        if not same and not any(key.startswith(("data", "training.seq_len", "model.")) for key in accepted):
+            problems.append(
+                f"data: {self._order.size:,} samples that are not the {state['size']:,} of the checkpoint, whatever "
+                "the config says: a file was changed, or they are tokenized in another way; put them back, or accept "
+                "others: run.accept_changes=[data]"
+            )
+        if problems:
+            raise ConfigError(problems)
         self._sample = state["sample"]
 
     def _from(self, sample: int) -> list[MicroBatch]:

@@ -20,6 +20,7 @@ Helpers that work in a single process too
     ranks.py           get_rank, get_num_nodes, ...; collectives.py: exact values, ragged tensors, objects
     barriers.py        barriers with timeouts that hold; first_rank.py, turns.py: one after the other
     store_sync.py      what these wait through; groups.py: the members of a group and their nodes
+    heartbeat.py       what ranks post of themselves, and which of them the others wait for
 
 `init_distributed` and `_barrier_with_timeout` exist twice, with the meanings of their seed pages: import
 them from `init`, `utils` or `mesh`. The names below are handed out by the package and imported at first

@@ -50,6 +50,11 @@ class Pipeline:
         if stages.tied_head is not None:
             stages.tied_head.to_empty(device=self._device)
 
+    @property
+    def stage_modules(self) -> list[nn.Module]:
+        """This rank's stages: what the schedule calls."""
+        return [stage.module for stage in self._stages.own]
+
     def forward_backward(self, batches: list[Batch], token_loss: TokenLoss, tokens: torch.Tensor) -> torch.Tensor:
         """Add the gradients of a step's micro-batches, all of one shape; return this rank's token losses in float64.
 

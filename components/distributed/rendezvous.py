@@ -74,7 +74,7 @@ def open_store(variables: RankVariables, timeout: timedelta) -> dist.Store:
     try:
         store = _store(host, port, variables.rank, variables.world_size, timeout)
     except (dist.DistError, RuntimeError) as error:
-        act = "serve" if variables.rank == 0 and not _agent_serves() else "reach"
+        act = "serve" if variables.rank == 0 and not agent_serves() else "reach"
         raise RendezvousError(
             f"rank {variables.rank} of {variables.world_size} could not {act} the store at {host}:{port} "
             f"within {timeout.total_seconds():g} s: MASTER_ADDR and MASTER_PORT must name a free port on the "
@@ -131,7 +131,7 @@ def _leave(store: dist.Store, rank: int, world_size: int) -> None:
     sync = StoreSync(dist.PrefixStore("left", store), rank, world_size)
     with contextlib.suppress(dist.DistError):  # it is gone: nobody can be told any more
         sync.told()
-        if rank == 0 and not _agent_serves() and getattr(sys, "last_value", None) is None:
+        if rank == 0 and not agent_serves() and getattr(sys, "last_value", None) is None:
             sync.farewell(world_size)
 
 
@@ -139,7 +139,7 @@ def _connect(host: str, port: int, rank: int, world_size: int, timeout: timedelt
     connect = functools.partial(
         dist.TCPStore, host, port, world_size, timeout=timeout, wait_for_workers=False, use_libuv=True
     )
-    if rank != 0 or _agent_serves():
+    if rank != 0 or agent_serves():
         return connect(is_master=False)
     descriptor = read_integer(STORE_FD)
     if descriptor is None and is_loopback(host):
@@ -149,7 +149,7 @@ def _connect(host: str, port: int, rank: int, world_size: int, timeout: timedelt
     return connect(is_master=True, multi_tenant=True)
 
 
-def _agent_serves() -> bool:
+def agent_serves() -> bool:
     """Whether torchrun's agent serves the store at MASTER_ADDR, so that all ranks are its clients."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and STORE_FD not in os.environ
 

@@ -3,8 +3,9 @@
 recipe.py         the decorator, and what happens when main() is called
 context.py        who this process is: one of our ranks, one of the user's ranks, or the launcher
 preflight.py      everything that can be checked before a run starts
-processes.py      how many processes a local run has
+processes.py      how many processes a run has
 run_directory.py  chosen once, guarded, locked; config.yaml and result.json
+files.py          written whole, read, locked
 record.py         environment.json: versions, git, command, host
 rank.py           main on one rank, and what is kept of its failure
 local.py          start local ranks, watch them, stop them
@@ -15,6 +16,7 @@ external.py       ranks that the user's own torchrun or srun started
 parts.py          the two functions of other parts that launch calls
 """
 
+from components.launch.rank import report_hang
 from components.launch.recipe import recipe
 
-__all__ = ["recipe"]
+__all__ = ["recipe", "report_hang"]

@@ -19,6 +19,8 @@ from components.config.errors import ConfigError
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 LOST_PEER_TYPES = ("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailure")
 """How a rank tells that another one is gone: a consequence, not the cause."""
+STOOD_STILL = "StepTimeout"
+"""What ends a run that makes no progress; its message names the rank that is missing, whoever reports it."""
 
 LAST_LINES = 15
 
@@ -49,6 +51,11 @@ class Report:
         """Whether the rank failed because another one was gone."""
         return self.type in LOST_PEER_TYPES or any(sign in self.message for sign in LOST_PEER)
 
+    @property
+    def stood_still(self) -> bool:
+        """Whether the rank ended itself because the run made no progress."""
+        return self.type == STOOD_STILL
+
 
 @dataclass(frozen=True, slots=True)
 class Exit:
@@ -71,6 +78,15 @@ class Failure:
     what: str
     """How it ended, such as `exited with status 1`."""
     report: Report | None
+
+    @property
+    def error(self) -> str:
+        """What result.json says of it."""
+        if self.report is None:
+            return f"rank {self.rank}: {self.what}"
+        if self.report.stood_still:
+            return self.report.message
+        return f"rank {self.rank}: {self.report.type}: {self.report.message}"
 
 
 def error_file(logs: Path, rank: int) -> Path:
@@ -160,6 +176,9 @@ def tell_failure(failure: Failure, logs: Path) -> None:
     report = failure.report
     if report is not None and report.kind == Kind.config:
         print(report.message, file=sys.stderr, flush=True)
+        return
+    if report is not None and report.stood_still:
+        print(f"{report.message}\nlogs: {logs}", file=sys.stderr, flush=True)
         return
     told = report.traceback if report else _tail(log_file(logs, failure.rank))
     said = f": {report.type}: {report.message}" if report else ""

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO
 
-from components.config.errors import EXIT_INVALID
+from components.config.errors import EXIT_HUNG, EXIT_INVALID
 from components.config.schema.recipes import RecipeConfig
 from components.launch.context import LAUNCHER_PID, WORKER, LocalRank, without_ranks
 from components.launch.failures import (
@@ -33,6 +33,7 @@ from components.launch.failures import (
     tell_failure,
 )
 from components.launch.memory import killed_for_memory
+from components.launch.processes import usable_cores
 from components.launch.rank import EXIT_INTERRUPTED, Recipe, run_here, status_of
 from components.launch.run_directory import RunDirectory
 
@@ -47,6 +48,8 @@ GRACE = 2.0
 """Seconds that the others have to fail by themselves, and to say of what, before they get SIGTERM."""
 REFUSED_GRACE = 1.0
 """The same where a person's mistake was found: there is nothing to save, so SIGKILL follows at once."""
+STACKS_AFTER, STACKS_WITHIN = 1.0, 1.0
+"""The same where the run stood still, until SIGUSR1 asks for stacks; and from there to SIGKILL."""
 KILL_AFTER = 5.0
 """Seconds from SIGTERM, which ranks take as save and stop, to SIGKILL."""
 
@@ -171,6 +174,9 @@ class _Ranks:
         reports = read_reports(self.directory.logs).values()
         if any(report.kind == Kind.config for report in reports):
             self._end_by((REFUSED_GRACE, signal.SIGKILL))
+        elif any(report.stood_still for report in reports):
+            asked = STACKS_AFTER  # a rank that was stopped must go on for a moment to say where it was
+            self._end_by((asked, signal.SIGUSR1), (asked, signal.SIGCONT), (asked + STACKS_WITHIN, signal.SIGKILL))
         else:
             self._end_by((GRACE, signal.SIGTERM), (GRACE + KILL_AFTER, signal.SIGKILL))
 
@@ -203,9 +209,8 @@ def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
     if report is not None and report.kind == Kind.config:
         directory.discard(report.message)
         return EXIT_INVALID
-    said = f"{report.type}: {report.message}" if report else failure.what
-    directory.conclude(_status(ranks, failure), f"rank {failure.rank}: {said}")
-    return 1
+    directory.conclude(_status(ranks, failure), failure.error)
+    return EXIT_HUNG if report is not None and report.stood_still else 1
 
 
 def _status(ranks: _Ranks, failure: Failure) -> str:
@@ -256,6 +261,5 @@ def _loopback_socket() -> tuple[int, socket.socket]:
 
 def _defaults(processes: int) -> dict[str, str]:
     """Variables that ranks get unless the person has set them: cores shared out, and logs that lose nothing."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = str(max(cores // processes, 1))
+    threads = str(max(usable_cores() // processes, 1))
     return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}

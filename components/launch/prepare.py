@@ -10,7 +10,7 @@ from components.config.compose.command_line import compose_from_command_line
 from components.config.schema.cluster import ClusterKind
 from components.config.schema.recipes import RecipeConfig
 from components.launch.preflight import problems_before_start
-from components.launch.processes import device_problems, job_processes, local_processes, visible_gpus
+from components.launch.processes import device_problems, processes_of, visible_gpus
 from components.launch.rank import Recipe
 from components.launch.record import start_record
 from components.launch.run_directory import RunDirectory, open_run_directory
@@ -41,7 +41,7 @@ def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
     notes: list[str] = []
 
     def count_processes(cfg: RecipeConfig) -> int:
-        return world_size or (job_processes(cfg) if _submits(cfg) else local_processes(cfg, gpus))
+        return world_size or processes_of(cfg, gpus)
 
     def check(cfg: RecipeConfig) -> list[str]:
         processes = count_processes(cfg)

@@ -1,8 +1,9 @@
-"""How many processes a run has."""
+"""How many processes a run has, and what they find here."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,22 +12,22 @@ from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig
 
 
-def local_processes(cfg: RecipeConfig, gpus: int) -> int:
-    """Return the number of ranks to start here.
+def processes_of(cfg: RecipeConfig, gpus: int) -> int:
+    """Return the number of ranks that are to be started, here or by Slurm.
 
-    cluster.procs_per_node where it is a number; else one per visible GPU; without GPUs, or with cluster.device=cpu,
-    the product of the stated mesh degrees, where -1 counts as 1.
+    cluster.nodes x cluster.procs_per_node where that is a number, as it must be for Slurm; else one per visible GPU;
+    without GPUs, or with cluster.device=cpu, the product of the stated mesh degrees, where -1 counts as 1.
     """
     if cfg.cluster.procs_per_node != "auto":
-        return int(cfg.cluster.procs_per_node)
+        return cfg.cluster.nodes * int(cfg.cluster.procs_per_node)
     if gpus and cfg.cluster.device != Device.cpu:
         return gpus
     return math.prod(max(cfg.parallelism.degree(axis), 1) for axis in AXES)
 
 
-def job_processes(cfg: RecipeConfig) -> int:
-    """Return the number of ranks that Slurm is to start."""
-    return cfg.cluster.nodes * int(cfg.cluster.procs_per_node)
+def usable_cores() -> int:
+    """Return how many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:

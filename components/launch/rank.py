@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import json
+import faulthandler
 import os
 import signal
 import sys
@@ -18,10 +18,18 @@ from typing import Any
 from components.config.compose.frozen import read_frozen
 from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema.recipes import RecipeConfig
-from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR, rank_and_size
-from components.launch.failures import log_file, tell_problems, write_report
+from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR, WORKER, rank_and_size
+from components.launch.failures import STOOD_STILL, log_file, tell_problems, write_report
 from components.launch.memory import is_out_of_memory
-from components.launch.run_directory import CONFIG, REQUEUE, RESULT, RunDirectory, attempt_logs
+from components.launch.run_directory import (
+    CONFIG,
+    REQUEUE,
+    RESULT,
+    RunDirectory,
+    attempt_logs,
+    read_result,
+    write_result,
+)
 
 EXIT_INTERRUPTED = 130
 """Exit status of what Ctrl-C ended, as shells have it."""
@@ -58,6 +66,7 @@ def run_worker(recipe: Recipe) -> int:
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _write_to(log_file(logs, rank))  # an agent has one output for all its ranks
+    faulthandler.register(signal.SIGUSR1)  # it writes the stacks of all threads, whatever they do, and harms nothing
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):
@@ -74,7 +83,7 @@ def run_worker(recipe: Recipe) -> int:
         return EXIT_INVALID
     for number in STOP_SIGNALS:  # the run is over: there is nothing left to stop, only an exit status to lose
         signal.signal(number, signal.SIG_IGN)
-    if rank == 0 and not by_launcher and _status(run_dir) == "preempted":
+    if rank == 0 and not by_launcher and read_result(run_dir).get("status") == "preempted":
         (run_dir / REQUEUE).touch()
     return 0
 
@@ -90,7 +99,7 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
         recipe.main(cfg)
     except ConfigError as error:
         write_report(directory.logs, rank, error)
-        if _first_to_tell(directory):
+        if _first_to_tell(directory.logs):
             tell_problems(error.problems)
         directory.discard(str(error))
         return EXIT_INVALID
@@ -105,8 +114,28 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
     return 0
 
 
+def report_hang(error: BaseException) -> None:
+    """Keep what is known of a run that stands still, for a thread that ends this rank right after: main cannot raise.
+
+    The stacks of all threads go to the rank's log, `error` to its report; where nobody watches over the ranks, it is
+    told and put into result.json too.
+    """
+    run_dir, rank = Path(os.environ[RUN_DIR]), int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
+    with suppress(OSError), log_file(logs, rank).open("a") as log:
+        print(error, file=log, flush=True)
+        faulthandler.dump_traceback(log)
+    write_report(logs, rank, error)
+    if WORKER not in os.environ and _first_to_tell(logs):
+        print(f"{error}\nlogs: {logs}", file=sys.stderr, flush=True)
+        if not (run_dir / RESULT).exists():
+            write_result(run_dir, {"status": status_of(type(error).__name__, str(error)), "error": str(error)})
+
+
 def status_of(error_type: str, message: str) -> str:
     """Return the status in result.json of a run that an exception of this type, with this message, ended."""
+    if error_type == STOOD_STILL:
+        return "hung"
     return "oom" if is_out_of_memory(error_type, message) else "failed"
 
 
@@ -116,11 +145,6 @@ def _from_main(recipe: Recipe, trace: TracebackType | None) -> TracebackType | N
     while entry is not None and entry.tb_frame.f_code is not recipe.main.__code__:
         entry = entry.tb_next
     return entry or trace
-
-
-def _status(run_dir: Path) -> str | None:
-    result = run_dir / RESULT
-    return json.loads(result.read_text())["status"] if result.exists() else None
 
 
 def _write_to(log: Path) -> None:
@@ -147,10 +171,10 @@ def keep_stop_signals() -> None:
         signal.signal(number, kept)
 
 
-def _first_to_tell(directory: RunDirectory) -> bool:
-    """Whether no other rank has told this run's refusal; the ranks of a foreign launcher all find the same."""
+def _first_to_tell(logs: Path) -> bool:
+    """Whether no other rank has told how this run ended; the ranks of a foreign launcher all find the same."""
     try:
-        (directory.logs / "told").touch(exist_ok=False)
+        (logs / "told").touch(exist_ok=False)
     except (FileExistsError, FileNotFoundError):
         return False
     return True

@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from components.launch.processes import usable_cores
+
 PACKAGES = ("meshbook", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "safetensors", "gguf", "wandb")
 
 
@@ -28,7 +30,7 @@ def start_record(recipe: str, recipe_file: Path, processes: int, attempt: int) -
         "processes": processes,
         "host": socket.gethostname(),
         "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": usable_cores(),
         "gpus": _gpu_names(),
         "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "python": platform.python_version(),

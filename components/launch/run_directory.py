@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import secrets
@@ -12,26 +10,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from components.config.compose.frozen import read_frozen, to_yaml
 from components.config.errors import ConfigError
-from components.config.schema.checks import raise_all
 from components.config.schema.recipes import RecipeConfig
-from components.launch.slurm.commands import ENDED, job_state
+from components.config.schema.run import CONFIG
+from components.launch.changes import check_changes, check_source
+from components.launch.files import aside, read_json, take_lock, write_json, write_text
+from components.launch.slurm.jobs import ENDED, GONE, UNKNOWN, job_states
 
-CONFIG, RECORD, RESULT, LOGS, LOCK = "config.yaml", "environment.json", "result.json", "logs", ".lock"
+RECORD, RESULT, LOGS, LOCK = "environment.json", "result.json", "logs", ".lock"
 CODE, SCRIPT, JOB_ID, REQUEUE = "code", "job.sbatch", "job_id", "requeue"
 """Of a Slurm job: its copy of the code, its batch script, its number, and the wish to be started again."""
 OWN_NAMES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_ID}
 """What a start writes before the recipe does anything."""
-
-DEFINING_KEYS = ("run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data.")
-"""Keys (a dot at the end: a whole section) whose change makes another run of what continues here."""
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass
@@ -75,8 +70,8 @@ class RunDirectory:
             if (self.path / RESULT).exists():
                 (self.path / RESULT).replace(before / RESULT)
         (self.path / REQUEUE).unlink(missing_ok=True)
-        _write(self.path / CONFIG, to_yaml(cfg))
-        _write(self.path / RECORD, json.dumps(record, indent=2) + "\n")
+        write_text(self.path / CONFIG, to_yaml(cfg))
+        write_json(self.path / RECORD, record)
         self.logs.mkdir(parents=True)
         link = self.path / LOGS / ".latest"
         link.unlink(missing_ok=True)
@@ -111,7 +106,19 @@ class RunDirectory:
 
 def write_result(run_dir: Path, values: dict[str, Any]) -> None:
     """Write result.json for a run whose recipe has not come to do so."""
-    _write(run_dir / RESULT, json.dumps(values, indent=2) + "\n")
+    write_json(run_dir / RESULT, values)
+
+
+def read_result(run_dir: Path) -> dict[str, Any]:
+    """Return result.json; empty where there is none yet."""
+    result = run_dir / RESULT
+    return json.loads(result.read_text()) if result.exists() else {}
+
+
+def job_of(run_dir: Path) -> str | None:
+    """Return the number of the job that was submitted for a directory; None where there was none."""
+    file = run_dir / JOB_ID
+    return file.read_text().strip() or None if file.exists() else None
 
 
 def attempt_logs(run_dir: Path, attempt: int) -> Path:
@@ -124,10 +131,11 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
 
     Raises ConfigError where it holds another run, is in use, or cannot be written; it then made nothing.
     """
+    check_source(cfg)
     path = Path(os.path.expanduser(cfg.run.dir)).absolute() if cfg.run.dir is not None else None
     try:
         path, created = (path, _make(path)) if path is not None else _make_new(Path.cwd() / "outputs" / recipe)
-        names = {entry.name for entry in path.iterdir()} - {LOCK, _temporary(path / CONFIG).name}
+        names = {entry.name for entry in path.iterdir()} - {LOCK, aside(path / CONFIG).name}
         if names and CONFIG not in names:
             raise ConfigError(f"run.dir={path}: holds files, but no run; choose another run.dir")
         lock = _lock(path)
@@ -136,7 +144,8 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
         raise ConfigError(f"run.dir={place}: cannot be used: {error.strerror}; choose another run.dir") from error
     if CONFIG in names:
         try:
-            _refuse_live_job(path)
+            if doubt := _refuse_live_job(path):
+                print(f"{path}: {doubt}; do not start this run twice at once", file=sys.stderr)
             _guard(path, cfg, recipe)
         except ConfigError:
             _unlock(lock)
@@ -156,12 +165,11 @@ def held(path: Path) -> Iterator[None]:
     try:
         if lock is None and not (path / RESULT).exists():
             raise ConfigError(f"run.dir={path}: nothing tells here whether its run has ended: no locks, no {RESULT}")
-        if (path / JOB_ID).exists() and shutil.which("squeue") is None:
+        if doubt := _refuse_live_job(path, mend):
             raise ConfigError(
-                f"run.dir={path}: belongs to a job, and there is no squeue on PATH to ask whether it has ended; try "
-                f"again from a login node of its cluster, or remove {path / JOB_ID} if it has"
+                f"run.dir={path}: {doubt}; try again from a login node of its cluster, or remove {path / JOB_ID} if it "
+                "has ended"
             )
-        _refuse_live_job(path, mend)
         yield
     finally:
         _unlock(lock)
@@ -198,13 +206,14 @@ def _lock(path: Path, mend: str = "choose another run.dir") -> int | None:
     """Lock the directory for the life of this process; None where its file system has no locks."""
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        has_locks = take_lock(descriptor)
     except OSError as error:
         os.close(descriptor)
-        if error.errno in _NO_LOCKS:
-            print(f"{path}: no locks on this file system; do not start this run twice at once", file=sys.stderr)
-            return None
         raise ConfigError(f"run.dir={path}: is in use by a run that is still going; {mend}") from error
+    if not has_locks:
+        os.close(descriptor)
+        print(f"{path}: no locks on this file system; do not start this run twice at once", file=sys.stderr)
+        return None
     if os.fstat(descriptor).st_nlink == 0:
         os.close(descriptor)
         raise ConfigError(f"run.dir={path}: was removed at this moment by another start; start again")
@@ -216,16 +225,20 @@ def _unlock(lock: int | None) -> None:
         os.close(lock)
 
 
-def _refuse_live_job(path: Path, mend: str = "choose another run.dir") -> None:
-    """Raise ConfigError while a job that was submitted for this directory waits or runs."""
-    if not (path / JOB_ID).exists():
-        return
-    job = (path / JOB_ID).read_text().strip()
-    state = job_state(job)
-    if state is not None and state not in ENDED:
+def _refuse_live_job(path: Path, mend: str = "choose another run.dir") -> str | None:
+    """Return what to tell a person where nobody can say whether the directory's job has ended; None if it has.
+
+    Raises ConfigError while a job that was submitted for this directory waits or runs.
+    """
+    job = job_of(path)
+    state = job_states([job]).get(job, UNKNOWN) if job else GONE
+    if state == UNKNOWN:
+        return f"belongs to job {job}, which may still run: there is no squeue on PATH, or Slurm does not answer it"
+    if state != GONE and state not in ENDED:
         raise ConfigError(
             f"run.dir={path}: belongs to job {job}, which is {state}; {mend}, or end the job with scancel {job}"
         )
+    return None
 
 
 def _guard(path: Path, cfg: RecipeConfig, recipe: str) -> None:
@@ -241,55 +254,21 @@ def _guard(path: Path, cfg: RecipeConfig, recipe: str) -> None:
             )
         return
     try:
-        before = read_frozen(path / CONFIG, type(cfg))
+        read_frozen(path / CONFIG, type(cfg))
     except ConfigError as error:
         told = "; ".join(error.problems)
         raise ConfigError(
             f"run.dir={path}: its {CONFIG} is of another kind ({told}); choose another run.dir"
         ) from error
-    then, now = _defining(before), _defining(cfg)
-    raise_all(
-        [
-            f"{key}={now.get(key)}: the run in run.dir={path} began with {then.get(key)}; set it back, or choose "
-            "another run.dir"
-            for key in sorted({*then, *now})
-            if then.get(key) != now.get(key)
-        ]
-    )
+    check_changes((path / CONFIG).read_text(), cfg, f"run.dir={path}")
 
 
 def _recipe_of(path: Path) -> str | None:
-    with suppress(OSError, ValueError):
-        record = json.loads((path / RECORD).read_text())
-        return record.get("recipe") if isinstance(record, dict) else None
-    return None
-
-
-def _defining(cfg: RecipeConfig) -> dict[str, Any]:
-    """The values, by dotted key, that a run cannot change on its way."""
-    sections = {name: values for name, values in asdict(cfg).items() if isinstance(values, dict)}
-    flat = {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
-    return {
-        key: value
-        for key, value in flat.items()
-        if any(key == defining or (defining.endswith(".") and key.startswith(defining)) for defining in DEFINING_KEYS)
-    }
+    return read_json(path / RECORD).get("recipe")
 
 
 def _has_content(entry: Path) -> bool:
     return not entry.is_file() or entry.stat().st_size > 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file in one rename, so that nobody reads half of it."""
-    temporary = _temporary(path)
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
-def _temporary(path: Path) -> Path:
-    """Where a file is written first: all that a start which is killed at once may leave."""
-    return path.with_name(f".{path.name}.tmp")
 
 
 def _free(folder: Path) -> str:

@@ -15,7 +15,7 @@ class Result:
     """The last word on a run."""
 
     status: str
-    """ok, preempted, interrupted; the launcher writes invalid, failed and oom."""
+    """ok, preempted, interrupted; the launcher writes invalid, failed, hung and oom."""
     steps: int
     """Optimizer steps done."""
     mesh: str

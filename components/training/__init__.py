@@ -9,6 +9,7 @@ optim.py      AdamW with decay groups, learning-rate schedules, updates that ski
 precision.py  the type of matrix products
 metrics.py    numbers of a step, read a fixed number of steps later, so that the host never waits
 state.py      what a resume needs besides tensors; the request to stop; the time of the next save
+watchdog.py   ends a run that makes no progress, and names the rank that is missing
 """
 
 from components.training.gradients import clip_gradients, gradient_norm
@@ -18,17 +19,21 @@ from components.training.metrics import StepMetrics, StepReader
 from components.training.optim import build_optimizer, learning_rate, set_learning_rate
 from components.training.precision import autocast_dtype, compute_dtype
 from components.training.router import RouterLoss, attach_router_loss
-from components.training.state import SaveClock, StopRequest, TrainState
+from components.training.state import NonFiniteGradients, SaveClock, StopRequest, TrainState
 from components.training.sync import get_sync_ctx
+from components.training.watchdog import StepTimeout, Watchdog
 
 __all__ = [
+    "NonFiniteGradients",
     "RouterLoss",
     "SaveClock",
     "StepMetrics",
     "StepReader",
     "StepSettings",
+    "StepTimeout",
     "StopRequest",
     "TrainState",
+    "Watchdog",
     "attach_router_loss",
     "autocast_dtype",
     "build_optimizer",

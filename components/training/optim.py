@@ -53,10 +53,10 @@ def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
             return config.lr + (floor - config.lr) * max(0.0, done)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Set the learning rate of every parameter group."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig, step: int, max_steps: int) -> None:
+    """Set the learning rate of every parameter group to that of optimizer step `step` (the first is 0)."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = learning_rate(config, step, max_steps)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor:

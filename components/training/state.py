@@ -8,9 +8,14 @@ from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
+from components.config.schema.training import TrainingConfig
 from components.training.metrics import StepMetrics
 
 PREEMPT_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+
+class NonFiniteGradients(FloatingPointError):
+    """The gradients of too many steps in a row were not finite."""
 
 
 @dataclass(slots=True)
@@ -23,6 +28,8 @@ class TrainState:
     """Target tokens seen in them."""
     skipped: int = 0
     """Steps whose update was skipped because the gradients were not finite."""
+    skipped_in_a_row: int = 0
+    """How many of them were the last steps of all, one after the other."""
     first_loss: float | None = None
     """Loss of the first step."""
     last_loss: float | None = None
@@ -32,9 +39,27 @@ class TrainState:
         """Count a step whose numbers have arrived."""
         self.tokens += metrics.tokens
         self.skipped += metrics.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics.skipped else 0
         self.last_loss = metrics.loss
         if self.first_loss is None:
             self.first_loss = metrics.loss
+
+    def refuse_to_diverge(self, metrics: StepMetrics, policy: TrainingConfig) -> None:
+        """Raise NonFiniteGradients where `metrics`, recorded last, completes `training.stop_after_skipped` skips.
+
+        Every rank raises it at the same step. Nothing is saved then: the weights are those of the last save or a few
+        good steps younger, and a checkpoint of them could push out one from before they went astray.
+        """
+        count = self.skipped_in_a_row
+        if not 0 < policy.stop_after_skipped <= count:
+            return
+        since = metrics.step - count
+        raise NonFiniteGradients(
+            f"the gradients of {count} steps in a row, up to step {metrics.step}, were not finite, and none was "
+            f"applied: the weights are still those of step {since}; look at the data of these steps, lower "
+            "optimizer.lr, or go on from an older checkpoint (run.resume=PATH); "
+            f"training.stop_after_skipped={policy.stop_after_skipped} is how many such steps end the run (0: none)"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counters as JSON values."""

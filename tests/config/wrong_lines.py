@@ -20,7 +20,13 @@ UNKNOWN_KEY = [
     ("++run.sed=1", "run.sed=1: no such key", "did you mean run.seed?"),
     ("++xyzzy=3", "xyzzy=3: no such key"),
     ("training={max_stepz:3}", "training={max_stepz:3}", "does not have"),
-    ("data.path=x.jsonl", "the chosen option of data has no such key", "data=NAME", "jsonl"),
+    (
+        "data.path=x.jsonl",
+        *("the chosen option of data has no such key", "add data=jsonl", "data=NAME that has it (chat_jsonl, "),
+    ),
+    ("data=pydocs data.prompt_column=q", "add data=jsonl, or another data=NAME that has it (gsm8k, alpaca)"),
+    ("data=jsonl data.path=x data.messages_column=q", "data.messages_column=q", "no such key; add data=chat_jsonl"),
+    ("data.factory=a:b", "the chosen option of data has no such key; choose another with data=NAME", "pydocs"),
 ]
 WRONG_TYPE = [
     ("training.max_steps=abc", "training.max_steps=abc: must be a whole number"),
@@ -71,6 +77,12 @@ MISSING_VALUE = [
 OUT_OF_RANGE = [
     ("optimizer.lr=-1", "optimizer.lr=-1.0: must be greater than 0"),
     ("training.max_steps=0", "training.max_steps=0: must be at least 1"),
+    ("training.stop_after_skipped=-1", "training.stop_after_skipped=-1: must be at least 0"),
+    ("training.step_timeout_seconds=-1", "training.step_timeout_seconds=-1", "must be 0 (wait for ever) or at least 1"),
+    ("training.step_timeout_seconds=0.5", "training.step_timeout_seconds=0.5", "must be 0 (wait for ever)"),
+    ("training.step_timeout_seconds=inf", "training.step_timeout_seconds", "must be 0 (wait for ever) or at least 1"),
+    ("training.step_timeout_seconds=never", "training.step_timeout_seconds=never: must be a number"),
+    ("training.step_timeout=60", "no such key", "did you mean training.step_timeout_seconds?"),
     ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
     ("checkpoint.every_minutes=-1", "checkpoint.every_minutes=-1", "must be at least 0"),
     ("checkpoint.every=6 checkpoint.keep_every=10", "checkpoint.keep_every=10: must be a multiple of", "every=6"),
@@ -197,6 +209,10 @@ NOT_BUILT = [
     ("training.max_steps=10,20", "training.max_steps=10,20", "several values"),
 ]
 SWEEPS = [
+    ("-m", "a sweep needs a key with several values, such as parallelism=ddp,fsdp2", "leave -m out"),
+    ("-m training.max_steps=3", "a sweep needs a key with several values", "leave -m out"),
+    ("--multirun parallelism=fsdp2", "a sweep needs a key with several values"),
+    ("-m cluster.dry_run=true", "a sweep needs a key with several values"),
     ("-m parallelism=ddp,fsdp2 training.max_step=3", "training.max_step=3: no such key", "training.max_steps"),
     ("-m parallelism=ddp,fspd2", "parallelism=fspd2: no such option; did you mean fsdp2?"),
     ("-m trainig.max_steps=1,2", "trainig.max_steps=1,2: no such key; did you mean training.max_steps?"),
@@ -209,7 +225,7 @@ SWEEPS = [
     ("-m run.dir=a,b", "run.dir=a,b", "the folder of the whole sweep"),
     ("-m run.seed=1,2 run.seed=3", "run.seed=1,2: run.seed is given 2 times"),
     ("-m run.dir=/dev/null/sweep run.seed=1,2", "run.dir=/dev/null/sweep: cannot be used"),
-    ("-m parallelism=tp3 cluster=local_2proc", "tp 3 = 3 processes, but there are 2"),
+    ("-m parallelism=tp3 run.seed=1,2 cluster=local_2proc", "tp 3 = 3 processes, but there are 2"),
 ]
 SYNTAX = [
     ("training.max_steps", "training.max_steps: cannot be read", "KEY=VALUE"),

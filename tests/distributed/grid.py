@@ -126,10 +126,11 @@ def cells(world: int, model: str, base: ParallelismConfig | None = None) -> list
     return [cell(model, world, layout) for layout in all_layouts(world, base)]
 
 
-def cell(model: str, world: int, layout: ParallelismConfig) -> Cell:
+def cell(model: str, world: int, layout: ParallelismConfig, layers: int | None = None) -> Cell:
+    """A model on a mesh; `layers` None: an uneven number per stage where that can be."""
     mesh = layout.resolve(world)
     stages = len(layout.stage_places(mesh.pp))
-    layers = stages + 1 if 1 < stages < 8 else max(2, stages)
+    layers = layers or (stages + 1 if 1 < stages < 8 else max(2, stages))
     shape = ModelShape(**{"experts": 0, **shape_of_config(values_of(model, layers))})
     accumulation = max(2, mesh.pp * (2 if str(layout.pp_schedule) == "DualPipeV" else 1))
     cfg = FinetuneConfig(

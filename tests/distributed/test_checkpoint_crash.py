@@ -228,6 +228,20 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, str(tmp_path / "checkpoints" / "step_5"))
 
 
+def test_a_run_that_began_from_a_checkpoint_does_not_begin_again(tmp_path: Path) -> None:
+    """A job that is requeued has the same config, and run.resume=PATH in it."""
+    origin, run_dir = str(save(tmp_path / "other", 5)), tmp_path / "run"
+    earlier = save(run_dir, 1)  # before it was told to go on from elsewhere
+    assert find_checkpoint(run_dir, origin) == Path(origin)
+    (run_dir / "config.yaml").write_text(f"run:\n  resume: {origin}\n")
+    since = save(run_dir, 6)
+    assert find_checkpoint(run_dir, origin) == since
+    assert find_checkpoint(run_dir, str(earlier)) == earlier
+    (since / "state.json").write_text("[]")
+    assert find_checkpoint(run_dir, origin) == Path(origin)
+    assert run_ranks(2, lambda rank: find_checkpoint(run_dir, origin)) == [Path(origin)] * 2
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

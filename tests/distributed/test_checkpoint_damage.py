@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import random
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from components.checkpoint import find_checkpoint, load_model_weights, verify
+from components.checkpoint import find_checkpoint, load_model_weights, manifest, save_checkpoint, verify
 from components.checkpoint.manifest import Manifest
 from components.config.errors import ConfigError
+from components.config.schema.checkpoint import CheckpointConfig
 from tests.distributed.test_checkpoint_crash import assert_whole, save, start
 from tests.harness import run_ranks
+
+TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
+CORRUPTIONS = 1000 if TORTURE else 210
 
 
 def flip(path: Path, place: float) -> None:
@@ -80,17 +87,174 @@ def test_shards_that_are_swapped_or_foreign_are_refused(tmp_path: Path) -> None:
     assert verify(whole) == ["shard-00003-model-00001-of-00001.safetensors does not belong to it"]
 
 
-def test_two_hundred_random_bits_are_all_noticed(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    files = sorted(path.iterdir())
-    dice = random.Random(0)
-    for _ in range(200):
-        victim = dice.choice(files)
-        before = victim.read_bytes()
-        flip(victim, dice.random())
-        assert any(victim.name in problem for problem in verify(path)), victim
-        victim.write_bytes(before)
-    assert verify(path) == []
+class Corruption:
+    """Ways to damage a checkpoint; each returns the files of which one must be told."""
+
+    def __init__(self, newer: Path, older: Path, seed: int) -> None:
+        self.newer, self.older, self.dice = newer, older, random.Random(seed)
+        self.pristine = {path.name: path.read_bytes() for path in sorted(newer.iterdir())}
+        self.before = {path.name: path.read_bytes() for path in sorted(older.iterdir())}
+        self.shards = [name for name in self.pristine if name.endswith(".safetensors")]
+
+    def any_file(self) -> Path:
+        return self.newer / self.dice.choice(list(self.pristine))
+
+    def bit_flip(self) -> set[str]:
+        path = self.any_file()
+        flip(path, self.dice.random())
+        return {path.name}
+
+    def truncation(self) -> set[str]:
+        path = self.any_file()
+        os.truncate(path, self.dice.randrange(path.stat().st_size))
+        return {path.name}
+
+    def missing_file(self) -> set[str]:
+        path = self.any_file()
+        path.unlink()
+        return {path.name}
+
+    def swapped_shards(self) -> set[str]:
+        names = self.dice.sample(self.shards, 2)
+        for name, other in zip(names, reversed(names), strict=True):
+            (self.newer / name).write_bytes(self.pristine[other])
+        return set(names)
+
+    def zeroed_page(self) -> set[str]:
+        path = self.any_file()
+        data = bytearray(path.read_bytes())
+        start = 4096 * self.dice.randrange(-(-len(data) // 4096))
+        data[start : start + 4096] = bytes(len(data[start : start + 4096]))
+        path.write_bytes(data)
+        return {path.name}
+
+    def mixed_steps(self) -> set[str]:
+        differing = [name for name in self.pristine if self.before[name] != self.pristine[name]]
+        assert len(differing) > 3
+        names = set(self.dice.sample(differing, self.dice.randrange(1, len(differing))))
+        for name in names:
+            (self.newer / name).write_bytes(self.before[name])
+        return set(differing) - names if "manifest.json" in names else names
+
+    def edited_manifest(self) -> set[str]:
+        """An edit by hand; or one of a file's record whose author has made the manifest's own hash fit."""
+        written = json.loads(self.pristine["manifest.json"])
+        files = written["body"]["files"]
+        name = self.dice.choice(list(files))
+        edit = self.dice.choice(["step", "serial", "size", "hash", "forgotten", "invented"])
+        if edit in ("step", "serial"):
+            written["body"][edit] += self.dice.randrange(1, 9)
+        elif edit == "size":
+            files[name]["bytes"] += self.dice.choice([-1, 1])
+        elif edit == "hash":
+            place = self.dice.randrange(len(files[name]["xxh3"]))
+            digest = files[name]["xxh3"][place]
+            files[name]["xxh3"][place] = f"{int(digest, 16) ^ 1 << self.dice.randrange(128):032x}"
+        elif edit == "forgotten":
+            del files[name]
+        else:
+            files["more.safetensors"] = files[name]
+        told = {name, "more.safetensors"}
+        if edit in ("step", "serial") or self.dice.random() < 0.5:
+            told = {"manifest.json"}
+        else:
+            body = json.dumps(written["body"], sort_keys=True).encode()
+            written["sha256"] = hashlib.sha256(body).hexdigest()
+        (self.newer / "manifest.json").write_text(json.dumps(written))
+        return told
+
+    def restore(self) -> None:
+        for path in self.newer.iterdir():
+            path.unlink()
+        for name, data in self.pristine.items():
+            (self.newer / name).write_bytes(data)
+
+    @property
+    def changed(self) -> bool:
+        return {path.name: path.read_bytes() for path in self.newer.iterdir()} != self.pristine
+
+
+KINDS = ["bit_flip", "truncation", "missing_file", "swapped_shards", "zeroed_page", "mixed_steps", "edited_manifest"]
+
+
+def test_a_thousand_corruptions_are_refused_by_file_name_and_the_one_before_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In files of several blocks, written by three ranks."""
+    monkeypatch.setattr("components.checkpoint.manifest.BLOCK_BYTES", 1024)
+
+    def write(rank: int) -> None:
+        for step in (1, 2):
+            torch.manual_seed(10 * step + rank)  # random states of their own
+            save(tmp_path, step)
+
+    run_ranks(3, write)
+    older, newer = tmp_path / "checkpoints" / "step_1", tmp_path / "checkpoints" / "step_2"
+    corruption = Corruption(newer, older, seed=0)
+    assert len(corruption.pristine) == 8  # shards and random states of three ranks, state, manifest
+    refused, undone = dict.fromkeys(KINDS, 0), 0
+    while sum(refused.values()) < CORRUPTIONS:
+        kind = KINDS[sum(refused.values()) % len(KINDS)]
+        told = getattr(corruption, kind)()
+        if not corruption.changed:  # a page of zeros
+            undone += 1
+            continue
+        caplog.clear()
+        assert find_checkpoint(tmp_path, "auto") == older, (kind, told)
+        warnings = [record.getMessage() for record in caplog.records]
+        assert any(str(newer) in text and any(name in text for name in told) for text in warnings), (kind, told)
+        if sum(refused.values()) % 50 == 0:
+            assert_whole(tmp_path, {1})
+        refused[kind] += 1
+        corruption.restore()
+    assert min(refused.values()) == CORRUPTIONS // len(KINDS)
+    assert undone < CORRUPTIONS // 20
+    assert find_checkpoint(tmp_path, "auto") == newer
+
+
+def test_a_write_that_goes_wrong_on_its_way_to_the_disk_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is hashed is what was meant, not what the disk gives back."""
+    save(tmp_path, 1)
+    fsync = os.fsync
+
+    def corrupt(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{int(descriptor)}"))
+        if path.suffix == ".safetensors":
+            flip(path, 0.9)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", corrupt)
+    newer = save(tmp_path, 2)
+    assert verify(newer) == ["shard-00001-model-00001-of-00001.safetensors is damaged"]
+    assert_whole(tmp_path, {1})
+
+
+@pytest.mark.skipif(not TORTURE, reason="a measurement: make torture")
+def test_hashing_costs_at_most_a_twentieth_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """268 MB of parameters and optimizer state in one process, hashed and written."""
+    hashing = 0.0
+    update = manifest.HashedFile._hash
+
+    def timed(self: manifest.HashedFile, data: memoryview) -> None:
+        nonlocal hashing
+        began = time.perf_counter()
+        update(self, data)
+        hashing += time.perf_counter() - began
+
+    monkeypatch.setattr(manifest.HashedFile, "_hash", timed)
+    model = torch.nn.Linear(4096, 5461)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4096)).sum().backward()
+    optimizer.step()
+    began = time.perf_counter()
+    path = save_checkpoint(tmp_path, 1, model, optimizer, {}, CheckpointConfig(keep=1))
+    whole = time.perf_counter() - began
+    size = Manifest.read(path).bytes
+    print(f"{size / 1e6:.0f} MB saved in {whole:.2f} s, hashed in {hashing:.3f} s: {hashing / whole:.1%}")
+    assert size > 268e6
+    assert 0 < hashing < 0.05 * whole
 
 
 def test_ranks_share_the_reading_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +276,7 @@ def test_ranks_share_the_reading_and_agree(tmp_path: Path, monkeypatch: pytest.M
     (first, one), (second, two) = run_ranks(2, body, None)
     assert one == two == "step_2"
     files = Manifest.read(tmp_path / "checkpoints" / "step_2").files
-    blocks = sum(len(record.sha256) for record in files.values())
+    blocks = sum(len(record.xxh3) for record in files.values())
     assert blocks > 20
     assert blocks <= first + second < blocks + 8  # each block once, besides manifests
     assert min(first, second) >= blocks // 2

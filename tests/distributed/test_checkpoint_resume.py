@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import pickle
 import random
 from pathlib import Path
@@ -13,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components.checkpoint import find_checkpoint, load_checkpoint, load_model_weights, save_checkpoint
@@ -246,18 +250,36 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
         load_checkpoint(path, model, torch.optim.AdamW(model.model.layers[0].parameters()))
 
 
-def test_layouts_that_would_be_stored_wrong_are_refused_by_name(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+def cut_over(cuts: str) -> Run:
+    """A matrix over four ranks: FSDP over tensor-parallel shards of uneven size (5 rows), or over a fused projection
+    (12 rows: three matrices, each of which tp cuts by itself)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    placement = Shard(0) if cuts == "uneven" else _StridedShard(0, split_factor=3)
+    whole = torch.arange(60.0).view(12, 5) if cuts == "fused" else torch.arange(35.0).view(5, 7)
+    model = torch.nn.Linear(*reversed(whole.shape), bias=False)
+    model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh["tp"], [placement]))
+    fully_shard(model, mesh=mesh["fsdp"])
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
 
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-        model = torch.nn.Sequential(torch.nn.Linear(4, 5))
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-        fully_shard(model, mesh=mesh["fsdp"])
-        with pytest.raises(ConfigError, match=r"0.weight: \(5, 4\) laid out as .* cannot be saved"):
-            save_checkpoint(tmp_path, 1, model, torch.optim.AdamW(model.parameters()), {}, CheckpointConfig(keep=1))
 
-    run_ranks(4, body)
-    assert find_checkpoint(tmp_path, "auto") is None
+@pytest.mark.parametrize("cuts", ["uneven", "fused"])
+def test_layouts_of_several_or_uneven_blocks_are_stored_where_they_belong(cuts: str, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint by itself would store other rows, and say nothing."""
+
+    def body(rank: int) -> int:
+        run = cut_over(cuts)
+        save_checkpoint(tmp_path, 1, *run, {}, CheckpointConfig(keep=1))
+        blank = cut_over(cuts)
+        with torch.no_grad():
+            blank[0].weight.mul_(0)
+        load_checkpoint(find_checkpoint(tmp_path, "auto"), *blank)
+        assert torch.equal(blank[0].weight.to_local(), run[0].weight.to_local())
+        return run[0].weight.to_local().numel()
+
+    held = run_ranks(4, body)
+    shape = (12, 5) if cuts == "fused" else (5, 7)
+    assert sum(held) == math.prod(shape)
+    assert len(set(held)) == (1 if cuts == "fused" else 2)
+    plain = torch.nn.Linear(*reversed(shape), bias=False)
+    load_model_weights(tmp_path / "checkpoints" / "step_1", plain)
+    assert torch.equal(plain.weight, torch.arange(float(sum(held))).view(shape))

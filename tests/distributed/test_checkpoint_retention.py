@@ -252,13 +252,13 @@ def test_prune_keeps_off_while_somebody_uses_the_directory(
     assert status == 2
     assert "no squeue on PATH" in told
     squeue = tmp_path / "squeue"
-    squeue.write_text("#!/bin/sh\necho RUNNING\n")
+    squeue.write_text("#!/bin/sh\necho 17 RUNNING\n")
     squeue.chmod(0o700)
     status, told = call("prune", "--yes")
     assert status == 2
     assert "belongs to job 17, which is RUNNING; wait for its end, or end the job with scancel 17" in told
     assert names(run_dir) == before
-    squeue.write_text("#!/bin/sh\necho COMPLETED\n")
+    squeue.write_text("#!/bin/sh\necho 17 COMPLETED\n")
     assert call("prune", "--yes")[0] == 0
     assert names(run_dir) < before
 

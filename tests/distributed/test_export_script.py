@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from components import checkpoint, distributed, models
 from components.config.compose.frozen import to_yaml
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
+from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
 from components.models.weight_files import WeightFiles
@@ -77,7 +78,7 @@ def save(cfg: FinetuneConfig, parallelism: dict[str, Any] | None, step: int = 3)
     for parameter in model.parameters():
         parameter.grad = parameter.detach() + 0.01
     optimizer.step()
-    checkpoint.save_checkpoint(cfg.run.dir, step, model, optimizer, {"state": STATE}, keep=5)
+    checkpoint.save_checkpoint(cfg.run.dir, step, model, optimizer, {"state": STATE}, CheckpointConfig(keep=5))
     models.export_model(model, models.load_tokenizer(cfg.model), Path(cfg.run.dir) / "export", shard_bytes=SHARD)
     whole = {
         name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
@@ -301,7 +302,9 @@ def test_the_model_is_never_in_memory(tmp_path: Path) -> None:
         model = models.build_on_meta(cfg.model)
         models.materialize(model, "cpu")
         models.fill_weights(model, cfg.model, seed=1)
-        checkpoint.save_checkpoint(cfg.run.dir, 3, model, torch.optim.SGD(model.parameters()), {}, keep=1)
+        checkpoint.save_checkpoint(
+            cfg.run.dir, 3, model, torch.optim.SGD(model.parameters()), {}, CheckpointConfig(keep=1)
+        )
         command = [sys.executable, "-c", MEASURED, cfg.run.dir]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
         peaks[name] = int(done.stdout.split()[-1])

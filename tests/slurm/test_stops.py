@@ -54,8 +54,8 @@ def by_a_job_that_matters_more(login: Login, job: str) -> None:
 
 
 KINDS = (by_a_person, by_a_job_that_matters_more)
-TIME_LIMIT = ("cluster.time=1", "cluster.signal_lead_seconds=55", "training.max_steps=1500")
-"""Slurm looks every 30 s: the request comes some 10 s after every start, and the run needs several."""
+TIME_LIMIT = ("cluster.time=1", "cluster.signal_lead_seconds=30", "training.max_steps=1500")
+"""Slurm looks every 30 s: the request comes some 35 s after every start, and the run needs two or three."""
 
 
 def in_a_step(run: Path, draw: random.Random) -> None:

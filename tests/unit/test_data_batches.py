@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -75,26 +76,39 @@ def test_resuming_on_another_mesh_or_batch_size_goes_on_in_the_undisturbed_order
     before = TrainBatches(dataset, BatchPlan(global_batch_size=24, micro_batch_size=6), seed=9)
     used = [number for _ in range(stop) for number in numbers(next(before))]
     state = before.state_dict()
-    assert state == {"seed": 9, "epoch": stop * 24 // 50, "sample": stop * 24}
+    assert state == {"seed": 9, "epoch": stop * 24 // 50, "sample": stop * 24, "size": 50, "fingerprint": ""}
 
     size, micro, dp_size = shape_after
     ranks = []
     for rank in range(dp_size):
         plan = BatchPlan(global_batch_size=size, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size)
-        ranks.append(TrainBatches(dataset, plan, seed=12345))  # the checkpoint's seed counts
+        ranks.append(TrainBatches(dataset, plan, seed=9))
         ranks[-1].load_state_dict(state)
     for _ in range(8):
         used += [number for rank in ranks for number in numbers(next(rank))]
     assert used == undisturbed[: len(used)]
 
 
-def test_a_cursor_of_another_data_set_is_refused():
+def test_a_cursor_of_other_samples_or_another_order_is_refused_with_the_key_that_accepts_it():
     plan = BatchPlan(global_batch_size=8, micro_batch_size=8)
-    before = TrainBatches(numbered(20), plan, seed=1)
-    for _ in range(10):
-        next(before)
-    with pytest.raises(ConfigError, match=r"epoch 4 at sample 80.*epoch 3 of 21 samples.*another data set"):
-        TrainBatches(numbered(21), plan, seed=1).load_state_dict(before.state_dict())
+
+    def batches(size: int = 20, fingerprint: str = "a", seed: int = 1) -> TrainBatches:
+        return TrainBatches(numbered(size), plan, seed=seed, fingerprint=fingerprint)
+
+    before = batches()
+    next(before)  # the first epoch: another size would not show in the number of epochs
+    state = before.state_dict()
+    batches().load_state_dict(state)
+    for other in (batches(size=21), batches(fingerprint="b")):
+        with pytest.raises(ConfigError, match=r"data: 2\d samples that are not the 20 of .*accept_changes=\[data\]"):
+            other.load_state_dict(state, ["run.seed"])
+        other.load_state_dict(state, ["data.path"])
+        assert other.state_dict()["sample"] == 8
+    other = batches(seed=2)
+    with pytest.raises(ConfigError, match=r"run.seed=2: .* order of seed 1.*run.accept_changes=\[run.seed\]"):
+        other.load_state_dict(state, ["data"])
+    other.load_state_dict(state, ["run.seed"])
+    assert numbers(next(other)) == SampleOrder(20, 2).indices(8, 8)  # the seed that was asked for
 
 
 def test_a_billionth_sample_is_resumed_without_walking_there():
@@ -106,10 +120,13 @@ def test_a_billionth_sample_is_resumed_without_walking_there():
             return Example([1, index], [IGNORED, index])
 
     plan = BatchPlan(global_batch_size=4, micro_batch_size=4)
+    began = time.perf_counter()
     batches = TrainBatches(Huge(), plan, seed=1)
-    batches.load_state_dict({"seed": 1, "epoch": 2, "sample": 2 * (10**9 + 7) + 10**9})
+    place = 2 * (10**9 + 7) + 10**9
+    batches.load_state_dict({"seed": 1, "epoch": 2, "sample": place, "size": 10**9 + 7, "fingerprint": ""})
     (batch,) = next(batches)
-    assert batch["input_ids"][:, 1].tolist() == SampleOrder(10**9 + 7, 1).indices(2 * (10**9 + 7) + 10**9, 4)
+    assert time.perf_counter() - began < 0.05
+    assert batch["input_ids"][:, 1].tolist() == SampleOrder(10**9 + 7, 1).indices(place, 4)
 
 
 @pytest.mark.parametrize(("size", "micro", "dp_size"), [(10, 4, 1), (8, 3, 2), (0, 1, 1), (4, 4, 2)])

@@ -16,7 +16,7 @@ from components.config.schema.data import (
     Overlong,
     SftDataConfig,
 )
-from components.data.dataset import Dataset, sample_prompts
+from components.data.dataset import Dataset, Facts, sample_prompts
 from components.data.examples import IGNORED, Example
 from components.data.load import build_dataset
 from tests.unit.test_data_examples import byte_tokenizer
@@ -167,6 +167,33 @@ def test_a_data_set_is_a_sequence():
     assert (dataset.facts.tokens, dataset.facts.target_tokens) == (tokens, targets)
     assert dataset.show(0).startswith("What does `abc.ABC` do?")
     assert dataset.show(0).endswith("</s>]]")
+
+
+def test_the_fingerprint_is_that_of_the_samples_whatever_they_come_from(tmp_path):
+    rows = [("p1", "a1"), ("p2", "a2"), ("p3", "a3")]
+
+    def fingerprint(name: str, *rows: tuple[str, str], seq_len: int = 50) -> str:
+        path = write(tmp_path / name, list(rows))
+        return build(SftDataConfig(path=path, eval_fraction=0), seq_len=seq_len).fingerprint
+
+    same = fingerprint("x.jsonl", *rows)
+    assert fingerprint("y.jsonl", *rows) == same
+    others = {
+        "order": fingerprint("x.jsonl", *reversed(rows)),
+        "one letter of an answer": fingerprint("x.jsonl", ("p1", "a0"), *rows[1:]),
+        "one of a prompt": fingerprint("x.jsonl", ("p0", "a1"), *rows[1:]),
+        "length": fingerprint("x.jsonl", *rows, seq_len=4),
+        "number": fingerprint("x.jsonl", *rows[:2]),
+    }
+    assert len({same, *others.values()}) == 6
+    samples = [
+        [Example([1, 2, 3], [IGNORED, 2, 3])],
+        [Example([1, 2, 3], [IGNORED, IGNORED, 3])],
+        [Example([1, 2], [IGNORED, 2]), Example([3], [3])],
+    ]
+    facts = [Facts(source="here") for _ in samples]
+    made = [Dataset(each, PLAIN, facts=fact, seq_len=9) for each, fact in zip(samples, facts, strict=True)]
+    assert len({dataset.fingerprint for dataset in made}) == 3
 
 
 def test_prompts_are_the_questions_of_this_side_as_they_were_asked(tmp_path):

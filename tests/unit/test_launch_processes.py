@@ -1,4 +1,4 @@
-"""How many processes a local run has, counted without CUDA."""
+"""How many processes a run has, counted without CUDA."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from components.config.schema import ClusterConfig, Device, FinetuneConfig, ModelConfig, ParallelismConfig, WeightInit
+from components.config.schema import (
+    ClusterConfig,
+    ClusterKind,
+    Device,
+    FinetuneConfig,
+    ModelConfig,
+    ParallelismConfig,
+    WeightInit,
+)
 from components.config.schema.data import DocsDataConfig
-from components.launch.processes import device_problems, local_processes, visible_gpus
+from components.launch.processes import device_problems, processes_of, visible_gpus
 
 
 def config(procs: str = "auto", device: Device = Device.auto, **degrees: int) -> FinetuneConfig:
@@ -18,6 +26,12 @@ def config(procs: str = "auto", device: Device = Device.auto, **degrees: int) ->
         model=ModelConfig(init=WeightInit.random, config={"model_type": "llama"}, tokenizer="bytes"),
         data=DocsDataConfig(),
     )
+
+
+def job(nodes: int, procs: str) -> FinetuneConfig:
+    cfg = config()
+    cfg.cluster = ClusterConfig(kind=ClusterKind.slurm, nodes=nodes, procs_per_node=procs)
+    return cfg
 
 
 @pytest.mark.parametrize(
@@ -30,10 +44,11 @@ def config(procs: str = "auto", device: Device = Device.auto, **degrees: int) ->
         pytest.param(config(tp=2), 8, 8, id="GPUs decide, not the degrees"),
         pytest.param(config(device=Device.cpu, tp=2), 8, 2, id="GPUs that are not used"),
         pytest.param(config("3", tp=2), 8, 3, id="stated"),
+        pytest.param(job(nodes=3, procs="8"), 2, 24, id="on nodes whose GPUs are not those of the login node"),
     ],
 )
-def test_local_processes(cfg: FinetuneConfig, gpus: int, processes: int) -> None:
-    assert local_processes(cfg, gpus) == processes
+def test_processes_of_a_run(cfg: FinetuneConfig, gpus: int, processes: int) -> None:
+    assert processes_of(cfg, gpus) == processes
 
 
 @pytest.mark.parametrize(

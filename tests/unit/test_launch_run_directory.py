@@ -15,9 +15,10 @@ from components.config.compose.frozen import read_frozen
 from components.config.errors import ConfigError
 from components.config.schema import EvaluateConfig, FinetuneConfig, ModelConfig, WeightInit
 from components.config.schema.data import DocsDataConfig
+from components.config.schema.run import RunConfig
 from components.launch import run_directory
 from components.launch.record import start_record
-from components.launch.run_directory import RunDirectory, attempt_logs, open_run_directory
+from components.launch.run_directory import RunDirectory, attempt_logs, held, open_run_directory
 
 RECORD = {"recipe": "finetune"}
 
@@ -151,11 +152,60 @@ def test_every_changed_key_is_told_at_once() -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_what_may_change_on_the_way_may_change() -> None:
+def test_what_may_change_on_the_way_may_change_and_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     end(start(config("mine")))
     other = config("mine")
     other.optimizer.lr, other.parallelism.tp, other.training.micro_batch_size = 1.0, 2, 1
+    end(start(other))
+    told = capsys.readouterr().err
+    assert "mine goes on with other values: optimizer.lr: " in told
+    assert "-> 1.0; parallelism.tp: 1 -> 2; training.micro_batch_size: " in told
     start(other)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("accepted", [["run.seed", "data.max_samples"], ["run.seed", "data"]])
+def test_a_change_that_is_accepted_by_its_key_goes_on(accepted: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    end(start(config("mine")))
+    other = config("mine")
+    change_seed(other)
+    change_data(other)
+    other.run.accept_changes = accepted[:1]
+    with pytest.raises(ConfigError, match=r"^data.max_samples=3: .*run.accept_changes=\[data.max_samples\]$"):
+        open_run_directory(other, "finetune")
+    other.run.accept_changes = accepted
+    end(start(other))
+    assert "data.max_samples: None -> 3; run.seed: 42 -> 7" in capsys.readouterr().err
+    other.run.accept_changes = []
+    start(other)  # accepted once: this is the run now
+
+
+def test_a_checkpoint_of_elsewhere_is_compared_with_the_config_it_was_made_under(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = start(config("there"))
+    stored = tmp_path / "step_3"
+    stored.mkdir()
+    made_under = (source.path / "config.yaml").read_text()
+    (stored / "state.json").write_text(json.dumps({"step": 3, "extra": {}, "config": made_under}))
+    other = config("here")
+    other.run.resume = str(stored)
+    change_batch(other)
+    with pytest.raises(ConfigError, match=rf"training.global_batch_size=32: the run in run.resume={stored} began with"):
+        open_run_directory(other, "finetune")
+    assert not (tmp_path / "here").exists()
+    other.run.accept_changes = ["training.global_batch_size"]
+    start(other)
+    assert f"run.resume={stored} goes on with other values: training.global_batch_size: " in capsys.readouterr().err
+    (stored / "state.json").write_text("{}")
+    other.run.dir = "third"
+    with pytest.raises(ConfigError, match=rf"run.resume={stored}: not a whole checkpoint: .*state.json"):
+        open_run_directory(other, "finetune")
+
+
+def test_only_what_could_be_refused_can_be_accepted() -> None:
+    with pytest.raises(ConfigError, match=r"run.accept_changes=\[optimizer.lr\]: may name run.seed, .*data"):
+        RunConfig(accept_changes=["optimizer.lr", "data.path", "data"])
 
 
 def test_starting_over_where_checkpoints_are_is_refused() -> None:
@@ -275,3 +325,67 @@ def test_the_record_tells_versions_git_and_command_but_no_secret(monkeypatch: py
 
 def test_a_recipe_outside_any_repository_has_no_git(tmp_path: Path) -> None:
     assert start_record("finetune", tmp_path / "recipe.py", 1, 0)["git"] is None
+
+
+def slurm_says(folder: Path, **answers: str) -> str:
+    """Write commands of Slurm's that answer like this, and return their folder."""
+    folder.mkdir(exist_ok=True)
+    for name, answer in answers.items():
+        (folder / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (folder / name).chmod(0o755)
+    return str(folder)
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "LAUNCH_FAILED", "OF_A_LATER_SLURM"])
+def test_a_directory_whose_job_has_not_ended_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    directory = start(config("mine"))
+    end(directory)
+    (directory.path / "job_id").write_text("17\n")
+    monkeypatch.setenv("PATH", slurm_says(tmp_path / "bin", squeue=f"echo 17 {state}"))
+    with pytest.raises(ConfigError, match=f"belongs to job 17, which is {state}; choose another run.dir, or end"):
+        open_run_directory(config("mine"), "finetune")
+    with pytest.raises(ConfigError, match=f"which is {state}; wait for its end, or end"), held(directory.path):
+        pass
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [{"squeue": "echo 17 COMPLETED"}, {"squeue": "exit 1", "scontrol": "[ $1 = ping ] && echo Slurmctld is UP"}],
+    ids=["ended", "forgotten"],
+)
+def test_a_directory_whose_job_has_ended_goes_on_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answers: dict[str, str]
+) -> None:
+    directory = start(config("mine"))
+    end(directory)
+    (directory.path / "job_id").write_text("17\n")
+    monkeypatch.setenv("PATH", slurm_says(tmp_path / "bin", **answers))
+    with held(directory.path):
+        pass
+    end(start(config("mine")))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("answers", [{}, {"squeue": "exit 1", "scontrol": "exit 1"}], ids=["laptop", "no controller"])
+def test_a_job_that_nobody_can_ask_about_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answers: dict[str, str]
+) -> None:
+    """A start may be all right, as a person knows; what cannot be taken back is refused."""
+    monkeypatch.setenv("PATH", slurm_says(tmp_path / "bin", **answers))
+    directory = start(config("mine"))
+    end(directory)
+    end(start(config("mine")))
+    assert capsys.readouterr().err == ""  # no job, nothing to tell
+    (directory.path / "job_id").write_text("17\n")
+    end(start(config("mine")))
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 1
+    assert f"{directory.path}: belongs to job 17, which may still run: there is no squeue on PATH" in told
+    assert "do not start this run twice at once" in told
+    with (
+        pytest.raises(ConfigError, match="job 17, which may still run.*remove .*job_id if it has"),
+        held(directory.path),
+    ):
+        pass

@@ -16,7 +16,7 @@ import pytest
 from components.config.errors import ConfigError
 from components.launch.failures import write_report
 from components.launch.slurm import conclude as concluded
-from components.launch.slurm.commands import Answer, ask, clean_environment, job_state
+from components.launch.slurm.commands import Answer, ask, clean_environment
 from components.launch.slurm.conclude import conclude
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -37,6 +37,7 @@ def out_of_memory() -> Exception:
     return type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")
 
 
+HUNG = type("StepTimeout", (RuntimeError,), {})("no progress for 12 s in step 3: rank 1 on host n2 is missing")
 LOST = RuntimeError("[gloo] Connection closed by peer [10.0.0.2]:41")
 RAISED, REFUSED = ValueError("boom"), ConfigError("data.path=x: gone")
 STOPPED = {"status": "preempted", "steps": 9}
@@ -53,6 +54,7 @@ ENDS = {
     "a rank raised": ({2: RAISED}, {}, 1, 1, "failed"),
     "a rank raised after the others had saved": ({2: RAISED}, STOPPED, 0, 1, "failed"),
     "out of memory": ({2: out_of_memory()}, {}, 1, 1, "oom"),
+    "a run that stood still": ({0: HUNG, 2: LOST}, {}, 137, 75, "hung"),
     "a cause and a consequence": ({0: LOST, 3: RAISED}, {}, 143, 143, "failed"),
     "a person's mistake": ({1: REFUSED}, {}, 2, 2, "invalid"),
     "a person's mistake, seen by srun": ({1: REFUSED}, {}, 143, 2, "invalid"),
@@ -197,12 +199,11 @@ def test_commands_that_are_not_there_or_say_no(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no sbatch on PATH; submit from a login node"):
         ask(["sbatch"])
-    assert job_state("7") is None
-    squeue = tmp_path / "squeue"
-    for said, state in (("echo RUNNING", "RUNNING"), ("exit 1", None), ("true", None)):
-        squeue.write_text(f"#!/bin/sh\n{said}\n")
-        squeue.chmod(0o755)
-        assert job_state("7") == state
+
+
+def test_a_controller_that_hangs_up_does_not_kill_the_command() -> None:
+    """Its write fails then, and it tries again; of SIGPIPE it would die."""
+    assert ask(["sh", "-c", "kill -s PIPE $$; echo alive"]) == Answer(0, "alive", "")
 
 
 def test_a_request_to_stop_does_not_end_the_look_at_a_node(run_dir: Path) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from components.launch.sweep.jobs import GONE, RUNNING, SUBMITTED, UNKNOWN, in_words, job_states, settle
+from components.launch.slurm.jobs import GONE, UNKNOWN
 from components.launch.sweep.plan import Note, Point, Sweep, locked, write_note
 from components.launch.sweep.report import exit_status
-from components.launch.sweep.rows import Row, read_rows
+from components.launch.sweep.rows import Row, read_rows, state_with_job
 from components.launch.sweep.table import print_table, read_report, to_csv, to_markdown
 
 GIB = 2**30
@@ -169,7 +169,10 @@ def test_only_points_of_one_curve_are_compared(tmp_path: Path) -> None:
         (Note(1.0, 1, 1.0, "Traceback\nValueError: no"), {}, "failed", "ValueError: no"),
         (Note(1.0, 1, 1.0, "Traceback\nMemoryError: x"), {}, "oom", "MemoryError"),
         (Note(1.0, -9, 1.0, "", killed_for_memory=True), {}, "oom", "memory ran out"),
-        (Note(1.0, -9, 1.0, ""), {}, "failed", "status -9"),
+        (Note(1.0, -9, 1.0, "prompt: Why?", killed_for_memory=True), {}, "oom", "memory ran out"),
+        (Note(1.0, -9, 1.0, ""), {}, "failed", "was ended by SIGKILL"),
+        (Note(1.0, -9, 1.0, "step 7  loss 2.0718"), {}, "failed", "was ended by SIGKILL"),
+        (Note(1.0, 3, 1.0, ""), {}, "failed", "ended with status 3 and said nothing"),
         (Note(1.0, 130, 1.0, "interrupted"), {}, "interrupted", "interrupted"),
         (Note(1.0), {}, "interrupted", "the sweep ended while"),
         (Note(1.0), {"status": "ok"}, "ok", ""),
@@ -203,25 +206,6 @@ def test_a_point_that_runs_shows_how_far_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slurm", "state"),
-    [
-        *((state, "submitted") for state in sorted(SUBMITTED)),
-        *((state, "running") for state in sorted(RUNNING)),
-        ("TIMEOUT", "timeout"),
-        ("OUT_OF_MEMORY", "oom"),
-        ("CANCELLED by 1000", "cancelled"),
-        ("CANCELLED+", "cancelled"),
-        ("NODE_FAIL", "failed"),
-        ("PREEMPTED", "preempted"),
-        ("COMPLETED", "ended"),
-        ("WHAT_IS_THIS", "failed"),
-    ],
-)
-def test_states_of_slurm_in_our_words(slurm: str, state: str) -> None:
-    assert in_words(slurm) == state
-
-
-@pytest.mark.parametrize(
     ("result", "job", "state"),
     [
         (None, "submitted", "submitted"),
@@ -246,12 +230,11 @@ def test_states_of_slurm_in_our_words(slurm: str, state: str) -> None:
     ],
 )
 def test_a_result_and_the_state_of_its_job(result: str | None, job: str, state: str) -> None:
-    assert settle(result, job) == state
+    assert state_with_job(result, job) == state
 
 
 def test_jobs_that_nobody_can_be_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert job_states(["12", "; rm"]) == {"12": UNKNOWN}
     made = Made(tmp_path / "s", ("ddp", "fsdp2", "tp2", "tp4"))
     made.ended(0, job="12")
     made.ended(1, job="13", status="ok", wall_seconds=8.0)
@@ -266,24 +249,3 @@ def test_jobs_that_nobody_can_be_asked_about(tmp_path: Path, monkeypatch: pytest
     ]
     assert rows[0].reason == "job 12; Slurm cannot be asked here"
     assert exit_status(read_report(made.sweep)) == 1
-
-
-def test_slurm_is_asked_by_three_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins that answer as Slurm 22.05 was seen to; the real one is asked in tests/slurm."""
-    answers = {
-        "squeue": 'printf "12 RUNNING\\n13 PENDING\\n"',
-        "scontrol": 'case "$*" in *"job 14"*) echo "JobId=14 JobName=x JobState=TIMEOUT Reason=None";; '
-        '*ping*) echo "Slurmctld(primary) at n0 is UP";; *) exit 1;; esac',
-        "sacct": 'case "$*" in *"-j 15"*) echo "CANCELLED by 0";; *) exit 1;; esac',
-    }
-    for name, answer in answers.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert job_states(["12", "13", "14", "15", "16"]) == {
-        "12": "running",
-        "13": "submitted",
-        "14": "timeout",
-        "15": "cancelled",
-        "16": GONE,
-    }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl  # how Hydra applies an override, one at a time
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.explain import (
@@ -24,6 +25,7 @@ from components.config.compose.explain import (
 )
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import Request, option_groups
+from components.config.compose.texts import UNSET
 from components.config.compose.typed import known_keys
 from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
@@ -132,8 +134,26 @@ class _Search:
         try:
             ConfigLoaderImpl._apply_overrides_to_config([parsed], cfg)
         except COMPOSITION_ERRORS as error:
-            return explain_override(override, error, self.keys, self.groups)
+            fitting = self._options_with(override_parts(override)[0], cfg)
+            return explain_override(override, error, self.keys, self.groups, fitting)
         return None
+
+    def _options_with(self, key: str, cfg: DictConfig) -> list[str]:
+        """The options of a section that have a key which the chosen one lacks: those first that wait for values."""
+        section, _, name = key.partition(".")
+        if section not in self.groups or key not in self.keys or name in _values(cfg, section):
+            return []
+        others, found = [given for given in self.options if _section(given) != section], {}
+        for option in self.groups[section]:
+            with suppress(*COMPOSITION_ERRORS):
+                found[option] = _values(self.request.compose([*others, f"{section}={option}"]), section)
+        fitting = [option for option, values in found.items() if name in values]
+        return sorted(fitting, key=lambda option: (UNSET not in found[option].values(), len(option)))
+
+
+def _values(cfg: DictConfig, section: str) -> dict[str, Any]:
+    values = OmegaConf.to_container(cfg)[section]  # type: ignore[index, call-overload]
+    return values if isinstance(values, dict) else {}
 
 
 def _section(text: str) -> str:

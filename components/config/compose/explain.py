@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 NUMBER_WORDS = {"Integer": "a whole number", "Float": "a number"}
 
@@ -87,7 +87,9 @@ def explain_resolution(error: Exception) -> str:
     return f"{key}{_first_line(str(error))}; correct the ${{...}} in its value, or write \\${{...}} for the text"
 
 
-def explain_override(override: str, error: Exception, keys: list[str], groups: dict[str, list[str]]) -> str:
+def explain_override(
+    override: str, error: Exception, keys: list[str], groups: dict[str, list[str]], fitting: Sequence[str] = ()
+) -> str:
     """Return one sentence for an override that Hydra refused.
 
     Args:
@@ -95,6 +97,7 @@ def explain_override(override: str, error: Exception, keys: list[str], groups: d
         error: What Hydra raised.
         keys: Every dotted key of the schema, those of all kinds of data included.
         groups: Options of every config group.
+        fitting: Where the chosen option of the section lacks the key: those that have it, the likeliest first.
     """
     text = f"{error} {error.__cause__ or ''}"
     if IN_FILE.search(text) or NOT_YAML.search(text):
@@ -110,9 +113,11 @@ def explain_override(override: str, error: Exception, keys: list[str], groups: d
         section = key.partition(".")[0]
         if section not in groups or value.startswith("{"):
             return f"{override}: names a key that {key} does not have"
-        options = f" (there are: {', '.join(groups[section])})"
-        choice = f"choose another with {section}=NAME{options}"
-        return f"{key}={value}: the chosen option of {section} has no such key; {choice}"
+        lacks = f"{key}={value}: the chosen option of {section} has no such key"
+        if not fitting:
+            return f"{lacks}; choose another with {section}=NAME (there are: {', '.join(groups[section])})"
+        others = f", or another {section}=NAME that has it ({', '.join(fitting[1:])})" if fitting[1:] else ""
+        return f"{lacks}; add {section}={fitting[0]}{others}"
     if "Config group override must be" in text:
         return f"{override}: must be the name of an option (there are: {', '.join(groups[key])})"
     return f"{override}: {explain_value(error)}"

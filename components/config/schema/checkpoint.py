@@ -24,7 +24,7 @@ class CheckpointConfig:
     keep_best: bool = False
     """The one with the lowest evaluation loss is kept too."""
     async_save: bool = False
-    """Write in the background while training goes on."""
+    """Write in the background: training stops for a copy of each rank's state only. Costs host memory of that size."""
     export: bool = True
     """At the end, write export/: a folder that transformers loads."""
 
@@ -40,6 +40,4 @@ class CheckpointConfig:
                 f"checkpoint.keep_every={self.keep_every}: must be a multiple of checkpoint.every={self.every}, the "
                 "steps that are saved; change checkpoint.keep_every or checkpoint.every"
             )
-        if self.async_save:
-            problems.append("checkpoint.async_save=true: not built yet; set checkpoint.async_save=false")
         raise_all(problems)

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from components.config.schema.checks import raise_all, within
+
+CONFIG = "config.yaml"
+"""The frozen config, in the run directory."""
+DEFINING_KEYS = (
+    "run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data"
+)  # fmt: skip
+"""Keys, and one whole section, whose change makes another run of one that goes on."""
+
+
+def is_defining(key: str) -> bool:
+    """Whether a change of `key` makes another run of one that goes on."""
+    return any(key == defining or key.startswith(f"{defining}.") for defining in DEFINING_KEYS)
+
+
+def accepts(accepted: Collection[str], key: str) -> bool:
+    """Whether a change of `key` is accepted by itself, or with its whole section."""
+    return key in accepted or key.partition(".")[0] in accepted
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,6 +37,8 @@ class RunConfig:
     """Seed of initialisation, sample order and dropout."""
     resume: str = "auto"
     """auto: continue the newest complete checkpoint of run.dir; never: start over; or a checkpoint's path."""
+    accept_changes: list[str] = field(default_factory=list)
+    """Keys, or `data` as a whole, that may differ from what the run began with although that makes it another run."""
 
     def __post_init__(self) -> None:
         problems = within("run.seed", self.seed, 0, 2**32 - 1)
@@ -28,4 +48,9 @@ class RunConfig:
             problems.append("run.dir='': must be a path, or null for a new directory under outputs/")
         if self.name is not None and not (self.name.strip() and self.name.isprintable()):
             problems.append(f"run.name={self.name!r}: must be printable text on one line")
+        problems += [
+            f"run.accept_changes=[{key}]: may name {', '.join(DEFINING_KEYS)} and keys within; others may change anyway"
+            for key in self.accept_changes
+            if not is_defining(key)
+        ]
         raise_all(problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from components.config.schema.checks import above, at_least, raise_all
@@ -25,6 +26,10 @@ class TrainingConfig:
     """Optimizer steps between evaluations; 0: only at the start and the end."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
+    stop_after_skipped: int = 10
+    """End the run when the gradients of so many steps in a row were not finite, and so not applied; 0: never."""
+    step_timeout_seconds: float = 600.0
+    """End the run when no process makes progress for so long, twice as long around the first steps; 0: never."""
 
     def __post_init__(self) -> None:
         raise_all(
@@ -36,8 +41,16 @@ class TrainingConfig:
                 *at_least("training.log_every", self.log_every, 1),
                 *at_least("training.eval_every", self.eval_every, 0),
                 *at_least("training.max_grad_norm", self.max_grad_norm, 0),
+                *at_least("training.stop_after_skipped", self.stop_after_skipped, 0),
+                *_timeout_problems(self.step_timeout_seconds),
             ]
         )
+
+
+def _timeout_problems(seconds: float) -> list[str]:
+    if seconds == 0 or 1 <= seconds < math.inf:
+        return []
+    return [f"training.step_timeout_seconds={seconds}: must be 0 (wait for ever) or at least 1"]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,14 +10,8 @@ from dataclasses import dataclass
 from components.config.errors import ConfigError
 from components.launch.context import without_ranks
 
-TIMEOUT = 60.0
-"""Seconds that a controller may take to answer."""
-
-ENDED = {
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
-    *("REVOKED", "TIMEOUT"),
-}
-"""States of a job that does not run again."""
+TIMEOUT = 75.0
+"""Seconds that a controller may take to answer; a command looks for slurm.conf for 60 s, and then says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +45,10 @@ def ask(command: Sequence[str], script: str = "") -> Answer:
             text=True,
             timeout=TIMEOUT,
             env=clean_environment(os.environ),
+            restore_signals=False,  # a busy controller hangs up, and Slurm's commands would die of SIGPIPE
             check=False,
         )
-    except FileNotFoundError as error:
+    except (FileNotFoundError, PermissionError) as error:  # the latter: of a folder of PATH that may not be searched
         raise ConfigError(
             f"cluster.kind=slurm: there is no {command[0]} on PATH; submit from a login node of the cluster, or set "
             "cluster=local"
@@ -63,12 +58,3 @@ def ask(command: Sequence[str], script: str = "") -> Answer:
             f"cluster.kind=slurm: {command[0]} has not answered for {TIMEOUT:g} s; is the controller up (sinfo)?"
         ) from error
     return Answer(done.returncode, done.stdout.strip(), done.stderr.strip())
-
-
-def job_state(job: str) -> str | None:
-    """Return the state of a job, such as RUNNING; None where Slurm knows no such job or is not here."""
-    try:
-        answer = ask(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"])
-    except ConfigError:
-        return None
-    return answer.output.splitlines()[0] if answer.status == 0 and answer.output else None

@@ -6,13 +6,11 @@ the job's exit status. The marker RUN_DIR/requeue is there afterwards when the j
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
-from components.config.errors import EXIT_INVALID
+from components.config.errors import EXIT_HUNG, EXIT_INVALID
 from components.launch.failures import (
     Exit,
     Failure,
@@ -22,7 +20,7 @@ from components.launch.failures import (
     tell_failure,
 )
 from components.launch.rank import status_of
-from components.launch.run_directory import REQUEUE, RESULT, attempt_logs, write_result
+from components.launch.run_directory import REQUEUE, attempt_logs, read_result, write_result
 
 STOPPED_EARLY = 128 + signal.SIGUSR2
 """What srun returns when a rank died of the request to stop, because it had not come to listen for it yet."""
@@ -30,7 +28,7 @@ STOPPED_EARLY = 128 + signal.SIGUSR2
 
 def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> int:
     """Say and record how an attempt ended, and return the exit status of the job."""
-    logs, result = attempt_logs(run_dir, attempt), _read(run_dir / RESULT)
+    logs, result = attempt_logs(run_dir, attempt), read_result(run_dir)
     failure = _first_failure(logs)
     if cancelled and result.get("status") != "ok" and (failure is None or _lost_peer(failure)):
         (run_dir / REQUEUE).unlink(missing_ok=True)
@@ -81,12 +79,8 @@ def _failed(run_dir: Path, logs: Path, failure: Failure, status: int) -> int:
         write_result(run_dir, {"status": "invalid", "error": report.message})
         return EXIT_INVALID
     kind, message = (report.type, report.message) if report else ("", failure.what)
-    write_result(run_dir, {"status": status_of(kind, message), "error": f"rank {failure.rank}: {kind}: {message}"})
-    return status or 1
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.exists() else {}
+    write_result(run_dir, {"status": status_of(kind, message), "error": failure.error})
+    return EXIT_HUNG if report is not None and report.stood_still else status or 1
 
 
 if __name__ == "__main__":

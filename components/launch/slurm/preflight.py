@@ -21,10 +21,13 @@ from components.launch.slurm.snapshot import PROJECT
 LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "squashfs", "fuse.snapfuse"}
 """Kinds of file systems that other machines do not see, unless this one exports them."""
 
-UNREACHABLE = ("configuration source", "configuration file", "Unable to contact slurm controller", "slurm_load")
+UNREACHABLE = (
+    *("cannot stat file", "configuration source", "configuration file", "Unable to contact slurm controller"),
+    "slurm_load",
+)
 """How sbatch says that there is nobody to ask."""
 
-_REASON = re.compile(r"^(sbatch|allocation failure|error|Batch job submission failed)[:\s]*", re.IGNORECASE)
+_REASON = re.compile(r"^(sbatch|allocation failure|error|fatal|Batch job submission failed)[:\s]*", re.IGNORECASE)
 _TRUE = ("1", "on", "yes", "true")
 
 
@@ -51,17 +54,22 @@ def _test_only(cluster: ClusterConfig) -> tuple[list[str], list[str]]:
 
 
 def refusal(lines: list[str], cluster: ClusterConfig) -> str:
-    """Return what sbatch said as one sentence, with the keys to change."""
+    """Return what sbatch said as one sentence, with the keys to change.
+
+    Of a Slurm that cannot be reached only the first line that says so: others tell how it was looked for.
+    """
     reasons = []
     for line in lines:
         text = line
         while (shorter := _REASON.sub("", text)) != text:
             text = shorter
         reasons.append(text)
-    told = "; ".join(dict.fromkeys(reasons)) or "no reason given"
-    if any(sign in told for sign in UNREACHABLE):
+    unreachable = next((reason for reason in reasons if any(sign in reason for sign in UNREACHABLE)), None)
+    if unreachable is not None:
         advice = "submit from a login node of the cluster, or set cluster=local"
-        return f"cluster.kind=slurm: Slurm cannot be reached from here: {told}; {advice}"
+        why = unreachable.partition(", retrying")[0]
+        return f"cluster.kind=slurm: Slurm cannot be reached from here: {why}; {advice}"
+    told = "; ".join(dict.fromkeys(reasons)) or "no reason given"
     asked = " ".join(as_argument(option) for option in resource_options(cluster))
     return f"cluster.kind=slurm: sbatch refuses {asked}: {told}; change these keys of cluster (see sinfo)"
 

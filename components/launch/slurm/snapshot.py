@@ -9,8 +9,6 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 
-CODE = "code"
-"""Folder of the copy within the run directory."""
 LARGEST = 64 * 2**20
 """Bytes of code that are still taken for code."""
 

@@ -4,7 +4,6 @@ command.py  what happens when a command line asks for a sweep
 plan.py     the sweep's folder: sweep.json, a note per point, the lock
 run.py      one point after the other, each a launcher of its own in a child process; trying again
 rows.py     what became of each point, read from files and asked of Slurm
-jobs.py     states of Slurm's jobs
 losses.py   points that train one curve must agree on it
 table.py    the table: console, Markdown, CSV
 plot.py     the table as PNG

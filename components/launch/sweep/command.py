@@ -15,10 +15,14 @@ from components.config.schema.cluster import ClusterKind
 from components.config.schema.logging import WandbMode
 from components.config.schema.recipes import RecipeConfig
 from components.launch.preflight import problems_before_start
-from components.launch.processes import device_problems, local_processes, visible_gpus
+from components.launch.processes import device_problems, processes_of, visible_gpus
 from components.launch.rank import Recipe
 from components.launch.sweep.plan import Point, Sweep, new_directory, point_name
 from components.launch.sweep.run import point_command, run_points
+
+NOTHING_SWEPT = (
+    "-m (--multirun): a sweep needs a key with several values, such as parallelism=ddp,fsdp2; give one, or leave -m out"
+)
 
 
 def run_sweep(recipe: Recipe) -> int:
@@ -59,7 +63,7 @@ def run_sweep(recipe: Recipe) -> int:
 def _compose_all(request: SweepRequest) -> tuple[list[RecipeConfig | None], list[list[str]]]:
     """Compose and check every point.
 
-    Raises ConfigError for mistakes of spelling in any point, and where not one point can run.
+    Raises ConfigError for mistakes of spelling in any point, where not one point can run, and where nothing is swept.
     """
     gpus, refused = visible_gpus(os.environ), []
     configs: list[RecipeConfig | None] = []
@@ -74,31 +78,25 @@ def _compose_all(request: SweepRequest) -> tuple[list[RecipeConfig | None], list
         problems.append(found)
     if not refused and all(problems):
         refused = [problem for found in problems for problem in found]
+    if not request.points[0].values:
+        refused.append(NOTHING_SWEPT)
     raise_all(list(dict.fromkeys(refused)))
     return configs, problems
 
 
 def _problems(cfg: RecipeConfig, gpus: int) -> list[str]:
     """What can be told of a point without asking Slurm: that is left to the point's own launcher."""
-    processes = _processes(cfg, gpus)
-    if processes is None:
-        return []
+    processes = processes_of(cfg, gpus)
     here = cfg.cluster.kind == ClusterKind.local
     return (device_problems(cfg, processes, gpus) if here else []) + problems_before_start(cfg, processes)
-
-
-def _processes(cfg: RecipeConfig, gpus: int) -> int | None:
-    if cfg.cluster.kind == ClusterKind.local:
-        return local_processes(cfg, gpus)
-    return cfg.cluster.nodes * int(cfg.cluster.procs_per_node) if cfg.cluster.procs_per_node != "auto" else None
 
 
 def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems: list[str], sweep_id: str) -> Point:
     overrides, processes, mesh = list(point.overrides), None, None
     name = point_name(number, point.values)
     if cfg is not None:
-        processes = _processes(cfg, visible_gpus(os.environ))
-        mesh = None if problems or processes is None else str(cfg.parallelism.resolve(processes))
+        processes = processes_of(cfg, visible_gpus(os.environ))
+        mesh = None if problems else str(cfg.parallelism.resolve(processes))
         if cfg.logging.wandb.mode != WandbMode.disabled and cfg.logging.wandb.group is None:
             overrides.append(override_of("logging.wandb.group", sweep_id))
         if cfg.run.name is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import re
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config.errors import ConfigError
+from components.launch.files import read_json, take_lock, write_json
 
 PLAN, NOTES, LOCK = "sweep.json", "points", ".lock"
 LONGEST_NAME = 48
@@ -71,9 +70,9 @@ class Sweep:
         return self.directory / f"{point.name}.log"
 
     def write(self) -> None:
-        """Write sweep.json."""
-        plan = {**asdict(self), "directory": None, "file": str(self.file), "folder": str(self.folder)}
-        del plan["directory"]  # where the folder is now
+        """Write sweep.json: all but `directory`, which is wherever the file is."""
+        plan = asdict(self) | {"file": str(self.file), "folder": str(self.folder)}
+        del plan["directory"]
         plan["points"] = [{**entry, "run_dir": entry["name"]} for entry in plan["points"]]
         write_json(self.directory / PLAN, plan)
 
@@ -110,6 +109,7 @@ class Note:
 
 def write_note(sweep: Sweep, point: Point, note: Note) -> None:
     """Write SWEEP/points/N.json."""
+    (sweep.directory / NOTES).mkdir(exist_ok=True)
     write_json(sweep.directory / NOTES / f"{point.number}.json", {**asdict(note), "point": point.name})
 
 
@@ -146,7 +146,7 @@ def locked(directory: Path) -> Iterator[None]:
     descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         for left in reversed(range(_LOCK_TRIES)):
-            if _lock(descriptor):
+            if not _is_locked(descriptor):
                 break
             if not left:
                 raise ConfigError(f"{directory}: this sweep is still running; wait for it, or stop it first")
@@ -163,35 +163,18 @@ def is_running(directory: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _lock(descriptor)
+        return _is_locked(descriptor)
     finally:
         os.close(descriptor)
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a file in one rename, so that nobody reads half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(values, indent=2) + "\n")
-    temporary.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return an object from a file; empty where there is none that can be read."""
+def _is_locked(descriptor: int) -> bool:
+    """Whether another process holds the lock; otherwise this one does, where the file system has locks."""
     try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _lock(descriptor: int) -> bool:
-    """Try to lock; True too where the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-    return True
+        take_lock(descriptor)
+    except OSError:
+        return True
+    return False
 
 
 def _is_sweep(path: Path) -> bool:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from components.config.compose.sources import CONF
 from components.launch.sweep.plan import Sweep, is_running
-from components.launch.sweep.rows import NOT_BAD
+from components.launch.sweep.rows import ALIVE, NOT_BAD
 from components.launch.sweep.table import Report, print_table, read_report, to_csv, to_markdown
 
 WATCH_EVERY = 5.0
@@ -31,7 +31,7 @@ def report_now(sweep: Sweep) -> int:
     if why_not := _plot(report):
         print(why_not)
     print(f"report: {sweep.directory / 'report.md'}", flush=True)
-    if any(row.state in ("submitted", "running") for row in report.rows):
+    if any(row.state in ALIVE for row in report.rows):
         print(f"look again: {report_command(sweep, '--watch')}", flush=True)
     return status
 
@@ -41,7 +41,7 @@ def watch(sweep: Sweep) -> int:
     console = _console()
     while True:
         report = read_report(sweep)
-        if not (is_running(sweep.directory) or any(row.state in ("submitted", "running") for row in report.rows)):
+        if not (is_running(sweep.directory) or any(row.state in ALIVE for row in report.rows)):
             return report_now(sweep)
         console.clear()
         print_table(report, console)

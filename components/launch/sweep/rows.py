@@ -11,20 +11,24 @@ from typing import Any
 import yaml
 
 from components.config.errors import EXIT_INVALID
+from components.launch.failures import describe
+from components.launch.files import read_json
 from components.launch.memory import is_out_of_memory
 from components.launch.rank import EXIT_INTERRUPTED
-from components.launch.run_directory import CONFIG, RESULT
-from components.launch.sweep.jobs import GONE, UNKNOWN, job_states, settle
-from components.launch.sweep.plan import Note, Point, Sweep, is_running, read_json, read_note
+from components.launch.run_directory import CONFIG, RESULT, job_of
+from components.launch.slurm.jobs import GONE, UNKNOWN, in_words, job_states
+from components.launch.sweep.plan import Note, Point, Sweep, is_running, read_note
 
 STATES = (
-    *("ok", "oom", "invalid", "failed", "timeout", "preempted", "interrupted", "cancelled"),
+    *("ok", "oom", "invalid", "failed", "hung", "timeout", "preempted", "interrupted", "cancelled"),
     *("running", "submitted", "not started"),
 )
 """Every word that the column `status` can hold."""
-NOT_BAD = ("ok", "running", "submitted")
+ALIVE = ("running", "submitted")
+"""States of points that have not ended."""
+NOT_BAD = ("ok", *ALIVE)
 """States of points that need nobody's attention."""
-JOB_ID, METRICS = "job_id", "metrics.jsonl"
+METRICS = "metrics.jsonl"
 
 
 @dataclass(slots=True)
@@ -82,10 +86,10 @@ class Row:
 def read_rows(sweep: Sweep, only: Point | None = None) -> list[Row]:
     """Return a row for each point (or for one only), in the order of the sweep."""
     alive, points = is_running(sweep.directory), [only] if only else sweep.points
-    jobs = {point.number: _job(sweep.run_dir(point)) for point in points}
+    jobs = {point.number: job_of(sweep.run_dir(point)) for point in points}
     results = {point.number: read_json(sweep.run_dir(point) / RESULT) for point in points}
     asked = [job for number, job in jobs.items() if job and results[number].get("status") != "ok"]
-    states = job_states(asked) if asked else {}
+    states = {job: in_words(state) for job, state in job_states(asked).items()}
     rows = []
     for point in points:
         job, note = jobs[point.number], read_note(sweep, point)
@@ -105,7 +109,7 @@ def _settle(row: Row, note: Note, sweep: Sweep, *, alive: bool, job: str, job_st
     elif note.status == EXIT_INVALID:
         row.state, row.reason, row.result, row.seconds = "invalid", _problems(note.message), {}, None
     elif job_state is not None and not note.status:  # else it could not be submitted again
-        row.state = settle(status, job_state)
+        row.state = state_with_job(status, job_state)
         row.reason = error or _of_job(row, job, job_state, sweep)
     elif status is not None:
         row.state, row.reason = status, error
@@ -113,6 +117,24 @@ def _settle(row: Row, note: Note, sweep: Sweep, *, alive: bool, job: str, job_st
         row.state, row.reason = _without_result(note)
     if row.state not in STATES:
         row.state, row.reason = "failed", f"result.json has the status {row.state!r}; {row.reason}"
+
+
+def state_with_job(result: str | None, job: str) -> str:
+    """Return the state of a run by the status in its result.json (None: there is none) and the state of its job.
+
+    A result other than ok may be of an attempt that Slurm has put back into the queue. A run that was told to stop
+    has saved and does not know why it was told; one that was killed for memory could not write down why.
+    """
+    if result == "ok":
+        return "ok"
+    if job in ALIVE:
+        return job
+    if result is None:
+        return {UNKNOWN: "submitted", GONE: "failed", "ended": "failed"}.get(job, job)
+    if result == "cancelled" and job not in (UNKNOWN, GONE, "ended"):
+        return job  # the batch script knows that it was ended, Slurm knows why
+    told_to_stop = result in ("preempted", "interrupted") and job in ("timeout", "cancelled")
+    return job if told_to_stop or (result == "failed" and job == "oom") else result
 
 
 def _of_job(row: Row, job: str, job_state: str, sweep: Sweep) -> str:
@@ -135,8 +157,12 @@ def _without_result(note: Note) -> tuple[str, str]:
         return "ok", ""
     if note.status == EXIT_INTERRUPTED:
         return "interrupted", last[0]
-    if note.killed_for_memory or is_out_of_memory(kind.rpartition(".")[2], said):
-        return "oom", last[0] if said else "was killed by the kernel, because memory ran out"
+    if is_out_of_memory(kind.rpartition(".")[2], said):
+        return "oom", last[0]
+    if note.killed_for_memory:
+        return "oom", "a process was killed by the kernel, because memory ran out"
+    if note.status < 0:  # what it said last was of something else
+        return "failed", describe(note.status)
     return "failed", last[0] or f"ended with status {note.status} and said nothing"
 
 
@@ -153,13 +179,6 @@ def _is_older(result: Path, note: Note) -> bool:
         return result.stat().st_mtime < note.started
     except OSError:
         return True
-
-
-def _job(run_dir: Path) -> str | None:
-    try:
-        return (run_dir / JOB_ID).read_text().strip() or None
-    except OSError:
-        return None
 
 
 def _progress(run_dir: Path) -> str:

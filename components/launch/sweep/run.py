@@ -20,7 +20,7 @@ from components.launch.memory import killed_for_memory
 from components.launch.rank import EXIT_INTERRUPTED, die_with
 from components.launch.sweep.plan import Note, Point, Sweep, is_running, locked, write_note
 from components.launch.sweep.report import report_command, report_now
-from components.launch.sweep.rows import NOT_BAD, STATES, Row, read_rows
+from components.launch.sweep.rows import ALIVE, NOT_BAD, STATES, Row, read_rows
 from components.launch.sweep.table import first_line
 
 LAST_LINES = 15
@@ -64,7 +64,7 @@ def retry(sweep: Sweep, states: Sequence[str]) -> int:
     A run that has saved continues; empty `states` stands for every state that is not ok or on its way.
     Raises ConfigError for an unknown state, and where the sweep is still running.
     """
-    may_retry = [state for state in STATES if state not in ("running", "submitted")]
+    may_retry = [state for state in STATES if state not in ALIVE]
     if unknown := [state for state in states if state not in may_retry]:
         raise ConfigError(f"--retry {','.join(unknown)}: no such state; there are: {', '.join(may_retry)}")
     if is_running(sweep.directory):

@@ -1,0 +1,67 @@
+"""What changed in the config of a run that goes on: told, and refused where it would make another run of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from components.config.compose.frozen import to_yaml
+from components.config.errors import ConfigError
+from components.config.schema.checks import raise_all
+from components.config.schema.recipes import RecipeConfig
+from components.config.schema.run import accepts, is_defining
+
+_STATE = "state.json"
+"""Of a checkpoint: with the config that it was made under."""
+_OF_THE_START = ("run.dir", "run.name", "run.resume", "run.accept_changes")
+"""Keys that say how a start is made, and nothing of what it computes."""
+
+
+def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
+    """Compare `cfg` with the config that a run began with, and tell what differs.
+
+    Args:
+        before: The text of its config.yaml.
+        origin: Where that is, for the messages.
+
+    Raises:
+        ConfigError: With each key whose change would silently change what the run computes (its batches, its data, its
+            seed, its model) and that run.accept_changes does not name.
+    """
+    then = _flat(yaml.safe_load(before))
+    now = _flat(yaml.safe_load(to_yaml(cfg)))
+    changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key) and key not in _OF_THE_START]
+    raise_all(
+        [
+            f"{key}={now.get(key)}: the run in {origin} began with {then.get(key)}; set it back, choose another "
+            f"run.dir, or accept that it goes on as another run: run.accept_changes=[{key}]"
+            for key in changed
+            if is_defining(key) and not accepts(cfg.run.accept_changes, key)
+        ]
+    )
+    if changed:
+        told = "; ".join(f"{key}: {then.get(key)} -> {now.get(key)}" for key in changed)
+        print(f"{origin} goes on with other values: {told}", file=sys.stderr)
+
+
+def check_source(cfg: RecipeConfig) -> None:
+    """Compare `cfg` with the config of the checkpoint that run.resume names, if it names one. Raises ConfigError."""
+    if cfg.run.resume in ("auto", "never"):
+        return
+    file = Path(cfg.run.resume).expanduser() / _STATE
+    try:
+        before = json.loads(file.read_text())["config"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"run.resume={cfg.run.resume}: not a whole checkpoint: {file}: {error!r}") from error
+    if before is not None:
+        check_changes(before, cfg, f"run.resume={cfg.run.resume}")
+
+
+def _flat(sections: dict[str, Any]) -> dict[str, Any]:
+    """The values by dotted key; what is not in a section (the recipe's version of the schema) is left out."""
+    kept = {name: values for name, values in sections.items() if isinstance(values, dict)}
+    return {f"{name}.{key}": value for name, values in kept.items() for key, value in values.items()}

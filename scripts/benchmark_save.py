@@ -1,0 +1,157 @@
+"""How long a save stops training, and what memory it takes: in the background, and waited for.
+
+python scripts/benchmark_save.py                                          # parameters and AdamW of SmolLM2-135M: 1.6 GB
+torchrun --nproc-per-node 2 scripts/benchmark_save.py                     # sharded over two processes
+python scripts/benchmark_save.py --layers 4 --repeats 15 --folder /mnt/x  # smaller, more often, on another disk
+
+Each background save is paired with one plain copy of as many bytes, from memory to memory that was used before, both
+by one thread. Times are those of the slowest rank, figures are medians; processor time is that of the training thread,
+and tells on a machine that others use too. Memory is rank 0's, above what it held before the first save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from components import distributed
+from components.checkpoint import Saver
+from components.config.schema.checkpoint import CheckpointConfig
+
+
+def main() -> None:
+    """Measure, and print a line per figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--folder", default=None, help="where to write; default: a temporary folder")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    info = distributed.start_process_group("cpu")
+    model, optimizer = trained(options.layers, info.world_size)
+    folder = Path(distributed.broadcast_object(tempfile.mkdtemp(prefix="benchmark_save-", dir=options.folder)))
+    try:
+        figures = measure(folder, model, optimizer, options.repeats)
+    finally:
+        distributed.barrier()
+        if info.is_main:
+            shutil.rmtree(folder)
+    if info.is_main:
+        print("\n".join(f"{name:48} {value}" for name, value in figures.items()))
+
+
+def trained(layers: int, world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model of random weights in the shapes of SmolLM2-135M, and its AdamW after a step."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if world_size > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=world_size == 1)
+    step_once(optimizer)
+    return model, optimizer
+
+
+def step_once(optimizer: torch.optim.Optimizer) -> None:
+    """Take an optimizer step along a made-up gradient."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, repeats: int) -> dict[str, str]:
+    """Return the figures by name, for a person; a collective."""
+    policy = CheckpointConfig(keep=1, every=1, async_save=True)
+    held = reset_peak()
+    saver = Saver(folder, model, optimizer, policy, tell=lambda _: None)
+    waited = [timed(lambda: saver.save(0, {}, last=True)).wall for _ in range(3)]
+    sync_peak = peak() - held
+
+    step_once(optimizer)  # after which the buffers are taken, beside what follows
+    time.sleep(3)
+    reset_peak()
+    first = timed(lambda: saver.save(1, {}))
+    saver.wait()
+    async_peak = peak() - held
+    size = sum(buffer.numel() * buffer.element_size() for buffer in saver.buffers.local.values())
+    source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
+    copies, stalls, writes = [], [], []
+    for step in range(2, 2 + repeats):
+        copies.append(timed(lambda: target.copy_(source)))
+        stalls.append(timed(lambda: saver.save(step, {})))  # noqa: B023
+        writes.append(timed(saver.wait).wall)
+    copy = statistics.median(copy.wall for copy in copies)
+    stall = statistics.median(stall.wall for stall in stalls)
+    ratios = [ours.wall / plain.wall for ours, plain in zip(stalls, copies, strict=True)]
+    of_processor = [ours.processor / plain.processor for ours, plain in zip(stalls, copies, strict=True)]
+    return {
+        "state of a rank": f"{size / 1e9:.2f} GB",
+        "one copy of it": f"{copy:.3f} s ({size / copy / 1e9:.1f} GB/s)",
+        "stall of a save in the background": f"{stall:.3f} s = {spread(ratios)} x the copy; "
+        f"{spread(of_processor)} x in processor time; {repeats} pairs",
+        "stall of the first one": f"{first.wall:.3f} s, {first.processor:.3f} s of processor time",
+        "written in the background after": f"{statistics.median(writes):.2f} s",
+        "a save that training waits for": f"{statistics.median(waited):.2f} s",
+        "memory while saving": f"{async_peak / 1e9:.2f} GB in the background, {sync_peak / 1e9:.2f} GB waited for",
+    }
+
+
+def spread(values: list[float]) -> str:
+    """Return the median, with the least and the greatest."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """How long something took the slowest rank."""
+
+    wall: float
+    processor: float
+
+
+def timed(do: Callable[[], object]) -> Seconds:
+    """Do something on all ranks at once, and return how long it took."""
+    distributed.barrier()
+    wall, processor = time.perf_counter(), time.thread_time()
+    do()
+    taken = distributed.all_gather_object((time.perf_counter() - wall, time.thread_time() - processor))
+    return Seconds(*map(max, zip(*taken, strict=True)))
+
+
+def reset_peak() -> int:
+    """Forget the most memory that this process has held; return what it holds, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """Return the most memory that this process has held, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,414 @@
+"""Saving in the background: the same files, of the step that was asked for, and nothing lost that was not in flight."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from components import distributed, models, training
+from components.checkpoint import CheckpointError, Saver, save_checkpoint, verify
+from components.checkpoint.manifest import Manifest
+from components.checkpoint.saver import CopyBuffers
+from components.config.schema import ParallelismConfig
+from components.config.schema.checkpoint import CheckpointConfig
+from tests.distributed import parity
+from tests.distributed.test_checkpoint_crash import assert_whole, set_all, start
+from tests.harness import run_ranks, start_ranks
+
+POLICY = CheckpointConfig(keep=9, async_save=True)
+HSDP = {"strategy": "fsdp2", "dp_replicate": 2, "dp_shard": 2}
+CASES = {
+    2: [
+        parity.Case("llama_tied", {"strategy": "fsdp2"}),
+        parity.Case("llama_tied", {"strategy": "ddp", "dp_replicate": 2, "dp_shard": 1}),
+        parity.Case("llama", {"strategy": "fsdp2", "dp_shard": 1, "tp": 2}),
+        parity.Case("llama", {"strategy": "fsdp2", "dp_shard": 1, "pp": 2}, accumulation=2),
+        parity.Case("mixtral", {"strategy": "fsdp2", "dp_shard": 1, "ep": 2}),
+    ],
+    4: [parity.Case("llama_tied", HSDP), parity.Case("llama", {"strategy": "fsdp2", "dp_shard": 2, "tp": 2})],
+}
+
+
+def laid_out(case: parity.Case) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[int], None]]:
+    """A model on the case's mesh, its AdamW, and what trains it for a step."""
+    config = ParallelismConfig(**case.parallelism)
+    mesh = distributed.build_mesh(config, "cpu")
+    model = parity.build(case.model, torch.float32).train()
+    models.use_causal_sdpa(model)
+    layout = distributed.parallelize(model, mesh, config, torch.float32)
+    called = distributed.wrap_replicas(model, mesh, config, layout)
+    optimizer = training.build_optimizer(model, parity.OPTIMIZER)
+    settings = training.StepSettings(device=torch.device("cpu"), mesh=mesh)
+
+    def step(number: int) -> None:
+        training.train_step(called, parity.micro_batches(case, mesh, number), optimizer, settings)
+
+    return model, optimizer, step
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """What each file says of the run's state; of safetensors the header, in any order, and the hash of the rest."""
+    return {file.name: said_by(file) for file in path.iterdir() if file.name not in ("manifest.json", "config.yaml")}
+
+
+def said_by(file: Path) -> Any:
+    if file.suffix == ".json":
+        values = json.loads(file.read_text())
+        values.pop("config", None)
+        return values
+    written = file.read_bytes()
+    header = 8 + int.from_bytes(written[:8], "little")
+    return json.loads(written[8:header]), hashlib.sha256(written[header:]).hexdigest()
+
+
+def waits_for(gate: threading.Event) -> None:
+    """Let no thread beside the main one open a shard before the gate is open: a disk as slow as a test wants it."""
+
+    def wait(name: str, args: tuple[Any, ...]) -> None:
+        if in_background(name, args):
+            gate.wait(60)
+
+    sys.addaudithook(wait)
+
+
+def in_background(name: str, args: tuple[Any, ...]) -> bool:
+    if name != "open" or "w" not in str(args[1]) or not str(args[0]).endswith(".safetensors"):
+        return False
+    return threading.current_thread() is not threading.main_thread()
+
+
+def join(name: str) -> None:
+    """Wait for the thread of that name."""
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join()
+
+
+def names(run_dir: Path) -> set[str]:
+    return {path.name for path in (run_dir / "checkpoints").iterdir()}
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_files_are_those_of_a_save_that_training_waits_for(world: int, tmp_path: Path) -> None:
+    """On every mesh, bit for bit, although training goes on before anything is written."""
+
+    def body(rank: int) -> None:
+        gate = threading.Event()
+        waits_for(gate)
+        for number, case in enumerate(CASES[world]):
+            here, there = tmp_path / f"{number}_now", tmp_path / f"{number}_later"
+            model, optimizer, train = laid_out(case)
+            train(1)
+            torch.rand(5)
+            extra = {"data": {"index": 1}}
+            save_checkpoint(here, 1, model, optimizer, extra, POLICY)
+            gate.clear()
+            saver = Saver(there, model, optimizer, POLICY)
+            saver.save(1, extra)
+            extra["data"]["index"] = 2
+            train(2)  # collectives of training, while those of the write wait
+            torch.rand(5)
+            gate.set()
+            path = saver.wait()
+            assert path == there / "checkpoints" / "step_1"
+            train(3)
+            if rank == 0:
+                now, later = contents(here / "checkpoints" / "step_1"), contents(path)
+                assert now == later, case
+                assert len(now) > world, case
+                assert Manifest.read(path).mesh == Manifest.read(here / "checkpoints" / "step_1").mesh
+            assert verify(path) == []
+
+    run_ranks(world, body, timeout=120)
+
+
+def test_training_goes_on_while_a_write_is_slow(tmp_path: Path) -> None:
+    def body(rank: int) -> list[str]:
+        gate, told = threading.Event(), []
+        waits_for(gate)
+        run = start(1.0)
+        saver = Saver(tmp_path, *run, POLICY, told.append)
+        saver.save(1, {"step": 1})
+        for step in range(2, 30):
+            set_all(run, float(step))
+            dist.all_reduce(torch.ones(3))
+        assert not (tmp_path / "checkpoints" / "step_1").exists()
+        assert told[0].startswith("saving step 1 in the background")
+        assert len(told) == 1
+        threading.Timer(0.5, gate.set).start()
+        saver.save(29, {"step": 29})  # waits for the one before, whose buffers it takes
+        assert_whole(tmp_path, {1, 29})
+        set_all(run, 30.0)
+        saver.wait()
+        assert saver.wait() is None
+        assert_whole(tmp_path, {29})
+        return told
+
+    for told in run_ranks(2, body):
+        assert told[1] == f"saved {tmp_path}/checkpoints/step_1"
+        assert "until the one before was written" in told[2]
+        assert told[3] == f"saved {tmp_path}/checkpoints/step_29"
+
+
+def test_buffers_are_taken_once(tmp_path: Path) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def body(rank: int) -> None:
+        wide = nn.Linear(2048, 2048)  # 16 MB
+        optimizer = torch.optim.AdamW(wide.parameters())
+        wide(torch.ones(1, 2048)).sum().backward()
+        saver = Saver(tmp_path, wide, optimizer, CheckpointConfig(keep=1, every=1, async_save=True))
+        assert not saver.buffers.local
+        optimizer.step()
+        join("buffers for checkpoints")  # taken beside the steps that follow, before there is anything to save
+        taken = {name: buffer.data_ptr() for name, buffer in saver.buffers.local.items()}
+        optimizer.step()
+        seen = []
+        for step in range(6):
+            saver.save(step, {})
+            saver.wait()
+            places = {name: buffer.data_ptr() for name, buffer in saver.buffers.local.items()}
+            seen.append((places, resident()))
+        assert all(places == taken for places, _ in seen)
+        assert len(taken) == 8
+        own = {tensor.data_ptr() for tensor in wide.state_dict().values()}
+        assert not own & set(taken.values())
+        assert seen[-1][1] - seen[1][1] < 8e6, [memory for _, memory in seen]
+
+    run_ranks(2, body)
+
+
+def test_buffers_follow_what_they_copy() -> None:
+    buffers = CopyBuffers()
+    first = buffers.fill({"a": torch.ones(4, 3).t(), "b": torch.ones(())})
+    assert torch.equal(first["a"], torch.ones(3, 4))
+    assert first["a"].is_contiguous()
+    again = buffers.fill({"a": torch.full((3, 4), 2.0), "c": torch.ones(2, dtype=torch.bfloat16)})
+    assert again["a"].data_ptr() == first["a"].data_ptr()
+    assert torch.equal(again["a"], torch.full((3, 4), 2.0))
+    assert set(buffers.local) == {"a", "c"}
+    assert buffers.fill({"a": torch.ones(5)})["a"].shape == (5,)
+
+
+def test_a_rank_killed_in_the_background_loses_that_checkpoint_alone(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        run = start(1.0)
+        saver = Saver(tmp_path, *run, POLICY)
+        saver.save(1, {"step": 1})
+        saver.wait()
+        if rank == 1:
+            sys.addaudithook(lambda *event: os.kill(os.getpid(), signal.SIGKILL) if in_background(*event) else None)
+        set_all(run, 2.0)
+        saver.save(2, {"step": 2})
+        with saver:
+            while True:
+                dist.all_reduce(torch.ones(3))
+                time.sleep(0.01)
+
+    outcomes = start_ranks(2, body, timeout=30)
+    assert outcomes[1].signal == "SIGKILL"
+    assert outcomes[0].exception is not None  # of training's own collective, at once
+
+    def resumed(rank: int) -> None:
+        assert_whole(tmp_path, {1})
+        saver = Saver(tmp_path, *start(2.0), POLICY)
+        saver.save(2, {"step": 2})
+        saver.wait()
+        assert names(tmp_path) == {"step_1", "step_2"}
+
+    run_ranks(2, resumed)
+
+
+@pytest.mark.parametrize("event", range(0, 60, 4))
+def test_killed_anywhere_in_the_background(event: int, tmp_path: Path) -> None:
+    def child() -> None:
+        torch.set_num_threads(1)
+        run, seen = start(1.0), 0
+
+        def count(name: str, args: tuple[Any, ...]) -> None:
+            nonlocal seen
+            if any(str(arg).startswith(str(tmp_path)) for arg in args):
+                if seen == event:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                seen += 1
+
+        saver = Saver(tmp_path, *run, CheckpointConfig(keep=1, async_save=True))
+        saver.save(1, {"step": 1})
+        saver.wait()
+        sys.addaudithook(count)
+        for step in (2, 3):
+            set_all(run, float(step))
+            saver.save(step, {"step": step})
+        set_all(run, 4.0)
+        saver.wait()
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    assert_whole(tmp_path, {1, 2, 3})
+    assert process.exitcode or names(tmp_path) == {"step_3"}
+
+
+def test_a_write_that_fails_is_told_on_every_rank(tmp_path: Path) -> None:
+    """By whatever waits next, with the same words; the run may save again afterwards."""
+
+    def body(rank: int) -> list[str]:
+        run, told = start(1.0), []
+        saver = Saver(tmp_path, *run, POLICY)
+        for waits in (saver.wait, lambda: saver.save(2, {"step": 2}), lambda: saver.__exit__(None, None, None)):
+            if rank == 1:  # this disk alone is full
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+            saver.save(1, {"step": 1})
+            with pytest.raises(CheckpointError, match="step_1.tmp-.* could not be written") as caught:
+                waits()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            told.append(str(caught.value))
+            dist.barrier()
+            assert names(tmp_path) == set()
+        saver.save(1, {"step": 1})
+        saver.wait()
+        assert_whole(tmp_path, {1})
+        return told
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert all("File too large" in told for told in first)
+
+
+def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        saver = Saver(tmp_path, *start(1.0), POLICY)
+        (tmp_path / "checkpoints").write_text("somebody's")
+        dist.barrier()
+        saver.save(1, {"step": 1})
+        with pytest.raises(CheckpointError) as caught, saver:
+            pass
+        return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert "rank 1: NotADirectoryError" in first or "rank 1: FileExistsError" in first
+
+
+def test_a_run_that_is_told_to_stop_has_both_checkpoints(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        gate = threading.Event()
+        waits_for(gate)
+        run = start(1.0)
+        saver = Saver(tmp_path, *run, POLICY)
+        saver.save(1, {"step": 1})
+        set_all(run, 2.0)
+        threading.Timer(0.3, gate.set).start()
+        saver.save(2, {"step": 2}, last=True)
+        found = assert_whole(tmp_path, {2})  # published by the time it returns
+        serials = {path.name: Manifest.read(path).serial for path in found.parent.iterdir()}
+        assert serials == {"step_1": 1, "step_2": 2}
+
+    run_ranks(2, body)
+
+
+def test_the_last_one_is_saved_although_the_one_before_failed(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        run = start(1.0)
+        saver = Saver(tmp_path, *run, POLICY)
+        (tmp_path / "checkpoints").touch()
+        dist.barrier()
+        saver.save(1, {"step": 1})
+        set_all(run, 2.0)
+        join("checkpoint of step 1")
+        (tmp_path / "checkpoints").unlink(missing_ok=True)
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="step_1"):
+            saver.save(2, {"step": 2}, last=True)
+        assert_whole(tmp_path, {2})
+        assert saver.wait() is None  # told once
+
+    run_ranks(2, body)
+
+
+ENDS = """
+import sys, threading, time
+import torch
+import torch.distributed as dist
+from components import distributed
+from components.checkpoint import Saver
+from components.config.schema.checkpoint import CheckpointConfig
+
+def hang(name, args):
+    if name == "open" and str(args[0]).endswith(".safetensors"):
+        time.sleep(100)
+
+distributed.start_process_group("cpu")
+if dist.get_rank() == 1:
+    sys.addaudithook(hang)
+model = torch.nn.Linear(4, 4)
+saver = Saver(sys.argv[1], model, torch.optim.AdamW(model.parameters()), CheckpointConfig(async_save=True))
+with saver:
+    saver.save(1, {})
+    time.sleep(0.3)
+    print(time.monotonic(), flush=True)
+    raise {raised}
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "lasts"), [("RuntimeError('of training')", 1, 40), ("KeyboardInterrupt", -2, 30)]
+)
+def test_a_run_that_an_error_ends_does_not_hang_on_the_thread(
+    raised: str, status: int, lasts: float, tmp_path: Path
+) -> None:
+    """One rank's disk hangs, the other rank's thread waits for it in a collective, and training fails."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS.replace("{raised}", raised + "\n"))
+    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": str(free_port()), "PYTHONPATH": str(Path(__file__).parents[2])}  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        ended = {}
+        while len(ended) < len(ranks):
+            time.sleep(0.02)
+            ended |= {rank: time.monotonic() for rank in ranks if rank not in ended and rank.poll() is not None}
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank in ranks:
+        output, errors = rank.communicate()
+        assert rank.returncode == status, errors
+        assert ended[rank] - float(output) < lasts
+        assert re.search(r"the checkpoint of step 1 (was still being written: it )?is lost", errors)
+        assert raised.partition("(")[0] in errors.splitlines()[-1]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

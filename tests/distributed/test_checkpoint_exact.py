@@ -1,0 +1,92 @@
+"""A resumed run is the undisturbed run to the last bit, on every kind of mesh, with dropout on.
+
+200 resumes with `make torture`: ten meshes, each left and taken up at twenty steps. (Samples are put together when
+asked for, by no workers: there is no number of them to vary.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from components import distributed
+from components.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from components.checkpoint.random_state import random_state
+from components.config.schema.checkpoint import CheckpointConfig
+from tests.distributed.tiny_runs import TinyRun, build, cell_named, start
+from tests.harness import run_ranks
+
+TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
+pytestmark = pytest.mark.timeout(3600 if TORTURE else 300)
+RESUMES, AFTER = (20, 20) if TORTURE else (1, 4)
+"""Resumes on each mesh, and the steps that are compared after each."""
+DROPOUT = 0.1
+SOME = {2: [("gpt2", "dp_shard2"), ("qwen3_moe", "ep2"), ("llama", "pp2")]}
+ALL = {
+    1: [("llama", "fsdp2")],
+    2: [*SOME[2], ("llama", "ddp2"), ("llama", "cp2"), ("phi3", "tp2")],
+    4: [("llama", "dp_shard2_tp2"), ("qwen3_moe", "dp_shard2_ep2"), ("llama", "dp_replicate2_dp_shard2")],
+}
+"""Number of processes -> models and meshes."""
+CASES = [(world, *each) for world, cases in (ALL if TORTURE else SOME).items() for each in cases]
+
+
+def build_with_dropout(model: str) -> torch.nn.Module:
+    built = build(model)
+    for module in built.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = DROPOUT
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = DROPOUT
+    return built
+
+
+def bits(run: TinyRun) -> str:
+    """Hash of everything this rank holds: parameters, optimizer, counters, data cursor, random states."""
+    digest = hashlib.sha256(json.dumps([run.extra(), random_state()]).encode())
+    for name, parameter in run.model.named_parameters():
+        for key, value in [("value", parameter), *sorted(run.optimizer.state[parameter].items())]:
+            local = value.to_local() if isinstance(value, DTensor) else value
+            digest.update(f"{name} {key} {local.dtype} {tuple(local.shape)}".encode())
+            digest.update(local.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize(("world", "model", "mesh"), CASES)
+def test_a_resumed_run_is_the_undisturbed_run(world: int, model: str, mesh: str, tmp_path: Path) -> None:
+    cell, built = cell_named(model, mesh, world), build_with_dropout(model)
+
+    def undisturbed(rank: int) -> list[Any]:
+        """What is known after each step: bits, loss, samples."""
+        run = start(cell, built)
+        told: list[Any] = []
+        for step in range(1, RESUMES + AFTER + 1):
+            told.append((run.train(1), bits(run)))
+            if step <= RESUMES:
+                folder = tmp_path / str(step)
+                save_checkpoint(folder, step, run.model, run.optimizer, run.extra(), CheckpointConfig(keep=1))
+        return told
+
+    def resumed(rank: int, left: int) -> list[Any]:
+        run = start(cell, built)
+        distributed.seed_ranks(99, run.mesh)
+        run.train(1)  # other random states, other weights, another place in the data
+        found = find_checkpoint(tmp_path / str(left), "auto")
+        assert found is not None
+        run.take(load_checkpoint(found, run.model, run.optimizer))
+        return [bits(run), *((run.train(1), bits(run)) for _ in range(AFTER))]
+
+    expected = run_ranks(world, undisturbed, timeout=600)
+    assert len({digest for of_rank in expected for _, digest in of_rank}) == world * (RESUMES + AFTER)
+    told = run_ranks(world, lambda rank: [resumed(rank, left) for left in range(1, RESUMES + 1)], timeout=1800)
+    for rank, of_rank in enumerate(told):
+        for left, (at_once, *after) in enumerate(of_rank, start=1):
+            assert at_once == expected[rank][left - 1][1], f"rank {rank} after step {left}"
+            assert after == expected[rank][left : left + AFTER], f"rank {rank} after step {left}"

@@ -1,0 +1,114 @@
+"""Runs that are killed again and again, and go on with other numbers of processes, read every sample once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from components.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from components.config.schema.checkpoint import CheckpointConfig
+from components.data.batches import BatchPlan, TrainBatches
+from components.data.examples import Example
+from tests.harness import start_ranks
+
+TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
+pytestmark = pytest.mark.timeout(3600 if TORTURE else 300)
+SAMPLES, BATCH, KILLS = (1_000_000, 2_000, 50) if TORTURE else (20_000, 400, 4)
+STEPS = SAMPLES // BATCH
+SAVE_EVERY = 4
+WORLDS = (1, 2, 4, 5, 8) if TORTURE else (1, 2, 4)
+
+
+class Numbered(Sequence[Example]):
+    """Samples that consist of their number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: Any) -> Any:
+        return Example([index, 1], [-100, 1])
+
+
+def attempt(rank: int, run_dir: Path, number: int, world: int, kill: tuple[int, int, float] | None) -> int:
+    """Read on from the last checkpoint, writing down what is read for each step; return the first step.
+
+    Args:
+        kill: the rank that is killed (-1: all), how many steps after the start, and how many seconds into the step.
+    """
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = BatchPlan(global_batch_size=BATCH, micro_batch_size=BATCH // world // 2, dp_rank=rank, dp_size=world)
+    batches = TrainBatches(Numbered(), plan, seed=3)
+    step = 0
+    found = find_checkpoint(run_dir, "auto")
+    if found is not None:
+        saved = load_checkpoint(found, model, optimizer)
+        step = saved["step"]
+        batches.load_state_dict(saved["data"])
+    first = step
+    with (run_dir / f"read-{number:03}-{rank}").open("w") as log:
+        log.write(f"{first}\n")
+        while step < STEPS:
+            if kill is not None and kill[0] in (rank, -1) and step == first + kill[1]:
+                threading.Thread(target=die_after, args=(kill[2],), daemon=True).start()
+            rows = [row for batch in next(batches) for row in batch["input_ids"][:, 0].tolist()]
+            log.write(" ".join(map(str, [step, *rows])) + "\n")
+            log.flush()
+            step += 1
+            torch.distributed.barrier()  # as the reductions of a real step
+            if step % SAVE_EVERY == 0 or step == STEPS:
+                extra = {"step": step, "data": batches.state_dict()}
+                save_checkpoint(run_dir, step, model, optimizer, extra, CheckpointConfig(keep=2))
+    return first
+
+
+def die_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_of(run_dir: Path, number: int, world: int) -> tuple[int, dict[int, list[int]]]:
+    """The first step of an attempt, and the samples of each step that all ranks came to."""
+    first, steps = 0, []
+    for rank in range(world):
+        whole_lines = (run_dir / f"read-{number:03}-{rank}").read_text().rpartition("\n")[0]
+        head, *lines = whole_lines.splitlines() or ["0"]
+        first = int(head)
+        numbers = [[int(word) for word in line.split()] for line in lines]
+        steps.append({step: rows for step, *rows in numbers})
+    common = set.intersection(*(set(each) for each in steps))
+    return first, {step: [row for of_rank in steps for row in of_rank[step]] for step in common}
+
+
+def test_fifty_kills_and_changes_of_the_world_repeat_no_sample_and_skip_none(tmp_path: Path) -> None:
+    dice = random.Random(0)
+    attempts: list[tuple[int, dict[int, list[int]]]] = []
+    killed = 0
+    while not attempts or max(attempts[-1][1], default=0) < STEPS - 1:
+        world = dice.choice(WORLDS)
+        victim = dice.choice([-1, dice.randrange(world)])
+        after = dice.randrange(2 * SAVE_EVERY + 1)  # on average as often before a save as after one
+        kill = (victim, after, dice.uniform(0, 0.1)) if killed < KILLS else None
+        outcomes = start_ranks(world, attempt, tmp_path, len(attempts), world, kill, timeout=300)
+        if kill is None:
+            assert all(outcome.ok for outcome in outcomes), [str(outcome) for outcome in outcomes]
+        killed += any(outcome.signal == "SIGKILL" for outcome in outcomes)
+        attempts.append(read_of(tmp_path, len(attempts), world))
+    assert killed == KILLS
+    used: dict[int, list[int]] = {}
+    for number, (first, steps) in enumerate(attempts):
+        assert sorted(steps) == list(range(first, first + len(steps)))
+        assert first <= (max(used) + 1 if used else 0), f"attempt {number} skipped steps"
+        for step, rows in steps.items():
+            assert used.get(step, rows) == rows, f"attempt {number} read other samples for step {step}"
+            used[step] = rows
+    assert sorted(row for rows in used.values() for row in rows) == list(range(SAMPLES))

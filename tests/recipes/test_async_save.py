@@ -1,0 +1,72 @@
+"""recipes/finetune.py with checkpoint.async_save: the same checkpoints, told once they are there."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from components.checkpoint.manifest import Manifest
+from tests.distributed.test_checkpoint_async import contents
+from tests.recipes.test_finetune import ROOT, TINY, curve, result, run, start
+
+STEPS = (4, 8, 12, 16)
+SETTINGS = (*TINY, "parallelism=fsdp2", "cluster=local_2proc", "checkpoint.every=4", "checkpoint.keep=9",
+            "training.max_steps=16", "checkpoint.export=false", "generation.samples=0",
+            "logging.plot=false")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a run that waits for each save."""
+    folder = tmp_path_factory.mktemp("waiting")
+    output = run("finetune.py", *SETTINGS, f"run.dir={folder}/run", cwd=folder)
+    assert "in the background" not in output
+    assert re.findall(r"saved .*/(step_\d+)", output) == [f"step_{step}" for step in STEPS]
+    return folder / "run"
+
+
+def same_checkpoints(run_dir: Path, other: Path) -> None:
+    for step in STEPS:
+        path, expected = (each / "checkpoints" / f"step_{step}" for each in (run_dir, other))
+        assert contents(path) == contents(expected)
+        assert Manifest.read(path).eval_loss == Manifest.read(expected).eval_loss
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {f"step_{step}" for step in STEPS}
+
+
+def test_a_run_saves_the_same_in_the_background(waiting: Path, tmp_path: Path) -> None:
+    output = run("finetune.py", *SETTINGS, "checkpoint.async_save=true", f"run.dir={tmp_path}/run", cwd=tmp_path)
+    assert re.findall(r"saving step (\d+) in the background", output) == ["4", "8", "12"]  # the last one is no copy
+    assert re.findall(r"saved .*/step_(\d+)", output) == ["4", "8", "12", "16"]
+    same_checkpoints(tmp_path / "run", waiting)
+    assert curve(tmp_path / "run") == curve(waiting)
+    assert result(tmp_path / "run")["status"] == "ok"
+
+
+def test_a_stopped_run_leaves_all_it_has_begun_to_save(waiting: Path, tmp_path: Path) -> None:
+    command = (*SETTINGS, "checkpoint.async_save=true", f"run.dir={tmp_path}/run")
+    process = start(ROOT / "recipes" / "finetune.py", *command, cwd=tmp_path)
+    assert process.stdout is not None
+    output = ""
+    while "saving step 4" not in output:
+        line = process.stdout.readline()
+        assert line, output
+        output += line
+    process.send_signal(signal.SIGUSR2)
+    output += process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    stopped = result(tmp_path / "run")
+    assert stopped["status"] == "preempted"
+    assert 4 < stopped["steps"] < 16
+    saved = re.findall(r"saved .*/(step_\d+)", output)
+    assert saved[0] == "step_4"
+    assert saved[-1] == f"step_{stopped['steps']}"
+
+    output = run("finetune.py", *command, cwd=tmp_path)
+    assert f"resumed from {tmp_path}/run/checkpoints/{saved[-1]}" in output
+    assert curve(tmp_path / "run") == curve(waiting)
+    if stopped["steps"] not in STEPS:
+        (tmp_path / "run" / "checkpoints" / saved[-1]).rename(tmp_path / "between")
+    same_checkpoints(tmp_path / "run", waiting)

@@ -1,0 +1,171 @@
+"""A run that makes no progress ends by itself, names the rank that is missing, and keeps every rank's stack.
+
+The recipe is recipes/finetune.py itself, copied, with a few lines planted that strike one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from components.config.errors import EXIT_HUNG
+from tests.recipes.launching import TWO, Bench, Done
+
+TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
+MODEL, OPTIMIZER = "    # Model: shaped on the meta device", "    # Optimizer, over the sharded parameters\n"
+PLANTED = """
+    struck = []
+
+    def strike(moment: str) -> None:
+        struck.append(moment)
+        if info.rank == {rank} and moment == "{moment}" and struck.count(moment) == {after}:
+            {act}
+
+    def hit() -> None:
+        (Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))
+        import os, signal
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    strike("start")
+
+"""
+HOOKS = """
+    for layer in models.decoder_layers(model):
+        layer.register_forward_pre_hook(lambda *_: strike("step" if model.training else "evaluation"))
+
+"""
+STOP = "import threading; threading.Timer({delay:.3f}, hit).start()"
+NOTED = '(Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))'
+SPIN = NOTED + "\n            while True: pass"
+HOLD_THE_GIL = NOTED + "; import ctypes; ctypes.PyDLL(None).pause()"
+SHORT = (
+    *("training.max_steps=100000", "training.global_batch_size=4", "training.micro_batch_size=2"),
+    *("training.seq_len=128", "data.max_samples=64", "data.max_eval_samples=8", "generation.samples=0"),
+    *("training.eval_every=4", "checkpoint.every=3", "cluster.device=cpu"),
+)
+TIMEOUT = 6
+"""Seconds: more than the tiny model ever takes for a step on a busy machine."""
+BOUND = 2 * TIMEOUT + 5
+AFTER = {"start": 1, "step": 9, "evaluation": 7, "save": 2}
+"""At which call each moment is struck."""
+
+
+@dataclass(frozen=True)
+class Hung:
+    """How a struck run ended."""
+
+    done: Done
+    seconds: float
+    """From the blow to the end of the last process."""
+    told: str
+    """The line before the last."""
+    logs: Path
+
+
+def plant(bench: Bench, rank: int, moment: str, act: str) -> None:
+    """Copy the recipe with the blow in it."""
+    text = RECIPE.read_text()
+    for anchor in (MODEL, OPTIMIZER):
+        assert text.count(anchor) == 1
+    act = act.format(rank=rank)
+    planted = PLANTED.format(rank=rank, moment=moment, after=AFTER[moment], act=act)
+    text = text.replace(MODEL, planted + MODEL).replace(OPTIMIZER, HOOKS + OPTIMIZER)
+    text, found = re.subn(r"(    def save\(.*\) -> None:\n)", r'\1        strike("save")\n', text)
+    assert found == 1
+    bench.recipe.write_text(text)
+
+
+def hang(bench: Bench, rank: int, moment: str, act: str, *arguments: str) -> Hung:
+    """Run until the watchdog ends it; nobody may be left."""
+    plant(bench, rank, moment, act)
+    done = bench.start(*SHORT, f"training.step_timeout_seconds={TIMEOUT}", *arguments).wait(timeout=240)
+    ended = time.time()
+    assert done.status == EXIT_HUNG, done.errors
+    told, where = done.errors.rstrip("\n").splitlines()[-2:]
+    assert where.startswith("logs: ")
+    assert bench.result() == {"status": "hung", "error": told}
+    bench.assert_nobody_left()
+    return Hung(done, ended - float(bench.notes("struck")[0]), told, Path(where.removeprefix("logs: ")))
+
+
+def assert_missed(hung: Hung, rank: int, moment: str) -> None:
+    """In time, by name, with the key to change, and with the stacks of both ranks."""
+    assert hung.seconds < BOUND
+    assert hung.told.startswith("no progress for ")
+    assert f"rank {rank} on host " in hung.told
+    assert f"rank {1 - rank} " not in hung.told
+    assert " is missing" in hung.told
+    assert f"training.step_timeout_seconds={TIMEOUT}" in hung.told
+    assert ("before the loop" in hung.told) == (moment == "start")
+    other = (hung.logs / f"rank_{1 - rank}.log").read_text()
+    assert re.search(r'File ".*tried.py", line \d+ in main', other)
+    # The missing one was made to go on for a moment, and wrote where it stood; rank 0 has the terminal for its log.
+    own = hung.done.errors if rank == 0 else (hung.logs / f"rank_{rank}.log").read_text()
+    assert re.search(r'File ".*tried.py", line \d+ in main', own)
+
+
+@pytest.mark.parametrize(("rank", "moment"), [(1, "step"), (0, "save")])
+def test_a_stopped_rank_ends_the_run_and_is_named(rank: int, moment: str, bench: Bench) -> None:
+    """Rank 0 serves the store through which ranks speak: without it the others must find out by themselves."""
+    assert_missed(hang(bench, rank, moment, STOP.format(delay=0.0), TWO), rank, moment)
+
+
+def test_a_rank_in_an_endless_loop_is_named_with_the_line(bench: Bench) -> None:
+    """It beats like the others; what tells is that it has begun fewer collectives."""
+    hung = hang(bench, 0, "evaluation", SPIN, TWO)
+    assert hung.seconds < BOUND
+    assert re.search(r"rank 0 on host \S+ does not come to a collective of the others: it is", hung.told)
+    assert re.search(r"at evaluate, strike \(tried.py:\d+\)", hung.told)
+    assert "rank 1" not in hung.told
+
+
+def test_a_rank_that_keeps_the_gil_is_missed(bench: Bench) -> None:
+    """None of its threads can run, so it cannot beat; its stack is written all the same."""
+    hung = hang(bench, 1, "step", HOLD_THE_GIL, TWO)
+    assert_missed(hung, 1, "step")
+    assert "in strike" in (hung.logs / "rank_1.log").read_text()
+
+
+def test_one_process_in_an_endless_loop_is_ended(bench: Bench) -> None:
+    hung = hang(bench, 0, "step", SPIN, "parallelism=single")
+    assert hung.seconds < BOUND
+    assert re.search(r"in step \d+: it is at train_step, strike \(tried.py:\d+\)", hung.told)
+
+
+def test_what_goes_on_slowly_is_left_alone(bench: Bench) -> None:
+    """A start, a step, an evaluation and a save that each take far longer than the timeout, but never stand still."""
+    plant(bench, 1, "step", "pass")
+    slow = """struck.append(moment)
+        if moment == "start" and info.rank == 1: time.sleep(7)
+        if moment in ("step", "evaluation") and state.step >= 2: time.sleep(0.9)"""
+    text = bench.recipe.read_text().replace("struck.append(moment)", slow)
+    writes = "for _ in range(14): time.sleep(0.5); (Path(__file__).parent / 'bulk').write_bytes(bytes(2**21))"
+    text = text.replace('strike("save")\n', f"{writes} if info.rank == 1 else None\n")
+    bench.recipe.write_text(text)
+    done = bench.start(
+        *(TWO, *SHORT, "training.step_timeout_seconds=3", "training.max_steps=3", "training.global_batch_size=16"),
+        *("data.max_eval_samples=16", "checkpoint.every=0", "checkpoint.export=false"),
+    ).wait(timeout=240)
+    assert done.status == 0, done.errors
+    assert bench.result()["status"] == "ok"
+
+
+@pytest.mark.skipif(not TORTURE, reason="twenty stops take ten minutes: make torture")
+@pytest.mark.parametrize("draw", range(20))
+def test_a_rank_stopped_at_any_moment_is_named(draw: int, bench: Bench) -> None:
+    chance = random.Random(draw)
+    rank, moment = draw % 2, ("step", "evaluation", "save", "start")[draw // 2 % 4]
+    delay = chance.uniform(0.0, 0.3)
+    hung = hang(bench, rank, moment, STOP.format(delay=delay), TWO)
+    print(f"draw {draw}: rank {rank} stopped {delay:.2f} s after {moment}: ended in {hung.seconds:.1f} s: {hung.told}")
+    assert hung.seconds < BOUND
+    assert f"rank {rank} on host " in hung.told
+    assert " is missing" in hung.told
+    assert f"rank {1 - rank} " not in hung.told

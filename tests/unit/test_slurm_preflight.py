@@ -1,0 +1,65 @@
+"""What sbatch says, in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from components.config.schema.cluster import ClusterConfig, ClusterKind
+from components.launch.slurm.preflight import refusal
+
+CLUSTER = ClusterConfig(kind=ClusterKind.slurm, procs_per_node="2")
+ASKED = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (
+            [
+                "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host",
+                "sbatch: error: fetch_config: DNS SRV lookup failed",
+                "sbatch: error: _establish_config_source: failed to fetch config",
+                "sbatch: fatal: Could not establish a configuration source",
+            ],
+            "Could not establish a configuration source",
+        ),
+        (
+            [
+                "sbatch: error: s_p_parse_file: cannot stat file /no: No such file or directory, retrying in 1sec",
+                "sbatch: error: ClusterName needs to be specified",
+                "sbatch: fatal: Unable to process configuration file",
+            ],
+            "s_p_parse_file: cannot stat file /no: No such file or directory",
+        ),
+        (
+            [
+                "sbatch: error: slurm_persist_conn_open: failed",
+                "allocation failure: Unable to contact slurm controller",
+            ],
+            "Unable to contact slurm controller",
+        ),
+    ],
+    ids=["no slurm.conf", "another slurm.conf", "no controller"],
+)
+def test_a_slurm_that_cannot_be_reached_is_told_in_the_line_that_says_why(said: list[str], why: str) -> None:
+    advice = "submit from a login node of the cluster, or set cluster=local"
+    assert refusal(said, CLUSTER) == f"cluster.kind=slurm: Slurm cannot be reached from here: {why}; {advice}"
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (
+            [
+                "sbatch: error: invalid partition specified: nosuch",
+                "sbatch: error: Batch job submission failed: Invalid partition name specified",
+            ],
+            "invalid partition specified: nosuch; Invalid partition name specified",
+        ),
+        (["allocation failure: A", "sbatch: error: A"], "A"),
+        ([], "no reason given"),
+    ],
+)
+def test_a_refused_job_is_told_in_all_of_slurms_words(said: list[str], why: str) -> None:
+    advice = "change these keys of cluster (see sinfo)"
+    assert refusal(said, CLUSTER) == f"cluster.kind=slurm: sbatch refuses {ASKED}: {why}; {advice}"
