@@ -200,6 +200,7 @@ class Command:
         """Start it, in a process group of its own."""
         number = len(list(self.folder.glob(f"{self.run_dir.name}.*.log")))
         log = self.folder / f"{self.run_dir.name}.{number}.log"
+        log.touch()
         pid = os.fork()
         if pid:
             return Attempt(pid, log)
