@@ -115,6 +115,8 @@ def run_main(name: str) -> int:
 
 
 def _elastic_rank() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # a new process has not the agent's
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     status = run_main(f"rank{os.environ['RANK']}")
     if status:
         os._exit(status)
@@ -198,6 +200,7 @@ class Command:
         """Start it, in a process group of its own."""
         number = len(list(self.folder.glob(f"{self.run_dir.name}.*.log")))
         log = self.folder / f"{self.run_dir.name}.{number}.log"
+        log.touch()
         pid = os.fork()
         if pid:
             return Attempt(pid, log)

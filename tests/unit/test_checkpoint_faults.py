@@ -1,0 +1,111 @@
+"""MESHBOOK_FAULT does what it says where it is armed, and what a run that was cut short leaves can be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from components.checkpoint.faults import POINTS, VARIABLE, fault_point
+from components.config.errors import ConfigError
+from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
+from components.launch.failures import write_report
+from components.observability import Reporter
+from tests.unit.test_launch_run_directory import config, end, start
+
+
+def test_nothing_happens_unless_it_is_armed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for point in POINTS:
+        fault_point(point)
+    assert VARIABLE not in os.environ
+
+
+def test_the_time_and_the_rank_that_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(VARIABLE, "eio:after_random:rank1:2,erofs:after_random:rank0,enospc:at_load:all:*")
+    fault_point("after_folder")
+    fault_point("after_random")
+    with pytest.raises(OSError, match=r"\[Errno 5\] Input/output error \(MESHBOOK_FAULT=eio:after_random:rank1:1\)"):
+        fault_point("after_random")
+    fault_point("after_random")
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left on device"):
+            fault_point("at_load")
+    assert os.environ[VARIABLE] == "erofs:after_random:rank0:1,enospc:at_load:all:*"
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(OSError, match="Read-only file system"):
+        fault_point("after_random")
+
+
+def test_a_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "slow=0.1:after_shards")
+    began = time.monotonic()
+    fault_point("after_shards")
+    assert 0.1 <= time.monotonic() - began < 5
+    assert os.environ[VARIABLE] == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["kill", "kill:nowhere", "maim:at_load", "kill:at_load:one", "kill:at_load:rank0:0", "kill:at_load:all:1:1",
+     "slow:at_load", "slow=x:at_load", "kill=3:at_load", "kill:at_load,", "kill:at_load:rank"],
+)  # fmt: skip
+def test_what_cannot_be_read_is_told(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ConfigError, match=rf"^{VARIABLE}=.*: must be KIND:POINT.*; unset it$"):
+        fault_point("after_rename")
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, components.checkpoint.faults; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+def test_a_start_that_was_killed_in_its_first_write_can_be_started_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".config.yaml.tmp").write_text("run:\n  di")
+    directory = start(config(str(tmp_path / "run")))
+    assert directory.fresh
+    end(directory)
+
+
+def test_a_line_of_metrics_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n{"step": 3, "lo')
+    report = Reporter(LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled)), str(tmp_path), enabled=True)
+    assert [line["step"] for line in report.read()] == [1, 2]
+    report.continue_from(1)
+    report.evaluation(step=1, eval_loss=0.5, tokens=3)
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 1]
+
+
+def test_a_disk_that_takes_no_metrics_is_named_with_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    report = Reporter(LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled)), str(tmp_path), enabled=True)
+    with pytest.raises(
+        OSError, match=rf"No space left on device \([\d,]+ bytes are free\): '{tmp_path}/metrics.jsonl'"
+    ):
+        report.evaluation(step=1, eval_loss=0.5, tokens=3)
+
+
+def test_a_report_that_the_disk_does_not_take_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank_1.error.tmp").symlink_to("/dev/full")
+    write_report(tmp_path, 1, ValueError("what went wrong"))
+    told = capsys.readouterr().err
+    assert told.startswith("rank 1: ValueError: what went wrong\n")
+    assert f"{tmp_path}/rank_1.error.json could not be written: [Errno 28]" in told
+
+
+def test_a_result_that_the_disk_does_not_take_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = start(config(str(tmp_path / "run")))
+    (directory.path / ".result.json.tmp").symlink_to("/dev/full")
+    directory.conclude("failed", "rank 0: OSError")
+    told = capsys.readouterr().err
+    assert told.startswith(f"{directory.path}/result.json could not be written: No space left on device (")
+    end(directory)
