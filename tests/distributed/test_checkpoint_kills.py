@@ -118,6 +118,9 @@ class Torment:
         story = []
         while True:
             kill = self.todo[-1] if self.todo else None
+            counts = kill is not None and (kill.point != "at_load" or newest is not None)
+            if kill is not None and not counts:
+                kill = Kill("all", "after_rename")  # there is nothing to load yet
             armed = kill is not None and kill.point is not None
             attempt = command.start({VARIABLE: f"stop:{kill.point}:rank0:1"} if kill and armed else None)
             struck = kill is not None and self._strike(attempt, kill)
@@ -127,7 +130,10 @@ class Torment:
             assert told == [str(newest)] if told or (newest and not struck) else True, f"{newest}:\n{attempt.said()}"
             if not struck:
                 break
-            story.append(str(self.todo.pop()))
+            story.append(str(kill))
+            if kill and counts:
+                self.done[f"{kill.target} {kill.point or ''}".strip()] += 1
+                self.todo.pop()
             newest = self._look(command.run_dir, 1 + behind)
             story.append(f"leaves {newest and newest.name}")
         assert json.loads((command.run_dir / "result.json").read_text())["status"] == "ok"
@@ -158,7 +164,6 @@ class Torment:
         assert status in (0, 1, -signal.SIGKILL), f"status {status}\n{attempt.said()}"  # 0: it was over already
         until(lambda: not any(map(alive, ranks)), ENDS_WITHIN, lambda: f"orphans of {ranks}")
         self.slowest_end = max(self.slowest_end, time.monotonic() - began)
-        self.done[f"{kill.target} {kill.point or ''}".strip()] += 1
         return True
 
     def _look(self, run_dir: Path, at_most: int) -> Path | None:
