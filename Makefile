@@ -1,8 +1,8 @@
 # make finetune   install what is missing, then fine-tune SmolLM2-135M on this machine
 # make test       install what is missing, then run every test
 # make parity     every model on every mesh of 2, 4 and 8 processes against one: outputs/parity/grid.md
-# make torture    the tests that take minutes: Slurm's (twenty stops, every hostile string), then 500 kills of whole
-#                 runs and 500 inside a save, disks that fail at each point, every pickle in every place (root)
+# make torture    the tests that take hours: twenty stops of Slurm's, 500 kills of whole runs and 500 inside a save, disks
+#                 that fail, 1,000 corruptions, any mesh to any mesh, 20 hangs, half an hour of chaos (root)
 # make lint       formatting, lint, types, import contracts, size budgets
 # make install    the environment alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
 
@@ -33,7 +33,7 @@ parity: install
 torture: install
 	MESHBOOK_TORTURE=1 MESHBOOK_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)
 	MESHBOOK_TORTURE=1 $(BIN)/python -m pytest -s tests/distributed/test_checkpoint_*.py \
-	    tests/unit/test_no_pickle_is_read.py $(ARGS)
+	    tests/unit/test_no_pickle_is_read.py tests/recipes/test_launch_hangs.py tests/recipes/test_chaos.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

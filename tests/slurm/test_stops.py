@@ -16,6 +16,7 @@ import pytest
 from tests.slurm.cluster import Cluster, until
 from tests.slurm.login import CPU, QUICK, TORTURE, Answer, Login, log_of, result_of, steps_of
 
+pytestmark = pytest.mark.xdist_group("stops")  # one worker makes the undisturbed run
 STEPS = 300
 RUN = (
     *("cluster=slurm_2node", "cluster.procs_per_node=1", "parallelism=fsdp2", "cluster.signal_lead_seconds=20"),

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -314,12 +315,13 @@ def test_modes_under_our_umask() -> None:
 
 def test_the_record_tells_versions_git_and_command_but_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_canary")
+    monkeypatch.setattr("sys.argv", ["recipes/finetune.py", "run.name=a b"])
     record = start_record("finetune", Path(__file__), 2, 1)
     assert "hf_canary" not in json.dumps(record)
     assert record["versions"]["omegaconf"].startswith("2.3")
     assert record["versions"]["torch"]
     assert (record["recipe"], record["processes"], record["attempt"]) == ("finetune", 2, 1)
-    assert "pytest" in record["command"]
+    assert record["command"] == f"{sys.executable} recipes/finetune.py 'run.name=a b'"
     assert record["git"] is None or len(record["git"]["commit"]) == 40
 
 
