@@ -21,7 +21,7 @@ import torch
 
 from components.checkpoint import StoredWeights, choose_checkpoint, find_checkpoint, load_checkpoint, load_model_weights
 from components.checkpoint.listing import check_contents, list_checkpoints
-from components.checkpoint.manifest import Manifest, write_bytes
+from components.checkpoint.manifest import FileRecord, HashedFile, Manifest
 from components.config.compose import read_frozen, to_yaml
 from components.config.schema import FinetuneConfig
 from components.config.schema.checkpoint import CheckpointConfig
@@ -136,7 +136,9 @@ def make(kind: str, folder: Path) -> None:
 def put(kind: str, folder: Path, name: str, payload: bytes) -> None:
     """Replace a file, or add one."""
     home = folder / "checkpoints" / "step_1" if kind == "checkpoint" else folder
-    written = write_bytes(home / name, payload)
+    written: dict[str, FileRecord] = {}
+    with HashedFile(home / name, written) as file:
+        file.write(payload)
     if kind == "checkpoint" and name != "manifest.json":
         manifest = Manifest.read(home)
         manifest.files.update(written)
