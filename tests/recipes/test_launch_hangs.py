@@ -112,7 +112,7 @@ def assert_missed(hung: Hung, rank: int, moment: str) -> None:
     assert re.search(r'File ".*tried.py", line \d+ in main', own)
 
 
-@pytest.mark.parametrize(("rank", "moment"), [(1, "step"), (0, "save")])
+@pytest.mark.parametrize(("rank", "moment"), [(0, "save"), *([(1, "step")] if TORTURE else [])])
 def test_a_stopped_rank_ends_the_run_and_is_named(rank: int, moment: str, bench: Bench) -> None:
     """Rank 0 serves the store through which ranks speak: without it the others must find out by themselves."""
     assert_missed(hang(bench, rank, moment, STOP.format(delay=0.0), TWO), rank, moment)
@@ -127,6 +127,7 @@ def test_a_rank_in_an_endless_loop_is_named_with_the_line(bench: Bench) -> None:
     assert "rank 1" not in hung.told
 
 
+@pytest.mark.skipif(not TORTURE, reason="half a minute, like each of these: make torture")
 def test_a_rank_that_keeps_the_gil_is_missed(bench: Bench) -> None:
     """None of its threads can run, so it cannot beat; its stack is written all the same."""
     hung = hang(bench, 1, "step", HOLD_THE_GIL, TWO)
