@@ -129,6 +129,8 @@ class Torment:
             told = re.findall(r"resumed from (\S+)", attempt.said())
             assert told == [str(newest)] if told or (newest and not struck) else True, f"{newest}:\n{attempt.said()}"
             if not struck:
+                if newest is None:  # a quiet run, which tells how long one takes by now
+                    self.longest = time.monotonic() - attempt.began
                 break
             story.append(str(kill))
             if kill and counts:
