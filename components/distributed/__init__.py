@@ -13,7 +13,7 @@ Mesh and layout
     expert.py          expert parallel: experts on ranks of their own, tokens sent to them
     pipeline.py        pipeline parallel: stages (stages.py) under torch's schedules
     fsdp.py            sharded parameters, summed gradients
-    groups_of_mesh.py  groups_of_mesh: the process groups and what each is for
+    mesh_groups.py  groups_of_mesh: the process groups and what each is for
     traffic.py         record_traffic, StepTraffic: calls and bytes of every collective, by group
 Helpers that work in a single process too
     utils.py           names of seed pages 001 and 002
@@ -34,8 +34,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from components.distributed.groups_of_mesh import groups_of_mesh  # noqa: F401
     from components.distributed.mesh import Mesh, build_mesh, seed_ranks  # noqa: F401
+    from components.distributed.mesh_groups import groups_of_mesh  # noqa: F401
     from components.distributed.parallelizer import parallelize  # noqa: F401
     from components.distributed.process_group import (  # noqa: F401
         DistInfo,
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "groups_of_mesh": "groups_of_mesh",
+    "mesh_groups": "groups_of_mesh",
     "mesh": "Mesh build_mesh seed_ranks",
     "parallelizer": "parallelize",
     "process_group": "DistInfo exchange_text_from_rank_zero start_process_group",

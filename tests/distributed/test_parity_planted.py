@@ -82,7 +82,7 @@ def means_of_means() -> None:
 def local_divisor() -> None:
     """The number of target tokens is not summed over ranks."""
     right = loop._sum_over_ranks
-    loop._sum_over_ranks = lambda vector: vector if len(vector) == 3 else right(vector)
+    loop._sum_over_ranks = lambda vector: vector if len(vector) == 4 else right(vector)
 
 
 def data_is_repeated() -> None:
