@@ -2,15 +2,12 @@
 
 Packages are handed out lazily, so that the line `from components import data, distributed, training` opens a
 recipe as its table of contents and costs nothing until a part is used: a login node that only submits a
-job never imports torch. With MESHBOOK_EAGER_IMPORT=1 they are imported at once (CI does, so that laziness hides no
-import error).
+job never imports torch.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -53,8 +50,6 @@ def __getattr__(name: str) -> ModuleType:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     qualified = f"{__name__}.{name}"
-    if os.environ.get("MESHBOOK_EAGER_IMPORT") == "1":
-        return importlib.import_module(qualified)
     if qualified not in sys.modules:
         spec = importlib.util.find_spec(qualified)
         if spec is None or spec.origin is None:

@@ -19,8 +19,9 @@ first use: scripts look at checkpoints without torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from components.lending import lend
 
 if TYPE_CHECKING:
     from components.checkpoint.errors import CheckpointError  # noqa: F401
@@ -34,23 +35,13 @@ if TYPE_CHECKING:
     from components.checkpoint.saver import Saver  # noqa: F401
     from components.checkpoint.stored import StoredWeights, choose_checkpoint  # noqa: F401
 
-_HOMES = {
-    "errors": "CheckpointError",
-    "load": "find_checkpoint load_checkpoint load_model_weights verify",
-    "save": "Mark save_checkpoint",
-    "saver": "Saver",
-    "stored": "StoredWeights choose_checkpoint",
-}
-"""Module of this package -> the names it lends to the package."""
-
-__all__ = sorted(name for names in _HOMES.values() for name in names.split())  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    """Import the module that lends `name`, and return what it names."""
-    for module, names in _HOMES.items():
-        if name in names.split():
-            value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__, __getattr__ = lend(
+    __name__,
+    {
+        "errors": "CheckpointError",
+        "load": "find_checkpoint load_checkpoint load_model_weights verify",
+        "save": "Mark save_checkpoint",
+        "saver": "Saver",
+        "stored": "StoredWeights choose_checkpoint",
+    },
+)

@@ -29,9 +29,9 @@ use.
 
 from __future__ import annotations
 
-import importlib
-import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from components.lending import lend
 
 if TYPE_CHECKING:
     from components.distributed.mesh import Mesh, build_mesh, seed_ranks  # noqa: F401
@@ -61,34 +61,19 @@ if TYPE_CHECKING:
         synchronize_value,
     )
 
-_HOMES = {
-    "mesh_groups": "groups_of_mesh",
-    "mesh": "Mesh build_mesh seed_ranks",
-    "parallelizer": "parallelize",
-    "process_group": "DistInfo exchange_text_from_rank_zero start_process_group",
-    "ranks": "is_rank_zero",
-    "replicas": "whole_rows wrap_replicas",
-    "seeding": "stream",
-    "shutdown": "destroy_global_state",
-    "traffic": "StepTraffic record_traffic",
-    "utils": "FirstRankPerNode all_gather all_gather_object all_reduce_value barrier barrier_and_log "
-    "broadcast_object do_n_at_a_time dp_eval_sample_shard synchronize_flag synchronize_value",
-}
-"""Module of this package -> the names it lends to the package."""
-
-__all__ = sorted(name for names in _HOMES.values() for name in names.split())  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    """Import the module that lends `name`, and return what it names."""
-    for module, names in _HOMES.items():
-        if name in names.split():
-            value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-if os.environ.get("MESHBOOK_EAGER_IMPORT") == "1":  # so that laziness hides no import error
-    for _module in _HOMES:
-        importlib.import_module(f"{__name__}.{_module}")
+__all__, __getattr__ = lend(
+    __name__,
+    {
+        "mesh_groups": "groups_of_mesh",
+        "mesh": "Mesh build_mesh seed_ranks",
+        "parallelizer": "parallelize",
+        "process_group": "DistInfo exchange_text_from_rank_zero start_process_group",
+        "ranks": "is_rank_zero",
+        "replicas": "whole_rows wrap_replicas",
+        "seeding": "stream",
+        "shutdown": "destroy_global_state",
+        "traffic": "StepTraffic record_traffic",
+        "utils": "FirstRankPerNode all_gather all_gather_object all_reduce_value barrier barrier_and_log "
+        "broadcast_object do_n_at_a_time dp_eval_sample_shard synchronize_flag synchronize_value",
+    },
+)

@@ -18,9 +18,9 @@ The names below are imported at first use; transformers is imported by what need
 
 from __future__ import annotations
 
-import importlib
-import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from components.lending import lend
 
 if TYPE_CHECKING:
     from components.models.attention import use_causal_sdpa  # noqa: F401
@@ -39,32 +39,17 @@ if TYPE_CHECKING:
     from components.models.tokenizer import load_tokenizer  # noqa: F401
     from components.models.weights import fill_weights, load_weights  # noqa: F401
 
-_HOMES = {
-    "attention": "use_causal_sdpa",
-    "build": "build_on_meta model_shape",
-    "export": "export_model export_stored",
-    "generation": "generate",
-    "initialize": "initialize_weights",
-    "layers": "ParameterCounts checkpoint_activations compile_layers count_parameters decoder_layers",
-    "memory": "materialize",
-    "tokenizer": "load_tokenizer",
-    "weights": "fill_weights load_weights",
-}
-"""Module of this package -> the names it lends to the package."""
-
-__all__ = sorted(name for names in _HOMES.values() for name in names.split())  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    """Import the module that lends `name`, and return what it names."""
-    for module, names in _HOMES.items():
-        if name in names.split():
-            value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-if os.environ.get("MESHBOOK_EAGER_IMPORT") == "1":  # so that laziness hides no import error
-    for _module in _HOMES:
-        importlib.import_module(f"{__name__}.{_module}")
+__all__, __getattr__ = lend(
+    __name__,
+    {
+        "attention": "use_causal_sdpa",
+        "build": "build_on_meta model_shape",
+        "export": "export_model export_stored",
+        "generation": "generate",
+        "initialize": "initialize_weights",
+        "layers": "ParameterCounts checkpoint_activations compile_layers count_parameters decoder_layers",
+        "memory": "materialize",
+        "tokenizer": "load_tokenizer",
+        "weights": "fill_weights load_weights",
+    },
+)
