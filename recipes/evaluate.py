@@ -34,13 +34,7 @@ def main(cfg: EvaluateConfig) -> None:
     tokenizer = models.load_tokenizer(cfg.model)
     eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.evaluation.seq_len, split="eval")
     padding = data.Padding(multiple=mesh.sequence_multiple, token_id=tokenizer.pad_token_id)
-    held_out = data.eval_batches(
-        eval_set,
-        micro_batch_size=cfg.evaluation.micro_batch_size,
-        dp_rank=mesh.rank("dp"),
-        dp_size=mesh.size("dp"),
-        padding=padding,
-    )
+    held_out = data.eval_batches(eval_set, cfg.evaluation.micro_batch_size, mesh.rank("dp"), mesh.size("dp"), padding)
 
     # Model: laid over the mesh on the meta device, then filled shard by shard
     compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)

@@ -35,12 +35,7 @@ def main(cfg: FinetuneConfig) -> None:
     distributed.seed_ranks(cfg.run.seed, mesh)
 
     # Batch arithmetic: a step is global_batch_size sequences, whatever the mesh
-    plan = data.BatchPlan(
-        global_batch_size=cfg.training.global_batch_size,
-        micro_batch_size=cfg.training.micro_batch_size,
-        dp_rank=mesh.rank("dp"),
-        dp_size=mesh.size("dp"),
-    )
+    plan = data.BatchPlan.of(cfg.training, mesh.rank("dp"), mesh.size("dp"))
 
     # Data: the order of samples is a function of (seed, step) alone
     tokenizer = models.load_tokenizer(cfg.model)
@@ -96,8 +91,7 @@ def main(cfg: FinetuneConfig) -> None:
             mesh=mesh.shape,
             coordinates=mesh.coordinates,
             device=info.device,
-            batch=f"{plan.global_batch_size} sequences a step = {plan.micro_batch_size} micro_batch_size x "
-            f"{plan.dp_size} dp x {plan.accumulation} accumulation, up to {cfg.training.seq_len} tokens each",
+            batch=f"{plan}, up to {cfg.training.seq_len} tokens each",
             model=f"{cfg.model.path or 'from scratch'}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
             groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
@@ -111,13 +105,7 @@ def main(cfg: FinetuneConfig) -> None:
     report.continue_from(state.step)
 
     def evaluate() -> float:
-        held_out = data.eval_batches(
-            eval_set,
-            micro_batch_size=cfg.training.micro_batch_size,
-            dp_rank=plan.dp_rank,
-            dp_size=plan.dp_size,
-            padding=padding,
-        )
+        held_out = data.eval_batches(eval_set, plan.micro_batch_size, plan.dp_rank, plan.dp_size, padding)
         loss, tokens = training.evaluate(replica, held_out, settings)
         report.evaluation(step=state.step, eval_loss=loss, tokens=tokens)
         return loss

@@ -232,12 +232,8 @@ def _tokenizer_and_data(cfg: FinetuneConfig) -> tuple[Any, Any]:
 def _batches(
     cfg: FinetuneConfig, dataset: Any, mesh: Any = None, padding: data.Padding | None = None
 ) -> data.TrainBatches:
-    plan = data.BatchPlan(
-        global_batch_size=cfg.training.global_batch_size,
-        micro_batch_size=cfg.training.micro_batch_size,
-        dp_rank=mesh.rank("dp") if mesh else 0,
-        dp_size=mesh.size("dp") if mesh else 1,
-    )
+    dp = (mesh.rank("dp"), mesh.size("dp")) if mesh else (0, 1)
+    plan = data.BatchPlan.of(cfg.training, *dp)
     return data.TrainBatches(dataset, plan, seed=cfg.run.seed, padding=padding)
 
 

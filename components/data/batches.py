@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from components.config.errors import ConfigError
+from components.config.schema.training import TrainingConfig
 from components.data.examples import IGNORED, Example
 from components.data.order import SampleOrder
 
@@ -45,6 +46,16 @@ class BatchPlan:
                 f"training.micro_batch_size x dp = {self.micro_batch_size} x {self.dp_size}"
             )
         _check_rank(self.dp_rank, self.dp_size)
+
+    @classmethod
+    def of(cls, training: TrainingConfig, dp_rank: int, dp_size: int) -> BatchPlan:
+        """Return the plan of a run's `training` section."""
+        sizes = {"global_batch_size": training.global_batch_size, "micro_batch_size": training.micro_batch_size}
+        return cls(**sizes, dp_rank=dp_rank, dp_size=dp_size)
+
+    def __str__(self) -> str:
+        factors = f"{self.micro_batch_size} micro_batch_size x {self.dp_size} dp x {self.accumulation} accumulation"
+        return f"{self.global_batch_size} sequences a step = {factors}"
 
     @property
     def accumulation(self) -> int:
@@ -174,7 +185,6 @@ class TrainBatches:
 
 def eval_batches(
     dataset: Sequence[Example],
-    *,
     micro_batch_size: int,
     dp_rank: int = 0,
     dp_size: int = 1,
