@@ -221,15 +221,18 @@ def test_gathered_keys_and_values_are_never_held_for_all_heads() -> None:
             # (batch, heads, seq / cp, head_dim)
             query, key, value = (torch.randn(1, heads, seq // cp, width, requires_grad=True) for _ in "qkv")
             module.num_key_value_groups = 1
-            with torch.no_grad(), allocations() as forward:
-                attention(mesh["cp"])(module, query, key, value, None)
-            with allocations() as both:
-                attention(mesh["cp"])(module, query, key, value, None)[0].sum().backward()
-            found[attention.__name__] = highest(forward), highest(both)
+            peaks = []
+            for _ in range(5):  # gloo may still hold the piece before: the least of five is what we ask for
+                with torch.no_grad(), allocations() as forward:
+                    attention(mesh["cp"])(module, query, key, value, None)
+                with allocations() as both:
+                    attention(mesh["cp"])(module, query, key, value, None)[0].sum().backward()
+                peaks.append((highest(forward), highest(both)))
+            found[attention.__name__] = tuple(map(min, zip(*peaks, strict=True)))
         return found
 
     for told in run_ranks(cp, body, timeout=120):
         chunked, at_once = told["GatheredAttention"], told["AtOnce"]
         assert at_once[0] > 2 * whole  # as they arrive, and in the order of the row
         for pieces, together in zip(chunked, at_once, strict=True):  # forward, and with the backward
-            assert pieces < 0.6 * together  # what gloo still holds of the piece before differs from run to run
+            assert pieces < 0.6 * together
