@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from components.config.errors import ConfigError
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-"""Formats that can be read, by the end of the file's name."""
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
+"""Formats that can be read, by the end of the file's name. A .txt file is one row with the column `text`."""
 
 _SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
 _ROWS_FOR_COLUMNS = 100  # JSON rows need not have the same keys
@@ -122,6 +122,8 @@ def read_rows(file: Path, columns: Sequence[str] | None = None) -> Iterator[Row]
             yield from _parquet_rows(file, columns)
         elif file.suffix in (".csv", ".tsv"):
             yield from _csv_rows(file)
+        elif file.suffix == ".txt":
+            yield Row(str(file), {"text": file.read_text(encoding="utf-8-sig")})
         else:
             yield from _json_rows(file)
 

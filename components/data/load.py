@@ -6,11 +6,17 @@ import json
 import pkgutil
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from components.config.errors import ConfigError
-from components.config.schema.data import CustomDataConfig, DataConfig, DocsDataConfig, RowsDataConfig
+from components.config.schema.data import (
+    CustomDataConfig,
+    DataConfig,
+    DocsDataConfig,
+    RowsDataConfig,
+    TextDataConfig,
+)
 from components.data import pydocs
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, encode_conversations
@@ -21,8 +27,10 @@ from components.data.rows import (
     columns_wanted,
     held_out_place,
     to_conversations,
+    to_documents,
     training_place,
 )
+from components.data.text import STDLIB, beginning, encode_documents, side_of, stdlib_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +62,12 @@ def build_dataset(
     prompts: list[str] = []
     if isinstance(cfg, CustomDataConfig):
         examples = _kept(_custom_examples(cfg, tokenizer, seq_len, is_eval), cfg, is_eval)
+    elif isinstance(cfg, TextDataConfig):
+        documents, facts.dropped_bad_rows = to_documents(cfg, _rows(cfg, _place(cfg, is_eval)))
+        if _held_out_by_hash(cfg):
+            documents = side_of(documents, cfg.eval_fraction, is_eval)
+        examples = islice(encode_documents(tokenizer, documents, seq_len), _most(cfg, is_eval))
+        prompts = [beginning(document) for document in documents[:_PROMPTS_KEPT]]
     else:
         conversations, facts.dropped_bad_rows = _conversations(cfg, is_eval)
         kept = _kept(conversations, cfg, is_eval)
@@ -68,14 +82,19 @@ def build_dataset(
 def _conversations(cfg: DataConfig, is_eval: bool) -> tuple[list[Conversation], int]:
     """Return the conversations of a side's source, before any is held out by hash, and how many were bad."""
     if isinstance(cfg, RowsDataConfig):
-        place = (held_out_place(cfg) if is_eval else None) or training_place(cfg)
-        return to_conversations(cfg, _rows(cfg, place))
+        return to_conversations(cfg, _rows(cfg, _place(cfg, is_eval)))
     if isinstance(cfg, DocsDataConfig):
         return pydocs.conversations(_split(cfg, is_eval)), 0
     raise TypeError(f"no source is known of {type(cfg).__name__}")
 
 
+def _place(cfg: RowsDataConfig, is_eval: bool) -> Place:
+    return (held_out_place(cfg) if is_eval else None) or training_place(cfg)
+
+
 def _rows(cfg: RowsDataConfig, place: Place) -> Iterator[Row]:
+    if isinstance(cfg, TextDataConfig) and place.path == STDLIB:
+        return stdlib_rows(cfg.text_column)
     wanted = columns_wanted(cfg)
     if not is_local(place.path):
         return hub_rows(place, cfg.subset, cfg.revision, wanted)
@@ -124,7 +143,11 @@ def _kept(samples: list[Sample], cfg: DataConfig, is_eval: bool) -> list[Sample]
         raise ConfigError(f"data: {_describe(cfg, is_eval)}: has no rows; name others by data.path or data.split")
     if _held_out_by_hash(cfg):
         samples = _side(samples, cfg.eval_fraction, is_eval)
-    return samples[: cfg.max_eval_samples if is_eval else cfg.max_samples]
+    return samples[: _most(cfg, is_eval)]
+
+
+def _most(cfg: DataConfig, is_eval: bool) -> int | None:
+    return cfg.max_eval_samples if is_eval else cfg.max_samples
 
 
 def _side(samples: list[Sample], fraction: float, is_eval: bool) -> list[Sample]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from components.config.errors import ConfigError
-from components.config.schema.data import BadRows, ChatDataConfig, RowsDataConfig, SftDataConfig
+from components.config.schema.data import BadRows, ChatDataConfig, RowsDataConfig, SftDataConfig, TextDataConfig
 from components.data.files import Place, Row
+
+Sample = TypeVar("Sample")
 
 _TOLD = 5  # bad rows that are listed; the rest is counted
 
@@ -24,6 +26,13 @@ class Conversation(NamedTuple):
 
     where: str
     messages: list[Message]
+
+
+class Document(NamedTuple):
+    """A text to continue, and where it comes from."""
+
+    where: str
+    text: str
 
 
 class _BadRowError(ValueError):
@@ -52,6 +61,8 @@ def columns_wanted(cfg: RowsDataConfig) -> dict[str, str]:
             return columns if cfg.input_column is None else {**columns, "input_column": cfg.input_column}
         case ChatDataConfig():
             return {"messages_column": cfg.messages_column}
+        case TextDataConfig():
+            return {"text_column": cfg.text_column}
     raise TypeError(f"no columns are known of {type(cfg).__name__}")
 
 
@@ -60,14 +71,24 @@ def to_conversations(cfg: RowsDataConfig, rows: Iterable[Row]) -> tuple[list[Con
 
     Raises ConfigError naming row and column of the first bad rows where they are refused.
     """
-    conversations, bad = [], []
-    convert = _sft_messages if isinstance(cfg, SftDataConfig) else _chat_messages
-    for where, values in rows:
+    messages_of = _sft_messages if isinstance(cfg, SftDataConfig) else _chat_messages
+    return _converted(rows, cfg.bad_rows, lambda row: Conversation(row.where, messages_of(cfg, row.values)))  # type: ignore[arg-type]
+
+
+def to_documents(cfg: TextDataConfig, rows: Iterable[Row]) -> tuple[list[Document], int]:
+    """Return the documents of `rows`, and how many bad rows were left out; raises as `to_conversations` does."""
+    column = cfg.text_column
+    return _converted(rows, cfg.bad_rows, lambda row: Document(row.where, _text(row.values, "text_column", column)))
+
+
+def _converted(rows: Iterable[Row], bad_rows: BadRows, convert: Callable[[Row], Sample]) -> tuple[list[Sample], int]:
+    samples, bad = [], []
+    for row in rows:
         try:
-            conversations.append(Conversation(where, convert(cfg, values)))  # type: ignore[arg-type]
+            samples.append(convert(row))
         except _BadRowError as error:
-            bad.append(f"{where}: {error}")
-    if bad and cfg.bad_rows is BadRows.refuse:
+            bad.append(f"{row.where}: {error}")
+    if bad and bad_rows is BadRows.refuse:
         more = [f"... and {len(bad) - _TOLD:,} more such rows"] if len(bad) > _TOLD else []
         raise ConfigError(
             [
@@ -76,7 +97,7 @@ def to_conversations(cfg: RowsDataConfig, rows: Iterable[Row]) -> tuple[list[Con
                 "data.bad_rows=refuse: correct these rows, or set data.bad_rows=drop to leave them out",
             ]
         )
-    return conversations, len(bad)
+    return samples, len(bad)
 
 
 def _sft_messages(cfg: SftDataConfig, values: dict[str, Any]) -> list[Message]:

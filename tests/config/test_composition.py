@@ -16,13 +16,17 @@ from components.config.compose.frozen import from_container, from_yaml, read_fro
 from components.config.compose.sources import CONF, Request, option_groups, register_schemas
 from components.config.compose.typed import free_keys, known_keys, typed
 from components.config.errors import ConfigError
-from components.config.schema import EvaluateConfig, FinetuneConfig, RecipeConfig, Strategy
+from components.config.schema import EvaluateConfig, FinetuneConfig, PretrainConfig, RecipeConfig, Strategy
 from components.config.schema.data import DATA_KINDS, ChatDataConfig, DocsDataConfig, SftDataConfig
 from tests.config.commands import Commands
 
-RECIPES: dict[str, type[RecipeConfig]] = {"finetune": FinetuneConfig, "evaluate": EvaluateConfig}
+RECIPES: dict[str, type[RecipeConfig]] = {
+    "finetune": FinetuneConfig,
+    "pretrain": PretrainConfig,
+    "evaluate": EvaluateConfig,
+}
 GROUPS = {group: options for group, options in option_groups([CONF]).items() if group != "local"}
-NEEDS_A_PATH = {"data=jsonl", "data=chat_jsonl"}
+NEEDS_A_PATH = {"data=jsonl", "data=chat_jsonl", "data=text"}
 
 
 def sections(name: str) -> set[str]:
@@ -32,6 +36,8 @@ def sections(name: str) -> set[str]:
 def choices(name: str) -> list[str]:
     """Every option of every group of a recipe, and every experiment that is about sections it has."""
     places = {*sections(name), "network"}
+    if name == "pretrain":  # the sections of finetune, which takes every option
+        places = {"data", "model", "optimizer"}
     found = [f"{group}={option}" for group, options in GROUPS.items() if group in places for option in options]
     for option in GROUPS["experiment"]:
         keys = yaml.safe_load((CONF / "experiment" / f"{option}.yaml").read_text())

@@ -17,7 +17,7 @@ from components.config.schema.parallelism import (
     Strategy,
     UnevenHeads,
 )
-from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, RecipeConfig
+from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, PretrainConfig, RecipeConfig
 from components.config.schema.run import RunConfig
 from components.config.schema.slurm import ContainerConfig, ContainerRuntime, GpuRequest, Launcher, RequeueConfig
 from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig
@@ -44,6 +44,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelismConfig",
+    "PretrainConfig",
     "RecipeConfig",
     "RequeueConfig",
     "RunConfig",

@@ -11,11 +11,12 @@ from components.config.schema.checks import at_least, raise_all
 
 
 class DataKind(StrEnum):
-    """docs: Python's own documentation; sft: prompt and response; chat: messages; custom: your function."""
+    """docs: Python's documentation; sft: prompt and response; chat: messages; text: documents; custom: yours."""
 
     docs = "docs"
     sft = "sft"
     chat = "chat"
+    text = "text"
     custom = "custom"
 
 
@@ -45,7 +46,8 @@ class DataConfig:
     eval_split: str | None = None
     """Split that is evaluated on; null: `eval_fraction` of `split` is held out."""
     eval_fraction: float = 0.05
-    """Share of `split` that is held out where there is no eval_split, chosen by a hash of the prompt."""
+    """Share of `split` that is held out where there is no eval_split, chosen by a hash of the prompt (of a text: of the
+    document; of fewer documents than 1 / eval_fraction: the end of each)."""
     max_samples: int | None = None
     """At most this many training samples, the first of the source; null: all."""
     max_eval_samples: int | None = None
@@ -102,7 +104,7 @@ class DocsDataConfig(DataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class RowsDataConfig(DataConfig):
-    """Rows of a file, a folder of files or a hub data set: the common part of `sft` and `chat`."""
+    """Rows of a file, a folder of files or a hub data set: the common part of `sft`, `chat` and `text`."""
 
     path: str
     """JSONL, JSON, CSV, TSV or Parquet file, a folder of them (train.jsonl, test.jsonl), or a hub name."""
@@ -177,6 +179,25 @@ class ChatDataConfig(RowsDataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class TextDataConfig(RowsDataConfig):
+    """Documents to continue, cut into samples of seq_len tokens. Every token but a document's first carries loss."""
+
+    kind: DataKind = DataKind.text
+    """text."""
+    text_column: str = "text"
+    """Column with a document's text. A .txt file is one document; path=python:stdlib is the interpreter's source."""
+
+    def _problems(self) -> list[str]:
+        problems = RowsDataConfig._problems(self) + _name_problems({"text_column": self.text_column})
+        if self.overlong is not Overlong.truncate:
+            problems.append(
+                f"data.overlong={self.overlong}: documents are cut into samples of training.seq_len tokens, none is "
+                "longer; leave data.overlong out"
+            )
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
 class CustomDataConfig(DataConfig):
     """Your own function: factory(tokenizer, seq_len, split) returns a sequence of components.data.Example."""
 
@@ -198,6 +219,7 @@ DATA_KINDS: Mapping[DataKind, type[DataConfig]] = MappingProxyType(
         DataKind.docs: DocsDataConfig,
         DataKind.sft: SftDataConfig,
         DataKind.chat: ChatDataConfig,
+        DataKind.text: TextDataConfig,
         DataKind.custom: CustomDataConfig,
     }
 )

@@ -48,6 +48,11 @@ class FinetuneConfig(RecipeConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class PretrainConfig(FinetuneConfig):
+    """`recipes/pretrain.py`: the sections of fine-tuning."""
+
+
+@dataclass(kw_only=True, slots=True)
 class EvaluateConfig(RecipeConfig):
     """`recipes/evaluate.py`."""
 

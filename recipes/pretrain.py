@@ -1,0 +1,186 @@
+"""Pretraining of a causal LM from scratch on plain text, on any mesh: every token of a document carries loss.
+
+python recipes/pretrain.py                                                   # 2M parameters on Python's own library
+python recipes/pretrain.py data=text data.path=tinyshakespeare.txt           # your text
+python recipes/pretrain.py model=llama_2m model.config.hidden_size=512 'data.path="corpus/"' data=text
+python recipes/pretrain.py parallelism=fsdp2_tp2 cluster=local_4proc         # another mesh, the same loss curve
+python recipes/pretrain.py -m optimizer.lr=3e-4,1e-3,3e-3                    # a sweep ends in one table
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from components import checkpoint, data, distributed, models, observability, training
+from components.config.schema import PretrainConfig
+from components.launch import recipe, report_hang
+
+
+@recipe("pretrain")
+def main(cfg: PretrainConfig) -> None:
+    """Runs on every rank, after the processes were started."""
+    started = time.perf_counter()
+
+    # Processes and mesh
+    info = distributed.start_process_group(
+        cfg.cluster.device,
+        rendezvous_timeout=cfg.cluster.startup_timeout,
+        collective_timeout=cfg.cluster.collective_timeout,
+    )
+    watch = training.Watchdog(cfg.training.step_timeout_seconds, report_hang)
+    mesh = distributed.build_mesh(cfg.parallelism, info.device.type)
+    distributed.seed_ranks(cfg.run.seed, mesh)
+
+    # Batch arithmetic: a step is global_batch_size sequences, whatever the mesh
+    plan = data.BatchPlan.of(cfg.training, mesh.rank("dp"), mesh.size("dp"))
+
+    # Data: the order of samples is a function of (seed, step) alone
+    tokenizer = models.load_tokenizer(cfg.model)
+    tokenizer.chat_template = None  # the model continues text and knows no turns; so it is exported
+    train_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="train")
+    eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="eval")
+    padding = data.Padding(multiple=mesh.sequence_multiple, token_id=tokenizer.pad_token_id)
+    batches = data.TrainBatches(train_set, plan, seed=cfg.run.seed, padding=padding, fingerprint=train_set.fingerprint)
+
+    # Model: shaped on the meta device, laid over the mesh, then given memory and filled shard by shard
+    compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)
+    model = models.build_on_meta(cfg.model, len(tokenizer))
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
+    router_loss = training.attach_router_loss(model, cfg.model, mesh)
+    models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
+    if cfg.model.compile:
+        models.compile_layers(model)
+    models.materialize(model, info.device)
+    found = checkpoint.find_checkpoint(cfg.run.dir, cfg.run.resume)
+    if found is None:
+        models.fill_weights(model, cfg.model, cfg.run.seed)
+    replica = watch.following(distributed.wrap_replicas(model, mesh, cfg.parallelism, layout))
+
+    # Optimizer, over the sharded parameters
+    optimizer = training.build_optimizer(model, cfg.optimizer)
+    settings = training.StepSettings(
+        device=info.device,
+        max_grad_norm=cfg.training.max_grad_norm,
+        defer_grad_sync=cfg.parallelism.defer_grad_sync,
+        mesh=mesh,
+        autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
+        router_loss=router_loss,
+    )
+
+    # State, and where an earlier attempt left off; the report is first, as its imports draw random numbers
+    report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
+    state = training.TrainState()
+    if found is not None:
+        saved = checkpoint.load_checkpoint(found, model, optimizer)
+        state = training.TrainState.from_dict(saved["state"])
+        batches.load_state_dict(saved["data"], cfg.run.accept_changes)
+    resumed_at = state.step
+
+    def save(mark: checkpoint.Mark, last: bool = False) -> None:
+        saver.save(state.step, {"state": state.to_dict(), "data": batches.state_dict()}, mark, last=last)
+        clock.restart()
+
+    # Reporting
+    counts = models.count_parameters(model)
+    observability.print_banner(
+        report.console,
+        observability.Facts(
+            run_dir=cfg.run.dir,
+            mesh=mesh.shape,
+            coordinates=mesh.coordinates,
+            device=info.device,
+            batch=f"{plan}, up to {cfg.training.seq_len} tokens each",
+            model=f"{cfg.model.path or 'from scratch'}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
+            local_bytes=counts.local_bytes,
+            groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
+            notes=[str(note) for note in (train_set.facts, eval_set.facts, *layout.notes, router_loss) if note],
+        ),
+    )
+    for index in range(min(cfg.logging.examples, len(train_set))):
+        report.say(f"\nexample {index}, what carries loss in [[ ]]:\n{train_set.show(index)}")
+    if found is not None:
+        report.say(f"resumed from {found}")
+    report.continue_from(state.step)
+
+    def evaluate() -> float:
+        held_out = data.eval_batches(eval_set, plan.micro_batch_size, plan.dp_rank, plan.dp_size, padding)
+        loss, tokens = training.evaluate(replica, held_out, settings)
+        report.evaluation(step=state.step, eval_loss=loss, tokens=tokens)
+        return loss
+
+    def show_generations() -> None:
+        prompts = [*data.sample_prompts(eval_set, cfg.generation.samples), *cfg.generation.prompts]
+        with distributed.whole_rows(replica, mesh, cfg.parallelism) as forward:
+            answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, forward)
+        report.generations(prompts, answers, when=f"after {state.step} steps")
+
+    def record(*steps: training.StepMetrics) -> None:
+        for step in steps:
+            state.record(step)
+            lr = training.learning_rate(cfg.optimizer, step.step - 1, cfg.training.max_steps)
+            report.step(step, lr=lr, tokens=state.tokens, every=cfg.training.log_every)
+            state.refuse_to_diverge(step, cfg.training)
+
+    # The loop: numbers arrive one step late, so that the host never waits for the device
+    status, reader, clock = "ok", training.StepReader(lag=1), training.SaveClock(cfg.checkpoint.every_minutes)
+    traffic = distributed.StepTraffic(mesh, report.traffic, enabled=cfg.logging.comm)
+    saver = checkpoint.Saver(cfg.run.dir, model, optimizer, cfg.checkpoint, report.say)
+    with report, training.StopRequest() as stop, watch, saver:
+        first_eval_loss = eval_loss = evaluate()
+        show_generations()
+        while state.step < cfg.training.max_steps:
+            began = time.perf_counter()
+            training.set_learning_rate(optimizer, cfg.optimizer, state.step, cfg.training.max_steps)
+            with traffic.step(), watch.step(state.step + 1):
+                numbers = training.train_step(replica, next(batches), optimizer, settings, (*stop.flags(), clock.due()))
+            state.step += 1
+            arrived = reader.push(state.step, numbers, began)
+            if arrived is not None:
+                record(arrived)
+                if arrived.must_stop:
+                    status = "preempted" if arrived.preempt else "interrupted"
+                    break
+            due_eval = cfg.training.eval_every and state.step % cfg.training.eval_every == 0
+            due_save = cfg.checkpoint.every and state.step % cfg.checkpoint.every == 0
+            due_by_time = arrived is not None and arrived.must_save
+            if due_eval or due_save or due_by_time:
+                record(*reader.flush())
+            if due_eval and state.step < cfg.training.max_steps:
+                eval_loss = evaluate()
+            if (due_save or due_by_time) and state.step < cfg.training.max_steps:
+                save(checkpoint.Mark(eval_loss if due_eval else None, ephemeral=not due_save))
+
+        # Finish: the last numbers, the last evaluation, what remains of the run
+        record(*reader.flush())
+        if status == "ok":
+            eval_loss = evaluate()
+        if (found is None or state.step > resumed_at) and (cfg.checkpoint.last or status != "ok"):
+            save(checkpoint.Mark(eval_loss if status == "ok" else None), last=True)
+        saver.wait()
+        if status == "ok":
+            show_generations()
+            if cfg.checkpoint.export:
+                card = observability.model_card(cfg.run.dir, state.to_dict(), str(mesh.shape))
+                folder = models.export_model(model, tokenizer, Path(cfg.run.dir) / "export", card=card)
+                report.say(f"exported {folder}")
+        report.finish(
+            observability.Result(
+                status=status,
+                steps=state.step,
+                mesh=str(mesh.shape),
+                processes=info.world_size,
+                compute_dtype=str(compute_dtype).removeprefix("torch."),
+                wall_seconds=round(time.perf_counter() - started, 1),
+                peak_memory_bytes=observability.peak_memory_bytes(info.device),
+                first_loss=state.first_loss,
+                last_loss=state.last_loss,
+                first_eval_loss=first_eval_loss,
+                eval_loss=eval_loss,
+                skipped_steps=state.skipped,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

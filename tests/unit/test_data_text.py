@@ -1,0 +1,109 @@
+"""Documents to continue: every token is learned once, what is held out is not, and wrong files are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from components.config.errors import ConfigError
+from components.config.schema.data import BadRows, TextDataConfig
+from components.data.dataset import Dataset
+from components.data.examples import IGNORED
+from components.data.load import build_dataset
+from components.data.preflight import check_files
+from components.data.text import STDLIB
+from tests.unit.test_data_examples import byte_tokenizer
+
+TOKENIZER = byte_tokenizer(eos="</s>")
+
+
+def build(path: Path | str, split: str = "train", seq_len: int = 16, **values: object) -> Dataset:
+    return build_dataset(TextDataConfig(path=str(path), **values), TOKENIZER, seq_len=seq_len, split=split)
+
+
+def learned(dataset: Dataset) -> str:
+    """What carries loss, in order."""
+    return TOKENIZER.decode([label for example in dataset for label in example.labels if label != IGNORED])
+
+
+def jsonl(file: Path, texts: list[object], column: str = "text") -> Path:
+    file.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+    return file
+
+
+def numbered(count: int) -> list[str]:
+    return [f"document {number}: " + "word " * (number % 7) for number in range(count)]
+
+
+@pytest.mark.parametrize("seq_len", [2, 3, 16, 17, 1000])
+def test_every_token_is_predicted_once_but_a_documents_first(tmp_path: Path, seq_len: int) -> None:
+    texts = ["Ünïcödé 数学, a first document.", "x", "the third\n\nends here  "]
+    dataset = build(jsonl(tmp_path / "corpus.jsonl", texts), seq_len=seq_len, eval_fraction=0.0)
+    whole = [TOKENIZER.encode(text, add_special_tokens=False) + [TOKENIZER.eos_token_id] for text in texts]
+    targets = [token for ids in whole for token in ids[1:]]
+    assert [label for example in dataset for label in example.labels if label != IGNORED] == targets
+    assert all(len(example.input_ids) <= seq_len for example in dataset)
+    assert dataset.facts.target_tokens == len(targets)
+    for example in dataset:  # each token has its own past before it
+        assert example.labels[1:] == example.input_ids[1:]
+
+
+def test_whole_documents_are_held_out_where_there_are_many(tmp_path: Path) -> None:
+    texts = numbered(60)
+    path = jsonl(tmp_path / "corpus.jsonl", texts)
+    train, held_out = (build(path, split, 1000, eval_fraction=0.1) for split in ("train", "eval"))
+    assert (len(train), len(held_out)) == (54, 6)
+    sides = [{TOKENIZER.decode(example.input_ids) for example in side} for side in (train, held_out)]
+    assert not sides[0] & sides[1]
+    assert {text.removesuffix("</s>") for side in sides for text in side} == set(texts)
+
+
+def test_the_end_of_a_single_document_is_held_out_from_a_line_on(tmp_path: Path) -> None:
+    text = "".join(f"line {number} of the text\n" for number in range(100))
+    (tmp_path / "book.txt").write_text(text)
+    train, held_out = (build(tmp_path / "book.txt", split, 1 << 20) for split in ("train", "eval"))
+    first, second = (TOKENIZER.decode(side[0].input_ids).removesuffix("</s>") for side in (train, held_out))
+    assert first + second == text
+    assert second.startswith("line 9")
+    assert len(second) == pytest.approx(0.05 * len(text), abs=30)
+    assert held_out.prompts == [second.partition("\n")[0]]
+
+
+def test_a_folder_of_text_files_is_read_in_order(tmp_path: Path) -> None:
+    for name, text in (("b.txt", "second"), ("a.txt", "first")):
+        (tmp_path / name).write_text(text)
+    assert learned(build(tmp_path, eval_fraction=0.0)) == "irst</s>econd</s>"
+
+
+def test_the_library_of_the_interpreter_is_a_corpus() -> None:
+    dataset = build(STDLIB, seq_len=256, max_samples=300)
+    held_out = build(STDLIB, "eval", seq_len=256, max_eval_samples=50)
+    assert (len(dataset), len(held_out)) == (300, 50)
+    assert "import" in learned(dataset)
+    assert build(STDLIB, seq_len=256, max_samples=300).fingerprint == dataset.fingerprint
+    assert check_files(TextDataConfig(path=STDLIB)) == []
+
+
+def test_at_most_max_samples_of_the_first_documents(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "corpus.jsonl", numbered(60))
+    every = build(path)
+    assert [each.input_ids for each in build(path, max_samples=7)] == [each.input_ids for each in every[:7]]
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "corpus.jsonl", ["a text", "", 3], column="content")
+    told = check_files(TextDataConfig(path=str(path)))
+    assert told == [f"data.text_column=text: {path} has no such column, it has content"]
+    with pytest.raises(ConfigError) as refused:
+        build(path, text_column="content")
+    assert f"{path}:2: data.text_column=content: is empty" in str(refused.value)
+    assert f"{path}:3: data.text_column=content: holds int 3, not text" in str(refused.value)
+    kept = build(path, text_column="content", bad_rows=BadRows.drop, eval_fraction=0.0)
+    assert (learned(kept), kept.facts.dropped_bad_rows) == (" text</s>", 2)
+    (tmp_path / "one_line.txt").write_text("no line begins near its end")
+    with pytest.raises(ConfigError, match="data.eval_fraction=0.05 of it cannot be held out"):
+        build(tmp_path / "one_line.txt")
+    with pytest.raises(ConfigError, match="data.overlong=drop: documents are cut"):
+        TextDataConfig(path="x.txt", overlong="drop")
