@@ -1,0 +1,120 @@
+"""recipes/pretrain.py on two processes against a plain PyTorch loop over the same text, the same weights, in one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from components.data.order import SampleOrder
+from tests.recipes.test_finetune import curve, result, run
+
+STEPS, WARMUP, BATCH, SEQ, LR, DECAY, SEED = 12, 4, 8, 64, 3e-3, 0.1, 5
+END = 257  # <|im_end|>, after the 256 bytes and the beginning of a text
+LLAMA = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 260}  # fmt: skip
+"""What model=tiny is."""
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A text, a model from scratch made by transformers, and the run: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("pretrain")
+    lines = [
+        f"{number} times {other} is {number * other}, as anyone knows.\n" for number in range(9) for other in range(40)
+    ]
+    (folder / "text.txt").write_text("".join(lines))
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA)).save_pretrained(folder / "model")
+    output = run(
+        "pretrain.py",
+        *(
+            "data=text",
+            f"data.path={folder}/text.txt",
+            "parallelism=fsdp2",
+            "cluster=local_2proc",
+            "cluster.device=cpu",
+        ),
+        *(
+            "model=tiny",
+            f"model.path={folder}/model",
+            "model.init=pretrained",
+            "model.config={}",
+            "training.log_every=1",
+        ),
+        *(f"training.max_steps={STEPS}", f"training.seq_len={SEQ}", f"training.global_batch_size={BATCH}"),
+        *("training.micro_batch_size=2", "training.eval_every=0", "checkpoint.export=true"),
+        *(f"optimizer.lr={LR}", f"optimizer.warmup_steps={WARMUP}", f"optimizer.weight_decay={DECAY}"),
+        f"run.seed={SEED}",
+        f"run.dir={folder}/run",
+        cwd=folder,
+    )
+    return folder, output
+
+
+def test_the_curve_is_that_of_a_plain_loop(pretrained: tuple[Path, str]) -> None:
+    folder, _ = pretrained
+    losses, norms, held_out = plain_loop(folder)
+    assert curve(folder / "run") == pytest.approx(losses, rel=1e-5)
+    assert curve(folder / "run", "grad_norm") == pytest.approx(norms, rel=1e-5)
+    assert curve(folder / "run", "eval_loss") == pytest.approx(held_out, rel=1e-5)
+    assert held_out[1] < held_out[0] - 1
+
+
+def test_what_remains_continues_text(pretrained: tuple[Path, str]) -> None:
+    folder, output = pretrained
+    assert "prompt: 8 times 2" in output  # the first line of the end that was held out
+    tokenizer = AutoTokenizer.from_pretrained(folder / "run" / "export")
+    assert tokenizer.chat_template is None
+    model = AutoModelForCausalLM.from_pretrained(folder / "run" / "export").eval()
+    assert mean_loss(model, documents(folder)[1]) == pytest.approx(result(folder / "run")["eval_loss"], rel=1e-5)
+
+
+def documents(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """Training and held-out samples, cut as the documentation of `data=text` says."""
+    text = (folder / "text.txt").read_text()
+    cut = text.index("\n", round(len(text) * 0.95)) + 1
+    sides = []
+    for part in (text[:cut], text[cut:]):
+        ids = [*part.encode(), END]
+        sides.append([ids[first : first + SEQ] for first in range(0, len(ids) - 1, SEQ - 1)])
+    return sides[0], sides[1]
+
+
+def plain_loop(folder: Path) -> tuple[list[float], list[float], list[float]]:
+    """Losses and gradient norms of every step, and the held-out loss before and after them."""
+    train, held_out = documents(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    order = SampleOrder(len(train), SEED)
+    losses, norms, evaluations = [], [], [mean_loss(model, held_out)]
+    for step in range(STEPS):
+        rows = [train[index] for index in order.indices(step * BATCH, BATCH)]
+        loss = sum(token_losses(model, row) for row in rows) / sum(len(row) - 1 for row in rows)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        share = (step - WARMUP + 1) / (STEPS - WARMUP)
+        cosine = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))
+        for group in optimizer.param_groups:
+            group["lr"] = LR * ((step + 1) / WARMUP if step < WARMUP else cosine)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, [*evaluations, mean_loss(model, held_out)]
+
+
+def token_losses(model: torch.nn.Module, row: list[int]) -> torch.Tensor:
+    ids = torch.tensor(row)[None]  # (1, seq)
+    return F.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="sum")
+
+
+@torch.no_grad()
+def mean_loss(model: torch.nn.Module, rows: list[list[int]]) -> float:
+    return sum(token_losses(model, row).item() for row in rows) / sum(len(row) - 1 for row in rows)
