@@ -1,0 +1,226 @@
+"""What a step costs beyond a bare PyTorch loop over the same model, and what one of the Hugging Face Trainer costs.
+
+python scripts/benchmark/step_overhead.py                       # hidden 256, 128 tokens a row; and the tiny model
+python scripts/benchmark/step_overhead.py --rounds 9 --steps 20 --out outputs/benchmark
+
+One process, one thread, float32, the same weights, batches, clipping, AdamW kernel and learning rate. The arms take
+turns, `--steps` at a time; a figure is the median over the rounds of the ratio of two neighbours' processor time, which
+tells on a machine that others use too. Ours does all that the loop of recipes/finetune.py does for a step: it takes a
+batch, sets the learning rate, steps, and reads loss, norm and flags. An arm whose losses are not those of the bare loop
+(1e-4) is void.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from components import data, distributed, models, training
+from components.config.schema import ParallelismConfig, Strategy
+from components.config.schema.optimizer import OptimizerConfig, Schedule
+
+LR, STEPS_OF_DATA, VOCABULARY = 1e-3, 64, 2048
+OPTIMIZER = OptimizerConfig(lr=LR, weight_decay=0.0, schedule=Schedule.constant)
+SHAPES = {"hidden 256, 128 tokens a row": (256, 4, 4, 128), "tiny: hidden 64, 64 tokens a row": (64, 2, 4, 64)}
+"""Name -> hidden, layers, rows of a step, tokens of a row."""
+
+Run = Callable[[range], tuple[float, list[float]]]
+"""Does the optimizer steps of these numbers; returns their processor seconds and their losses."""
+
+
+@dataclass
+class Arm:
+    """One way to train: what a step took in each turn, and what it lost."""
+
+    run: Run
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def turn(self, steps: int) -> None:
+        """Go on for some steps."""
+        seconds, losses = self.run(range(len(self.losses), len(self.losses) + steps))
+        self.seconds.append(seconds / steps)
+        self.losses += losses
+
+
+def main() -> None:
+    """Measure, print a table, and write it where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=None, help="a folder for step_overhead.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    distributed.start_process_group("cpu")
+    lines = [
+        "| model | loop | ms of a processor per step | over the bare loop | worst loss difference |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (hidden, layers, rows, tokens) in SHAPES.items():
+        arms = measure(arms_of(hidden, layers, rows, tokens), options.rounds, options.steps)
+        lines += [row(name, label, arm, arms["bare PyTorch"]) for label, arm in arms.items()]
+    print("\n".join(lines))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "step_overhead.md").write_text("\n".join(lines) + "\n")
+
+
+def measure(arms: dict[str, Arm], rounds: int, steps: int) -> dict[str, Arm]:
+    """Let the arms take turns; the first round warms up and is not counted."""
+    for _ in range(rounds + 1):
+        for arm in arms.values():
+            arm.turn(steps)
+    for arm in arms.values():
+        del arm.seconds[0]
+    return arms
+
+
+def row(model: str, label: str, arm: Arm, bare: Arm) -> str:
+    """A line of the table."""
+    ratio = statistics.median(mine / theirs for mine, theirs in zip(arm.seconds, bare.seconds, strict=True))
+    apart = max(abs(mine - theirs) / theirs for mine, theirs in zip(arm.losses, bare.losses, strict=True))
+    over = f"{ratio - 1:+.1%}" if apart < 1e-4 else "void: another curve"
+    return f"| {model} | {label} | {1e3 * statistics.median(arm.seconds):.2f} | {over} | {apart:.1e} |"
+
+
+def arms_of(hidden: int, layers: int, rows: int, tokens: int) -> dict[str, Arm]:
+    """The arms of one shape, from the same weights and batches."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 32,
+        vocab_size=VOCABULARY,
+        use_cache=False,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    models.use_causal_sdpa(model)
+    samples = [torch.randint(VOCABULARY, (tokens,)).tolist() for _ in range(STEPS_OF_DATA * rows)]
+    plan = data.BatchPlan(global_batch_size=rows, micro_batch_size=rows)
+    batches = data.TrainBatches([data.Example(ids, ids) for ids in samples], plan, seed=0)
+    loops = {"bare PyTorch": bare, "Meshbook": ours}
+    if importlib.util.find_spec("accelerate") is None:
+        print("Hugging Face Trainer: not measured: the package accelerate is not installed")
+    else:
+        loops["Hugging Face Trainer"] = trainer
+    return {label: Arm(loop(copy.deepcopy(model), batches)) for label, loop in loops.items()}
+
+
+def bare(model: torch.nn.Module, batches: data.TrainBatches) -> Run:
+    """The shortest loop that trains the same: batches are made beforehand, losses are read once, at the end."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    made = [batches.at(step)[0] for step in range(STEPS_OF_DATA)]
+
+    def run(steps: range) -> tuple[float, list[float]]:
+        losses = []
+        began = time.process_time()
+        for step in steps:
+            batch = made[step % STEPS_OF_DATA]
+            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return time.process_time() - began, torch.stack(losses).tolist()
+
+    return run
+
+
+def ours(model: Any, batches: data.TrainBatches) -> Run:
+    """The loop of recipes/finetune.py in one process."""
+    parallelism = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
+    mesh = distributed.build_mesh(parallelism, "cpu")
+    layout = distributed.parallelize(model, mesh, parallelism, torch.float32)
+    replica = distributed.wrap_replicas(model, mesh, parallelism, layout)
+    optimizer = training.build_optimizer(model, OPTIMIZER)
+    settings = training.StepSettings(device=torch.device("cpu"), max_grad_norm=1.0, mesh=mesh)
+
+    def run(steps: range) -> tuple[float, list[float]]:
+        reader, arrived = training.StepReader(lag=1), []
+        began = time.process_time()
+        for step in steps:
+            started = time.perf_counter()
+            training.set_learning_rate(optimizer, OPTIMIZER, step, 10**9)
+            arrived.append(reader.push(step, training.train_step(replica, next(batches), optimizer, settings), started))
+        arrived += reader.flush()
+        return time.process_time() - began, [metrics.loss for metrics in arrived if metrics is not None]
+
+    return run
+
+
+def trainer(model: Any, batches: data.TrainBatches) -> Run:
+    """transformers.Trainer without evaluation, logs and saves. It is made for each turn; its steps alone are timed."""
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, logging
+
+    logging.set_verbosity_error()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    folder = tempfile.mkdtemp(prefix="step_overhead-")
+
+    class Clock(TrainerCallback):
+        times: list[float]
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.times.append(time.process_time())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.times.append(time.process_time())
+
+    class Kept(Trainer):  # type: ignore[misc]
+        losses: list[torch.Tensor]
+
+        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+            loss = super().compute_loss(*arguments, **options)
+            self.losses.append(loss.detach())
+            return loss
+
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+    def run(steps: range) -> tuple[float, list[float]]:
+        rows = [batches.at(step % STEPS_OF_DATA)[0] for step in steps]
+        names = ("input_ids", "labels")
+        samples = [
+            dict(zip(names, pair, strict=True)) for row in rows for pair in zip(*map(row.get, names), strict=True)
+        ]
+        arguments = TrainingArguments(
+            folder,
+            max_steps=len(steps),
+            per_device_train_batch_size=len(rows[0]["input_ids"]),
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            logging_strategy="no",
+            save_strategy="no",
+        )
+        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        clock, kept = Clock(), Kept(model, arguments, train_dataset=samples, optimizers=(optimizer, constant))
+        clock.times, kept.losses = [], []
+        kept.add_callback(clock)
+        kept.remove_callback(PrinterCallback)
+        kept.train()
+        return clock.times[-1] - clock.times[0], torch.stack(kept.losses).tolist()
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
