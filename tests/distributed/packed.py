@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from components import data, training
 from components.data.dataset import Dataset, Facts
 from scripts.parity_curves import FLOOR, at_least_float32, balance_loss, norm_of
-from tests.distributed.parity import EXPERTS, MOE_MODELS, SMALL, relative
+from tests.distributed.parity import MODELS as DENSE
+from tests.distributed.parity import MOE_MODELS, SMALL, relative
 
 SEQ_LEN, ROWS = 48, 4
 MODELS: dict[str, dict[str, Any]] = {
@@ -20,9 +21,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**SMALL, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 5,
                     "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": {**MOE_MODELS["mixtral"], "sliding_window": 7},
-    "olmoe": {**EXPERTS, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
+    "gpt2": DENSE["gpt2"],
 }  # fmt: skip
-"""With windows shorter than documents."""
+"""With windows shorter than documents; and one whose positions are learned: rotary ones are relative, and so the same
+wherever a document begins."""
 
 Step = tuple[float, dict[str, torch.Tensor]]
 """Loss and gradients."""

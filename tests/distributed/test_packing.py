@@ -38,14 +38,14 @@ SP = {**ONE, "tp": 2, "sequence_parallel": True}
 PP = {**ONE, "pp": 2}
 SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
     2: [
-        *[(GATHER, "mixtral", ""), (ULYSSES, "mistral", ""), (ULYSSES, "mixtral", "full"), (GATHER, "mistral", "full")],
-        *[(PP, "mixtral", ""), ({**PP, "pp_schedule": "GPipe"}, "mistral", "full"), ({**ONE, "tp": 2}, "mistral", "")],
+        *[(GATHER, "mixtral", ""), (ULYSSES, "mistral", ""), (ULYSSES, "mixtral", "full"), (GATHER, "gpt2", "full")],
+        *[(PP, "mixtral", ""), ({**PP, "pp_schedule": "GPipe"}, "gpt2", "full"), ({**ONE, "tp": 2}, "mistral", "")],
         *[(SP, "mixtral", ""), (FSDP2, "mistral", "full"), ({**ONE, "ep": 2}, "mixtral", "full")],
         *[({"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}, "mistral", "")],
     ],
     4: [
         *[({**GATHER, "pp": 2}, "mixtral", ""), ({**GATHER, "ep": 2}, "mixtral", ""), ({**SP, "cp": 2}, "mistral", "")],
-        *[({**PP, "tp": 2}, "mistral", ""), ({**FSDP2, "cp": 2}, "mixtral", "full"), ({**PP, "ep": 2}, "mixtral", "")],
+        *[({**PP, "tp": 2}, "mistral", ""), ({**ULYSSES, "pp": 2}, "gpt2", ""), ({**FSDP2, "cp": 2}, "mixtral", "full"), ({**PP, "ep": 2}, "mixtral", "")],
     ],
 }  # fmt: skip
 """Processes -> parallelism, model, and whether layers are recomputed."""
@@ -75,7 +75,7 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
 @pytest.mark.parametrize("world_size", SHAPES)
 def test_packed_rows_train_as_their_documents_do_on_every_mesh(world_size: int) -> None:
     rows = packed()
-    built = {name: build(name, torch.float64, MODELS[name]) for name in ("mistral", "mixtral")}
+    built = {name: build(name, torch.float64, MODELS[name]) for name in ("mistral", "mixtral", "gpt2")}
     expected = {name: reference(model, documents(rows), AUX * (name == "mixtral")) for name, model in built.items()}
     samples = list(rows._samples)
     held_out = {name: reference(model, samples)[0] for name, model in built.items()}
