@@ -42,7 +42,7 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
         problems += _row_problems("evaluation.seq_len", cfg.evaluation.seq_len, cfg.parallelism, mesh)
     if cfg.data.pack and cfg.model.attention != Attention.sdpa:
         problems.append(
-            f"model.attention={cfg.model.attention}: data.pack=true needs attention that is told where documents end; set "
+            f"model.attention={cfg.model.attention}: is not told where the documents of packed rows end; set "
             "model.attention=sdpa or data.pack=false"
         )
     if mesh.pp > 1 and cfg.model.compile and cfg.parallelism.pp_schedule in SPLIT_BACKWARD:

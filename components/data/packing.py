@@ -1,9 +1,9 @@
 """Which documents share a row: planned once from their lengths, the same on every rank and for every seed.
 
 Only the number of documents of each length matters, so the work grows with the different lengths and not with the
-documents: a pattern of lengths makes as many rows as there are documents for. Best fit is near the optimum where lengths
-are spread over the whole row, or where a row holds two or three documents. Where it leaves more than a thousandth empty,
-minimum slack plans too, which is better where a row holds more of them; the plan with fewer rows is taken.
+documents: a pattern of lengths makes as many rows as there are documents for. Best fit is near the optimum where
+lengths are spread over the whole row, or where a row holds two or three documents. Where it leaves more than a
+thousandth empty, minimum slack plans too, better where a row holds more; the plan with fewer rows is taken.
 """
 
 from __future__ import annotations

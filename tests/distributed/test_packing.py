@@ -45,7 +45,8 @@ SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
     ],
     4: [
         *[({**GATHER, "pp": 2}, "mixtral", ""), ({**GATHER, "ep": 2}, "mixtral", ""), ({**SP, "cp": 2}, "mistral", "")],
-        *[({**PP, "tp": 2}, "mistral", ""), ({**ULYSSES, "pp": 2}, "gpt2", ""), ({**FSDP2, "cp": 2}, "mixtral", "full"), ({**PP, "ep": 2}, "mixtral", "")],
+        *[({**PP, "tp": 2}, "mistral", ""), ({**ULYSSES, "pp": 2}, "gpt2", "")],
+        *[({**FSDP2, "cp": 2}, "mixtral", "full"), ({**PP, "ep": 2}, "mixtral", "")],
     ],
 }  # fmt: skip
 """Processes -> parallelism, model, and whether layers are recomputed."""
