@@ -11,6 +11,7 @@ from components.config.layouts import (
     ulysses_divides,
 )
 from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.model import Attention
 from components.config.schema.parallelism import (
     SPLIT_BACKWARD,
     ContextAttention,
@@ -39,6 +40,11 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
         problems += _row_problems("training.seq_len", cfg.training.seq_len, cfg.parallelism, mesh)
     if isinstance(cfg, EvaluateConfig):
         problems += _row_problems("evaluation.seq_len", cfg.evaluation.seq_len, cfg.parallelism, mesh)
+    if cfg.data.pack and cfg.model.attention != Attention.sdpa:
+        problems.append(
+            f"model.attention={cfg.model.attention}: is not told where the documents of packed rows end; set "
+            "model.attention=sdpa or data.pack=false"
+        )
     if mesh.pp > 1 and cfg.model.compile and cfg.parallelism.pp_schedule in SPLIT_BACKWARD:
         problems.append(
             f"parallelism.pp_schedule={cfg.parallelism.pp_schedule}: splits the backward, which compiled layers do in "

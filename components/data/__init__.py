@@ -5,15 +5,17 @@ examples.py   Example: token ids and labels; the chat template and which tokens 
 batches.py    TrainBatches, eval_batches: which rows are this rank's, padding, the cursor for resuming
 order.py      SampleOrder: the shuffle, a pure function of (seed, position)
 dataset.py    Dataset: samples in memory, and what became of the rows (Facts)
+packed.py     PackedDataset: several samples to a row, as packing.py plans it
 preflight.py  check_files: what can be told without torch, before anything is started
 files.py, hub.py, rows.py, pydocs.py   where rows come from, and how they become conversations
 """
 
 from components.data.batches import BatchPlan, MicroBatch, Padding, TrainBatches, collate, eval_batches
 from components.data.dataset import Dataset, Facts, sample_prompts
-from components.data.examples import IGNORED, Example, encode_conversations, render_example
+from components.data.examples import IGNORED, Example, PackedRow, encode_conversations, render_example
 from components.data.load import build_dataset
 from components.data.order import SampleOrder
+from components.data.packed import PackedDataset
 from components.data.preflight import check_files
 from components.data.rows import Conversation, Message
 
@@ -26,6 +28,8 @@ __all__ = [
     "Facts",
     "Message",
     "MicroBatch",
+    "PackedDataset",
+    "PackedRow",
     "Padding",
     "SampleOrder",
     "TrainBatches",

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from components.config.errors import ConfigError
+from components.config.schema.model import DOCUMENTS
 from components.config.schema.training import TrainingConfig
-from components.data.examples import IGNORED, Example
+from components.data.examples import IGNORED, Example, PackedRow
 from components.data.order import SampleOrder
+from components.data.packed import PackedDataset
 
 if TYPE_CHECKING:
     import torch
 
 MicroBatch = dict[str, "torch.Tensor"]
-"""CPU tensors (micro_batch, seq) of int64: input_ids, labels (-100: no loss) and position_ids."""
+"""CPU tensors (micro_batch, seq) of int64: input_ids, labels (-100: no loss) and position_ids; of packed rows also
+documents, (micro_batch, documents + 1) int32: 0, the end of each document, the padding included, and seq ever after."""
+Row = Example | PackedRow
 
 _EMPTY = Example([], [])
 
@@ -80,7 +84,9 @@ class Padding:
     the beginning of another document. Where padding starts can be told from the labels, since every sample
     of a `Dataset` ends with a target token; a router's statistics need to know.
 
-    Rows are padded to the longest of their micro-batch: that changes no result, only the time it takes.
+    Rows are padded to the longest of their micro-batch: that changes no result, only the time it takes. Packed rows all
+    have the length that they were packed into, so that shapes never change; in them position ids start again at every
+    document, and padding is the last document of a row.
     """
 
     multiple: int = 1
@@ -89,6 +95,14 @@ class Padding:
     """Every micro-batch has this length: seq_len under pp, whose schedules want one shape."""
     token_id: int = 0
     """Input at padded positions; any token of the vocabulary will do."""
+    documents: int = 0
+    """Of packed rows: for how many documents, the padding included, a tensor has room; 0: rows are not packed."""
+
+    def of(self, dataset: Sequence[Row]) -> Padding:
+        """Return how the rows of `dataset` are padded: packed ones to the length they were packed into."""
+        if not isinstance(dataset, PackedDataset):
+            return self
+        return replace(self, length=dataset.seq_len, documents=dataset.documents)
 
 
 class TrainBatches:
@@ -101,7 +115,7 @@ class TrainBatches:
 
     def __init__(
         self,
-        dataset: Sequence[Example],
+        dataset: Sequence[Row],
         plan: BatchPlan,
         *,
         seed: int,
@@ -112,7 +126,7 @@ class TrainBatches:
         self._dataset = dataset
         self._fingerprint = fingerprint
         self._plan = plan
-        self._padding = padding or Padding()
+        self._padding = (padding or Padding()).of(dataset)
         self._order = SampleOrder(len(dataset), seed)
         self._sample = 0
 
@@ -184,7 +198,7 @@ class TrainBatches:
 
 
 def eval_batches(
-    dataset: Sequence[Example],
+    dataset: Sequence[Row],
     micro_batch_size: int,
     dp_rank: int = 0,
     dp_size: int = 1,
@@ -200,13 +214,14 @@ def eval_batches(
     _check_rank(dp_rank, dp_size)
     rows_at_once = micro_batch_size * dp_size
     count = -(-len(dataset) // (rows_at_once * multiple)) * multiple
+    padding = (padding or Padding()).of(dataset)
     for number in range(count):
         start = number * rows_at_once + dp_rank * micro_batch_size
         rows = [dataset[i] if i < len(dataset) else _EMPTY for i in range(start, start + micro_batch_size)]
-        yield collate(rows, padding or Padding())
+        yield collate(rows, padding)
 
 
-def collate(rows: Sequence[Example], padding: Padding) -> MicroBatch:
+def collate(rows: Sequence[Row], padding: Padding) -> MicroBatch:
     """Return rows as tensors, padded on the right. Raises ConfigError where a row is longer than that."""
     import torch
 
@@ -221,7 +236,17 @@ def collate(rows: Sequence[Example], padding: Padding) -> MicroBatch:
         input_ids[i, : len(row.input_ids)] = torch.tensor(row.input_ids, dtype=torch.int64)
         labels[i, : len(row.labels)] = torch.tensor(row.labels, dtype=torch.int64)
     position_ids = torch.arange(length).repeat(len(rows), 1)  # (micro_batch, seq)
-    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+    batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+    if padding.documents:
+        bounds = torch.full((len(rows), padding.documents + 1), length, dtype=torch.int32)
+        for i, row in enumerate(rows):
+            ends = row.ends if isinstance(row, PackedRow) else [len(row.input_ids)] if row.input_ids else []
+            starts = [0, *ends]
+            bounds[i, : len(starts)] = torch.tensor(starts, dtype=torch.int32)
+            for start, end in zip(starts, [*ends, length], strict=True):
+                position_ids[i, start:end] = torch.arange(end - start)
+        batch[DOCUMENTS] = bounds
+    return batch
 
 
 def _check_rank(dp_rank: int, dp_size: int) -> None:

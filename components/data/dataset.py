@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Protocol, overload
 
 import xxhash
 
@@ -14,6 +14,7 @@ from components.config.schema.data import Overlong
 from components.data.examples import IGNORED, Example, render_example, trimmed
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 
@@ -37,6 +38,12 @@ class Facts:
     """Samples left out because no token with loss was left."""
     dropped_bad_rows: int = 0
     """Rows left out because they had no prompt or no response (`data.bad_rows=drop`)."""
+    rows: int = 0
+    """Rows that the samples are packed into; 0: each is a row of its own."""
+    row_tokens: int = 0
+    """Tokens that a packed row has room for."""
+    most_documents: int = 0
+    """Samples in the row that has most of them."""
 
     def __str__(self) -> str:
         counted = {
@@ -46,9 +53,14 @@ class Facts:
             "bad rows dropped": self.dropped_bad_rows,
         }
         total = f"{self.samples:,} samples, {self.tokens:,} tokens, {self.target_tokens:,} with loss"
-        return "; ".join(
-            [f"{self.source}: {total}", *(f"{count:,} {what}" for what, count in counted.items() if count)]
-        )
+        parts = [f"{self.source}: {total}", *(f"{count:,} {what}" for what, count in counted.items() if count)]
+        if self.rows:
+            full = 100 * self.tokens / (self.rows * self.row_tokens)
+            parts.append(
+                f"packed into {self.rows:,} rows of {self.row_tokens:,} tokens, {full:.2f} % full, "
+                f"{self.samples / self.rows:.1f} samples each (at most {self.most_documents:,}); batch sizes count rows"
+            )
+        return "; ".join(parts)
 
 
 class Dataset(Sequence[Example]):
@@ -94,6 +106,13 @@ class Dataset(Sequence[Example]):
         return Example(self._ids[start:end].tolist(), self._labels[start:end].tolist())
 
     @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, (samples,) int64."""
+        import numpy as np
+
+        return np.diff(np.asarray(self._ends))
+
+    @property
     def fingerprint(self) -> str:
         """A hash of every token and label: equal where, and only where, the samples are."""
         digest = xxhash.xxh3_128()
@@ -132,7 +151,14 @@ class Dataset(Sequence[Example]):
         facts.target_tokens += sum(label != IGNORED for label in example.labels)
 
 
-def sample_prompts(dataset: Dataset, count: int) -> list[str]:
+class HasPrompts(Protocol):
+    """A data set that knows the questions of its source."""
+
+    @property
+    def prompts(self) -> Sequence[str]: ...
+
+
+def sample_prompts(dataset: HasPrompts, count: int) -> list[str]:
     """Return up to `count` of a data set's questions, evenly spread, as they were asked (without a template)."""
     prompts = dataset.prompts
     count = min(count, len(prompts))

@@ -33,6 +33,14 @@ class Example(NamedTuple):
     labels: list[int]  # (seq,)
 
 
+class PackedRow(NamedTuple):
+    """Several samples one after another; the first label of each is `IGNORED`, as in every sample of a `Dataset`."""
+
+    input_ids: list[int]  # (seq,)
+    labels: list[int]  # (seq,)
+    ends: list[int]  # where each sample ends, (documents,)
+
+
 class _Turn(NamedTuple):
     """One answer of the assistant in context."""
 

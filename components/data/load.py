@@ -22,6 +22,7 @@ from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, encode_conversations
 from components.data.files import Place, Row, check_columns, columns_of, files_of_split, is_local, read_rows
 from components.data.hub import hub_rows
+from components.data.packed import PackedDataset
 from components.data.rows import (
     Conversation,
     columns_wanted,
@@ -43,8 +44,8 @@ Sample = TypeVar("Sample", Conversation, Example)
 
 def build_dataset(
     cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seq_len: int, split: Literal["train", "eval"]
-) -> Dataset:
-    """Read, tokenize and return the training samples or the held-out ones.
+) -> Dataset | PackedDataset:
+    """Read, tokenize and return the training samples or the held-out ones; packed into rows where `data.pack` says so.
 
     A pure function of its arguments and the files: every process calls it and gets the same samples. It
     writes nothing (for a hub data set `datasets` fills its own cache, under locks), so processes may call it
@@ -76,7 +77,7 @@ def build_dataset(
     dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong, prompts=prompts)
     if len(dataset) == 0:
         raise ConfigError(_nothing_left(cfg, facts, seq_len, is_eval))
-    return dataset
+    return PackedDataset(dataset, seq_len) if cfg.pack else dataset
 
 
 def _conversations(cfg: DataConfig, is_eval: bool) -> tuple[list[Conversation], int]:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from components.config.errors import ConfigError
 from components.config.layouts import ulysses_divides
-from components.config.schema.model import CAUSAL_SDPA
+from components.config.schema.model import CAUSAL_SDPA, DOCUMENTS
 from components.config.schema.parallelism import ContextAttention
 from components.distributed.mesh import Mesh
 
@@ -46,15 +46,15 @@ def own_chunks(mesh: DeviceMesh) -> tuple[int, int]:
 def shard_rows(batch: dict[str, torch.Tensor], mesh: Mesh | None) -> dict[str, torch.Tensor]:
     """Return this rank's part of a micro-batch of whole rows, with the position of every token in its row.
 
-    Whatever is aligned with the tokens is cut alike: (batch, seq) -> (batch, seq / cp). Labels must have been shifted
-    before. The batch as it is where there is no cp axis.
+    Whatever is aligned with the tokens is cut alike: (batch, seq) -> (batch, seq / cp); where the documents of packed
+    rows are concerns whole rows. Labels must have been shifted before. The batch as it is where there is no cp axis.
     """
     if mesh is None or mesh.size("cp") == 1:
         return batch
     rows, seq = batch["input_ids"].shape
     own = own_positions(seq, mesh["cp"], batch["input_ids"].device)
-    local = {name: tensor.index_select(1, own) for name, tensor in batch.items()}
-    return {**local, "position_ids": own.expand(rows, -1)}
+    local = {name: each if name == DOCUMENTS else each.index_select(1, own) for name, each in batch.items()}
+    return {"position_ids": own.expand(rows, -1), **local}
 
 
 def use_context_parallel(model: nn.Module, mesh: DeviceMesh, method: ContextAttention, heads: tuple[int, int]) -> str:
@@ -183,7 +183,9 @@ class GatheredAttention(_Attention):
         """Attend over whole rows. query: (batch, heads, seq / cp, head_dim) -> (batch, seq / cp, heads, head_dim)."""
         kv_heads = key.shape[1]
         pieces = next(count for count in range(min(self.mesh.size(), kv_heads), 0, -1) if kv_heads % count == 0)
-        attend = partial(self._attend, module, sliding_window, options)
+        documents = options.pop(DOCUMENTS, None)
+        first = None if documents is None else documents.starts(query.shape[2] * self.mesh.size())  # (batch, seq)
+        attend = partial(self._attend, module, (sliding_window, first), options)
         keeps_random_state = options.get("dropout", 0.0) > 0
         outputs = [
             checkpoint(attend, *piece, use_reentrant=False, preserve_rng_state=keeps_random_state)
@@ -194,13 +196,18 @@ class GatheredAttention(_Attention):
     def _attend(
         self,
         module: nn.Module,
-        window: int | None,
+        sees: tuple[int | None, torch.Tensor | None],
         options: dict[str, Any],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Some heads: (batch, heads, seq / cp, head_dim) -> (batch, seq / cp, heads, head_dim)."""
+        """Some heads: (batch, heads, seq / cp, head_dim) -> (batch, seq / cp, heads, head_dim).
+
+        Args:
+            sees: The window, and where the document of each token of the whole row begins, (batch, seq).
+        """
+        window, first = sees
         key, value = self._gather(torch.stack([key, value]))  # (batch, kv heads, seq, head_dim) each
         outputs = []
         for queries, chunk in zip(query.chunk(2, dim=2), own_chunks(self.mesh), strict=True):
@@ -210,7 +217,8 @@ class GatheredAttention(_Attention):
             seen = other <= own  # (seq / 2 cp, end), a byte each: their distances would take eight
             if window is not None:
                 seen &= other > own - window
-            output, _ = self.local(module, queries, key[:, :, :end], value[:, :, :end], seen[None, None], **options)
+            seen = seen[None] if first is None else seen & (other >= first[:, start:end, None])  # (batch or 1, ...)
+            output, _ = self.local(module, queries, key[:, :, :end], value[:, :, :end], seen[:, None], **options)
             outputs.append(output)
         return torch.cat(outputs, dim=1)
 

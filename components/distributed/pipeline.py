@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from components.config.schema.model import DOCUMENTS
 from components.config.schema.parallelism import SINGLE_STAGE, PipelineSchedule
 from components.distributed.stages import Stage, Stages
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
 Batch = dict[str, torch.Tensor]
-"""input_ids and targets, position_ids under cp, and keywords of the layers: (micro_batch, seq) each."""
+"""input_ids and targets, under cp or in packed rows position_ids, (micro_batch, seq) each; keywords of the layers."""
 INPUTS = ("input_ids", "targets", "position_ids")
 """Of a batch, what stages or the loss name themselves; the rest is handed to every stage as it is."""
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -73,7 +74,7 @@ class Pipeline:
             target=whole["targets"] if self._has_head else None,
             losses=losses if self._has_head else None,
             position_ids=_positions(whole),
-            **{name: tensor for name, tensor in whole.items() if name not in INPUTS},
+            **_keywords(whole),
             return_outputs=False,
         )
         self._move_tied_gradient()
@@ -84,7 +85,7 @@ class Pipeline:
     def loss(self, batch: Batch, token_loss: TokenLoss) -> torch.Tensor:
         """Return the sum of a micro-batch's token losses on the ranks of the last stage, zero on the others."""
         self._copy_tied_weight()
-        logits = self._forward(batch["input_ids"], _positions(batch))
+        logits = self._forward(batch["input_ids"], _positions(batch), _keywords(batch))
         if logits is None:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return token_loss(logits, batch["targets"])
@@ -92,21 +93,23 @@ class Pipeline:
     def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor) -> Any:
         """Return an object whose `logits` (batch, positions to keep, vocabulary) every rank has, in float32."""
         self._copy_tied_weight()
-        logits = self._forward(input_ids, position_ids, logits_to_keep=logits_to_keep)
+        logits = self._forward(input_ids, position_ids, {}, logits_to_keep=logits_to_keep)
         shape = (len(input_ids), len(logits_to_keep), self._hidden.vocabulary)
         logits = torch.empty(shape, device=self._device) if logits is None else logits.float().contiguous()
         dist.broadcast(logits, src=self._rank_of(len(self._stages.places) - 1), group=self.group)
         return SimpleNamespace(logits=logits, past_key_values=None)
 
-    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **head: Any) -> torch.Tensor | None:
-        """Pass one micro-batch through all stages; logits where the last one is."""
+    def _forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keywords: Batch, **head: Any
+    ) -> torch.Tensor | None:
+        """Pass one micro-batch through all stages; logits where the last one is, which alone gets `head`."""
         passed = input_ids
         for stage in self._stages.own:
             if stage.index > 0 and not self._is_here(stage.index - 1):
                 passed = self._hidden.buffer(len(input_ids), input_ids.shape[1], self._device)
                 dist.recv(passed, src=self._rank_of(stage.index - 1), group=self.group)
             last = stage.index == len(self._stages.places) - 1
-            passed = stage.module(passed, position_ids=position_ids, **(head if last else {}))
+            passed = stage.module(passed, position_ids=position_ids, **keywords, **(head if last else {}))
             if last:
                 return passed
             if not self._is_here(stage.index + 1):
@@ -208,7 +211,12 @@ class Pipeline:
 
 
 def pad_to_longest(batches: Sequence[Batch]) -> list[Batch]:
-    """Pad the micro-batches of a step (micro_batch, seq) on the right to one length: stages want one shape."""
+    """Pad the micro-batches of a step (micro_batch, seq) on the right to one length: stages want one shape.
+
+    Packed rows have it already.
+    """
+    if DOCUMENTS in batches[0]:
+        return list(batches)
     longest = max(batch["input_ids"].shape[1] for batch in batches)
     fill = {"input_ids": 0, "labels": -100}
     return [
@@ -221,8 +229,13 @@ def _quotient(loss: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return loss / tokens.to(loss.dtype)
 
 
+def _keywords(batch: Batch) -> Batch:
+    """What stages hand down to their layers as it is."""
+    return {name: tensor for name, tensor in batch.items() if name not in INPUTS}
+
+
 def _positions(batch: Batch) -> torch.Tensor:
-    """(batch, seq): those that cp gave, or the order of the row."""
+    """(batch, seq): those that are given, or the order of the row."""
     if "position_ids" in batch:
         return batch["position_ids"].contiguous()
     rows, seq = batch["input_ids"].shape

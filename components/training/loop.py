@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from components.config.schema.model import DOCUMENTS
 from components.distributed.context import shard_rows
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline import Pipeline, pad_to_longest
@@ -27,7 +28,7 @@ from components.training.router import SEQUENCE_WEIGHTS, RouterLoss, sequence_we
 from components.training.sync import get_sync_ctx
 
 MicroBatch = dict[str, torch.Tensor]
-"""input_ids and labels, each (micro_batch, seq) int64."""
+"""input_ids and labels, each (micro_batch, seq) int64; of packed rows position_ids and documents too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +119,15 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _local_part(batch: MicroBatch, settings: StepSettings, router_loss: RouterLoss | None = None) -> MicroBatch:
-    """Return what this rank computes of a micro-batch: input_ids and targets, position_ids under cp, router weights."""
+    """Return what this rank computes of a micro-batch: input_ids and targets, position_ids where rows are packed or cut
+    by cp, documents of packed rows, router weights.
+    """
     batch = to_device(batch, settings.device)
     rows = {"input_ids": batch["input_ids"], "targets": next_tokens(batch["labels"])}
+    if DOCUMENTS in batch:
+        rows |= {"position_ids": batch["position_ids"], DOCUMENTS: batch[DOCUMENTS]}
     if router_loss is not None:
-        rows[SEQUENCE_WEIGHTS] = sequence_weights(batch["labels"])
+        rows[SEQUENCE_WEIGHTS] = sequence_weights(batch["labels"], batch.get(DOCUMENTS))
     return shard_rows(rows, settings.mesh)
 
 

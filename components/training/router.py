@@ -2,7 +2,8 @@
 
 It balances the load of the experts (Fedus et al. 2021, Switch Transformers; counted for the top k experts as Hugging
 Face does). It is taken per layer and sequence, so that it depends neither on micro-batches nor on ranks, and weighted
-by the sequence's target tokens, so that the global number of target tokens divides it like the token losses.
+by the sequence's target tokens, so that the global number of target tokens divides it like the token losses. In packed
+rows each document is a sequence: packing changes the loss no more than a mesh does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 
 from components.config.errors import ConfigError
-from components.config.schema.model import ModelConfig, RouterAux
+from components.config.schema.model import DOCUMENTS, ModelConfig, RouterAux
 from components.distributed.apply_tp import decoder_layers
 from components.distributed.mesh import Mesh
 from components.training.loss import IGNORED
@@ -71,7 +72,7 @@ class RouterLoss:
         self._expects = expects  # some layers of this rank have routers
 
     def __str__(self) -> str:
-        return f"router auxiliary loss per sequence, coefficient {self.coefficient:g}"
+        return f"router auxiliary loss per sequence (of packed rows: per document), coefficient {self.coefficient:g}"
 
     def start_step(self, tokens: torch.Tensor) -> None:
         """Begin at zero. tokens: target tokens of the whole step, over all ranks, a float64 scalar."""
@@ -96,19 +97,23 @@ class RouterLoss:
         self._expects = False
         return _Sink.apply(hidden, torch.zeros_like(self._total, requires_grad=True), self._total)
 
-    def of_router(self, router: nn.Module, outputs: Any, weights: torch.Tensor, sink: torch.Tensor) -> Any:
+    def of_router(self, router: nn.Module, outputs: Any, given: tuple[torch.Tensor, int, torch.Tensor]) -> Any:
         """Return what a router returned, through which the gradient of its loss will come.
 
         Args:
             outputs: (logits (batch x seq, experts), scores (batch x seq, top_k), chosen (batch x seq, top_k)).
-            weights: From `sequence_weights`, (batch, seq).
-            sink: From `sink`.
+            given: From `sequence_weights`, (batch, seq, 2); the number of sequences of a row; from `sink`.
         """
-        logits, scores, chosen = _checked(outputs, weights, router)
+        weights, sequences, sink = given
+        targets, number = weights.unbind(-1)  # (batch, seq)
+        logits, scores, chosen = _checked(outputs, number, router)
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        probabilities = F.softmax(logits, dim=-1, dtype=dtype).view(*weights.shape, -1)  # (batch, seq, experts)
-        losses = balance_losses(probabilities, chosen.view(*weights.shape, -1), weights > 0, self._context)  # (batch,)
-        weighted = (losses * weights.abs().amax(dim=1)).sum() * (self.coefficient / self.routers)
+        probabilities = F.softmax(logits, dim=-1, dtype=dtype).view(*number.shape, -1)  # (batch, seq, experts)
+        numbers = torch.arange(sequences, device=number.device)[:, None]
+        members = (number[:, None] == numbers).to(dtype)  # (batch, sequences, seq)
+        chosen_of = chosen.view(*number.shape, -1)
+        losses = balance_losses(probabilities, chosen_of, members, targets, self._context)  # (batch, sequences)
+        weighted = losses.sum() * (self.coefficient / self.routers)
         return logits, _AddLoss.apply(scores, weighted / self._tokens.to(dtype), sink), chosen
 
     @property
@@ -116,46 +121,64 @@ class RouterLoss:
         return None if self._mesh is None or self._mesh.size("cp") == 1 else self._mesh["cp"]
 
 
-def sequence_weights(labels: torch.Tensor) -> torch.Tensor:
-    """Return what each router must know of its tokens: (batch, seq) int64, to be cut like them.
+def sequence_weights(labels: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.Tensor:
+    """Return what each router must know of its tokens: (batch, seq, 2) int64, to be cut like them.
 
-    The number of target tokens of the row at the tokens up to its last target, which are real, and the same number
-    negative at those after it, which are padding or of no consequence. (An integer, because FSDP2 casts floats.)
+    First, the number of target tokens of a sequence at its first token, 0 elsewhere: their sum is the number wherever
+    the tokens are. Then the number of the token's sequence within the row, or -1 after the sequence's last target: such
+    tokens are padding or of no consequence. (Integers, because FSDP2 casts floats.)
 
     Args:
         labels: (batch, seq) of whole rows, aligned with the inputs.
+        bounds: Of the documents of packed rows, (batch, documents + 1); None: a row is one sequence.
     """
-    is_target = (labels != IGNORED).long()
-    is_target[:, 0] = 0  # predicted from nothing
-    up_to_last = is_target.flip(1).cumsum(1).flip(1) > 0  # (batch, seq)
-    count = is_target.sum(1, keepdim=True)
-    return torch.where(up_to_last, count, -count)
+    rows, seq = labels.shape
+    if bounds is None:
+        bounds = (torch.arange(2, device=labels.device) * seq).expand(rows, 2)
+    bounds = bounds.long()
+    starts, ends = bounds[:, :-1], bounds[:, 1:]  # (batch, sequences); empty ones are at `seq`
+    is_target = F.pad((labels != IGNORED).long(), (0, 1))  # (batch, seq + 1)
+    is_target.scatter_(1, starts, 0)  # predicted from nothing
+    before = F.pad(is_target.cumsum(1), (1, 0))  # targets before each place, (batch, seq + 2)
+    counts = before.gather(1, ends) - before.gather(1, starts)  # (batch, sequences)
+    place = torch.arange(seq, device=labels.device).repeat(rows, 1)
+    number = torch.searchsorted(ends.contiguous(), place, right=True)  # (batch, seq)
+    matters = before.gather(1, ends).gather(1, number) > before[:, :seq]  # a target is here or further on
+    at_first = torch.zeros_like(is_target).scatter_add_(1, starts, counts)[:, :seq]
+    return torch.stack([at_first, torch.where(matters, number, -1)], dim=-1)
 
 
 def balance_losses(
-    probabilities: torch.Tensor, chosen: torch.Tensor, real: torch.Tensor, context: DeviceMesh | None = None
+    probabilities: torch.Tensor,
+    chosen: torch.Tensor,
+    members: torch.Tensor,
+    targets: torch.Tensor,
+    context: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """Return experts x sum over experts of (share of tokens that chose it) x (its mean probability): (batch,).
+    """Return experts x sum over experts of (share of tokens that chose it) x (its mean probability), of each sequence.
 
-    The shares of a sequence sum to top_k. A sequence without real tokens has zero.
+    Each is weighted by its target tokens: (batch, sequences). The shares of a sequence sum to top_k. A sequence without
+    real tokens has zero.
 
     Args:
         probabilities: (batch, seq, experts).
         chosen: Experts of each token, (batch, seq, top_k).
-        real: Whether a token counts, (batch, seq).
+        members: 1 where a token is of a sequence and counts, else 0; (batch, sequences, seq) in the type of the result.
+        targets: Target tokens of a sequence at its first token, (batch, seq).
         context: Ranks that have other parts of the same rows; each gets the gradient of its own tokens.
     """
-    real = real.to(probabilities.dtype)
-    tokens = real.sum(1, keepdim=True)  # (batch, 1)
-    summed = (probabilities * real[..., None]).sum(1)  # (batch, experts)
-    counts = torch.zeros_like(summed).scatter_add_(1, chosen.flatten(1), real[..., None].expand_as(chosen).flatten(1))
+    ones = torch.ones_like(chosen, dtype=members.dtype)
+    choices = torch.zeros_like(probabilities).scatter_add_(2, chosen, ones)  # (batch, seq, experts)
+    others = torch.stack([torch.ones_like(targets), targets], dim=2).to(members.dtype)
+    summed = members @ probabilities  # (batch, sequences, experts)
+    counted = members @ torch.cat([choices, others], dim=2)  # (batch, sequences, experts + 2)
     if context is not None:
-        sums = all_reduce(torch.cat([counts, summed.detach(), tokens], dim=1), "sum", context)
-        experts = summed.shape[1]
-        counts, everywhere, tokens = sums.split([experts, experts, 1], dim=1)
+        experts = summed.shape[2]
+        sums = all_reduce(torch.cat([summed.detach(), counted], dim=2), "sum", context)
+        everywhere, counted = sums[..., :experts], sums[..., experts:]
         summed = summed + (everywhere - summed).detach()
-    tokens = tokens.clamp(min=1)
-    return summed.shape[1] * (counts / tokens * (summed / tokens)).sum(1)
+    counts, tokens, weight = counted[..., :-2], counted[..., -2:-1].clamp(min=1), counted[..., -1]
+    return weight * summed.shape[2] * (counts / tokens * (summed / tokens)).sum(2)
 
 
 class _Layer:
@@ -164,7 +187,7 @@ class _Layer:
     def __init__(self, loss: RouterLoss, layer: nn.Module, routers: list[nn.Module]) -> None:
         self._loss = loss
         self._compute = layer.forward
-        self._given: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._given: tuple[torch.Tensor, int, torch.Tensor] | None = None
         layer.forward = self.forward
         if routers:
             layer.register_forward_pre_hook(self.before, with_kwargs=True)
@@ -176,7 +199,9 @@ class _Layer:
         if SEQUENCE_WEIGHTS not in kwargs:
             return args, kwargs
         hidden = args[0] if args else kwargs["hidden_states"]
-        return args, {**kwargs, SEQUENCE_WEIGHTS: (kwargs[SEQUENCE_WEIGHTS], self._loss.sink(hidden))}
+        documents = kwargs.get(DOCUMENTS)
+        sequences = 1 if documents is None else documents.bounds.shape[1] - 1
+        return args, {**kwargs, SEQUENCE_WEIGHTS: (kwargs[SEQUENCE_WEIGHTS], sequences, self._loss.sink(hidden))}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward, without the keyword."""
@@ -188,7 +213,7 @@ class _Layer:
 
     def after_router(self, router: nn.Module, args: Any, outputs: Any) -> Any:
         """Hook of the layer's routers; outside of training steps nothing happens."""
-        return outputs if self._given is None else self._loss.of_router(router, outputs, *self._given)
+        return outputs if self._given is None else self._loss.of_router(router, outputs, self._given)
 
 
 class _AddLoss(torch.autograd.Function):
@@ -223,9 +248,9 @@ class _Sink(torch.autograd.Function):
         return None, None, None
 
 
-def _checked(outputs: Any, weights: torch.Tensor, router: nn.Module) -> Any:
+def _checked(outputs: Any, tokens: torch.Tensor, router: nn.Module) -> Any:
     known = isinstance(outputs, tuple) and len(outputs) == 3 and all(each.dim() == 2 for each in outputs)
-    if known and all(len(each) == weights.numel() for each in outputs) and not outputs[2].is_floating_point():
+    if known and all(len(each) == tokens.numel() for each in outputs) and not outputs[2].is_floating_point():
         return outputs
     raise ConfigError(
         f"model.router_aux=sequence: {type(router).__name__} does not return logits, scores and chosen experts of "

@@ -93,6 +93,7 @@ OUT_OF_RANGE = [
     ("model=tiny_moe model.router_aux_coef=-0.1", "model.router_aux_coef=-0.1: must be at least 0"),
     ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: must be two numbers"),
     ("data.eval_fraction=1.5", "data.eval_fraction=1.5"),
+    ("data.pack=true model.attention=eager", "model.attention=eager: is not told where", "set model.attention=sdpa or"),
     ("cluster.procs_per_node=0", "cluster.procs_per_node=0", "1 or more"),
     ("cluster.nodes=2", "cluster.nodes=2", "set cluster.nodes=1"),
 ]

@@ -1,6 +1,6 @@
 """The recipes on pipeline, context and expert parallelism, as a person starts them: one curve, one checkpoint format.
 
-Two real processes per run, tiny models, three steps; the reference is the same recipe in one process.
+Two real processes per run, tiny models, three steps, packed rows; the reference is the same recipe in one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.recipes.test_finetune import curve, result, run
 from tests.tiny_models import logits
 
 STEPS, LONGER = 3, 5
-JOB = ("training.global_batch_size=8", "training.micro_batch_size=2", "training.seq_len=192",
+JOB = ("training.global_batch_size=8", "training.micro_batch_size=2", "training.seq_len=384", "data.pack=true",
        f"training.eval_every={STEPS}", "data.max_samples=32", "data.max_eval_samples=4", "optimizer.schedule=constant",
        "optimizer.lr=1e-3", "generation.samples=1", "generation.max_new_tokens=2", "cluster.device=cpu")  # fmt: skip
 TWO = "cluster=local_2proc"
@@ -77,7 +77,7 @@ def test_other_axes_have_it_too(model: str, mesh: str, alone: dict[str, Path], t
 
 def test_what_stages_saved_is_evaluated_under_cp(staged: Path, tmp_path: Path) -> None:
     run("evaluate.py", "model=tiny", "parallelism=fsdp2_cp2", TWO, f"run.dir={tmp_path}/run",
-        f"evaluation.checkpoint={staged}/checkpoints/step_{STEPS}", "evaluation.seq_len=192", "cluster.device=cpu",
+        f"evaluation.checkpoint={staged}/checkpoints/step_{STEPS}", "evaluation.seq_len=384", "cluster.device=cpu",
         "data.max_eval_samples=4", "generation.samples=1", "generation.max_new_tokens=2", cwd=tmp_path)  # fmt: skip
     assert result(tmp_path / "run")["eval_loss"] == pytest.approx(result(staged)["eval_loss"], rel=1e-5)
 

@@ -87,15 +87,10 @@ def test_every_kind_has_the_common_keys_and_no_attribute_beside_its_fields(kind)
         DATA_KINDS[kind](typo=1)
 
 
-def test_packing_is_refused():
-    assert refused(DocsDataConfig, pack=True) == ["data.pack=true: packing is not built yet; set data.pack=false"]
-
-
 def test_all_problems_are_told_at_once():
     assert refused(
         SftDataConfig,
         path="",
-        pack=True,
         eval_fraction=1.0,
         max_samples=0,
         max_eval_samples=-1,
@@ -106,7 +101,6 @@ def test_all_problems_are_told_at_once():
         "data.max_samples=0: must be at least 1",
         "data.max_eval_samples=-1: must be at least 1",
         "data.eval_fraction=1.0: must be at least 0 (nothing held out) and below 1",
-        "data.pack=true: packing is not built yet; set data.pack=false",
         "data.path='': is empty; set data.path to a file, a folder or a hub name",
         "data.input_column='': is empty; name it as in the data",
         "data.response_column=text: is data.prompt_column already; the two must differ",

@@ -55,7 +55,7 @@ class DataConfig:
     overlong: Overlong = Overlong.truncate
     """Samples of more than seq_len tokens: truncate cuts the right end, drop omits them, refuse stops."""
     pack: bool = False
-    """Several samples per row; not built yet."""
+    """Several samples per row of seq_len tokens, each seeing only itself; sizes in sequences then count rows."""
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -80,8 +80,6 @@ class DataConfig:
                 f"data.eval_split={self.eval_split}: is the split that is trained on; choose another, or "
                 "null to hold out data.eval_fraction of it"
             )
-        if self.pack:
-            problems.append("data.pack=true: packing is not built yet; set data.pack=false")
         return problems
 
 

@@ -10,6 +10,9 @@ from components.config.schema.checks import at_least, raise_all
 
 CAUSAL_SDPA = "causal_sdpa"
 """What model.attention=sdpa is called within transformers once it needs no mask; never written to a config.json."""
+DOCUMENTS = "documents"
+"""Of packed rows: where their documents are. A tensor of a micro-batch and the keyword by which it gets to attention:
+(batch, documents + 1) int32 of 0, each document's end in the row, and the row's length as often as needed."""
 
 
 class DType(StrEnum):

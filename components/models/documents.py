@@ -1,0 +1,104 @@
+"""Attention within the documents of packed rows: an exact mask, or torch's kernel for sequences of unequal lengths.
+
+Documents lie one after another in a row, padding being the last, and attention is causal. So where a token's document
+begins says what it may see: nothing before that place, nothing after its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+
+class Documents:
+    """Where the documents of a micro-batch are, for the attention of every layer of one forward.
+
+    One object goes through all layers, so that a mask is made once and not by each of them, and so that after the
+    forward it can be told whether any attention has asked.
+    """
+
+    def __init__(self, bounds: torch.Tensor) -> None:
+        """`bounds`: (batch, documents + 1) int32: 0, each document's end, and the row's length as often as needed."""
+        self.bounds = bounds
+        self.reached = False
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+
+    def starts(self, seq: int) -> torch.Tensor:
+        """Return where the document of each token of whole rows begins: (batch, seq)."""
+        self.reached = True
+        place = torch.arange(seq, dtype=self.bounds.dtype, device=self.bounds.device)
+        number = torch.searchsorted(self.bounds, place.repeat(len(self.bounds), 1), right=True) - 1
+        return self.bounds.gather(1, number)
+
+    def mask(self, seq: int, window: int | None) -> torch.Tensor:
+        """Return what each token of whole rows sees: (batch, 1, seq, seq), at most `window` tokens far."""
+        self.reached = True
+        if torch.compiler.is_compiling():  # a compiled layer makes its own, fused with what it does
+            return self._mask(seq, window)
+        if (seq, window) not in self._masks:
+            self._masks[seq, window] = self._mask(seq, window)
+        return self._masks[seq, window]
+
+    def ends(self, seq: int) -> torch.Tensor:
+        """Return the bounds of all documents in the rows laid end to end: (batch x documents + 1,) int32.
+
+        Its size is fixed: documents that a row does not have are empty ones at its end.
+        """
+        self.reached = True
+        rows = torch.arange(len(self.bounds), dtype=torch.int32, device=self.bounds.device)[:, None] * seq
+        first = torch.zeros(1, dtype=torch.int32, device=self.bounds.device)
+        return torch.cat([first, (self.bounds[:, 1:] + rows).flatten()])
+
+    def _mask(self, seq: int, window: int | None) -> torch.Tensor:
+        place = torch.arange(seq, dtype=self.bounds.dtype, device=self.bounds.device)
+        first = self.starts(seq)  # (batch, seq)
+        if window is not None:
+            first = torch.maximum(first, place - (window - 1))
+        return ((place <= place[:, None]) & (place >= first[:, :, None]))[:, None]
+
+
+def has_kernel(query: torch.Tensor, dropout: float) -> bool:
+    """Whether torch's kernel for unequal lengths takes these queries: on accelerators, in half precision."""
+    if query.device.type not in ("cuda", "meta") or dropout:
+        return False
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0 and _torch_has_windows()
+
+
+def attend_by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attend within documents, to the left, without a mask: the work is that of the documents, not of the rows.
+
+    Args:
+        query: (batch, heads, seq, head_dim) of whole rows; key and value may have fewer heads.
+        window: How many tokens are seen, the token itself counted; None: all of the document.
+
+    Returns (batch, seq, heads, head_dim).
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, heads, seq, width = query.shape
+    key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
+    query, key, value = (each.transpose(1, 2).reshape(batch * seq, heads, width) for each in (query, key, value))
+    ends = documents.ends(seq)
+    left = -1 if window is None else window - 1
+    output: Any = varlen_attn(query, key, value, ends, ends, seq, seq, scale=scaling, window_size=(left, 0))
+    return output.view(batch, seq, heads, width)
+
+
+@torch.compiler.assume_constant_result
+def _torch_has_windows() -> bool:
+    """Whether this torch can attend to the left within documents: it says so by the name of an argument."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "window_size" in inspect.signature(varlen_attn).parameters

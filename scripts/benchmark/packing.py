@@ -1,0 +1,131 @@
+"""How fast rows are planned, and how full they are; TRL's and torchtune's packers beside it where they are installed.
+
+python scripts/benchmark/packing.py                                    # lengths like GSM8K's, a million documents
+python scripts/benchmark/packing.py --lengths gsm8k/train.jsonl        # characters / 4 of each line's values
+pip install --no-deps --target /tmp/peers trl && python scripts/benchmark/packing.py --peers /tmp/peers
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import io
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from components.data.packing import plan_rows
+
+Packer = Callable[[np.ndarray, int], int]
+"""(length of each document, tokens of a row) -> rows."""
+
+
+def main() -> None:
+    """Print a table: rows, how full they are, tokens planned per second."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, help="JSONL whose values are the documents, or .npy of lengths")
+    parser.add_argument("--documents", type=int, default=1_000_000, help="drawn from those lengths; 0: they alone")
+    parser.add_argument("--seq-len", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--peers", type=Path, help="folder with trl and torchtune, where they are not installed")
+    parser.add_argument("--peer-documents", type=int, default=20_000, help="the peers pack tokens, which takes longer")
+    parser.add_argument("--repeat", type=int, default=3)
+    given = parser.parse_args()
+    if given.peers:
+        sys.path.append(str(given.peers))
+    lengths = documents(given.lengths, given.documents)
+    few = lengths[: given.peer_documents or None]
+    print(f"{len(lengths):,} documents of {lengths.mean():.0f} tokens, {lengths.min()} to {lengths.max()}")
+    print(f"{'packer':24} {'seq_len':>7} {'documents':>10} {'rows':>8} {'full %':>8} {'at best':>8} {'tokens/s':>14}")
+    arms: list[tuple[str, Packer, np.ndarray]] = [("ours", our_rows, lengths), ("ours", our_rows, few)]
+    arms += [(name, packer, few) for name, packer in peers()]
+    for seq_len in given.seq_len:
+        for name, packer, those in arms:
+            show(name, packer, np.minimum(those, seq_len), seq_len, given.repeat)
+
+
+def documents(file: Path | None, count: int) -> np.ndarray:
+    """Return document lengths: those of a file, or a log-normal with GSM8K's quantiles under SmolLM2's template."""
+    generator = np.random.default_rng(0)
+    if file is None:
+        return generator.lognormal(5.32, 0.33, count or 7_473).clip(90, 600).astype(np.int64)
+    if file.suffix == ".npy":
+        lengths = np.load(file)
+    else:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        lengths = np.array([max(2, sum(len(str(value)) for value in row.values()) // 4) for row in rows])
+    return generator.choice(lengths, count) if count else lengths
+
+
+def our_rows(lengths: np.ndarray, seq_len: int) -> int:
+    """Plan as `data.pack=true` does: the plan says which documents are in each row."""
+    return len(plan_rows(lengths, seq_len).starts) - 1
+
+
+def peers() -> list[tuple[str, Packer]]:
+    """Return the packers of other packages that can be imported; say of the others why not."""
+    found: list[tuple[str, Packer]] = []
+    for package, make in (("trl", _trl), ("torchtune", _torchtune)):
+        try:
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+                packer = make()
+            found.append((f"{package} {importlib.metadata.version(package)}", packer))
+        except ImportError as error:
+            print(f"{package}: not measured, it cannot be imported: {str(error).strip().splitlines()[0]}")
+    return found
+
+
+def _trl() -> Packer:
+    """Best fit decreasing; it reads and writes Arrow tables, the tokens with them."""
+    import datasets
+    from trl.data_utils import pack_dataset
+
+    datasets.disable_progress_bars()
+
+    def rows(lengths: np.ndarray, seq_len: int) -> int:
+        return len(pack_dataset(table(lengths), seq_len, "bfd"))
+
+    made: dict[int, Any] = {}
+
+    def table(lengths: np.ndarray) -> Any:
+        if len(lengths) not in made:  # not what is measured
+            made[len(lengths)] = datasets.Dataset.from_dict({"input_ids": [[1] * n for n in lengths.tolist()]})
+        return made[len(lengths)]
+
+    return rows
+
+
+def _torchtune() -> Packer:
+    """Greedy in the order of the documents."""
+    from torchtune.datasets import PackedDataset
+
+    def rows(lengths: np.ndarray, seq_len: int) -> int:
+        samples = [{"tokens": [1] * n, "labels": [1] * n} for n in lengths.tolist()]
+        with contextlib.redirect_stderr(io.StringIO()):
+            return len(PackedDataset(samples, max_seq_len=seq_len))
+
+    return rows
+
+
+def show(name: str, packer: Packer, lengths: np.ndarray, seq_len: int, repeat: int) -> None:
+    """Print one line: the median of some runs after one that is not counted."""
+    packer(lengths, seq_len)
+    seconds = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        rows = packer(lengths, seq_len)
+        seconds.append(time.perf_counter() - began)
+    tokens = int(lengths.sum())
+    full, at_best = (100 * tokens / (count * seq_len) for count in (rows, -(-tokens // seq_len)))
+    speed = tokens / statistics.median(seconds)
+    print(f"{name:24} {seq_len:7,} {len(lengths):10,} {rows:8,} {full:8.3f} {at_best:8.3f} {speed:14,.0f}")
+
+
+if __name__ == "__main__":
+    main()

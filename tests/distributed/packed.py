@@ -1,0 +1,107 @@
+"""Packed rows for the tests, and what plain PyTorch says of their documents, each forwarded alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from components import data, training
+from components.data.dataset import Dataset, Facts
+from scripts.parity_curves import FLOOR, at_least_float32, balance_loss, norm_of
+from tests.distributed.parity import MODELS as DENSE
+from tests.distributed.parity import MOE_MODELS, SMALL, relative
+
+SEQ_LEN, ROWS = 48, 4
+MODELS: dict[str, dict[str, Any]] = {
+    "mistral": {**SMALL, "model_type": "mistral", "sliding_window": 5},
+    "gemma3_text": {**SMALL, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 5,
+                    "layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": {**MOE_MODELS["mixtral"], "sliding_window": 7},
+    "gpt2": DENSE["gpt2"],
+}  # fmt: skip
+"""With windows shorter than documents; and one whose positions are learned: rotary ones are relative, and so the same
+wherever a document begins."""
+
+Step = tuple[float, dict[str, torch.Tensor]]
+"""Loss and gradients."""
+
+
+def packed(count: int = 24, seed: int = 0) -> data.PackedDataset:
+    """Samples of 3 to 30 tokens, of unequal numbers of targets, in rows of SEQ_LEN."""
+    generator = torch.Generator().manual_seed(seed)
+    examples = []
+    for _ in range(count):
+        length = int(torch.randint(3, 31, (), generator=generator))
+        tokens = torch.randint(3, 97, (length,), generator=generator)
+        labels = tokens.clone()
+        labels[: int(torch.randint(0, length - 1, (), generator=generator))] = -100
+        examples.append(data.Example(tokens.tolist(), labels.tolist()))
+    samples = Dataset(examples, None, facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
+    return data.PackedDataset(samples, SEQ_LEN)
+
+
+def batches_of(rows: data.PackedDataset, rank: int = 0, size: int = 1, micro: int = 1) -> data.TrainBatches:
+    plan = data.BatchPlan(global_batch_size=ROWS, micro_batch_size=micro, dp_rank=rank, dp_size=size)
+    return data.TrainBatches(rows, plan, seed=5, fingerprint=rows.fingerprint)
+
+
+def documents(rows: data.PackedDataset, step: int = 0) -> list[data.Example]:
+    """The samples in the rows of a step."""
+    found = []
+    for row in (rows[index] for index in batches_of(rows).global_batch(step)):
+        for start, end in zip([0, *row.ends[:-1]], row.ends, strict=True):
+            found.append(data.Example(row.input_ids[start:end], row.labels[start:end]))
+    return found
+
+
+def reference(plain: torch.nn.Module, samples: list[data.Example], router_aux: float = 0.0) -> Step:
+    """Loss per target token and gradients, each sample forwarded by itself."""
+    model: Any = copy.deepcopy(plain).train()
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    asked = {"output_router_logits": True} if router_aux else {}
+    for tokens, labels in samples:
+        output = model(input_ids=torch.tensor([tokens]), use_cache=False, **asked)
+        logits, targets = at_least_float32(output.logits[0, :-1]), torch.tensor(labels[1:])
+        loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        if asked:
+            loss = loss + router_aux * (targets != -100).sum() * balance_loss(
+                output.router_logits, model.config.num_experts_per_tok
+            )
+        total, count = total + loss, count + int((targets != -100).sum())
+    (total / count).backward()
+    return (total / count).item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Catcher(torch.optim.SGD):
+    """Keeps whole gradients, and leaves the weights as they are."""
+
+    def step(self, closure: Any = None) -> None:
+        self.caught = {
+            parameter: (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+            for parameter in self.param_groups[0]["params"]
+            if (grad := parameter.grad) is not None
+        }
+
+
+def one_step(model: Any, called: Any, batches: list[data.MicroBatch], settings: training.StepSettings) -> Step:
+    """The loss that train_step logs and the whole gradients that the optimizer sees, of this rank's parameters."""
+    named = dict(model.named_parameters())
+    catcher = Catcher(named.values(), lr=0.0)
+    loss = training.train_step(called, batches, catcher, settings)[0].item()
+    return loss, {name: catcher.caught[p] for name, p in named.items() if p in catcher.caught}
+
+
+def differences(expected: Step, got: Step, rtol: float = 1e-10) -> list[str]:
+    off = abs(got[0] / expected[0] - 1)
+    problems = [] if off < rtol else [f"loss {got[0]!r}, not {expected[0]!r}"]
+    dtype = next(iter(expected[1].values())).dtype
+    floor = FLOOR[dtype] * float(norm_of(expected[1].values()))
+    for name, gradient in got[1].items():
+        error = relative(gradient, expected[1][name], floor)
+        if not error < rtol:
+            problems.append(f"gradient of {name} is off by {error:.1e}")
+    return problems

@@ -1,0 +1,100 @@
+"""Packed rows on a mesh: the loss and the gradients of their documents, forwarded one by one in one process.
+
+float64: the logged loss and every parameter's gradient within 1e-10, relative. The routers' auxiliary loss, whose
+sequences are the documents, is part of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from components import data, distributed, models, training
+from components.config.schema import ModelConfig, ParallelismConfig
+from components.config.schema.parallelism import ActivationCheckpointing
+from tests.distributed.packed import (
+    MODELS,
+    ROWS,
+    Step,
+    batches_of,
+    differences,
+    documents,
+    one_step,
+    packed,
+    reference,
+)
+from tests.distributed.parity import build
+from tests.harness import run_ranks
+
+AUX = 0.5
+ONE = {"strategy": "fsdp2", "dp_shard": 1}
+FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
+GATHER, ULYSSES = ({**ONE, "cp": 2, "cp_attention": way} for way in ("all_gather", "ulysses"))
+SP = {**ONE, "tp": 2, "sequence_parallel": True}
+PP = {**ONE, "pp": 2}
+SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
+    2: [
+        *[(GATHER, "mixtral", ""), (ULYSSES, "mistral", ""), (ULYSSES, "mixtral", "full"), (GATHER, "gpt2", "full")],
+        *[(PP, "mixtral", ""), ({**PP, "pp_schedule": "GPipe"}, "gpt2", "full"), ({**ONE, "tp": 2}, "mistral", "")],
+        *[(SP, "mixtral", ""), (FSDP2, "mistral", "full"), ({**ONE, "ep": 2}, "mixtral", "full")],
+        *[({"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}, "mistral", "")],
+    ],
+    4: [
+        *[({**GATHER, "pp": 2}, "mixtral", ""), ({**GATHER, "ep": 2}, "mixtral", ""), ({**SP, "cp": 2}, "mistral", "")],
+        *[({**PP, "tp": 2}, "mistral", ""), ({**ULYSSES, "pp": 2}, "gpt2", "")],
+        *[({**FSDP2, "cp": 2}, "mixtral", "full"), ({**PP, "ep": 2}, "mixtral", "")],
+    ],
+}  # fmt: skip
+"""Processes -> parallelism, model, and whether layers are recomputed."""
+if os.environ.get("MESHBOOK_ALL_PARITY") != "1":
+    del SHAPES[4]
+
+
+def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tuple[Step, float]:
+    """The logged loss and whole gradients of this rank's parameters, and the loss of an evaluation of all rows."""
+    config = ParallelismConfig(**shape)
+    mesh = distributed.build_mesh(config, "cpu")
+    model: Any = copy.deepcopy(plain).train()
+    models.use_causal_sdpa(model)
+    layout = distributed.parallelize(model, mesh, config, torch.float64)
+    cfg = ModelConfig(path="made here", router_aux_coef=AUX if hasattr(model.config, "num_experts_per_tok") else None)
+    loss = training.attach_router_loss(model, cfg, mesh)
+    if recompute:
+        models.checkpoint_activations(model, ActivationCheckpointing.full)
+    called = distributed.wrap_replicas(model, mesh, config, layout)
+    settings = training.StepSettings(torch.device("cpu"), max_grad_norm=0.0, mesh=mesh, router_loss=loss)
+    rows, dp = packed(), (mesh.rank("dp"), mesh.size("dp"))
+    step = one_step(model, called, batches_of(rows, *dp).at(0), settings)
+    held_out = data.eval_batches(rows, 2, *dp, data.Padding(multiple=mesh.sequence_multiple))
+    return step, training.evaluate(called, held_out, settings)[0]
+
+
+@pytest.mark.parametrize("world_size", SHAPES)
+def test_packed_rows_train_as_their_documents_do_on_every_mesh(world_size: int) -> None:
+    rows = packed()
+    built = {name: build(name, torch.float64, MODELS[name]) for name in ("mistral", "mixtral", "gpt2")}
+    expected = {name: reference(model, documents(rows), AUX * (name == "mixtral")) for name, model in built.items()}
+    samples = list(rows._samples)
+    held_out = {name: reference(model, samples)[0] for name, model in built.items()}
+    assert len(documents(rows)) > 2 * ROWS
+
+    def on_rank(rank: int) -> list[tuple[str, set[str], list[str]]]:
+        found = []
+        for shape, name, recompute in SHAPES[world_size]:
+            step, evaluated = on_mesh(built[name], shape, recompute)
+            problems = differences(expected[name], step)
+            if evaluated != pytest.approx(held_out[name], rel=1e-12):
+                problems.append(f"evaluation {evaluated!r}, not {held_out[name]!r}")
+            found.append((f"{name} {shape} {recompute}", set(step[1]), problems))
+        return found
+
+    ranks = run_ranks(world_size, on_rank, timeout=240)
+    for cases in zip(*ranks, strict=True):
+        name = cases[0][0]
+        assert not [line for _, _, problems in cases for line in problems], name
+        seen = set.union(*(names for _, names, _ in cases))
+        assert seen == set(dict(built[name.split()[0]].named_parameters())), name

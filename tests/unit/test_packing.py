@@ -1,0 +1,268 @@
+"""Packing in one process: how full rows are, that documents never see one another, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM, Qwen3ForCausalLM
+
+from components import data, models, training
+from components.config.errors import ConfigError
+from components.config.schema import ModelConfig, OptimizerConfig
+from components.config.schema.parallelism import ActivationCheckpointing
+from components.data.dataset import Dataset, Facts
+from components.data.packing import best_fit, minimum_slack, plan_rows
+from components.models.documents import attend_by_kernel
+from tests.distributed.packed import (
+    MODELS,
+    SEQ_LEN,
+    Step,
+    batches_of,
+    differences,
+    documents,
+    one_step,
+    packed,
+    reference,
+)
+from tests.distributed.parity import MODELS as DENSE
+from tests.distributed.parity import MOE_MODELS, build
+
+CPU = torch.device("cpu")
+ALL = {**DENSE, **MOE_MODELS, **MODELS}
+AUX = 0.5
+
+
+def rows_of(lengths: list[int], size: int) -> list[list[int]]:
+    plan = plan_rows(lengths, size)
+    return [plan.documents[a:b].tolist() for a, b in itertools.pairwise(plan.starts.tolist())]
+
+
+# The plan
+
+
+@pytest.mark.parametrize("size", [8, 100, 512, 70_000])
+def test_every_document_is_in_one_row_and_no_row_is_too_long(size: int) -> None:
+    lengths = np.random.default_rng(size).integers(1, size + 1, 400).tolist()
+    rows = rows_of(lengths, size)
+    assert sorted(itertools.chain.from_iterable(rows)) == list(range(400))
+    assert max(sum(lengths[each] for each in row) for row in rows) <= size
+    assert rows == rows_of(lengths, size)
+
+
+@pytest.mark.parametrize("planner", [best_fit, minimum_slack])
+@pytest.mark.parametrize("lengths", [[5], [1] * 17, [8, 8, 8], [5, 4, 3, 3, 2], list(range(1, 9)) * 40])
+def test_each_planner_uses_every_document_once(planner: Any, lengths: list[int]) -> None:
+    patterns = planner(np.bincount(lengths, minlength=9), 8)
+    used = [length for pattern, rows in patterns for length in pattern * rows]
+    assert sorted(used) == sorted(lengths)
+    assert all(rows > 0 and sum(pattern) <= 8 for pattern, rows in patterns)
+
+
+def test_rows_are_full_for_lengths_like_those_of_gsm8k() -> None:
+    """Lengths with the quantiles of GSM8K's: 99.9 % is kept at 2,048 tokens; scripts/benchmark/packing.py measures."""
+    lengths = np.random.default_rng(0).lognormal(5.32, 0.33, 30_000).clip(60, 600).astype(int)
+    rows = len(plan_rows(lengths, 2048).starts) - 1
+    assert lengths.sum() / (rows * 2048) > 0.999
+
+
+# Rows
+
+
+def test_a_row_says_where_its_documents_are() -> None:
+    rows = packed()
+    (batch,) = data.eval_batches(rows[:1], 2, padding=data.Padding(token_id=7).of(rows))
+    ends, length = rows[0].ends, len(rows[0].input_ids)
+    bounds = batch["documents"][0].tolist()
+    assert bounds[: len(ends) + 1] == [0, *ends]
+    assert set(bounds[len(ends) + 1 :]) == {SEQ_LEN}
+    assert len(bounds) == rows.documents + 1
+    assert rows.documents % 8 == 0
+    places = zip([0, *ends], [*ends, SEQ_LEN], strict=True)
+    assert batch["position_ids"][0].tolist() == [i for a, b in places for i in range(b - a)]
+    assert batch["input_ids"][0].tolist() == rows[0].input_ids + [7] * (SEQ_LEN - length)
+    assert all(batch["labels"][0, start] == -100 for start in [0, *ends] if start < SEQ_LEN)
+    empty = {name: tensor[1].tolist() for name, tensor in batch.items()}  # fills up the last micro-batch
+    assert empty["documents"] == [0] + [SEQ_LEN] * rows.documents
+    assert set(empty["labels"]) == {-100}
+
+
+def test_packing_is_part_of_the_fingerprint_and_told() -> None:
+    rows, others = packed(), packed(seed=1)
+    assert len({rows.fingerprint, others.fingerprint, rows._samples.fingerprint}) == 3
+    assert rows.fingerprint == packed().fingerprint
+    assert data.PackedDataset(rows._samples, SEQ_LEN + 8).fingerprint != rows.fingerprint
+    facts = rows.facts
+    assert f"packed into {len(rows)} rows of {SEQ_LEN} tokens, " in str(facts)
+    assert f"{24 / len(rows):.1f} samples each (at most {max(len(row.ends) for row in rows)})" in str(facts)
+    assert "packed" not in str(Facts("here"))
+
+
+def test_every_rank_cuts_the_same_global_batch_and_a_resume_goes_on_in_it() -> None:
+    rows = packed()
+    steps = [next_ids([batches_of(rows)], step) for step in range(6)]
+    assert [next_ids([batches_of(rows, rank, 2) for rank in (0, 1)], step) for step in range(6)] == steps
+    before = batches_of(rows)
+    for _ in range(3):
+        next(before)
+    after = batches_of(rows, micro=2)
+    after.load_state_dict(before.state_dict())
+    assert torch.cat([each["input_ids"] for each in next(after)]).tolist() == steps[3]
+    with pytest.raises(ConfigError, match="samples that are not"):
+        batches_of(data.PackedDataset(rows._samples, SEQ_LEN + 8)).load_state_dict(before.state_dict())
+
+
+def next_ids(ranks: list[data.TrainBatches], step: int) -> list[list[int]]:
+    return torch.cat([each["input_ids"] for rank in ranks for each in rank.at(step)]).tolist()
+
+
+# The step
+
+
+def packed_step(plain: torch.nn.Module, *, aux: float = 0.0, prepare: Any = None, micro: int = 2) -> Step:
+    model: Any = copy.deepcopy(plain).train()
+    assert models.use_causal_sdpa(model)
+    loss = training.attach_router_loss(model, ModelConfig(path="made here", router_aux_coef=aux)) if aux else None
+    if prepare:
+        prepare(model)
+    settings = training.StepSettings(CPU, max_grad_norm=0.0, router_loss=loss)
+    return one_step(model, model, batches_of(packed(), micro=micro).at(0), settings)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma", "gemma3_text", "gpt2", "phi3", "mixtral",
+                                  "qwen3_moe", "olmoe"])  # fmt: skip
+def test_packed_rows_train_as_their_documents_do_one_by_one(name: str) -> None:
+    plain = build(name, torch.float64, ALL[name])
+    aux = AUX if getattr(plain.config, "num_experts_per_tok", None) else 0.0
+    expected = reference(plain, documents(packed()), aux)
+    assert differences(expected, packed_step(plain, aux=aux)) == []
+
+
+def test_packed_rows_train_the_same_in_float32() -> None:
+    plain = build("llama", torch.float32)
+    assert differences(reference(plain, documents(packed())), packed_step(plain), rtol=1e-6) == []
+
+
+def test_recomputed_and_compiled_layers_stay_within_documents() -> None:
+    plain = build("mistral", torch.float64, ALL["mistral"])
+    expected = reference(plain, documents(packed()))
+    for prepare in (
+        lambda model: models.checkpoint_activations(model, ActivationCheckpointing.full),
+        lambda model: models.compile_layers(model, backend="aot_eager"),
+    ):
+        assert differences(expected, packed_step(plain, prepare=prepare)) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_changed_document_leaves_every_bit_of_the_others_as_it_was(name: str) -> None:
+    model: Any = build(name, torch.float32, ALL[name]).eval()
+    models.use_causal_sdpa(model)
+    rows = packed()
+    row = next(i for i, each in enumerate(rows) if len(each.ends) >= 3)
+    (batch,) = data.eval_batches(rows[row : row + 1], 1, padding=data.Padding().of(rows))
+    given = {key: batch[key] for key in ("position_ids", "documents")}
+    ends = rows[row].ends
+    before = model(input_ids=batch["input_ids"], use_cache=False, **given).logits
+    for start, end in itertools.pairwise([0, *ends]):
+        changed = batch["input_ids"].clone()
+        changed[0, start:end] = 96 - changed[0, start:end]
+        after = model(input_ids=changed, use_cache=False, **given).logits
+        assert torch.equal(after[0, :start], before[0, :start])
+        assert torch.equal(after[0, end:], before[0, end:])
+        assert not torch.equal(after[0, start:end], before[0, start:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_step_never_waits_for_the_device(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device .item() raises. In bfloat16 torch's kernel for unequal lengths runs there, by its shapes."""
+    calls = []
+
+    def by_kernel(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        return attend_by_kernel(*args)
+
+    monkeypatch.setattr("components.models.attention.attend_by_kernel", by_kernel)
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(build("qwen3", torch.float32).config).to(dtype)
+    models.use_causal_sdpa(model)
+    settings = training.StepSettings(torch.device("meta"))
+    optimizer = training.build_optimizer(model, OptimizerConfig())
+    vector = training.train_step(model, batches_of(packed(), micro=2).at(0), optimizer, settings)
+    assert vector.is_meta
+    assert bool(calls) == (dtype == torch.bfloat16)
+
+
+def test_the_kernel_is_asked_for_the_attention_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel runs on GPUs only: here a loop over documents that does what its documentation says."""
+    plain = build("mistral", torch.float64, ALL["mistral"])
+    expected = packed_step(plain)
+    calls = []
+
+    def by_document(query: Any, key: Any, value: Any, ends: Any, *rest: Any, scale: Any, window_size: Any) -> Any:
+        calls.append(ends.shape)
+        parts = []
+        for a, b in itertools.pairwise(ends.tolist()):
+            place = torch.arange(b - a)
+            far = place[:, None] - place
+            seen = (far >= 0) & ((far <= window_size[0]) | (window_size[0] < 0))
+            each = (tensor[a:b].transpose(0, 1) for tensor in (query, key, value))
+            parts.append(F.scaled_dot_product_attention(*each, attn_mask=seen, scale=scale).transpose(0, 1))
+        return torch.cat(parts)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_document)
+    monkeypatch.setattr("components.models.attention.has_kernel", lambda *_: True)
+    assert differences(expected, packed_step(plain)) == []
+    assert set(calls) == {(2 * packed().documents + 1,)}  # of fixed size, whatever the rows hold
+
+
+# What cannot be packed
+
+
+class Deaf(LlamaForCausalLM):
+    """Its layers get no keywords."""
+
+    def forward(self, input_ids: torch.Tensor, documents: Any, position_ids: Any, use_cache: bool) -> Any:
+        self.model.layers[0].forward = lambda hidden, **kw: hidden
+        self.model.layers[1].forward = lambda hidden, **kw: hidden
+        return super().forward(input_ids, position_ids=position_ids, documents=documents, use_cache=use_cache)
+
+
+def refusal(model: Any) -> str:
+    settings = training.StepSettings(CPU)
+    with pytest.raises(ConfigError) as error:
+        training.evaluate(model, batches_of(packed()).at(0), settings)
+    return str(error.value)
+
+
+def test_a_model_that_would_see_across_documents_is_refused() -> None:
+    plain = build("llama", torch.float32)
+    deaf = Deaf(copy.deepcopy(plain.config))
+    models.use_causal_sdpa(deaf)
+    assert "Deaf does not hand keywords down to its attention" in refusal(deaf)
+    eager = copy.deepcopy(plain)
+    eager.set_attn_implementation("eager")
+    assert not models.use_causal_sdpa(eager)
+    told = "attends by eager, which is not told of them; set model.attention=sdpa or data.pack=false"
+    assert told in refusal(eager)
+    mixed = copy.deepcopy(plain)
+    mixed.model.short = torch.nn.Conv1d(2, 2, 3)
+    models.use_causal_sdpa(mixed)
+    assert "mixes neighbours by Conv1d, across documents too; set data.pack=false" in refusal(mixed)
+
+
+def test_data_sets_are_packed_by_their_section() -> None:
+    from components.config.schema.data import DocsDataConfig
+    from components.models.tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    cfg = DocsDataConfig(pack=True, max_eval_samples=6)
+    rows = data.build_dataset(cfg, tokenizer, seq_len=512, split="eval")
+    assert isinstance(rows, data.PackedDataset)
+    assert rows.show(0).count("--- next document ---") == len(rows[0].ends) - 1
+    assert data.sample_prompts(rows, 2)
+    assert isinstance(rows._samples, Dataset)
