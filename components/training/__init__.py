@@ -2,6 +2,7 @@
 
 loop.py       train_step and evaluate: one division by the global number of target tokens
 loss.py       the sum of token losses, and reduce_loss
+token_loss.py the loss without logits (chunked_loss.py): a model that takes targets
 router.py     the auxiliary loss of a mixture of experts' routers
 sync.py       get_sync_ctx: which backward reduces gradients
 gradients.py  the norm of all gradients over mixed meshes, clipping
@@ -21,6 +22,7 @@ from components.training.precision import autocast_dtype, compute_dtype
 from components.training.router import RouterLoss, attach_router_loss
 from components.training.state import NonFiniteGradients, SaveClock, StopRequest, TrainState
 from components.training.sync import get_sync_ctx
+from components.training.token_loss import TokenLoss, attach_token_loss
 from components.training.watchdog import StepTimeout, Watchdog
 
 __all__ = [
@@ -32,9 +34,11 @@ __all__ = [
     "StepSettings",
     "StepTimeout",
     "StopRequest",
+    "TokenLoss",
     "TrainState",
     "Watchdog",
     "attach_router_loss",
+    "attach_token_loss",
     "autocast_dtype",
     "build_optimizer",
     "clip_gradients",
