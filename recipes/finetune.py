@@ -49,6 +49,7 @@ def main(cfg: FinetuneConfig) -> None:
     model = models.build_on_meta(cfg.model, len(tokenizer))
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
     router_loss = training.attach_router_loss(model, cfg.model, mesh)
+    token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, info.device)
     models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
     if cfg.model.compile:
         models.compile_layers(model)
@@ -67,6 +68,7 @@ def main(cfg: FinetuneConfig) -> None:
         mesh=mesh,
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
         router_loss=router_loss,
+        token_loss=token_loss,
     )
 
     # State, and where an earlier attempt left off; the report is first, as its imports draw random numbers
@@ -95,7 +97,7 @@ def main(cfg: FinetuneConfig) -> None:
             model=f"{cfg.model.path or 'from scratch'}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
             groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
-            notes=[str(note) for note in (train_set.facts, eval_set.facts, *layout.notes, router_loss) if note],
+            notes=[*map(str, filter(None, (train_set.facts, eval_set.facts, *layout.notes, router_loss, token_loss)))],
         ),
     )
     for index in range(min(cfg.logging.examples, len(train_set))):

@@ -9,6 +9,7 @@ of the weight meanwhile, at the price of a fourth product.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,18 @@ class Head:
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
     """Return how many tokens a chunk may have."""
     return max(1, CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"]) // vocabulary)
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return the type that autocast would compute a product of `tensor` in; None: its own."""
+    kind = tensor.device.type
+    if (
+        tensor.dtype == torch.float64
+        or not torch.amp.is_autocast_available(kind)
+        or not torch.is_autocast_enabled(kind)
+    ):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def linear_cross_entropy(
@@ -93,11 +106,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.twice = head.backward_twice
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(kind)
+        kind, dtype = hidden.device.type, autocast_dtype(hidden)
+        if dtype is not None:
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        with torch.autocast(kind, enabled=False):
+        with nullcontext() if dtype is None else torch.autocast(kind, enabled=False):
             loss, ctx.gradients = _over_chunks(hidden, weight, bias, targets, head, wanted)
         return loss
 

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from components.config.errors import ConfigError
 from components.config.schema.model import LossMethod
-from components.config.schema.parallelism import SPLIT_BACKWARD
+from components.config.schema.parallelism import SPLIT_BACKWARD, Strategy
 from components.config.schema.recipes import FinetuneConfig, RecipeConfig
 from components.distributed.mesh import Mesh
 from components.distributed.stages import Stages, shallow_copy
 from components.distributed.tensor_parallel import as_replicated
-from components.training.chunked_loss import Head, chunk_tokens, linear_cross_entropy
+from components.training.chunked_loss import Head, autocast_dtype, chunk_tokens, linear_cross_entropy
 from components.training.loss import IGNORED
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -68,6 +68,8 @@ def attach_token_loss(
     name = _head_name(model)
     head = None if last is None else last._modules.get(name)
     try:
+        if cfg.parallelism.strategy == Strategy.megatron_fsdp:
+            raise _NotPossibleError("megatron_fsdp gathers the head's weight for logits only")
         if head is not None:
             _check_head(head)
         change = _change_of_logits(model, name)
@@ -260,8 +262,7 @@ def _check_liger(device: torch.device, change: Change | None) -> None:
 def _liger(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> Any:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    if torch.is_autocast_enabled(hidden.device.type):
-        to = torch.get_autocast_dtype(hidden.device.type)
+    if (to := autocast_dtype(hidden)) is not None:
         hidden, weight, bias = hidden.to(to), weight.to(to), None if bias is None else bias.to(to)
     return liger_fused_linear_cross_entropy(
         hidden, weight, targets, bias=bias, ignore_index=IGNORED, reduction="sum"
