@@ -66,7 +66,7 @@ def main(cfg: EvaluateConfig) -> None:
             model=f"{source}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
             groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
-            notes=[str(eval_set.facts), *layout.notes, str(token_loss)],
+            notes=[eval_set.facts, *layout.notes, token_loss],
         ),
     )
 

@@ -26,6 +26,7 @@ from components.training.optim import step_if_finite
 from components.training.router import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
 from components.training.sync import get_sync_ctx
 from components.training.token_loss import TokenLoss, most_targets
+from components.training.work import StepWork
 
 MicroBatch = dict[str, torch.Tensor]
 """input_ids and labels, each (micro_batch, seq) int64."""
@@ -50,6 +51,9 @@ class StepSettings:
     token_loss: TokenLoss | None = None
     """Whether the model takes targets and returns their losses; None: it returns logits."""
 
+    work: StepWork | None = None
+    """What the arithmetic of a step is measured by; None: it is not."""
+
     @property
     def of_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
         """What makes a loss of logits and targets; None: the model itself does."""
@@ -71,12 +75,13 @@ def train_step(
 
     Returns a float64 vector of `metrics.FIELDS` on the device, equal on every rank.
     """
+    work = 0.0 if settings.work is None else settings.work.seconds_at_peak(micro_batches)
     if isinstance(model, Pipeline):
         micro_batches = pad_to_longest(micro_batches)
     batches = [_local_part(batch, settings, settings.router_loss) for batch in micro_batches]
     counted = torch.stack([count_targets(batch["targets"]) for batch in batches]).sum()
-    flags = torch.tensor(asked, dtype=torch.float64).to(settings.device, non_blocking=True)
-    totals = _sum_over_ranks(torch.cat([(counted * _counts(settings))[None], flags]))  # tokens, flags
+    flags = torch.tensor((*asked, work), dtype=torch.float64).to(settings.device, non_blocking=True)
+    totals = _sum_over_ranks(torch.cat([(counted * _counts(settings))[None], flags]))  # tokens, flags, work
     tokens = totals[0].clamp(min=1)
     if settings.router_loss is not None:
         settings.router_loss.start_step(tokens)
