@@ -124,7 +124,8 @@ class _TakesTargets:
             self._model._modules[self._name] = self._head
         if keeper.hidden is None:
             raise RuntimeError(f"{type(self._model).__name__} did not call its head, {self._name}")
-        return self._head(keeper.hidden, targets=targets, target_count=target_count)
+        loss = self._head(keeper.hidden, targets=targets, target_count=target_count)
+        return loss.clone() if loss._is_view() else loss  # FSDP, and schedules that detach it in place, want no view
 
     def head_forward(
         self,

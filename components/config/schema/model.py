@@ -77,7 +77,7 @@ class ModelConfig:
     tokenizer: str | None = None
     """Where the tokenizer comes from: like path; bytes: one token per byte, nothing to load; null: from path."""
     dtype: DType = DType.float32
-    """Type of the stored parameters, gradients and optimizer state."""
+    """Type of the stored parameters, gradients and optimizer state: float32, or bfloat16 for all (pure bfloat16)."""
     compute_dtype: DType = DType.auto
     """Type of matrix products; losses, norms of gradients and updates are never below float32."""
     attention: Attention = Attention.sdpa
