@@ -40,6 +40,7 @@ def main(cfg: EvaluateConfig) -> None:
     compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)
     model = models.build_on_meta(cfg.model, len(tokenizer))
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
+    token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, info.device)
     if cfg.model.compile:
         models.compile_layers(model)
     models.materialize(model, info.device)
@@ -65,7 +66,7 @@ def main(cfg: EvaluateConfig) -> None:
             model=f"{source}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
             groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
-            notes=[str(eval_set.facts), *layout.notes],
+            notes=[eval_set.facts, *layout.notes, token_loss],
         ),
     )
 
@@ -74,6 +75,7 @@ def main(cfg: EvaluateConfig) -> None:
         device=info.device,
         mesh=mesh,
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
+        token_loss=token_loss,
     )
     with report:
         loss, tokens = training.evaluate(replica, held_out, settings)

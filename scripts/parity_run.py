@@ -163,6 +163,7 @@ def _run_mesh(
         curves.compute_in_float64(model)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
     router_loss = training.attach_router_loss(model, cfg.model, mesh)
+    token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, info.device)
     models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
     models.materialize(model, info.device)
     models.fill_weights(model, cfg.model, cfg.run.seed)
@@ -174,6 +175,7 @@ def _run_mesh(
         mesh=mesh,
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
         router_loss=router_loss,
+        token_loss=token_loss,
     )
     row = Row(plan.name, len(batches.at(0)), notes=list(layout.notes))
     if comparison.gradients:

@@ -11,12 +11,14 @@ from components.config.layouts import (
     ulysses_divides,
 )
 from components.config.schema.checkpoint import CheckpointConfig
-from components.config.schema.model import Attention
+from components.config.schema.cluster import Device
+from components.config.schema.model import Attention, LossMethod
 from components.config.schema.parallelism import (
     SPLIT_BACKWARD,
     ContextAttention,
     MeshShape,
     ParallelismConfig,
+    Strategy,
     UnevenHeads,
 )
 from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, RecipeConfig
@@ -50,6 +52,32 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
             f"parallelism.pp_schedule={cfg.parallelism.pp_schedule}: splits the backward, which compiled layers do in "
             "one piece; set model.compile=false or parallelism.pp_schedule=Interleaved1F1B"
         )
+    return problems + _loss_problems(cfg, mesh)
+
+
+def _loss_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
+    """Where the loss cannot be computed as it was asked for by name."""
+    asked = f"model.loss={cfg.model.loss}"
+    if cfg.model.loss not in (LossMethod.chunked, LossMethod.liger):
+        return []
+    problems = []
+    if cfg.parallelism.strategy == Strategy.megatron_fsdp:
+        problems.append(f"{asked}: megatron_fsdp gathers the head's weight for logits only; set model.loss=logits")
+    if cfg.model.loss == LossMethod.liger:
+        if cfg.cluster.device == Device.cpu:
+            problems.append(
+                f"{asked}: liger-kernel computes on GPUs only, and cluster.device=cpu; set model.loss=chunked"
+            )
+        if mesh.tp > 1:
+            problems.append(
+                f"{asked}: liger-kernel needs the whole vocabulary, and parallelism.tp={mesh.tp} shares it out; set "
+                "model.loss=chunked"
+            )
+        if mesh.pp > 1 and cfg.parallelism.pp_schedule in SPLIT_BACKWARD:
+            problems.append(
+                f"{asked}: parallelism.pp_schedule={cfg.parallelism.pp_schedule} asks for gradients twice, and "
+                "liger-kernel gives them once; set model.loss=chunked"
+            )
     return problems
 
 

@@ -78,10 +78,13 @@ def shard_with_fsdp2(
 
 
 def mixed_precision(compute_dtype: torch.dtype, param_dtype: torch.dtype) -> MixedPrecisionPolicy | None:
-    """Return the policy that computes in `compute_dtype` and reduces gradients in float32, or None where equal."""
-    if compute_dtype == param_dtype:
-        return None
-    return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    """Return the policy that computes in `compute_dtype`, or None where there is nothing to cast.
+
+    Gradients of 16 bits are summed in float32, over micro-batches and ranks, also where parameters have 16 bits too.
+    """
+    if compute_dtype != param_dtype:
+        return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32) if param_dtype.itemsize == 2 else None
 
 
 def offload_to_cpu(enabled: bool) -> CPUOffloadPolicy | None:

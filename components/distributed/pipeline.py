@@ -31,6 +31,8 @@ INPUTS = ("input_ids", "targets", "position_ids")
 """Of a batch, what stages or the loss name themselves; the rest is handed to every stage as it is."""
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits (batch, seq, vocabulary), targets (batch, seq)) -> the sum of the token losses."""
+Targets = dict[str, Any]
+"""targets (batch, seq) and, in target_count, how many of them the host knows to be at most real."""
 
 
 class Pipeline:
@@ -56,18 +58,28 @@ class Pipeline:
         """This rank's stages: what the schedule calls."""
         return [stage.module for stage in self._stages.own]
 
-    def forward_backward(self, batches: list[Batch], token_loss: TokenLoss, tokens: torch.Tensor) -> torch.Tensor:
+    def forward_backward(
+        self,
+        batches: list[Batch],
+        token_loss: TokenLoss | None,
+        tokens: torch.Tensor,
+        target_count: int | None = None,
+    ) -> torch.Tensor:
         """Add the gradients of a step's micro-batches, all of one shape; return this rank's token losses in float64.
 
         Args:
-            token_loss: The sum of a micro-batch's token losses.
+            token_loss: The sum of a micro-batch's token losses; None: the last stage takes targets and returns it.
             tokens: Target tokens of the whole step, over all ranks.
+            target_count: No micro-batch has more targets, for a last stage that takes them.
         """
         self._copy_tied_weight()
-        self._loss = lambda logits, targets: _quotient(token_loss(logits, targets), tokens)
+        self._loss = lambda output, targets: _quotient(token_loss(output, targets) if token_loss else output, tokens)
         whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
         rows, seq = batches[0]["input_ids"].shape
-        schedule = self._schedule(len(batches), rows, seq)
+        schedule = self._schedule(len(batches), rows, seq, token_loss is None)
+        taken: Targets = {}
+        if token_loss is None and self._has_head:
+            taken = {"targets": whole["targets"], "target_count": target_count}
         losses: list[torch.Tensor] = []
         schedule.step(
             *([whole["input_ids"]] if self._stages.own[0].index == 0 else []),
@@ -75,6 +87,7 @@ class Pipeline:
             losses=losses if self._has_head else None,
             position_ids=_positions(whole),
             **_keywords(whole),
+            **taken,
             return_outputs=False,
         )
         self._move_tied_gradient()
@@ -82,13 +95,14 @@ class Pipeline:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return torch.stack([loss.detach().double() for loss in losses]).sum() * tokens
 
-    def loss(self, batch: Batch, token_loss: TokenLoss) -> torch.Tensor:
+    def loss(self, batch: Batch, token_loss: TokenLoss | None, target_count: int | None = None) -> torch.Tensor:
         """Return the sum of a micro-batch's token losses on the ranks of the last stage, zero on the others."""
         self._copy_tied_weight()
-        logits = self._forward(batch["input_ids"], _positions(batch), _keywords(batch))
-        if logits is None:
+        taken = {"targets": batch["targets"], "target_count": target_count} if token_loss is None else {}
+        output = self._forward(batch["input_ids"], _positions(batch), _keywords(batch), **taken)
+        if output is None:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return token_loss(logits, batch["targets"])
+        return token_loss(output, batch["targets"]) if token_loss else output
 
     def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor) -> Any:
         """Return an object whose `logits` (batch, positions to keep, vocabulary) every rank has, in float32."""
@@ -96,7 +110,7 @@ class Pipeline:
         logits = self._forward(input_ids, position_ids, {}, logits_to_keep=logits_to_keep)
         shape = (len(input_ids), len(logits_to_keep), self._hidden.vocabulary)
         logits = torch.empty(shape, device=self._device) if logits is None else logits.float().contiguous()
-        dist.broadcast(logits, src=self._rank_of(len(self._stages.places) - 1), group=self.group)
+        dist.broadcast(logits, src=self._rank_of(self._stages.last), group=self.group)
         return SimpleNamespace(logits=logits, past_key_values=None)
 
     def _forward(
@@ -108,7 +122,7 @@ class Pipeline:
             if stage.index > 0 and not self._is_here(stage.index - 1):
                 passed = self._hidden.buffer(len(input_ids), input_ids.shape[1], self._device)
                 dist.recv(passed, src=self._rank_of(stage.index - 1), group=self.group)
-            last = stage.index == len(self._stages.places) - 1
+            last = stage.index == self._stages.last
             passed = stage.module(passed, position_ids=position_ids, **keywords, **(head if last else {}))
             if last:
                 return passed
@@ -116,13 +130,13 @@ class Pipeline:
                 dist.send(passed.contiguous(), dst=self._rank_of(stage.index + 1), group=self.group)
         return None
 
-    def _schedule(self, micro_batches: int, rows: int, seq: int) -> Any:
+    def _schedule(self, micro_batches: int, rows: int, seq: int, gives_loss: bool) -> Any:
         """torch's schedule for micro-batches of (rows, seq); a new one when the shape has changed."""
         from torch.distributed.pipelining.schedules import get_schedule_class  # a second that only pipelines pay
 
-        key = (micro_batches, rows, seq)
+        key = (micro_batches, rows, seq, gives_loss)
         if self._built[0] != key:
-            built = [self._torch_stage(stage, rows, seq) for stage in self._stages.own]
+            built = [self._torch_stage(stage, rows, seq, gives_loss) for stage in self._stages.own]
             self._built = (
                 key,
                 get_schedule_class(self._name)(
@@ -134,32 +148,35 @@ class Pipeline:
             )
         return self._built[1]
 
-    def _torch_stage(self, stage: Stage, rows: int, seq: int) -> PipelineStage:
+    def _torch_stage(self, stage: Stage, rows: int, seq: int, gives_loss: bool) -> PipelineStage:
         from torch.distributed.pipelining import PipelineStage
 
         # Shapes are stated, so that torch need not run the stage once to find them.
         hidden = self._hidden.buffer(rows, seq, "meta").requires_grad_()
         tokens = torch.empty((rows, seq), dtype=torch.int64, device="meta")
-        last = stage.index == len(self._stages.places) - 1
-        logits = torch.empty((rows, seq, self._hidden.vocabulary), dtype=self._hidden.dtype, device="meta")
+        last = stage.index == self._stages.last
+        output = torch.empty((rows, seq, self._hidden.vocabulary), dtype=self._hidden.dtype, device="meta")
+        if gives_loss:
+            exact = torch.float64 if self._hidden.dtype == torch.float64 else torch.float32
+            output = torch.empty((), dtype=exact, device="meta")
         return PipelineStage(
             stage.module,
             stage.index,
             len(self._stages.places),
             self._device,
             input_args=tokens if stage.index == 0 else hidden,
-            output_args=logits.requires_grad_() if last else hidden,
+            output_args=output.requires_grad_() if last else hidden,
             group=self.group,
         )
 
-    def _token_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _token_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self._loss is None:
             raise RuntimeError("the schedule asks for a loss outside of a step")
-        return self._loss(logits, targets)
+        return self._loss(output, targets)
 
     @property
     def _has_head(self) -> bool:
-        return self._is_here(len(self._stages.places) - 1)
+        return self._is_here(self._stages.last)
 
     def _is_here(self, stage: int) -> bool:
         return self._stages.places[stage] == self._mesh.get_local_rank()
@@ -192,7 +209,7 @@ class Pipeline:
         if source is not None and target is not None:
             _local(target).copy_(_local(source))
             return
-        first, last = self._rank_of(0), self._rank_of(len(self._stages.places) - 1)
+        first, last = self._rank_of(0), self._rank_of(self._stages.last)
         other = last if dist.get_rank() == first else first
         if source is not None:
             dist.send(_local(source).contiguous(), dst=other, group=self.group)

@@ -59,5 +59,7 @@ def whole_rows(replica: nn.Module | Pipeline, mesh: Mesh, parallelism: Paralleli
 
 def _sum_gradients(group, bucket):
     # DDP compares a hook's annotations with its own classes and does not know postponed ones: none here.
-    work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    summed = bucket.buffer()
+    exact = summed.float() if summed.dtype.itemsize == 2 else summed  # sums of 16 bits lose what is small
+    work = torch.distributed.all_reduce(exact, group=group, async_op=True)
+    return work.get_future().then(lambda future: summed.copy_(future.value()[0]))

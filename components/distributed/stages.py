@@ -73,6 +73,11 @@ class Stages:
     """The head of a tied model, where this rank has the last stage: its weight is a working copy of the embedding's,
     and no parameter of the model."""
 
+    @property
+    def last(self) -> int:
+        """Number of the last stage of the pipeline."""
+        return len(self.places) - 1
+
 
 def cut_into_stages(model: nn.Module, places: list[int], place: int, dtype: torch.dtype) -> Stages:
     """Leave in `model` what the stages at `place` of the pp axis have, and return these stages, sharing its modules.
@@ -170,7 +175,7 @@ class _Anatomy:
 def _stage(anatomy: _Anatomy, index: int, ranges: list[range]) -> nn.Module:
     """The model with nothing of other stages in it; before the last stage, the inner model is all of it."""
     first, last = index == 0, index == len(ranges) - 1
-    inner = _shallow(anatomy.inner)
+    inner = shallow_copy(anatomy.inner)
     _leave(inner, anatomy.layers_name, anatomy.layers, set(ranges[index]))
     for name in [] if first else anatomy.before:
         inner._modules[name] = _stand_in(anatomy, name)
@@ -178,15 +183,22 @@ def _stage(anatomy: _Anatomy, index: int, ranges: list[range]) -> nn.Module:
         inner._modules[name] = Absent()
     stage = inner
     if last:
-        stage = _shallow(anatomy.root)
+        stage = shallow_copy(anatomy.root)
         stage._modules[anatomy.inner_name] = inner
     stage.forward = partial(_forward, stage.forward, first)
     return stage
 
 
 def _forward(
-    compute: Any, first: bool, inputs: torch.Tensor, position_ids: torch.Tensor, **options: Any
+    compute: Any,
+    first: bool,
+    inputs: torch.Tensor,
+    position_ids: torch.Tensor,
+    targets: Any = None,
+    target_count: Any = None,
+    **options: Any,
 ) -> torch.Tensor:
+    """Run a stage; what the loss needs goes to every stage of a rank, and only the last one's own forward takes it."""
     given = {"input_ids": inputs} if first else {"inputs_embeds": inputs}
     output = compute(**given, position_ids=position_ids, use_cache=False, **options)[0]
     # Schedules that split the backward detach what a stage returns, in place; a view cannot be.
@@ -210,10 +222,10 @@ def _stand_in(anatomy: _Anatomy, name: str) -> nn.Module:
     )
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def shallow_copy(module: nn.Module) -> nn.Module:
     """A module of the same class and with the same tensors, whose hooks and children can be changed by themselves."""
     shared = ("_parameters", "_buffers")
-    clone = type(module).__new__(type(module))
+    clone = object.__new__(type(module))  # an FSDP module has a __new__ of its own, which calls the constructor
     clone.__dict__ = {
         key: value.copy() if isinstance(value, dict) and key not in shared else value
         for key, value in vars(module).items()

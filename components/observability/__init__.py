@@ -5,12 +5,14 @@ reporter.py  one line per log step, the progress bar, metrics.jsonl, wandb
 wandb.py     Weights & Biases, which never stops a run
 plot.py      loss.png
 result.py    result.json and the summary line; peak memory
+profile.py   traces of some steps by torch.profiler
 card.py      model_card: how a model was trained, for the README.md beside its weights
 """
 
 from components.observability.banner import Facts, print_banner
 from components.observability.card import model_card
+from components.observability.profile import StepProfile
 from components.observability.reporter import Reporter
 from components.observability.result import Result, peak_memory_bytes
 
-__all__ = ["Facts", "Reporter", "Result", "model_card", "peak_memory_bytes", "print_banner"]
+__all__ = ["Facts", "Reporter", "Result", "StepProfile", "model_card", "peak_memory_bytes", "print_banner"]

@@ -7,6 +7,7 @@ import platform
 import socket
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,8 @@ class Facts:
     """Bytes of this rank's parameters."""
     groups: list[str] = field(default_factory=list)
     """The process groups of this rank and what each is for, a line each."""
-    notes: list[str] = field(default_factory=list)
-    """What a person should know before it costs them something."""
+    notes: list[Any] = field(default_factory=list)
+    """What a person should know before it costs them something; None: nothing to say."""
 
 
 def print_banner(console: Console, facts: Facts) -> None:
@@ -80,7 +81,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         ("model", facts.model),
     ]
     rows += [("" if index else "process groups", line) for index, line in enumerate(facts.groups)]
-    return rows + [("note", note) for note in facts.notes]
+    return rows + [("note", str(note)) for note in facts.notes if note]
 
 
 def _gather(mine: tuple[str, str, str, str, int]) -> list[tuple[str, str, str, str, int]]:

@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -31,6 +33,7 @@ class StepNumbers(Protocol):
     tokens: int
     seconds: float
     skipped: bool
+    seconds_at_peak: float
 
 
 class TrafficNumbers(Protocol):
@@ -52,6 +55,34 @@ class TrafficNumbers(Protocol):
     def bytes(self) -> int: ...
 
 
+@dataclass(slots=True)
+class Interval:
+    """Steps one after the other."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    seconds_at_peak: float = 0.0
+
+    def add(self, step: StepNumbers) -> None:
+        """Count one more step."""
+        self.tokens += step.tokens
+        self.seconds += step.seconds
+        self.seconds_at_peak += step.seconds_at_peak
+
+    def __add__(self, other: Interval) -> Interval:
+        return Interval(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    @property
+    def speed(self) -> float:
+        """Target tokens per second."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the devices' peak; None: not known."""
+        return self.seconds_at_peak / max(self.seconds, 1e-9) or None
+
+
 class Reporter:
     """One line per log step, a progress bar on a terminal, one JSON object per line in metrics.jsonl.
 
@@ -70,8 +101,9 @@ class Reporter:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self.console, transient=True)
             self._task = self._progress.add_task("training", total=total_steps)
-        self._tokens, self._seconds = 0, 0.0  # since the last log line
-        self._speeds: list[tuple[int, float]] = []  # (target tokens, seconds) between two log lines
+        self._since = Interval()  # the last log line
+        self._intervals: list[Interval] = []  # between two log lines
+        self._waited, self._asked, self._second_batch = 0.0, 0, 0.0  # for batches: seconds, how many, when
 
     def __enter__(self) -> Reporter:
         if self._progress is not None:
@@ -101,33 +133,43 @@ class Reporter:
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
+    def next_batch(self, batches: Iterator[Any]) -> Any:
+        """Return what `next(batches)` returns, and count how long it took."""
+        began = time.perf_counter()
+        self._asked += 1
+        if self._asked == 2:
+            self._second_batch = began
+        batch = next(batches)
+        self._waited += time.perf_counter() - began
+        return batch
+
     def step(self, metrics: StepNumbers, *, lr: float, tokens: int, every: int = 1) -> None:
         """Take the numbers of an optimizer step, and log them if the step is a multiple of `every`.
 
         Args:
             tokens: Target tokens since the start of the run, over all ranks.
         """
-        self._tokens += metrics.tokens
-        self._seconds += metrics.seconds
+        self._since.add(metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step)
         if metrics.step % every:
             return
-        speed = self._tokens / max(self._seconds, 1e-9)
-        self._speeds.append((self._tokens, self._seconds))
-        self._tokens, self._seconds = 0, 0.0
+        passed, self._since = self._since, Interval()
+        self._intervals.append(passed)
         self._write(
             step=metrics.step,
             loss=metrics.loss,
             grad_norm=metrics.grad_norm,
             lr=lr,
             tokens=tokens,
-            tokens_per_second=round(speed, 1),
+            tokens_per_second=round(passed.speed, 1),
+            **({} if passed.mfu is None else {"mfu": round(passed.mfu, 4)}),
         )
+        mfu = "" if passed.mfu is None else f"  MFU {passed.mfu:.1%}"
         skipped = "  update skipped: gradients are not finite" if metrics.skipped else ""
         self.say(
             f"step {metrics.step:>6}  loss {metrics.loss:.4f}  grad_norm {metrics.grad_norm:.3f}  lr {lr:.2e}  "
-            f"tokens {tokens:,}  tokens/s {speed:,.0f}{skipped}"
+            f"tokens {tokens:,}  tokens/s {passed.speed:,.0f}{mfu}{skipped}"
         )
 
     def evaluation(self, *, step: int, eval_loss: float, tokens: int) -> None:
@@ -159,9 +201,14 @@ class Reporter:
         """Write result.json and loss.png, and say in one line how the run ended."""
         if not self.enabled:
             return
-        measured = self._speeds[1:]  # the first interval pays for warming up
-        if measured:
-            result.tokens_per_second = round(sum(n for n, _ in measured) / sum(t for _, t in measured), 1)
+        if measured := self._intervals[1:]:  # the first interval pays for warming up
+            whole = sum(measured, Interval())
+            result.tokens_per_second = round(whole.speed, 1)
+            result.mfu = None if whole.mfu is None else round(whole.mfu, 4)
+        result.data_wait_seconds = round(self._waited, 3)
+        if self._second_batch:
+            started = time.perf_counter() - result.wall_seconds
+            result.seconds_to_first_step = round(self._second_batch - started, 1)
         write_result(self._run_dir, result)
         if self._plot and (why_not := plot_losses(self.read(), self._run_dir / "loss.png", self._run_dir.name)):
             self.say(why_not)

@@ -30,6 +30,13 @@ class Result:
     """Type of matrix products, as chosen on the device: it says how closely losses can agree between meshes."""
     tokens_per_second: float | None = None
     """Target tokens per second over all ranks, the first step left out."""
+    mfu: float | None = None
+    """Share of the devices' peak that the model's arithmetic made up, the first log line left out; None: not known."""
+    seconds_to_first_step: float | None = None
+    """From the start of the recipe's main until the first optimizer step of this attempt was started and the loop
+    asked for the next batch."""
+    data_wait_seconds: float = 0.0
+    """Time that rank 0 waited for batches."""
     first_loss: float | None = None
     """Loss of the first step."""
     last_loss: float | None = None
@@ -62,6 +69,8 @@ def summary(result: Result, run_dir: Path) -> str:
         parts.append(f"held-out loss {change}{result.eval_loss:.3f}{share}")
     if result.tokens_per_second:
         parts.append(f"{result.tokens_per_second:,.0f} target tokens/s")
+    if result.mfu is not None:
+        parts.append(f"MFU {result.mfu:.1%}")
     parts.append(f"peak memory {result.peak_memory_bytes / 2**30:.2f} GiB")
     return ", ".join(parts) + f"; {run_dir}"
 

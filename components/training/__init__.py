@@ -2,6 +2,7 @@
 
 loop.py       train_step and evaluate: one division by the global number of target tokens
 loss.py       the sum of token losses, and reduce_loss
+token_loss.py the loss without logits (chunked_loss.py): a model that takes targets
 router.py     the auxiliary loss of a mixture of experts' routers
 sync.py       get_sync_ctx: which backward reduces gradients
 gradients.py  the norm of all gradients over mixed meshes, clipping
@@ -9,9 +10,12 @@ optim.py      AdamW with decay groups, learning-rate schedules, updates that ski
 precision.py  the type of matrix products
 metrics.py    numbers of a step, read a fixed number of steps later, so that the host never waits
 state.py      what a resume needs besides tensors; the request to stop; the time of the next save
+work.py       FLOPs of a step and the devices' peak: what the MFU is made of
+garbage.py    Python's garbage is collected between steps
 watchdog.py   ends a run that makes no progress, and names the rank that is missing
 """
 
+from components.training.garbage import GarbageOffTheStep
 from components.training.gradients import clip_gradients, gradient_norm
 from components.training.loop import StepSettings, evaluate, train_step
 from components.training.loss import count_targets, next_tokens, reduce_loss, token_loss_sum
@@ -21,9 +25,12 @@ from components.training.precision import autocast_dtype, compute_dtype
 from components.training.router import RouterLoss, attach_router_loss
 from components.training.state import NonFiniteGradients, SaveClock, StopRequest, TrainState
 from components.training.sync import get_sync_ctx
+from components.training.token_loss import TokenLoss, attach_token_loss
 from components.training.watchdog import StepTimeout, Watchdog
+from components.training.work import StepWork, step_work
 
 __all__ = [
+    "GarbageOffTheStep",
     "NonFiniteGradients",
     "RouterLoss",
     "SaveClock",
@@ -31,10 +38,13 @@ __all__ = [
     "StepReader",
     "StepSettings",
     "StepTimeout",
+    "StepWork",
     "StopRequest",
+    "TokenLoss",
     "TrainState",
     "Watchdog",
     "attach_router_loss",
+    "attach_token_loss",
     "autocast_dtype",
     "build_optimizer",
     "clip_gradients",
@@ -47,6 +57,7 @@ __all__ = [
     "next_tokens",
     "reduce_loss",
     "set_learning_rate",
+    "step_work",
     "token_loss_sum",
     "train_step",
 ]

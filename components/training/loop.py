@@ -8,7 +8,7 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -26,6 +26,8 @@ from components.training.loss import count_targets, next_tokens, token_loss_sum
 from components.training.optim import step_if_finite
 from components.training.router import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
 from components.training.sync import get_sync_ctx
+from components.training.token_loss import TokenLoss, most_targets
+from components.training.work import StepWork
 
 MicroBatch = dict[str, torch.Tensor]
 """input_ids and labels, each (micro_batch, seq) int64; of packed rows position_ids and documents too."""
@@ -47,6 +49,16 @@ class StepSettings:
     """Type of matrix products where the strategy does not set it (single, ddp)."""
     router_loss: RouterLoss | None = None
     """What the routers of a mixture of experts add to the loss of a training step; evaluation is without it."""
+    token_loss: TokenLoss | None = None
+    """Whether the model takes targets and returns their losses; None: it returns logits."""
+
+    work: StepWork | None = None
+    """What the arithmetic of a step is measured by; None: it is not."""
+
+    @property
+    def of_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """What makes a loss of logits and targets; None: the model itself does."""
+        return None if self.token_loss is not None and self.token_loss.takes_targets else token_loss_sum
 
 
 def train_step(
@@ -64,20 +76,23 @@ def train_step(
 
     Returns a float64 vector of `metrics.FIELDS` on the device, equal on every rank.
     """
+    work = 0.0 if settings.work is None else settings.work.seconds_at_peak(micro_batches)
     if isinstance(model, Pipeline):
         micro_batches = pad_to_longest(micro_batches)
     batches = [_local_part(batch, settings, settings.router_loss) for batch in micro_batches]
     counted = torch.stack([count_targets(batch["targets"]) for batch in batches]).sum()
-    flags = torch.tensor(asked, dtype=torch.float64).to(settings.device, non_blocking=True)
-    totals = _sum_over_ranks(torch.cat([(counted * _counts(settings))[None], flags]))  # tokens, flags
+    flags = torch.tensor((*asked, work), dtype=torch.float64).to(settings.device, non_blocking=True)
+    totals = _sum_over_ranks(torch.cat([(counted * _counts(settings))[None], flags]))  # tokens, flags, work
     tokens = totals[0].clamp(min=1)
     if settings.router_loss is not None:
         settings.router_loss.start_step(tokens)
 
+    counts = [most_targets(batch["labels"]) for batch in micro_batches]
     if isinstance(model, Pipeline):
-        loss_sum = model.forward_backward(batches, token_loss_sum, tokens)
+        most = None if None in counts else max(filter(None, counts), default=0)
+        loss_sum = model.forward_backward(batches, settings.of_logits, tokens, most)
     else:
-        loss_sum = _forward_backward(model, batches, tokens, settings)
+        loss_sum = _forward_backward(model, batches, tokens, counts, settings)
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = gradient_norm(parameters, model.group if isinstance(model, Pipeline) else None)
@@ -103,8 +118,11 @@ def evaluate(model: nn.Module | Pipeline, batches: Iterable[MicroBatch], setting
     module.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=settings.device)  # loss, tokens
     for batch in batches:
-        batch = _local_part(batch, settings)
-        loss = model.loss(batch, token_loss_sum) if isinstance(model, Pipeline) else _forward(module, batch, settings)
+        most, batch = most_targets(batch["labels"]), _local_part(batch, settings)
+        if isinstance(model, Pipeline):
+            loss = model.loss(batch, settings.of_logits, most)
+        else:
+            loss = _forward(module, batch, most, settings)
         totals += torch.stack([loss.double(), count_targets(batch["targets"])])
     module.train(was_training)
     loss, tokens = _sum_over_ranks(totals * _counts(settings)).tolist()
@@ -136,26 +154,33 @@ def _counts(settings: StepSettings) -> bool:
 
 
 def _forward_backward(
-    model: nn.Module, batches: list[MicroBatch], tokens: torch.Tensor, settings: StepSettings
+    model: nn.Module,
+    batches: list[MicroBatch],
+    tokens: torch.Tensor,
+    counts: list[int | None],
+    settings: StepSettings,
 ) -> torch.Tensor:
     """Add the gradients of all micro-batches; return the sum of this rank's token losses in float64."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
-    for index, batch in enumerate(batches):
+    for index, (batch, most) in enumerate(zip(batches, counts, strict=True)):
         last = index == len(batches) - 1
         with get_sync_ctx(model, last, settings.defer_grad_sync):
-            loss = _forward(model, batch, settings)
+            loss = _forward(model, batch, most, settings)
             (loss / tokens.to(loss.dtype)).backward()
         loss_sum += loss.detach()
     return loss_sum
 
 
-def _forward(model: nn.Module, batch: MicroBatch, settings: StepSettings) -> torch.Tensor:
+def _forward(model: nn.Module, batch: MicroBatch, most: int | None, settings: StepSettings) -> torch.Tensor:
+    """Return the sum of a micro-batch's token losses; `most`: no more targets are real, as the host knows."""
     # Rows are padded on the right: under causal attention no real token sees padding, so no mask is needed; the
     # attention that models are built with asks for none, and so never makes the host wait.
     inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
     with _autocast(settings):
+        if settings.of_logits is None:
+            return model(**inputs, targets=batch["targets"], target_count=most, use_cache=False)
         logits = model(**inputs, use_cache=False).logits
-    return token_loss_sum(logits, batch["targets"])
+    return settings.of_logits(logits, batch["targets"])
 
 
 def _autocast(settings: StepSettings) -> AbstractContextManager[None]:

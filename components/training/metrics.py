@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-FIELDS = ("loss", "grad_norm", "tokens", "skipped", "preempt", "interrupt", "save")
+FIELDS = ("loss", "grad_norm", "tokens", "skipped", "preempt", "interrupt", "save", "seconds_at_peak")
 """What train_step packs into one vector, in this order."""
 
 
@@ -34,6 +34,8 @@ class StepMetrics:
     """A rank was interrupted (Ctrl-C)."""
     must_save: bool
     """A rank's clock said that a save is due; equal on every rank."""
+    seconds_at_peak: float = 0.0
+    """Time that all devices would take for the step at their peak; over `seconds` it is the MFU. 0: not known."""
 
     @property
     def must_stop(self) -> bool:
@@ -88,4 +90,5 @@ class StepReader:
             preempt=values["preempt"] > 0,
             interrupt=values["interrupt"] > 0,
             must_save=values["save"] > 0,
+            seconds_at_peak=values["seconds_at_peak"],
         )

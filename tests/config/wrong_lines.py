@@ -150,6 +150,23 @@ AXES = [
         "model=smollm2_135m parallelism=pp2_zbv model.compile=true",
         *("parallelism.pp_schedule=ZBVZeroBubble: splits the backward", "model.compile=false"),
     ),
+    (
+        "model=smollm2_135m model.loss=liger parallelism=tp3",
+        *("model.loss=liger: liger-kernel needs the whole vocabulary, and parallelism.tp=3", "model.loss=chunked"),
+    ),
+    (
+        "model=smollm2_135m model.loss=liger parallelism=pp2_zbv",
+        *("model.loss=liger: parallelism.pp_schedule=ZBVZeroBubble asks for gradients twice", "model.loss=chunked"),
+    ),
+    (
+        "model.loss=liger cluster.device=cpu",
+        *("model.loss=liger: liger-kernel computes on GPUs only, and cluster.device=cpu", "model.loss=chunked"),
+    ),
+    ("model.loss=fused", "model.loss=fused", "must be one of auto, logits, chunked, liger"),
+    (
+        "parallelism=megatron_fsdp model.loss=chunked",
+        *("model.loss=chunked: megatron_fsdp gathers the head's weight for logits only", "model.loss=logits"),
+    ),
     ("parallelism.stages_per_rank=1", "parallelism.stages_per_rank=1: must be 2 or more"),
     ("parallelism.cp_attention=ring", "parallelism.cp_attention=ring", "must be one of auto, ulysses, all_gather"),
 ]

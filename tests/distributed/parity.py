@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, models, training
-from components.config.schema import ModelConfig, ParallelismConfig
-from components.config.schema.model import RouterAux
+from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import LossMethod, RouterAux
 from components.config.schema.optimizer import OptimizerConfig, Schedule
 from components.distributed.mesh import Mesh
 from scripts import parity_curves as curves
@@ -73,10 +74,11 @@ class Case:
     dtype: torch.dtype = torch.float64
     samples: Callable[[int], list[Sample]] | None = None  # of a step; None: made up
     router_aux: float = 0.0  # coefficient of the routers' auxiliary loss
+    loss: LossMethod = LossMethod.logits
 
     def __str__(self) -> str:
         degrees = " ".join(f"{key}={value}" for key, value in self.parallelism.items() if key != "tp_plan")
-        return f"{self.model} [{degrees}] accumulation={self.accumulation} {str(self.dtype)[6:]}"
+        return f"{self.model} [{degrees}] accumulation={self.accumulation} {str(self.dtype)[6:]} loss={self.loss}"
 
 
 def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -> torch.nn.Module:
@@ -122,8 +124,13 @@ def course(case: Case) -> curves.Course:
 
 
 def router_config(case: Case) -> ModelConfig:
+    return recipe_config(case).model
+
+
+def recipe_config(case: Case) -> FinetuneConfig:
     aux = RouterAux.sequence if case.router_aux else RouterAux.none
-    return ModelConfig(path="made here", router_aux=aux, router_aux_coef=case.router_aux)
+    model = ModelConfig(path="made here", router_aux=aux, router_aux_coef=case.router_aux, loss=case.loss)
+    return FinetuneConfig(model=model, data=DocsDataConfig(), parallelism=ParallelismConfig(**case.parallelism))
 
 
 def reference(case: Case, model: torch.nn.Module | None = None) -> Curve:
@@ -133,12 +140,14 @@ def reference(case: Case, model: torch.nn.Module | None = None) -> Curve:
 
 def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]:
     """The curve of this rank on the case's mesh, and the names of parameters whose replicas differ afterwards."""
-    config = ParallelismConfig(**case.parallelism)
+    whole = recipe_config(case)
+    config = whole.parallelism
     mesh = distributed.build_mesh(config, "cpu")
     model = copy.deepcopy(rank_model).train()
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, config, case.dtype)
-    router_loss = training.attach_router_loss(model, router_config(case), mesh)
+    router_loss = training.attach_router_loss(model, whole.model, mesh)
+    token_loss = training.attach_token_loss(model, whole, mesh, layout.stages, torch.device("cpu"))
     called = distributed.wrap_replicas(model, mesh, config, layout)
     optimizer = training.build_optimizer(model, OPTIMIZER)
     settings = training.StepSettings(
@@ -147,6 +156,7 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
         mesh=mesh,
         defer_grad_sync=config.defer_grad_sync,
         router_loss=router_loss,
+        token_loss=token_loss,
     )  # fmt: skip
     clipped: dict[str, torch.Tensor] = {}
 

@@ -49,14 +49,16 @@ def result(run_dir: Path) -> dict[str, Any]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """An undisturbed run in one process: its directory and what it printed."""
     folder = tmp_path_factory.mktemp("alone")
-    output = run("finetune.py", *TINY, "parallelism=single", f"run.dir={folder}/run", "checkpoint.every=3", cwd=folder)
+    measured = ("logging.peak_tflops=0.01", "logging.profile={enabled: true, start: 2, steps: 1}")
+    overrides = (*TINY, *measured, "parallelism=single", f"run.dir={folder}/run", "checkpoint.every=3")
+    output = run("finetune.py", *overrides, cwd=folder)
     return folder / "run", output
 
 
 def test_a_run_leaves_what_the_readme_says(alone: tuple[Path, str]) -> None:
     run_dir, output = alone
     for name in ("config.yaml", "environment.json", "metrics.jsonl", "loss.png", "result.json", "export/config.json",
-                 "checkpoints/step_3", "checkpoints/step_6"):  # fmt: skip
+                 "checkpoints/step_3", "checkpoints/step_6", "profile/rank_0.json", "profile/rank_0.txt"):  # fmt: skip
         assert (run_dir / name).exists(), f"{name} is missing:\n{output}"
     last = result(run_dir)
     assert last["status"] == "ok"
@@ -65,6 +67,10 @@ def test_a_run_leaves_what_the_readme_says(alone: tuple[Path, str]) -> None:
     assert last["last_loss"] == curve(run_dir)[-1]
     assert last["eval_loss"] == curve(run_dir, "eval_loss")[-1]
     assert last["peak_memory_bytes"] > 0
+    assert 0 < last["mfu"] < 10
+    assert min(curve(run_dir, "mfu")) > 0
+    assert 0 < last["seconds_to_first_step"] < last["wall_seconds"]
+    assert 0 < last["data_wait_seconds"] < last["wall_seconds"]
     assert output.rstrip().splitlines()[-1].startswith("ok: 6 steps on 1 processes")
     assert "[[" in output  # the example with its loss mask
 
@@ -73,7 +79,7 @@ def test_a_run_leaves_what_the_readme_says(alone: tuple[Path, str]) -> None:
     "overrides",
     [
         ("parallelism=fsdp2", "cluster=local_2proc"),
-        ("parallelism=fsdp2_tp2_sp", "cluster=local_4proc"),
+        ("parallelism=fsdp2_tp2_sp", "cluster=local_4proc", "model.loss=chunked"),
         ("parallelism=ddp", "cluster=local_2proc", "training.micro_batch_size=2"),
     ],
     ids=["fsdp2", "fsdp2_tp2_sp", "ddp"],

@@ -169,7 +169,7 @@ def test_schedules_hit_their_corners() -> None:
 
 def test_the_reader_lags_by_a_fixed_number_of_steps() -> None:
     reader = training.StepReader(lag=2)
-    vectors = [torch.tensor([float(i), 1, 7, 0, i == 1, 0, i == 0], dtype=torch.float64) for i in range(4)]
+    vectors = [torch.tensor([float(i), 1, 7, 0, i == 1, 0, i == 0, 0.5], dtype=torch.float64) for i in range(4)]
     seen = [reader.push(step, vector, began=0.0) for step, vector in enumerate(vectors)]
     assert seen[:2] == [None, None]
     assert [m.step for m in seen[2:] if m] == [0, 1]

@@ -40,6 +40,20 @@ class Attention(StrEnum):
     flex_attention = "flex_attention"
 
 
+class LossMethod(StrEnum):
+    """How logits become a loss.
+
+    logits: those of all tokens are made, tokens x vocabulary values; chunked: some tokens at a time, forward and
+    gradients in one pass, in plain PyTorch on any device; liger: liger-kernel's fused kernel on a GPU (an optional
+    package); auto: chunked where the model allows it and its logits are large, else logits. It never picks liger.
+    """
+
+    auto = "auto"
+    logits = "logits"
+    chunked = "chunked"
+    liger = "liger"
+
+
 class RouterAux(StrEnum):
     """The load-balancing loss of a mixture of experts: none, or sequence: per layer and sequence.
 
@@ -66,11 +80,13 @@ class ModelConfig:
     tokenizer: str | None = None
     """Where the tokenizer comes from: like path; bytes: one token per byte, nothing to load; null: from path."""
     dtype: DType = DType.float32
-    """Type of the stored parameters, gradients and optimizer state."""
+    """Type of the stored parameters, gradients and optimizer state: float32, or bfloat16 for all (pure bfloat16)."""
     compute_dtype: DType = DType.auto
     """Type of matrix products; losses, norms of gradients and updates are never below float32."""
     attention: Attention = Attention.sdpa
     """Attention implementation."""
+    loss: LossMethod = LossMethod.auto
+    """How the loss is computed from the last hidden states: auto, logits, chunked or liger."""
     compile: bool = False
     """torch.compile each decoder layer."""
     router_aux: RouterAux = RouterAux.sequence

@@ -28,6 +28,8 @@ class TrainingConfig:
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
     stop_after_skipped: int = 10
     """End the run when the gradients of so many steps in a row were not finite, and so not applied; 0: never."""
+    gc_every: int = 50
+    """Optimizer steps between collections of Python's garbage, none of which falls into a step; 0: Python decides."""
     step_timeout_seconds: float = 600.0
     """End the run when no process makes progress for so long, twice as long around the first steps; 0: never."""
 
@@ -42,6 +44,7 @@ class TrainingConfig:
                 *at_least("training.eval_every", self.eval_every, 0),
                 *at_least("training.max_grad_norm", self.max_grad_norm, 0),
                 *at_least("training.stop_after_skipped", self.stop_after_skipped, 0),
+                *at_least("training.gc_every", self.gc_every, 0),
                 *_timeout_problems(self.step_timeout_seconds),
             ]
         )

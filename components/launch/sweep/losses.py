@@ -14,7 +14,8 @@ FREE_SECTIONS = ("parallelism", "cluster", "logging", "checkpoint", "generation"
 """Sections of the config that leave the curve as it is."""
 FREE_KEYS = {
     "run": ("dir", "name", "resume"),
-    "training": ("micro_batch_size", "log_every", "eval_every"),
+    "model": ("loss",),
+    "training": ("micro_batch_size", "log_every", "eval_every", "gc_every"),
     "evaluation": ("micro_batch_size",),
 }
 """Keys of other sections that leave the curve as it is."""

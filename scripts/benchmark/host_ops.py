@@ -1,0 +1,160 @@
+"""What the host does in one optimizer step, by the number of processes: it should not depend on it.
+
+python scripts/benchmark/host_ops.py                          # 8 and 16,384 processes, on torch's fake backend
+python scripts/benchmark/host_ops.py --worlds 8 512 --mesh dp_shard=-1,tp=8
+
+One process plays rank 0; collectives return at once, whatever the number of ranks. Counted in a step after two others:
+operators that torch dispatches (collectives among them) and calls of functions, Python's and built-in ones. The time to
+build the mesh is shown beside. Pipelines are left out: their stages tell one another shapes, which nobody sends here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+WORLDS = [8, 16384]
+MESHES = [
+    "dp_shard=-1",
+    "dp_replicate=-1,dp_shard=2,tp=2",
+    "dp_shard=-1,cp=2,tp=2,sequence_parallel=true",
+    "dp_shard=-1,tp=4,defer_grad_sync=false",
+]
+PROBES = ("__eq__", "_check_equals")
+"""Not counted: how often torch's caches of layouts compare keys depends on Python's random hashes."""
+MODEL = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def count_step(world: int, axes: dict[str, Any], loss: str) -> dict[str, Any]:
+    """Return the counts of one step of rank 0 of `world`. It needs a process of its own."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Operators(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.counts[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    step, seconds = _prepare(axes, loss)
+    step(), step()
+    gc.collect()
+    gc.disable()
+    with Operators() as operators:
+        step()
+    calls = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call") and frame.f_code.co_name not in PROBES
+
+    sys.setprofile(profile)
+    step()
+    sys.setprofile(None)
+    collectives = {name: number for name, number in operators.counts.items() if "c10d" in name}
+    return {
+        "operators": sum(operators.counts.values()),
+        "collectives": sum(number for name, number in collectives.items() if "wait_tensor" not in name),
+        "calls": calls,
+        "mesh_seconds": round(seconds, 3),
+        "by_operator": dict(sorted(operators.counts.items())),
+    }
+
+
+def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
+    """Return what does one step, and how long the mesh took to build."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from components import distributed, models, training
+    from components.config.schema import FinetuneConfig, ModelConfig, OptimizerConfig, ParallelismConfig
+    from components.config.schema.data import DocsDataConfig
+    from components.config.schema.model import LossMethod
+
+    parallelism, cpu = ParallelismConfig(**axes), torch.device("cpu")
+    model_config = ModelConfig(path="made here", loss=LossMethod(loss))
+    cfg = FinetuneConfig(model=model_config, data=DocsDataConfig(), parallelism=parallelism)
+    cfg.logging.peak_tflops = 1.0
+    began = time.perf_counter()
+    mesh = distributed.build_mesh(parallelism, "cpu")
+    seconds = time.perf_counter() - began
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **MODEL))
+    models.use_causal_sdpa(model)
+    work = training.step_work(model, cfg.logging, mesh, cpu, torch.float32)
+    layout = distributed.parallelize(model, mesh, parallelism, torch.float32)
+    token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, cpu)
+    models.materialize(model, cpu)
+    replica = distributed.wrap_replicas(model, mesh, parallelism, layout)
+    optimizer = training.build_optimizer(model, OptimizerConfig())
+    settings = training.StepSettings(
+        device=cpu, mesh=mesh, token_loss=token_loss, work=work, defer_grad_sync=parallelism.defer_grad_sync
+    )
+    tokens = torch.randint(3, MODEL["vocab_size"], (2, 32), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": tokens, "labels": tokens}] * 2
+    return lambda: training.train_step(replica, batches, optimizer, settings), seconds
+
+
+def count_in_a_process(world: int, mesh: str, loss: str = "chunked") -> dict[str, Any]:
+    """Return `count_step` of a mesh, given as on the command line, from a process of its own."""
+    command = [sys.executable, "-m", "scripts.benchmark.host_ops", "--one", str(world), mesh, loss]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{mesh} of {world}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def axes_of(mesh: str) -> dict[str, Any]:
+    """Return what `dp_shard=-1,tp=2` says of the mesh."""
+    pairs = (part.split("=") for part in mesh.split(","))
+    return {"dp_shard": 1, **{key: json.loads(value) for key, value in pairs}}
+
+
+def main() -> int:
+    """Print a table; 1 where a mesh does more on more processes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
+    parser.add_argument("--mesh", nargs="+", default=MESHES)
+    parser.add_argument("--loss", default="chunked")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        world, mesh, loss = args.one
+        print(json.dumps(count_step(int(world), axes_of(mesh), loss)))
+        return 0
+    print(
+        "| mesh | processes | operators | collectives | function calls | mesh built in s |\n|---|---|---|---|---|---|"
+    )
+    equal = True
+    for mesh in args.mesh:
+        told = []
+        for world in args.worlds:
+            each = count_in_a_process(world, mesh, args.loss)
+            told.append((each["by_operator"], each["calls"]))
+            numbers = f"{each['operators']:,} | {each['collectives']:,} | {each['calls']:,} | {each['mesh_seconds']}"
+            print(f"| {mesh} | {world:,} | {numbers} |", flush=True)
+        equal &= all(each == told[0] for each in told)
+    print("equal" if equal else "NOT EQUAL")
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

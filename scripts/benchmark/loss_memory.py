@@ -1,0 +1,132 @@
+"""Peak memory and time of the loss by vocabulary: all logits at once against chunks of tokens.
+
+python scripts/benchmark/loss_memory.py                                      # 4,096 tokens, 8k to 256k words
+python scripts/benchmark/loss_memory.py --vocab 49152 --targets 0.3          # SmolLM2's head, 30 % of tokens with loss
+python scripts/benchmark/loss_memory.py --dtype bfloat16 --hidden 4096       # on a GPU: allocated bytes
+
+Each figure is a process of its own: forward and backward of head and loss over given hidden states. Memory is what the
+peak adds to the inputs (hidden states, weight): of a CPU the resident set since `clear_refs`, of a GPU allocated bytes.
+The gradients of the inputs are in it, and a line says how large they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+METHODS = ("logits", "chunked")
+NOT_TRIED = {"bytes": math.nan, "seconds": math.nan}
+VOCABULARIES = [8192, 16384, 32768, 49152, 65536, 131072, 262144]
+
+
+def measure(method: str, words: int, args: argparse.Namespace) -> dict[str, float]:
+    """Return peak bytes above the inputs, and the median seconds of a forward and backward."""
+    import torch
+
+    from components.training.chunked_loss import Head, linear_cross_entropy
+    from components.training.loss import token_loss_sum
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(args.tokens, args.hidden, generator=generator).to(device, dtype).requires_grad_()
+    weight = torch.empty(words, args.hidden, device=device, dtype=dtype).normal_(std=0.02).requires_grad_()
+    targets = torch.randint(0, words, (args.tokens,), generator=generator)
+    targets[torch.rand(args.tokens, generator=generator) >= args.targets] = -100
+    count = int((targets != -100).sum())
+    targets = targets.to(device)
+
+    def once() -> None:
+        if method == "logits":
+            loss = token_loss_sum(torch.nn.functional.linear(hidden, weight)[None], targets[None])
+        else:
+            loss = linear_cross_entropy(hidden, weight, None, targets, Head(), count)
+        (loss / count).backward()
+        hidden.grad = weight.grad = None
+
+    before = _reset_peak(device)
+    once()
+    peak, seconds = _peak(device) - before, []
+    for _ in range(args.repeat):
+        began = _now(device)
+        once()
+        seconds.append(_now(device) - began)
+    return {"bytes": peak, "seconds": statistics.median(seconds) if seconds else float("nan")}
+
+
+def _now(device) -> float:
+    """CPU seconds of this process on a CPU that others use too; of a GPU the clock once it is done."""
+    if device.type == "cpu":
+        return time.process_time()
+    import torch
+
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _reset_peak(device) -> int:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak(device) -> int:
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def main() -> None:
+    """Measure each vocabulary by each method and print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=576)
+    parser.add_argument("--vocab", type=int, nargs="+", default=VOCABULARIES)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--targets", type=float, default=1.0, help="part of the tokens that carry loss")
+    parser.add_argument("--repeat", type=int, default=3, help="timed passes after the first; 0: memory alone")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--most", type=float, default=8, help="GiB: logits that would take more are not tried")
+    parser.add_argument("--one", nargs=2, metavar=("METHOD", "VOCABULARY"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(args.one[0], int(args.one[1]), args)))
+        return
+    print("| vocabulary | gradients MiB | logits MiB | chunked MiB | logits s | chunked s | chunked / logits |")
+    print("|---|---|---|---|---|---|---|")
+    for words in args.vocab:
+        size = 2 if args.dtype == "bfloat16" else 4
+        fits = 3 * args.tokens * words * 4 <= args.most * 2**30
+        told = [_in_a_process(method, words) if fits or method == "chunked" else NOT_TRIED for method in METHODS]
+        gradients = (words + args.tokens) * args.hidden * size / 2**20
+        memory = " | ".join(f"{each['bytes'] / 2**20:,.0f}" for each in told)
+        seconds = " | ".join(f"{each['seconds']:.2f}" for each in told)
+        ratio = told[1]["seconds"] / told[0]["seconds"]
+        print(f"| {words:,} | {gradients:,.0f} | {memory} | {seconds} | {ratio:.2f} |", flush=True)
+
+
+def _in_a_process(method: str, words: int) -> dict[str, float]:
+    command = [sys.executable, __file__, *sys.argv[1:], "--one", method, str(words)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Pure and mixed bfloat16: what has which type, and that gradients are summed in float32 in both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from components import distributed, models, training
+from components.config.schema import ModelConfig, OptimizerConfig, ParallelismConfig
+from components.config.schema.model import DType
+from tests.distributed.parity import build
+from tests.distributed.test_parity import DDP, FSDP2, HSDP
+from tests.harness import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_modes_have_names() -> None:
+    def told(stored: DType, compute: DType) -> str:
+        return training.compute_dtype(ModelConfig(path="x", dtype=stored, compute_dtype=compute), CPU)[1]
+
+    assert told(DType.bfloat16, DType.bfloat16).startswith("pure bfloat16: weights, gradients, optimizer state")
+    mixed = told(DType.float32, DType.bfloat16)
+    assert mixed == "mixed: computed in bfloat16; weights, gradients and optimizer state in float32"
+    assert told(DType.float32, DType.float32) == "computed in float32"
+    assert told(DType.float64, DType.auto) == "computed in float64, as stored"
+
+
+class _Summed(TorchDispatchMode):
+    """Remembers the types of large tensors that are summed over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in ("reduce_scatter", "allreduce", "all_reduce")):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self.types |= {str(tensor.dtype)[6:] for tensor in tensors if tensor.numel() > 1000}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("axes", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["pure", "mixed"])
+def test_what_is_bfloat16_and_what_is_summed_in_float32(axes: dict[str, Any], stored: torch.dtype) -> None:
+    tokens = torch.randint(3, 97, (1, 16), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens}
+
+    def on_rank(rank: int) -> tuple[set[str], set[str], list[float]]:
+        model: Any = build("llama", stored)
+        models.use_causal_sdpa(model)
+        config = ParallelismConfig(**axes)
+        mesh = distributed.build_mesh(config, "cpu")
+        layout = distributed.parallelize(model, mesh, config, torch.bfloat16)
+        replica = distributed.wrap_replicas(model, mesh, config, layout)
+        model_config = ModelConfig(path="x", dtype=DType(str(stored)[6:]), compute_dtype=DType.bfloat16)
+        autocast = training.autocast_dtype(config, model_config, torch.bfloat16)
+        settings = training.StepSettings(device=CPU, mesh=mesh, autocast=autocast)
+        optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-2))
+        with _Summed() as summed:
+            losses = [training.train_step(replica, [batch] * 2, optimizer, settings)[0].item() for _ in range(4)]
+        moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+        return {str(each.dtype)[6:] for each in [*model.parameters(), *moments]}, summed.types, losses
+
+    world = 4 if axes == HSDP else 2
+    for held, summed, losses in run_ranks(world, on_rank):
+        assert held == {str(stored)[6:]}
+        assert summed == {"float32"}
+        assert losses[-1] < losses[0]

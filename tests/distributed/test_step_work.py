@@ -1,0 +1,43 @@
+"""The arithmetic of a step, in seconds at the devices' peak: one number on every mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from components import distributed, models, training
+from components.config.schema import OptimizerConfig
+from components.config.schema.logging import LoggingConfig
+from components.config.schema.parallelism import ParallelismConfig
+from components.training.work import model_flops
+from tests.distributed.parity import build
+from tests.harness import run_ranks
+
+CPU = torch.device("cpu")
+SEQ = 24
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"dp_shard": 1, "cp": 2}, {"dp_shard": 1, "tp": 2}, {"pp": 2}])
+def test_a_step_carries_its_work_whatever_the_mesh(axes: dict[str, int]) -> None:
+    """Rows that several ranks read are work once; the peak is that of all devices."""
+    labels = torch.full((2, SEQ), 7)
+    labels[1, 10:] = -100
+    expected = model_flops(build("llama", torch.float32)).of([SEQ, 10]) / (2 * 2e12)
+
+    def on_rank(rank: int) -> float:
+        model = build("llama", torch.float32)
+        models.use_causal_sdpa(model)
+        config = ParallelismConfig(**axes)
+        mesh = distributed.build_mesh(config, "cpu")
+        work = training.step_work(model, LoggingConfig(peak_tflops=2.0), mesh, CPU, torch.float32)
+        layout = distributed.parallelize(model, mesh, config, torch.float32)
+        replica = distributed.wrap_replicas(model, mesh, config, layout)
+        rows = slice(rank, rank + 1) if mesh.size("dp") == 2 else slice(0, 2)
+        batch = {"input_ids": torch.full((2, SEQ), 7)[rows], "labels": labels[rows]}
+        settings = training.StepSettings(device=CPU, mesh=mesh, work=work)
+        batches = [{name: part[:1] for name, part in batch.items()}, {name: part[1:] for name, part in batch.items()}]
+        optimizer = training.build_optimizer(model, OptimizerConfig())
+        vector = training.train_step(replica, [each for each in batches if len(each["labels"])], optimizer, settings)
+        return vector[training.metrics.FIELDS.index("seconds_at_peak")].item()
+
+    assert run_ranks(2, on_rank) == [pytest.approx(expected, rel=1e-12)] * 2

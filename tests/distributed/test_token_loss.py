@@ -1,0 +1,101 @@
+"""The loss without logits on every kind of mesh, against plain PyTorch's logits and cross-entropy in one process.
+
+float64: every parameter's gradient within 1e-10 relative; float32: loss and gradient norm within 1e-6. Each chunk has a
+few tokens only, so that every case has several.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from components.config.schema.model import LossMethod
+from components.training import chunked_loss
+from scripts.parity_curves import Curve
+from tests.distributed import parity
+from tests.distributed.parity import SMALL, Case, build, reference, run_case
+from tests.distributed.test_parity import DDP, FSDP2, FSDP2_TP2, HSDP, SP, TP, check
+from tests.harness import run_ranks
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": parity.MODELS["llama"],
+    "llama_tied": parity.MODELS["llama_tied"],
+    "gemma3": {**SMALL, "model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8,
+               "final_logit_softcapping": 0.5, "tie_word_embeddings": True},
+    "cohere": {**SMALL, "model_type": "cohere", "logit_scale": 0.3, "tie_word_embeddings": True},
+    "granite": {**SMALL, "model_type": "granite", "logits_scaling": 3.0, "tie_word_embeddings": False},
+    "phi": {**SMALL, "model_type": "phi", "num_key_value_heads": 4, "tie_word_embeddings": False},  # a head with a bias
+    "deep": {**parity.MODELS["llama"], "num_hidden_layers": 4},
+    "mixtral": parity.MOE_MODELS["mixtral"],
+}  # fmt: skip
+PP = {"strategy": "fsdp2", "dp_shard": -1, "pp": 2}
+CP = {"strategy": "fsdp2", "dp_shard": -1, "cp": 2}
+CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    1: [(name, {"strategy": "single", "dp_shard": 1}) for name in MODELS if name != "deep"],
+    2: [
+        ("phi", DDP),
+        ("cohere", FSDP2),
+        ("llama", {**FSDP2, "defer_grad_sync": False}),
+        ("llama", TP),
+        ("llama_tied", {**TP, **SP}),
+        ("gemma3", TP),
+        ("gemma3", CP),
+        ("llama_tied", PP),
+        ("deep", {**PP, "pp_schedule": "ZBVZeroBubble"}),
+        ("mixtral", FSDP2),
+    ],
+    4: [
+        ("llama_tied", {**FSDP2_TP2, **SP}),
+        ("granite", HSDP),
+        ("llama", {**PP, "tp": 2, "dp_shard": 1}),
+    ],
+}
+CHUNK = 300
+"""Logits of a chunk: three tokens of 97 words, six of a tp rank's half."""
+EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
+
+
+def cases(world: int) -> list[Case]:
+    chosen = CASES[world] if not EVERYTHING else [(name, mesh) for name in MODELS for _, mesh in CASES[world]]
+    found = []
+    for index, (name, mesh) in enumerate(chosen):
+        accumulation = 4 if mesh.get("pp_schedule") else 2
+        aux = 0.1 if name == "mixtral" else 0.0
+        case = Case(name, mesh, accumulation, steps=1, router_aux=aux, loss=LossMethod.chunked)
+        if EVERYTHING and (("pp" in mesh) != (name == "deep") or ("tp" in mesh and name == "phi")):
+            continue
+        found.append(case)
+        if EVERYTHING or index % 4 == 0:
+            found.append(replace(case, dtype=torch.float32, steps=3))
+    return found
+
+
+def run(world: int, work: list[Case], chunk: int = CHUNK) -> list[str]:
+    models = {(case.model, case.dtype): build(case.model, case.dtype, MODELS[case.model]) for case in work}
+
+    def on_rank(rank: int) -> list[tuple[Curve, list[str]]]:
+        chunked_loss.CHUNK_LOGITS = {"cpu": chunk, "cuda": chunk}  # in this forked process
+        return [run_case(case, models[case.model, case.dtype]) for case in work]
+
+    ranks = run_ranks(world, on_rank, timeout=240)
+    problems = []
+    for index, case in enumerate(work):
+        expected = reference(case, build(case.model, case.dtype, MODELS[case.model]))
+        for curve, different in (told[index] for told in ranks):
+            problems += check(case, expected, curve, different)
+            losses = zip(curve.losses, expected.losses, strict=True)
+            problems += [f"{case}: loss {a} is not {b}" for a, b in losses if not abs(a - b) <= 1e-6 * b]
+        if case.dtype == torch.float64:
+            had = set().union(*(told[index][0].gradients for told in ranks))
+            problems += [f"{case}: no gradient of {name}" for name in set(expected.gradients) - had]
+    return problems
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_gradients_and_losses_are_those_of_logits(world: int) -> None:
+    problems = run(world, cases(world))
+    assert not problems, "\n".join(problems)

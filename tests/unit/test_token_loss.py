@@ -1,0 +1,263 @@
+"""The loss without logits in one process: what it holds, what it costs nothing for, and where it steps back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from components import models, training
+from components.config.errors import ConfigError
+from components.config.schema import FinetuneConfig, ModelConfig, OptimizerConfig
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import LossMethod
+from components.config.schema.parallelism import ActivationCheckpointing
+from components.config.schema.training import TrainingConfig
+from components.training import chunked_loss
+from components.training.chunked_loss import Head, linear_cross_entropy
+from components.training.token_loss import TokenLoss
+from tests.unit.test_training_step import LLAMA
+
+VOCABULARY, HIDDEN = 6000, 32
+CPU = torch.device("cpu")
+
+
+class _Sizes(TorchDispatchMode):
+    """Remembers the shape of every tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.shapes += [tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        return result
+
+    @property
+    def most_tokens(self) -> int:
+        """Rows of the largest tensor of logits."""
+        return max((shape[0] for shape in self.shapes if len(shape) == 2 and shape[1] == VOCABULARY), default=0)
+
+
+@contextmanager
+def chunks_of(tokens: int) -> Iterator[None]:
+    before = dict(chunked_loss.CHUNK_LOGITS)
+    chunked_loss.CHUNK_LOGITS.update(dict.fromkeys(before, tokens * VOCABULARY))
+    try:
+        yield
+    finally:
+        chunked_loss.CHUNK_LOGITS.update(before)
+
+
+def build(device: str = "cpu", **values: Any) -> Any:
+    torch.manual_seed(0)
+    values = {**LLAMA, "vocab_size": VOCABULARY, "model_type": "llama", **values}
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    models.use_causal_sdpa(model)
+    return model
+
+
+def config(loss: LossMethod = LossMethod.chunked) -> FinetuneConfig:
+    return FinetuneConfig(
+        model=ModelConfig(path="made here", loss=loss),
+        data=DocsDataConfig(),
+        training=TrainingConfig(micro_batch_size=8, seq_len=64),
+    )
+
+
+def attach(model: nn.Module, loss: LossMethod = LossMethod.chunked) -> TokenLoss:
+    return training.attach_token_loss(model, config(loss), None, None, CPU)
+
+
+def rows(targets: int = 500) -> dict[str, torch.Tensor]:
+    """Eight rows of 64 tokens, `targets` of which carry loss."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, VOCABULARY, (8, 64), generator=generator)
+    labels = torch.full((8, 64), -100)
+    places = torch.randperm(8 * 63, generator=generator)[:targets]
+    labels[:, 1:].reshape(-1)[places] = 1  # a copy: only the places count
+    real = torch.zeros(8 * 63, dtype=torch.bool).index_fill(0, places, True).view(8, 63)
+    labels[:, 1:] = torch.where(real, tokens[:, 1:], -100)
+    return {"input_ids": tokens, "labels": labels}
+
+
+def step(model: nn.Module, loss: TokenLoss | None, batch: dict[str, torch.Tensor], **values: Any) -> torch.Tensor:
+    optimizer = training.build_optimizer(model, OptimizerConfig())
+    device = next(model.parameters()).device
+    settings = training.StepSettings(device=device, token_loss=loss, **values)
+    return training.train_step(model, [batch], optimizer, settings)
+
+
+def gradients(model: Any, loss: TokenLoss | None, batch: dict[str, torch.Tensor], **values: Any) -> dict[str, Any]:
+    """Gradients before the update, and the step's vector."""
+    found: dict[str, Any] = {}
+
+    class Keep(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            found.update({name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None})
+
+    optimizer = Keep(model.parameters(), lr=0.0)
+    optimizer.param_groups[0]["fused"] = False
+    settings = training.StepSettings(device=CPU, token_loss=loss, max_grad_norm=0.0, **values)
+    found["loss"] = training.train_step(model, [batch], optimizer, settings)[0]
+    return found
+
+
+def test_no_tensor_of_tokens_x_vocabulary_is_made_and_ignored_targets_cost_nothing() -> None:
+    shapes = {}
+    for name, method, targets in (("logits", None, 500), ("all", 1, 500), ("few", 1, 20)):
+        model = build()
+        loss = attach(model) if method else None
+        with chunks_of(100), _Sizes() as sizes:
+            step(model, loss, rows(targets))
+        shapes[name] = sizes
+    assert any(shape in ((8, 64, VOCABULARY), (512, VOCABULARY)) for shape in shapes["logits"].shapes)
+    assert 86 <= shapes["all"].most_tokens <= 100
+    products = [shape for shape in shapes["few"].shapes if shape[-1:] == (VOCABULARY,) and len(shape) == 2]
+    assert sum(shape[0] for shape in dict.fromkeys(products)) <= 128  # of 512 tokens
+
+
+def test_a_step_on_the_meta_device_with_batches_of_the_host() -> None:
+    """Targets are counted on the host and nothing is asked of the device."""
+    model = build("meta")
+    batch = rows(20)
+    with chunks_of(50), _Sizes() as sizes:
+        vector = step(model, attach(model), batch)
+    assert vector.shape == (len(training.metrics.FIELDS),)
+    assert 0 < sizes.most_tokens <= 50
+
+
+@pytest.mark.parametrize("values", [{}, {"model_type": "cohere", "logit_scale": 0.25}, {"tie_word_embeddings": True}])
+def test_gradients_are_those_of_logits(values: dict[str, Any]) -> None:
+    batch = rows(300)
+    expected = gradients(build(**values).double(), None, batch)
+    model = build(**values).double()
+    with chunks_of(40):
+        got = gradients(model, attach(model), batch)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (got[name] - value).norm() <= 1e-6 * value.norm(), name  # transformers' norms are in float32
+
+
+def test_a_frozen_head_costs_no_gradient() -> None:
+    batch, shapes = rows(500), {}
+    for frozen in (False, True):
+        model = build(tie_word_embeddings=False)
+        model.lm_head.weight.requires_grad_(not frozen)
+        model.model.embed_tokens.weight.requires_grad_(False)
+        loss = attach(model)
+        with chunks_of(100), _Sizes() as sizes:
+            step(model, loss, batch)
+        assert model.lm_head.weight.grad is None
+        shapes[frozen] = sizes.shapes
+    assert (VOCABULARY, HIDDEN) in shapes[False]
+    assert (VOCABULARY, HIDDEN) not in shapes[True]
+
+
+def test_autocast_computes_as_logits_do_and_the_loss_is_float32() -> None:
+    batch = rows(300)
+    expected = gradients(build(), None, batch, autocast=torch.bfloat16)
+    model = build()
+    with chunks_of(40):
+        got = gradients(model, attach(model), batch, autocast=torch.bfloat16)
+    assert abs(got["loss"] - expected["loss"]) <= 1e-6 * expected["loss"]
+    for name, value in expected.items():
+        assert (got[name] - value).norm() <= 2e-2 * value.norm(), name
+    # What chunks add to the head's gradient is not rounded after each of them.
+    exact = gradients(build(), None, batch)["lm_head.weight"]
+    error = (got["lm_head.weight"] - exact).norm() / (expected["lm_head.weight"] - exact).norm()
+    assert error <= 1.05
+
+
+def test_layers_recomputed_and_compiled() -> None:
+    batch = rows(300)
+    expected = gradients(build(), None, batch)
+    model = build()
+    models.checkpoint_activations(model, ActivationCheckpointing.full)
+    models.compile_layers(model, backend="eager")
+    with chunks_of(40):
+        got = gradients(model, attach(model), batch)
+    for name, value in expected.items():
+        assert (got[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+def test_logits_and_evaluation_are_what_they_were() -> None:
+    model = build().eval()
+    batch = rows(300)
+    expected = model(input_ids=batch["input_ids"], use_cache=False).logits
+    held_out = training.evaluate(model, [batch], training.StepSettings(device=CPU))
+    loss = attach(model)
+    assert torch.equal(model(input_ids=batch["input_ids"], use_cache=False).logits, expected)
+    settings = training.StepSettings(device=CPU, token_loss=loss)
+    with chunks_of(40):
+        assert training.evaluate(model, [batch], settings) == pytest.approx(held_out, rel=1e-6)
+
+
+def test_a_count_that_is_too_small_is_never_a_wrong_loss() -> None:
+    hidden, weight = torch.randn(600, 8), torch.randn(50, 8)
+    targets = torch.randint(0, 50, (600,))
+    assert linear_cross_entropy(hidden, weight, None, targets, Head(), 600).isfinite()
+    assert linear_cross_entropy(hidden, weight, None, targets, Head(), 200).isnan()
+
+
+def test_gradients_are_given_once_and_no_targets_give_zero() -> None:
+    hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    nothing = linear_cross_entropy(hidden, weight, None, torch.full((9,), -100), Head(), 0)
+    nothing.backward()
+    assert nothing == 0
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+    loss = linear_cross_entropy(hidden, weight, None, torch.arange(9), Head())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        loss.backward()
+
+
+class _Scaled(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(hidden)
+
+
+def test_a_head_of_another_kind_keeps_its_logits_and_says_so() -> None:
+    model = build()
+    model.lm_head.__class__ = _Scaled
+    told = attach(copy.deepcopy(model), LossMethod.auto)
+    assert (told.method, told.takes_targets) == (LossMethod.logits, False)
+    assert "its head is a _Scaled" in str(told)
+    with pytest.raises(ConfigError, match="model.loss=chunked: .*_Scaled.* set model.loss=logits"):
+        attach(model)
+
+
+def test_code_after_the_head_that_needs_all_logits_is_left_to_logits() -> None:
+    class Centred(type(build())):  # type: ignore[misc]
+        def forward(self, **kwargs: Any) -> Any:
+            output = super().forward(**kwargs)
+            return replace(output, logits=output.logits - output.logits.mean(-1, keepdim=True))
+
+    model = build()
+    model.__class__ = Centred
+    assert "needs all of them at once" in str(attach(model, LossMethod.auto))
+
+
+def test_auto_makes_small_logits() -> None:
+    assert not attach(build(), LossMethod.auto).takes_targets  # 512 tokens x 6,000 words
+    with chunks_of(100):
+        assert attach(build(), LossMethod.auto).method == LossMethod.chunked
+
+
+def test_liger_is_refused_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="model.loss=liger: .*GPUs only"):
+        attach(build(), LossMethod.liger)

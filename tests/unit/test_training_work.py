@@ -1,0 +1,185 @@
+"""FLOPs of a step against torch's own counter, which counts what is run; what is not work; and the MFU from them."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from components import observability, training
+from components.config.schema.logging import LoggingConfig, ProfileConfig
+from components.training.metrics import StepMetrics
+from components.training.work import PEAK_TFLOPS, document_lengths, model_flops, pairs, peak_tflops
+from tests.distributed.parity import MODELS, MOE_MODELS, SMALL
+
+CPU = torch.device("cpu")
+SEQ = 24
+COUNTED: dict[str, dict[str, Any]] = {
+    "llama": MODELS["llama"],
+    "llama_tied": MODELS["llama_tied"],
+    "qwen3": {**MODELS["qwen3"], "head_dim": 20},  # not hidden / heads
+    "gemma": {**MODELS["gemma"], "head_dim": 24},
+    "gpt2": MODELS["gpt2"],
+    "mixtral": {**MOE_MODELS["mixtral"], "num_local_experts": 6},
+    "qwen3_moe": MOE_MODELS["qwen3_moe"],
+    "gemma3": {**SMALL, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8, "num_hidden_layers": 6,
+               "query_pre_attn_scalar": 8, "tie_word_embeddings": True},
+}  # fmt: skip
+
+
+def build(name: str) -> Any:
+    values = dict(COUNTED[name])
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if name in MOE_MODELS:
+        model.set_experts_implementation("eager")
+    return model
+
+
+def counted(model: nn.Module) -> int:
+    """What torch counts of a forward and backward of one row, rotary frequencies left out."""
+    tokens = torch.randint(3, 97, (1, SEQ))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    modules = counter.get_flop_counts()
+    rotary = next((modules[name] for name in modules if name.endswith("rotary_emb")), {})
+    return counter.get_total_flops() - sum(rotary.values())
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    """Eager attention multiplies every pair of tokens, seen or not: so many pairs are put in for those that are."""
+    model = build(name)
+    flops = model_flops(model)
+    assert flops.per_token * SEQ + sum(each for _, each in flops.per_pair) * SEQ**2 == counted(model)
+    assert flops.of([SEQ]) < counted(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_frozen_matrix_has_no_gradient_to_compute(name: str) -> None:
+    model = build(name)
+    for module in (model.lm_head, model.model.layers[-1].mlp):
+        module.requires_grad_(False)
+    flops = model_flops(model)
+    assert flops.per_token * SEQ + sum(each for _, each in flops.per_pair) * SEQ**2 == counted(model)
+
+
+def test_pairs_are_those_that_a_causal_mask_with_a_window_leaves() -> None:
+    for length in (1, 5, 24):
+        for window in (None, 1, 5, 24, 30):
+            place = torch.arange(length)
+            distance = place[:, None] - place[None, :]
+            seen = (distance >= 0) & (distance < (window or length))
+            assert pairs(length, window) == seen.sum()
+    windows = dict(model_flops(build("gemma3")).per_pair)
+    assert windows == {8: 5 * 6 * 4 * 16, None: 1 * 6 * 4 * 16}  # five sliding layers to a full one
+
+
+def test_layers_that_are_no_attention_are_not_guessed() -> None:
+    model = build("llama")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(NotImplementedError, match="layers of linear_attention"):
+        model_flops(model)
+
+
+def test_padding_is_no_work_and_documents_are_apart() -> None:
+    labels = torch.tensor([[-100, -100, 5, 6, -100, -100], [-100] * 6, [-100, 1, 2, -100, 3, 4]])
+    assert document_lengths({"labels": labels}) == [4, 0, 6]
+    bounds = torch.tensor([[0, 2, 4, 6, 6], [0, 6, 6, 6, 6], [0, 3, 6, 6, 6]], dtype=torch.int32)
+    assert document_lengths({"labels": labels, "documents": bounds}) == [2, 2, 3, 3]
+    assert document_lengths({"labels": labels.to("meta")}) == []
+
+
+def test_a_device_is_known_by_its_exact_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet, bf16 = LoggingConfig(), torch.bfloat16
+    assert peak_tflops(quiet, CPU, bf16)[0] is None
+    assert "left out" in peak_tflops(quiet, CPU, bf16)[1]
+    assert peak_tflops(LoggingConfig(peak_tflops=0.5), CPU, bf16)[0] == 0.5
+    for name, expected in (*PEAK_TFLOPS.items(), ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA H100", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_tflops(quiet, torch.device("cuda", 0), bf16)[0] == expected
+        assert peak_tflops(quiet, torch.device("cuda", 0), torch.float32)[0] is None
+
+
+def test_the_report_tells_the_share_of_the_peak(tmp_path: Path) -> None:
+    logging = LoggingConfig(plot=False)
+    report = observability.Reporter(logging, str(tmp_path), enabled=True)
+    batches = iter([1, 2, 3])
+    for number in (1, 2, 3):
+        assert report.next_batch(batches) == number
+        asked = {"skipped": False, "preempt": False, "interrupt": False, "must_save": False}
+        report.step(StepMetrics(number, 1.0, 1.0, 10, 0.5, **asked, seconds_at_peak=0.1 * number), lr=0.1, tokens=10)
+    result = observability.Result(
+        status="ok",
+        steps=3,
+        mesh="1",
+        processes=1,
+        wall_seconds=9.0,
+        peak_memory_bytes=1,
+        first_loss=1.0,
+        last_loss=1.0,
+    )
+    report.finish(result)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["mfu"] for line in lines] == [0.2, 0.4, 0.6]
+    told = json.loads((tmp_path / "result.json").read_text())
+    assert told["mfu"] == 0.5  # the first line pays for warming up
+    assert told["seconds_to_first_step"] == pytest.approx(9.0, abs=1.0)
+    assert told["data_wait_seconds"] >= 0
+
+
+def test_garbage_is_collected_between_steps_only() -> None:
+    collected: list[str] = []
+
+    def watch(phase: str, _: Any) -> None:
+        if phase == "start":
+            collected.append(where)
+
+    gc.callbacks.append(watch)
+    try:
+        where = "start"
+        with training.GarbageOffTheStep(every=2) as garbage:
+            assert not gc.isenabled()
+            for _ in range(4):
+                with garbage.step():
+                    where = "in a step"
+                    rings: list[Any] = []
+                    for _ in range(3000):
+                        ring: list[Any] = []
+                        ring.append(ring)
+                        rings.append(ring)
+                    where = "between steps"
+        assert gc.isenabled()
+        assert gc.get_freeze_count() == 0
+        assert collected.count("between steps") == 2
+        assert "in a step" not in collected
+    finally:
+        gc.callbacks.remove(watch)
+    with training.GarbageOffTheStep(every=0):
+        assert gc.isenabled()
+
+
+def test_a_profile_of_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+    said: list[str] = []
+    for cfg in (ProfileConfig(), ProfileConfig(enabled=True, ranks=[1])):
+        profile = observability.StepProfile(cfg, str(tmp_path), said.append)
+        for _ in range(12):
+            with profile.step():
+                torch.ones(2) + 1
+        assert not list(tmp_path.iterdir())
+    profile = observability.StepProfile(ProfileConfig(enabled=True, start=2, steps=2), str(tmp_path), said.append)
+    for number in range(5):
+        with profile.step():
+            torch.ones(3 + number).cumsum(0)
+    trace = json.loads((tmp_path / "profile" / "rank_0.json").read_text())
+    assert sum(event.get("name") == "aten::cumsum" for event in trace["traceEvents"]) == 2
+    assert "aten::cumsum" in (tmp_path / "profile" / "rank_0.txt").read_text()
+    assert len(said) == 1
