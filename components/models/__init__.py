@@ -3,6 +3,7 @@
 build.py       build_on_meta: config from hub, folder, GGUF or values; model_shape
 tokenizer.py   load_tokenizer, also one token per byte
 attention.py   use_causal_sdpa: attention without masks and host syncs
+lora.py        add_adapters: small matrices beside linear layers; adapter_files.py: in PEFT's format
 layers.py      decoder_layers, checkpoint_activations, compile_layers, count_parameters
 memory.py      materialize: memory for the parameters, values for the buffers
 weights.py     fill_weights: load_weights from disk, or initialize_weights (initialize.py) from a seed
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         count_parameters,
         decoder_layers,
     )
+    from components.models.lora import add_adapters  # noqa: F401
     from components.models.memory import materialize  # noqa: F401
     from components.models.tokenizer import load_tokenizer  # noqa: F401
     from components.models.weights import fill_weights, load_weights  # noqa: F401
@@ -48,6 +50,7 @@ __all__, __getattr__ = lend(
         "generation": "generate",
         "initialize": "initialize_weights",
         "layers": "ParameterCounts checkpoint_activations compile_layers count_parameters decoder_layers",
+        "lora": "add_adapters",
         "memory": "materialize",
         "tokenizer": "load_tokenizer",
         "weights": "fill_weights load_weights",

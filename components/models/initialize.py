@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def initialize_weights(model: PreTrainedModel, seed: int) -> None:
-    """Set every parameter by the rule of its transformers class, the randomness from (`seed`, its name).
+    """Set every parameter by the rule of its transformers class (adapters have none), random by (`seed`, its name).
 
     Values are drawn on the CPU in float32 as one full parameter at a time, whatever the mesh and the dtype, so
     they depend on the seed, the name and the global shape alone. The global random state is left as it was.
@@ -28,8 +28,11 @@ def initialize_weights(model: PreTrainedModel, seed: int) -> None:
         ConfigError: The class has no rule for one of its parameters.
     """
     twin = meta_twin(model, dtype=torch.float32)
+    known = dict(twin.named_parameters(remove_duplicate=False))
     with torch.random.fork_rng(devices=[]):
         for name, parameter in model.named_parameters():
+            if name not in known:
+                continue
             values = _draw(twin, name, seed)
             if values.isnan().any():
                 raise ConfigError(

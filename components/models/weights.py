@@ -17,6 +17,7 @@ from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, WeightInit
 from components.models.gguf import GGUFTensors
 from components.models.initialize import initialize_weights
+from components.models.lora import initialize_adapters
 from components.models.names import saved_tensors, tied_names
 from components.models.safetensors import SafetensorsTensors, find_safetensors
 from components.models.shards import Index, fill, local_blocks, local_part
@@ -60,11 +61,12 @@ class Plan:
 
 
 def fill_weights(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
-    """Load the weights of `cfg.path`, or draw them from `seed`, as `cfg.init` says."""
+    """Load the weights of `cfg.path`, or draw them from `seed`, as `cfg.init` says; draw adapters, where there are any."""
     if cfg.init == WeightInit.random:
         initialize_weights(model, seed)
     else:
         load_weights(model, cfg)
+    initialize_adapters(model, seed)
 
 
 def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
