@@ -45,7 +45,11 @@ def adapted_style(name: str, style: ParallelStyle) -> ParallelStyle:
         return style
     if isinstance(style, KVHeadSlice):
         return AdaptedKVHeadSlice(style.kv_heads)
-    if type(style) is ColwiseParallel and style.input_layouts == (Replicate(),) and style.output_layouts == (Shard(-1),):
+    if (
+        type(style) is ColwiseParallel
+        and style.input_layouts == (Replicate(),)
+        and style.output_layouts == (Shard(-1),)
+    ):
         return AdaptedColwise()
     if type(style) is RowwiseParallel and style.input_layouts == (Shard(-1),):
         return AdaptedRowwise(style.output_layouts[0])

@@ -70,9 +70,7 @@ class LoraLayer(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
-        return self.compute(
-            hidden, self.matrix, self.bias, self.lora_A, self.lora_B, self.lora_magnitude_vector
-        )
+        return self.compute(hidden, self.matrix, self.bias, self.lora_A, self.lora_B, self.lora_magnitude_vector)
 
     @property
     def matrix(self) -> torch.Tensor:

@@ -36,16 +36,17 @@ class Adapted:
     peft: PeftConfig = field(default_factory=lambda: LORA)
     layout: dict[str, Any] = field(default_factory=dict)
     """Further keys of the section parallelism."""
+    layers: int = 2
 
     @property
     def key(self) -> tuple[str, int, torch.dtype, str]:
-        return self.model, 0, self.dtype, str(self.peft)
+        return self.model, self.layers, self.dtype, str(self.peft)
 
     def cell(self, world: int) -> grid.Cell:
         single = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
         layout = single if self.mesh == "single" else layout_of(self.mesh, ParallelismConfig(**self.layout))
         assert layout is not None
-        made = grid.cell(self.model, world, layout, layers=2)
+        made = grid.cell(self.model, world, layout, layers=self.layers)
         if self.mesh == "single":
             made = replace(made, name="single")
         return replace(made, name=f"{made.name} {self.peft}")
@@ -65,7 +66,7 @@ def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def build(case: Adapted) -> torch.nn.Module:
-    model = grid.build_model(case.model, 2, case.dtype)
+    model = grid.build_model(case.model, case.layers, case.dtype)
     for module in model.modules():
         if isinstance(module, Conv1D):
             vars(module).pop("forward", None)  # float64 as it is: nothing in it casts
