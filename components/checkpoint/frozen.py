@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from components.config.errors import ConfigError
-from components.models.shards import Block, is_first_holder, local_blocks, local_part
+from components.models.shards import Block, Index, is_first_holder, local_blocks, local_part
+from components.models.weight_files import row_blocks
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a value -> the integers that have the same bits."""
@@ -45,6 +47,15 @@ def frozen_fingerprint(model: nn.Module) -> str | None:
     return text_of(total)
 
 
+def fingerprint_of(tensors: Mapping[str, torch.Tensor], read: Callable[[str, Index], torch.Tensor]) -> str:
+    """Return the fingerprint of parameters that are read block by block; only the shapes of `tensors` count."""
+    total = torch.zeros((), dtype=torch.int64)
+    for name, tensor in tensors.items():
+        for index in row_blocks(tensor):
+            total += fingerprint_of_block(name, read(name, index), Block(index, index))
+    return text_of(total)
+
+
 def fingerprint_of_block(name: str, values: torch.Tensor, block: Block) -> torch.Tensor:
     """Return the part of a fingerprint that a block of the parameter `name` makes, an int64 scalar."""
     bits = values.contiguous().view(_BITS[values.element_size()])
@@ -62,13 +73,12 @@ def text_of(total: torch.Tensor) -> str:
     return f"{int(total) % 2**64:016x}"
 
 
-def check_frozen(path: object, stored: str | None, model: nn.Module) -> None:
-    """Compare what a checkpoint says of frozen weights with the model's; a collective. Raises ConfigError."""
-    here = frozen_fingerprint(model)
+def check_frozen(path: object, stored: str | None, here: str | None) -> None:
+    """Compare the fingerprint in a checkpoint with that of the weights that are here now. Raises ConfigError."""
     if stored != here:
         raise ConfigError(
             f"checkpoint {path}: its adapters were trained beside other weights ({stored}) than model.path, "
-            f"model.config, model.dtype and run.seed give now ({here}); set them back, or set run.resume=never"
+            f"model.config, model.dtype and run.seed give now ({here}); set them back, or begin anew (run.resume=never)"
         )
 
 

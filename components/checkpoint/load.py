@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from components.checkpoint.errors import agreed
 from components.checkpoint.faults import fault_point
 from components.checkpoint.folders import FOLDER, FROZEN, STATE, candidates, random_file
-from components.checkpoint.frozen import check_frozen
+from components.checkpoint.frozen import check_frozen, frozen_fingerprint
 from components.checkpoint.manifest import Manifest, ManifestError
 from components.checkpoint.random_state import set_random_state
 from components.checkpoint.save import mesh_of
@@ -106,7 +106,7 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: torch.optim.O
         stored = read_shapes(path)
     parameters = model_tensors(model)
     _check_model(path, parameters, stored)
-    check_frozen(path, saved.get(FROZEN), model)
+    check_frozen(path, saved.get(FROZEN), frozen_fingerprint(model))
     tensors = parameters | make_optimizer_state(optimizer, parameters, stored)
     with agreed(f"checkpoint {path} could not be read"):
         read_tensors(path, tensors)
@@ -135,7 +135,7 @@ def load_model_weights(path: Path | str, model: nn.Module) -> None:
         stored = read_shapes(path)
         frozen = json.loads((path / STATE).read_text()).get(FROZEN)
     _check_model(path, parameters, stored)
-    check_frozen(path, frozen, model)
+    check_frozen(path, frozen, frozen_fingerprint(model))
     with agreed(f"checkpoint {path} could not be read"):
         read_tensors(path, parameters)
 

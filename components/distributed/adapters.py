@@ -1,10 +1,10 @@
 """Tensor parallelism of layers with LoRA adapters.
 
 The adapter follows its layer, and costs no collective in the forward. Column-wise, W and B are cut by outputs and A is
-whole; row-wise, W and A are cut by inputs, B is whole, and what both give is summed over tp at once. The gradient of the
-whole matrix is a partial sum on each rank either way, summed once, when FSDP reduces it. An adapted layer is any module
-with parameters `lora_A`, `lora_B` and maybe `lora_magnitude_vector` beside `weight` and `bias`, and a method `compute`
-that takes its input and these as plain tensors.
+whole; row-wise, W and A are cut by inputs, B is whole, and what both give is summed over tp at once. Either way, the
+gradient of the whole matrix is a partial sum on each rank, summed once, when FSDP reduces it. An adapted layer is any
+module with parameters `lora_A`, `lora_B` and maybe `lora_magnitude_vector` beside `weight` and `bias`, and a method
+`compute` that takes its input and these as plain tensors.
 """
 
 from __future__ import annotations
@@ -82,9 +82,8 @@ class AdaptedRowwise(ParallelStyle):
         self.output_layout = output_layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        by_inputs = {"weight": Shard(1), "lora_A": Shard(1)}
-        _lay_out(module, device_mesh, by_inputs, other=Replicate())
-        inputs = _InputsShard(device_mesh, module.lora_A.shape[1])  # type: ignore[union-attr]
+        inputs = _InputsShard(device_mesh, module.get_parameter("lora_A").shape[1])
+        _lay_out(module, device_mesh, {"weight": Shard(1), "lora_A": Shard(1)}, other=Replicate())
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, in / tp) -> (batch, seq, out)
             weight, bias, *adapter = _local(module, partial=("lora_B", "lora_magnitude_vector"))

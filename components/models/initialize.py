@@ -31,15 +31,21 @@ def initialize_weights(model: PreTrainedModel, seed: int) -> None:
     known = dict(twin.named_parameters(remove_duplicate=False))
     with torch.random.fork_rng(devices=[]):
         for name, parameter in model.named_parameters():
-            if name not in known:
-                continue
-            values = _draw(twin, name, seed)
-            if values.isnan().any():
-                raise ConfigError(
-                    f"model.init=random: {type(twin).__name__} has no initialisation for {name}; set "
-                    "model.init=pretrained"
-                )
-            fill(parameter, name, values.__getitem__)
+            if name in known:
+                fill(parameter, name, drawn_weight(twin, name, seed).__getitem__)
+
+
+def drawn_weight(twin: PreTrainedModel, name: str, seed: int) -> torch.Tensor:
+    """Return what `initialize_weights` sets a parameter to, whole and in float32; the random state is another then.
+
+    twin: From `meta_twin`, in float32. Raises ConfigError like `initialize_weights`.
+    """
+    values = _draw(twin, name, seed)
+    if values.isnan().any():
+        raise ConfigError(
+            f"model.init=random: {type(twin).__name__} has no initialisation for {name}; set model.init=pretrained"
+        )
+    return values
 
 
 def _draw(twin: PreTrainedModel, name: str, seed: int) -> torch.Tensor:

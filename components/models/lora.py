@@ -45,8 +45,8 @@ class InputsShard(Protocol):
 class LoraLayer(nn.Module):
     """What adapted layers have in common: an adapter as parameters, and the forward that uses it."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Any
+    bias: Any
     scaling: float
     dropout: float
     lora_A: nn.Parameter
@@ -148,6 +148,11 @@ def add_adapters(model: PreTrainedModel, cfg: PeftConfig) -> None:
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Return the layers with adapters by name; none for a model without."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def scaling_of(model: nn.Module) -> float:
+    """Return by what the adapters of a model are scaled, one number for all of them; 0 where there are none."""
+    return next((layer.scaling for layer in adapted_layers(model).values()), 0.0)
 
 
 @torch.no_grad()

@@ -76,8 +76,5 @@ class PeftConfig:
 
     def _changed(self) -> list[str]:
         """Names of fields that are not at their default."""
-        return [
-            each.name
-            for each in fields(self)
-            if getattr(self, each.name) != (each.default if each.default is not MISSING else each.default_factory())  # type: ignore[misc]
-        ]
+        defaults = {each.name: [ALL_LINEAR] if each.default is MISSING else each.default for each in fields(self)}
+        return [name for name, default in defaults.items() if getattr(self, name) != default]
