@@ -16,6 +16,7 @@ from components.config.schema.parallelism import (
     ContextAttention,
     MeshShape,
     ParallelismConfig,
+    Strategy,
     UnevenHeads,
 )
 from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, RecipeConfig
@@ -39,10 +40,29 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
         problems += _row_problems("training.seq_len", cfg.training.seq_len, cfg.parallelism, mesh)
     if isinstance(cfg, EvaluateConfig):
         problems += _row_problems("evaluation.seq_len", cfg.evaluation.seq_len, cfg.parallelism, mesh)
+    problems += _peft_problems(cfg)
     if mesh.pp > 1 and cfg.model.compile and cfg.parallelism.pp_schedule in SPLIT_BACKWARD:
         problems.append(
             f"parallelism.pp_schedule={cfg.parallelism.pp_schedule}: splits the backward, which compiled layers do in "
             "one piece; set model.compile=false or parallelism.pp_schedule=Interleaved1F1B"
+        )
+    return problems
+
+
+def _peft_problems(cfg: RecipeConfig) -> list[str]:
+    peft = getattr(cfg, "peft", None)
+    if peft is None or not peft.adapts:
+        return []
+    problems = []
+    if cfg.parallelism.strategy == Strategy.megatron_fsdp:
+        problems.append(
+            f"peft.method={peft.method}: parallelism.strategy=megatron_fsdp was never tried with frozen parameters; set "
+            "parallelism=fsdp2, or peft=none"
+        )
+    if isinstance(cfg, EvaluateConfig) and cfg.evaluation.checkpoint is None:
+        problems.append(
+            f"peft.method={peft.method}: without evaluation.checkpoint there are no trained adapters to evaluate; set "
+            "it to a checkpoint (.../checkpoints/step_N), or set peft=none"
         )
     return problems
 

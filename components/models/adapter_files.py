@@ -15,8 +15,9 @@ from torch import nn
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig
 from components.models.gather import WRITER, gathered_tensors, told_by_writer, writer_rank
-from components.models.lora import ADAPTER_PARAMETERS, row_norms
+from components.models.lora import ADAPTER_PARAMETERS, row_norms, scaling_of
 from components.models.shards import Index
+from components.models.twin import meta_twin
 from components.models.weight_files import replace_folder
 
 if TYPE_CHECKING:
@@ -83,8 +84,6 @@ def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConf
     """Return the `peft.LoraConfig` of the adapters whose parameters have these names."""
     from peft import LoraConfig  # two seconds that only an export pays
 
-    from components.models.twin import meta_twin
-
     twin = meta_twin(model)
     layers = {name.rpartition(".")[0] for name in names}
     leaves = {name.rpartition(".")[2] for name in layers}
@@ -107,9 +106,9 @@ def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConf
 class Merge:
     """Adds adapters to the weights of their layers, block by block."""
 
-    def __init__(self, twin: PreTrainedModel, scaling: float) -> None:
-        """twin: The model without adapters, for its modules; on the meta device."""
-        self._twin, self._scaling = twin, scaling
+    def __init__(self, model: PreTrainedModel) -> None:
+        """model: Tells what kinds of layers there are, and by what adapters are scaled; its values do not count."""
+        self._twin, self._scaling = meta_twin(model), scaling_of(model)
         self._adapters: dict[str, torch.Tensor] = {}
 
     def order(self, names: Iterable[str]) -> list[str]:

@@ -16,7 +16,6 @@ from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig, PeftExport
 from components.models.adapter_files import Merge, export_adapter
 from components.models.gather import WRITER, gathered_tensors, told_by_writer, writer_rank
-from components.models.lora import scaling_of
 from components.models.names import saved_tensors
 from components.models.shards import Index
 from components.models.twin import meta_twin
@@ -72,7 +71,7 @@ def export_model(
     """
     folder = Path(folder)
     export = _Export(model, folder, dtype, shard_bytes)
-    merge = Merge(meta_twin(model), scaling_of(model))
+    merge = Merge(model)
     problem = None
     for name, full in gathered_tensors(model, merge.order(export.tensors)):
         if problem is not None or full is None or merge.take(name, full):
