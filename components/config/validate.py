@@ -56,7 +56,7 @@ def _peft_problems(cfg: RecipeConfig) -> list[str]:
     problems = []
     if cfg.parallelism.strategy == Strategy.megatron_fsdp:
         problems.append(
-            f"peft.method={peft.method}: parallelism.strategy=megatron_fsdp was never tried with frozen parameters; set "
+            f"peft.method={peft.method}: parallelism.strategy=megatron_fsdp was never tried with frozen weights; set "
             "parallelism=fsdp2, or peft=none"
         )
     if isinstance(cfg, EvaluateConfig) and cfg.evaluation.checkpoint is None:
