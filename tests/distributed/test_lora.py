@@ -119,13 +119,13 @@ def test_the_check_sees_a_planted_bug(plant: Callable[[], None], case: Adapted, 
     assert re.search(words, "\n".join(finding.problems)), finding
 
 
-def lay_out(model: torch.nn.Module, mesh_name: str, **more: Any) -> torch.nn.Module:
+def lay_out(model: torch.nn.Module, mesh_name: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """A copy of a model on a mesh of all ranks."""
-    config = layout_of(mesh_name, ParallelismConfig(**more))
+    config = layout_of(mesh_name, ParallelismConfig())
     assert config is not None
     laid_out = copy.deepcopy(model)
     models.use_causal_sdpa(laid_out)
-    distributed.parallelize(laid_out, distributed.build_mesh(config, "cpu"), config, torch.float64)
+    distributed.parallelize(laid_out, distributed.build_mesh(config, "cpu"), config, dtype)
     return laid_out
 
 
@@ -170,6 +170,26 @@ def test_recomputed_and_compiled_layers_have_the_same_gradients() -> None:
         return max(relative(got[name], expected[name]) for name in expected)
 
     assert max(run_ranks(2, worst, timeout=120)) < 1e-10
+
+
+def test_adapters_in_float32_beside_weights_in_bfloat16() -> None:
+    """One FSDP unit then holds both types: gradients are those of one process, in float32."""
+    model = ours(Adapted("llama", "dp_shard2_tp2", F32, DORA))
+    for parameter in model.parameters():
+        parameter.data = parameter.data if parameter.requires_grad else parameter.data.bfloat16()
+    expected = gradients(copy.deepcopy(model))
+
+    def worst(rank: int) -> float:
+        got = [gradients(lay_out(model, mesh, torch.bfloat16)) for mesh in ("dp_shard2", "tp2")]
+        assert {each[name].dtype for each in got for name in each} == {F32}
+        scale = {"dp_shard2": 2.0, "tp2": 1.0}  # both ranks of dp_shard brought the same rows
+        return max(
+            relative(each[name] / scale[mesh], expected[name])
+            for mesh, each in zip(scale, got, strict=True)
+            for name in expected
+        )
+
+    assert max(run_ranks(2, worst)) < 0.05  # bfloat16 rounds to 3 digits
 
 
 def test_what_cannot_have_adapters_on_a_mesh_is_refused() -> None:
