@@ -3,6 +3,7 @@
 python recipes/evaluate.py                                                       # the model as it comes
 python recipes/evaluate.py model.path=outputs/finetune/RUN/export                # an export
 python recipes/evaluate.py evaluation.checkpoint=outputs/finetune/RUN/checkpoints/step_40
+python recipes/evaluate.py peft=lora evaluation.checkpoint=...                   # of a run with adapters
 python recipes/evaluate.py model=qwen3_0_6b data=gsm8k parallelism=fsdp2_tp2     # another model, data set and mesh
 """
 
@@ -39,14 +40,15 @@ def main(cfg: EvaluateConfig) -> None:
     # Model: laid over the mesh on the meta device, then filled shard by shard
     compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)
     model = models.build_on_meta(cfg.model, len(tokenizer))
+    models.add_adapters(model, cfg.peft)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
     token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, info.device)
     if cfg.model.compile:
         models.compile_layers(model)
     models.materialize(model, info.device)
-    if cfg.evaluation.checkpoint is None:
+    if cfg.evaluation.checkpoint is None or cfg.peft.adapts:  # checkpoints hold what was trained
         models.fill_weights(model, cfg.model, cfg.run.seed)
-    else:
+    if cfg.evaluation.checkpoint is not None:
         checkpoint.load_model_weights(cfg.evaluation.checkpoint, model)
 
     replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
@@ -63,7 +65,7 @@ def main(cfg: EvaluateConfig) -> None:
             coordinates=mesh.coordinates,
             device=info.device,
             batch=f"{cfg.evaluation.micro_batch_size} sequences x {mesh.size('dp')} dp at a time",
-            model=f"{source}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
+            model=f"{source}: {counts}, {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
             groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
             notes=[eval_set.facts, *layout.notes, token_loss],

@@ -1,8 +1,9 @@
-"""Full fine-tuning of a Hugging Face causal LM on any mesh.
+"""Fine-tuning of a Hugging Face causal LM on any mesh: every parameter, or adapters (LoRA).
 
 python recipes/finetune.py                                              # SmolLM2-135M on Python's documentation
 python recipes/finetune.py data=jsonl data.path=mine.jsonl              # your prompts and responses
 python recipes/finetune.py parallelism=fsdp2_tp2 cluster=local_4proc    # another mesh, the same loss curve
+python recipes/finetune.py experiment=lora_smollm2                      # LoRA; peft=lora with any model
 python recipes/finetune.py run.dir=outputs/mine training.max_steps=200  # typed again, the command resumes
 python recipes/finetune.py -m parallelism=ddp,fsdp2,fsdp2_tp2           # a sweep over meshes ends in one table
 python recipes/finetune.py parallelism=fsdp2_tp4 cluster=slurm_8node    # from a login node: checks, submits, returns
@@ -12,7 +13,6 @@ torchrun --nproc-per-node 8 recipes/finetune.py model=llama3_1_8b       # your o
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from components import checkpoint, data, distributed, models, observability, training
 from components.config.schema import FinetuneConfig
@@ -47,6 +47,7 @@ def main(cfg: FinetuneConfig) -> None:
     # Model: shaped on the meta device, laid over the mesh, then given memory and filled shard by shard
     compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)
     model = models.build_on_meta(cfg.model, len(tokenizer))
+    models.add_adapters(model, cfg.peft)
     work = training.step_work(model, cfg.logging, mesh, info.device, compute_dtype)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
     router_loss = training.attach_router_loss(model, cfg.model, mesh)
@@ -56,7 +57,7 @@ def main(cfg: FinetuneConfig) -> None:
         models.compile_layers(model)
     models.materialize(model, info.device)
     found = checkpoint.find_checkpoint(cfg.run.dir, cfg.run.resume)
-    if found is None:
+    if found is None or cfg.peft.adapts:  # checkpoints hold what is trained
         models.fill_weights(model, cfg.model, cfg.run.seed)
     replica = watch.following(distributed.wrap_replicas(model, mesh, cfg.parallelism, layout))
 
@@ -96,7 +97,7 @@ def main(cfg: FinetuneConfig) -> None:
             coordinates=mesh.coordinates,
             device=info.device,
             batch=f"{plan}, up to {cfg.training.seq_len} tokens each",
-            model=f"{cfg.model.path or 'from scratch'}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
+            model=f"{cfg.model.path or 'from scratch'}: {counts}, {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
             groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
             notes=[train_set.facts, eval_set.facts, *layout.notes, router_loss, token_loss, work],
@@ -169,8 +170,8 @@ def main(cfg: FinetuneConfig) -> None:
             show_generations()
             if cfg.checkpoint.export:
                 card = observability.model_card(cfg.run.dir, state.to_dict(), str(mesh.shape))
-                folder = models.export_model(model, tokenizer, Path(cfg.run.dir) / "export", card=card)
-                report.say(f"exported {folder}")
+                for folder in models.export_run(model, tokenizer, cfg.run.dir, cfg.model, cfg.peft, card):
+                    report.say(f"exported {folder}")
         report.finish(
             observability.Result(
                 status=status,

@@ -3,10 +3,11 @@
 python scripts/export.py outputs/finetune/RUN                                  # its newest checkpoint
 python scripts/export.py outputs/finetune/RUN/checkpoints/step_200 --out mine  # that one, into the folder mine
 python scripts/export.py outputs/finetune/RUN --dtype bfloat16 --shard-size 2GB
+python scripts/export.py outputs/finetune/RUN --adapter                        # LoRA alone, in PEFT's own format
 
 One process, no GPU. Every bit of the checkpoint is verified first; then the weights go from file to file block by
-block, so that the model is never in memory. The folder appears once it is complete. Ends with status 0, or 2 for a
-mistake or a checkpoint that is damaged.
+block, so that the model is never in memory; adapters are merged into the weights of model.path on the way. The folder
+appears once it is complete. Ends with status 0, or 2 for a mistake or a checkpoint that is damaged.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from components.config.compose.frozen import read_frozen
 from components.config.errors import EXIT_INVALID, ConfigError
-from components.config.schema import FinetuneConfig, ModelConfig
+from components.config.schema import FinetuneConfig
 from components.config.schema.model import Attention
 from components.launch.failures import tell_problems
 
@@ -35,6 +39,9 @@ def read_options(arguments: list[str]) -> Namespace:
     )
     parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
     parser.add_argument("--out", type=Path, help="new folder (default: RUN_DIR/export-step_N)")
+    parser.add_argument(
+        "--adapter", action="store_true", help="write the adapters alone, for PeftModel.from_pretrained"
+    )
     parser.add_argument("--shard-size", default="4GB", help="largest weight file, such as 500MB (default: 4GB)")
     parser.add_argument("--dtype", help=f"type to write: {', '.join(DTYPES)} (default: as stored)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
@@ -58,27 +65,34 @@ def export(options: Namespace) -> Path:
 
     checkpoint = choose_checkpoint(options.source.expanduser().resolve())
     run_dir = checkpoint.parent.parent
-    folder = _new_folder(options.out or run_dir / f"export-{checkpoint.name}")
-    cfg = _model_of(run_dir, options.trust_remote_code)
+    folder = _new_folder(options.out or run_dir / f"{'adapter' if options.adapter else 'export'}-{checkpoint.name}")
+    cfg = _config_of(run_dir, options)
     stored = StoredWeights(checkpoint)
-    tokenizer = models.load_tokenizer(cfg)
-    model = models.build_on_meta(cfg, len(tokenizer))
-    stored.check(saved_tensors(model))
+    tokenizer = models.load_tokenizer(cfg.model)
+    model = models.build_on_meta(cfg.model, len(tokenizer))
+    models.add_adapters(model, cfg.peft)
+    held = saved_tensors(model)
+    stored.check({name: each for name, each in held.items() if each.requires_grad or not cfg.peft.adapts})
     state = {"step": stored.manifest.step, **stored.extra.get("state", {})}
     axes = dict(stored.manifest.mesh)
     world = axes.pop("world", 1)
     mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items())
+    mesh = f"{mesh} on {world} processes" if mesh else f"{world} processes"
+    card = observability.model_card(run_dir, state, mesh)
     try:
+        if options.adapter:
+            adapters = _adapters(model, stored)
+            config = models.adapter_config(model, adapters, cfg.model, cfg.peft)
+            models.write_adapter(tokenizer, folder, adapters, config, card)
+            return folder
         return models.export_stored(
             model,
             tokenizer,
             folder,
-            stored.read,
+            _merged(model, cfg, stored) if cfg.peft.adapts else stored.read,
             dtype=getattr(torch, options.dtype) if options.dtype else None,
             shard_bytes=options.shard_bytes,
-            card=observability.model_card(
-                run_dir, state, f"{mesh} on {world} processes" if mesh else f"{world} processes"
-            ),
+            card=card,
         )
     except OSError as error:
         raise ConfigError(f"--out {folder}: the export could not be written: {error}") from error
@@ -94,15 +108,37 @@ def _new_folder(folder: Path) -> Path:
     return folder
 
 
-def _model_of(run_dir: Path, trust_remote_code: bool) -> ModelConfig:
-    """Return the config of the run's model. Raises ConfigError."""
-    cfg = read_frozen(run_dir / "config.yaml", FinetuneConfig).model
-    if cfg.trust_remote_code and not trust_remote_code:
+def _config_of(run_dir: Path, options: Namespace) -> FinetuneConfig:
+    """Return the config of the run. Raises ConfigError."""
+    cfg = read_frozen(run_dir / "config.yaml", FinetuneConfig)
+    if cfg.model.trust_remote_code and not options.trust_remote_code:
         raise ConfigError(
-            f"{run_dir}: its model runs code of its own ({cfg.path}); read that code, then add --trust-remote-code"
+            f"{run_dir}: its model runs code of its own ({cfg.model.path}); read that code, then add "
+            "--trust-remote-code"
         )
+    if options.adapter and not cfg.peft.adapts:
+        raise ConfigError(f"--adapter: {run_dir} trained every parameter (peft.method=none); leave --adapter out")
     # Nothing is computed here, so that no kernel of the run's has to be installed.
-    return dataclasses.replace(cfg, attention=Attention.eager)
+    cfg.model = dataclasses.replace(cfg.model, attention=Attention.eager)
+    return cfg
+
+
+def _adapters(model: Any, stored: Any) -> dict[str, Any]:
+    """Return the adapters of a checkpoint, whole."""
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    return {name: stored.read(name, tuple(slice(0, size) for size in each.shape)) for name, each in trained.items()}
+
+
+def _merged(model: Any, cfg: FinetuneConfig, stored: Any) -> Callable[..., Any]:
+    """Return what reads a block of the run's model with the adapters merged into it. Raises ConfigError."""
+    from components import models
+
+    base = models.weight_reader(model, cfg.model, cfg.run.seed)
+    stored.check_frozen({name: each for name, each in model.named_parameters() if not each.requires_grad}, base)
+    merge = models.Merge(model)
+    for name, whole in _adapters(model, stored).items():
+        merge.take(name, whole)
+    return lambda name, index: merge.reader(name, partial(base, name))(index)
 
 
 def main(arguments: list[str]) -> int:

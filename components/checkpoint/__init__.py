@@ -8,6 +8,7 @@ stored.py     choose_checkpoint, StoredWeights: the weights alone, block by bloc
 manifest.py   which files, which sizes, which hashes: written last, trusted alone
 listing.py    what a run directory holds, told without torch
 tensors.py    model and optimizer as named tensors, through torch.distributed.checkpoint, in safetensors
+frozen.py     the fingerprint of weights that are not trained, and so not in it
 planners.py   which blocks of them a rank writes and reads
 room.py       what a checkpoint takes and what is free, for the message about one that could not be written
 faults.py     named points at which a test kills a save or lets it fail

@@ -9,6 +9,8 @@ from components.checkpoint.manifest import Manifest, ManifestError
 
 FOLDER = "checkpoints"
 STATE = "state.json"
+FROZEN = "frozen"
+"""In the state: the fingerprint of the weights that are not trained, and not saved."""
 TEMPORARY = ".tmp-"
 PUBLISHED = re.compile(r"step_\d+(\.\d+)?")
 """step_40, or step_40.1 for a step that was saved a second time."""

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from components.checkpoint.errors import agreed
 from components.checkpoint.faults import fault_point
-from components.checkpoint.folders import FOLDER, STATE, candidates, random_file
+from components.checkpoint.folders import FOLDER, FROZEN, STATE, candidates, random_file
+from components.checkpoint.frozen import check_frozen, frozen_fingerprint
 from components.checkpoint.manifest import Manifest, ManifestError
 from components.checkpoint.random_state import set_random_state
 from components.checkpoint.save import mesh_of
@@ -91,7 +92,8 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: torch.optim.O
     with a path from `find_checkpoint`, which verifies the contents; here only sizes are compared.
 
     Raises:
-        ConfigError: The checkpoint is not of this model: tensors missing, too many, of another shape or type.
+        ConfigError: The checkpoint is not of this model: tensors missing, too many, of another shape or type, or
+            adapters of other weights than the model has.
         CheckpointError: On every rank, when one of them could not read.
     """
     path = Path(path)
@@ -104,6 +106,7 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: torch.optim.O
         stored = read_shapes(path)
     parameters = model_tensors(model)
     _check_model(path, parameters, stored)
+    check_frozen(path, saved.get(FROZEN), frozen_fingerprint(model))
     tensors = parameters | make_optimizer_state(optimizer, parameters, stored)
     with agreed(f"checkpoint {path} could not be read"):
         read_tensors(path, tensors)
@@ -118,8 +121,10 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: torch.optim.O
 def load_model_weights(path: Path | str, model: nn.Module) -> None:
     """Set parameters and buffers to those of a checkpoint, every bit verified; for evaluation. Call it on all ranks.
 
+    A model with adapters has its own weights already: the checkpoint holds the adapters.
+
     Raises:
-        ConfigError: Not a whole checkpoint, or one of another model.
+        ConfigError: Not a whole checkpoint, or one of another model, or of adapters of another one.
         CheckpointError: On every rank, when one of them could not read.
     """
     path = Path(path).expanduser()
@@ -128,7 +133,9 @@ def load_model_weights(path: Path | str, model: nn.Module) -> None:
     parameters = model_tensors(model)
     with agreed(f"checkpoint {path} could not be read"):
         stored = read_shapes(path)
+        frozen = json.loads((path / STATE).read_text()).get(FROZEN)
     _check_model(path, parameters, stored)
+    check_frozen(path, frozen, frozen_fingerprint(model))
     with agreed(f"checkpoint {path} could not be read"):
         read_tensors(path, parameters)
 

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from components.checkpoint.errors import agreed
 from components.checkpoint.faults import fault_point
-from components.checkpoint.folders import FOLDER, STATE, TEMPORARY, leftovers, published, random_file
+from components.checkpoint.folders import FOLDER, FROZEN, STATE, TEMPORARY, leftovers, published, random_file
+from components.checkpoint.frozen import frozen_fingerprint
 from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_json
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
@@ -57,6 +58,8 @@ class Snapshot:
     extra: dict[str, Any]
     mark: Mark
     mesh: dict[str, int]
+    frozen: str | None = None
+    """Fingerprint of the parameters that are not trained, and so not saved; None where there are none."""
 
 
 def save_checkpoint(
@@ -85,20 +88,29 @@ def save_checkpoint(
             published before is untouched.
         TypeError: `extra` would not come back from JSON as it is.
     """
-    return write_snapshot(run_dir, take_snapshot(step, model, optimizer, extra, mark), policy)
+    snapshot = take_snapshot(step, model, optimizer, extra, mark, frozen_fingerprint(model))
+    return write_snapshot(run_dir, snapshot, policy)
 
 
 def take_snapshot(
-    step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any], mark: Mark | None = None
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: dict[str, Any],
+    mark: Mark | None = None,
+    frozen: str | None = None,
 ) -> Snapshot:
     """Return the state of a run; a collective. Its tensors are the run's own, which the next step changes.
 
     Arguments and errors are those of `save_checkpoint`.
+
+    Args:
+        frozen: From `frozen_fingerprint`, which reads the whole model: once per run is enough.
     """
     _check_json(extra, "extra")
     tensors = model_tensors(model)
     tensors |= optimizer_tensors(optimizer, tensors)
-    return Snapshot(step, tensors, random_state(), copy.deepcopy(extra), mark or Mark(), mesh_of(tensors))
+    return Snapshot(step, tensors, random_state(), copy.deepcopy(extra), mark or Mark(), mesh_of(tensors), frozen)
 
 
 def write_snapshot(
@@ -126,7 +138,7 @@ def write_snapshot(
         final = folder
         with agreed(failed, group):
             if _rank() == 0:
-                final = _publish(tmp, snapshot.step, snapshot.extra, records, snapshot.mesh, snapshot.mark)
+                final = _publish(tmp, snapshot, records)
     except BaseException:
         if _rank() == 0:
             shutil.rmtree(tmp, ignore_errors=True)
@@ -146,20 +158,21 @@ def mesh_of(tensors: Tensors) -> dict[str, int]:
     return {"world": dist.get_world_size() if dist.is_initialized() else 1, **axes}
 
 
-def _publish(
-    tmp: Path, step: int, extra: dict[str, Any], records: dict[str, FileRecord], mesh: dict[str, int], mark: Mark
-) -> Path:
+def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord]) -> Path:
     unseen = sorted(name for name in records if not (tmp / name).is_file())
     if unseen:
         raise OSError(f"rank 0 does not see {', '.join(unseen)}: run.dir must be on a file system that all nodes share")
     config = tmp.parent.parent / CONFIG  # so that whoever goes on from here in another run is told what he changes
-    state = {"step": step, "extra": extra, "config": config.read_text() if config.is_file() else None}
+    step, mark = snapshot.step, snapshot.mark
+    state = {"step": step, "extra": snapshot.extra, "config": config.read_text() if config.is_file() else None}
+    if snapshot.frozen is not None:
+        state[FROZEN] = snapshot.frozen
     records |= write_json(tmp / STATE, state)
     earlier = published(tmp.parent)
     manifest = Manifest(
         step=step,
         serial=1 + max((known.serial for _, known in earlier), default=0),
-        mesh=mesh,
+        mesh=snapshot.mesh,
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
         files=dict(sorted(records.items())),
         saved=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from components.checkpoint.errors import CheckpointError, agreed
-from components.checkpoint.save import Mark, Snapshot, save_checkpoint, take_snapshot, write_snapshot
+from components.checkpoint.frozen import frozen_fingerprint
+from components.checkpoint.save import Mark, Snapshot, take_snapshot, write_snapshot
 from components.checkpoint.tensors import Tensors, model_tensors, optimizer_tensors
 from components.config.schema.checkpoint import CheckpointConfig
 from components.distributed.barriers import create_gloo_group
@@ -99,7 +101,7 @@ class Saver:
             return
         self.wait()
         waited = time.perf_counter() - began
-        snapshot = take_snapshot(step, self._model, self._optimizer, extra, mark)
+        snapshot = self._snapshot(step, extra, mark)
         if self._taking is not None:
             self._taking.join()
         with agreed(f"the state of step {step} could not be copied to host memory"):
@@ -126,8 +128,15 @@ class Saver:
         self._taking.start()
 
     def _save_now(self, step: int, extra: dict[str, Any], mark: Mark | None) -> None:
-        path = save_checkpoint(self._run_dir, step, self._model, self._optimizer, extra, self._policy, mark)
+        path = write_snapshot(self._run_dir, self._snapshot(step, extra, mark), self._policy)
         self._tell(f"saved {path}")
+
+    def _snapshot(self, step: int, extra: dict[str, Any], mark: Mark | None) -> Snapshot:
+        return take_snapshot(step, self._model, self._optimizer, extra, mark, self._frozen)
+
+    @cached_property
+    def _frozen(self) -> str | None:
+        return frozen_fingerprint(self._model)
 
     def _write(self, snapshot: Snapshot) -> Path:
         path = write_snapshot(self._run_dir, snapshot, self._policy, self._group)

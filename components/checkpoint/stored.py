@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from components.checkpoint.folders import FOLDER, PUBLISHED, STATE, TEMPORARY, candidates
+from components.checkpoint.folders import FOLDER, FROZEN, PUBLISHED, STATE, TEMPORARY, candidates
+from components.checkpoint.frozen import check_frozen, fingerprint_of
 from components.checkpoint.load import SHOWN, verify
 from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
 from components.checkpoint.tensors import MODEL
@@ -75,7 +76,9 @@ class StoredWeights:
         if problems := verify(path):
             raise ConfigError(f"{path}: not a whole checkpoint: {'; '.join(problems)}")
         self.manifest = Manifest.read(path)
-        self.extra: dict[str, Any] = json.loads((path / STATE).read_text())["extra"]
+        state = json.loads((path / STATE).read_text())
+        self.extra: dict[str, Any] = state["extra"]
+        self._frozen: str | None = state.get(FROZEN)
         self._path = path
         self._tensors = _read_heads(path)
 
@@ -99,6 +102,10 @@ class StoredWeights:
                 problems.append(f"checkpoint {self._path}: {name} has {stored} of its {math.prod(here)} values")
         if problems:
             raise ConfigError(sorted(problems)[:SHOWN])
+
+    def check_frozen(self, frozen: Mapping[str, torch.Tensor], read: Callable[[str, Index], torch.Tensor]) -> None:
+        """Compare the parameters that it was trained beside with what `read` reads of them now. Raises ConfigError."""
+        check_frozen(self._path, self._frozen, fingerprint_of(frozen, read))
 
     def read(self, name: str, index: Index) -> torch.Tensor:
         """Return a block of a tensor, as stored; only its bytes are read. Raises OSError."""

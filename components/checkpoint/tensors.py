@@ -49,14 +49,18 @@ def over_all_ranks(mine: dict[str, T], group: dist.ProcessGroup | None = None) -
 
 
 def model_tensors(model: nn.Module) -> Tensors:
-    """Return parameters and persistent buffers, tied ones once, as `model/<name>`."""
+    """Return what training changes: parameters and persistent buffers, tied ones once, as `model/<name>`.
+
+    Where some parameters are frozen, those that are trained are all of it.
+    """
     if isinstance(model, DistributedDataParallel):
         model = model.module
+    frozen = any(not parameter.requires_grad for parameter in model.parameters())
     seen: set[int] = set()
     tensors: Tensors = {}
     # Asking for the state dict makes FSDP put parameters back into shards, which the optimizer knows them as.
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and (tensor.requires_grad or not frozen):
             seen.add(id(tensor))
             tensors[MODEL + name] = tensor
     return tensors

@@ -42,6 +42,7 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
         problems += _row_problems("training.seq_len", cfg.training.seq_len, cfg.parallelism, mesh)
     if isinstance(cfg, EvaluateConfig):
         problems += _row_problems("evaluation.seq_len", cfg.evaluation.seq_len, cfg.parallelism, mesh)
+    problems += _peft_problems(cfg)
     if cfg.data.pack and cfg.model.attention != Attention.sdpa:
         problems.append(
             f"model.attention={cfg.model.attention}: is not told where the documents of packed rows end; set "
@@ -78,6 +79,24 @@ def _loss_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
                 f"{asked}: parallelism.pp_schedule={cfg.parallelism.pp_schedule} asks for gradients twice, and "
                 "liger-kernel gives them once; set model.loss=chunked"
             )
+    return problems
+
+
+def _peft_problems(cfg: RecipeConfig) -> list[str]:
+    peft = getattr(cfg, "peft", None)
+    if peft is None or not peft.adapts:
+        return []
+    problems = []
+    if cfg.parallelism.strategy == Strategy.megatron_fsdp:
+        problems.append(
+            f"peft.method={peft.method}: parallelism.strategy=megatron_fsdp was never tried with frozen weights; set "
+            "parallelism=fsdp2, or peft=none"
+        )
+    if isinstance(cfg, EvaluateConfig) and cfg.evaluation.checkpoint is None:
+        problems.append(
+            f"peft.method={peft.method}: without evaluation.checkpoint there are no trained adapters to evaluate; set "
+            "it to a checkpoint (.../checkpoints/step_N), or set peft=none"
+        )
     return problems
 
 

@@ -8,7 +8,7 @@ Mesh and layout
     mesh.py            build_mesh: six axes, groups only where they are used
     parallelizer.py    parallelize, and the names of seed page 004
     replicas.py        wrap_replicas, whole_rows: what training and generation call
-    apply_tp.py        tensor parallel: plans (tp_plan.py) and styles (tensor_parallel.py)
+    apply_tp.py        tensor parallel: plans (tp_plan.py), styles (tensor_parallel.py; adapters.py for LoRA)
     context.py         context parallel: parts of rows, and attention over whole ones
     expert.py          expert parallel: experts on ranks of their own, tokens sent to them
     pipeline.py        pipeline parallel: stages (stages.py) under torch's schedules

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
+from components.distributed.adapters import adapted_style, is_adapted
 from components.distributed.expert import is_experts, is_laid_out
 from components.distributed.tensor_parallel import (
     BlockInput,
@@ -76,6 +77,8 @@ def apply_tensor_parallel(
         style = styles.get(name) or ReplicatedParameters(partial_grad=name in partial_norms)
         if is_laid_out(module):
             continue  # experts, over ep and tp
+        if is_adapted(module):
+            style = adapted_style(name, style)
         if name in styles or any(True for _ in module.parameters(recurse=False)):
             parallelize_module(module, tp_mesh, style, src_data_rank=None)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()

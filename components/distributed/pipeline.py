@@ -195,8 +195,10 @@ class Pipeline:
 
     def _move_tied_gradient(self) -> None:
         """Add the gradient of the tied head's working copy to the embedding's; after it comes the update."""
-        self._tied_is_fresh = False
         embedding, head = self._tied_weights()
+        if not any(weight is not None and weight.requires_grad for weight in (embedding, head)):
+            return  # not tied, or frozen: the copy stays true
+        self._tied_is_fresh = False
         arrived = None if embedding is None else torch.empty_like(_local(embedding))
         self._move(None if head is None else head.grad, arrived)
         if embedding is not None:

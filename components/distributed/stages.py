@@ -94,6 +94,7 @@ def cut_into_stages(model: nn.Module, places: list[int], place: int, dtype: torc
     anatomy = _Anatomy.of(model)
     ranges = stage_layers(len(anatomy.layers), len(places))
     own = [index for index, holder in enumerate(places) if holder == place]
+    _refuse_idle_stages(anatomy.layers, ranges)
     vocabulary, size = anatomy.embedding.weight.shape
     hidden = Hidden(size, vocabulary, dtype)
     tied = anatomy.untie()
@@ -168,7 +169,8 @@ class _Anatomy:
         """Give a tied head a weight of its own; return whether it was tied."""
         if self.head is None or self.head.weight is not self.embedding.weight:
             return False
-        self.head.weight = nn.Parameter(torch.empty_like(self.embedding.weight))
+        tied = self.embedding.weight
+        self.head.weight = nn.Parameter(torch.empty_like(tied), requires_grad=tied.requires_grad)
         return True
 
 
@@ -203,6 +205,17 @@ def _forward(
     output = compute(**given, position_ids=position_ids, use_cache=False, **options)[0]
     # Schedules that split the backward detach what a stage returns, in place; a view cannot be.
     return output.clone() if output._is_view() else output
+
+
+def _refuse_idle_stages(layers: list[nn.Module], ranges: list[range]) -> None:
+    """A stage without gradients would break the chain of backwards; adapters may be that sparse."""
+    trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in layers]
+    idle = [stage for stage, its in enumerate(ranges) if not any(trained[layer] for layer in its)]
+    if idle:
+        raise ConfigError(
+            f"parallelism.pp: no layer of pipeline stage {idle[0]} has an adapter, so that it has nothing to train; "
+            "set peft.targets=[all-linear], or a smaller parallelism.pp"
+        )
 
 
 def _leave(inner: nn.Module, name: str, layers: list[nn.Module], kept: set[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import yaml
 from components.config.compose.frozen import to_yaml
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
-from components.config.schema.recipes import RecipeConfig
+from components.config.schema.peft import PeftConfig
+from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.config.schema.run import accepts, is_defining
 
 _STATE = "state.json"
@@ -49,7 +51,9 @@ def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
 
 
 def check_source(cfg: RecipeConfig) -> None:
-    """Compare `cfg` with the config of the checkpoint that run.resume names, if it names one. Raises ConfigError."""
+    """Compare `cfg` with the config of the checkpoint that it names, if it names one. Raises ConfigError."""
+    if isinstance(cfg, EvaluateConfig) and cfg.evaluation.checkpoint is not None:
+        _check_adapters(cfg, cfg.evaluation.checkpoint)
     if cfg.run.resume in ("auto", "never"):
         return
     file = Path(cfg.run.resume).expanduser() / _STATE
@@ -59,6 +63,23 @@ def check_source(cfg: RecipeConfig) -> None:
         raise ConfigError(f"run.resume={cfg.run.resume}: not a whole checkpoint: {file}: {error!r}") from error
     if before is not None:
         check_changes(before, cfg, f"run.resume={cfg.run.resume}")
+
+
+def _check_adapters(cfg: EvaluateConfig, checkpoint: str) -> None:
+    """Weights tell their rank; by what they are scaled, and how they are used, only the config tells."""
+    try:
+        stored = json.loads((Path(checkpoint).expanduser() / _STATE).read_text())["config"]
+        then = _flat({"peft": asdict(PeftConfig()), **yaml.safe_load(stored)})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
+        return  # whoever loads it says what is wrong with it
+    now = _flat({"peft": asdict(cfg.peft)})
+    raise_all(
+        [
+            f"{key}={now[key]}: evaluation.checkpoint={checkpoint} was trained with {then[key]}; set {key}={then[key]}"
+            for key in now
+            if is_defining(key) and now[key] != then[key]
+        ]
+    )
 
 
 def _flat(sections: dict[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 build.py       build_on_meta: config from hub, folder, GGUF or values; model_shape
 tokenizer.py   load_tokenizer, also one token per byte
 attention.py   use_causal_sdpa: attention without masks and host syncs
+lora.py        add_adapters: small matrices beside linear layers; adapter_files.py: in PEFT's format
 layers.py      decoder_layers, checkpoint_activations, compile_layers, count_parameters
 memory.py      materialize: memory for the parameters, values for the buffers
 weights.py     fill_weights: load_weights from disk, or initialize_weights (initialize.py) from a seed
 generation.py  generate: answers to prompts
-export.py      export_model, export_stored: a folder that transformers loads
+export.py      export_run, export_model, export_stored: a folder that transformers loads
 
 shards.py tells which part of a tensor a rank holds, gather.py brings the parts of all ranks together, twin.py tells
 what transformers made before anything was sharded, names.py which tensors are saved, weight_files.py writes them;
@@ -23,9 +24,10 @@ from typing import TYPE_CHECKING
 from components.lending import lend
 
 if TYPE_CHECKING:
+    from components.models.adapter_files import Merge, adapter_config, write_adapter  # noqa: F401
     from components.models.attention import use_causal_sdpa  # noqa: F401
     from components.models.build import build_on_meta, model_shape  # noqa: F401
-    from components.models.export import export_model, export_stored  # noqa: F401
+    from components.models.export import export_model, export_run, export_stored  # noqa: F401
     from components.models.generation import generate  # noqa: F401
     from components.models.initialize import initialize_weights  # noqa: F401
     from components.models.layers import (  # noqa: F401
@@ -35,21 +37,24 @@ if TYPE_CHECKING:
         count_parameters,
         decoder_layers,
     )
+    from components.models.lora import add_adapters  # noqa: F401
     from components.models.memory import materialize  # noqa: F401
     from components.models.tokenizer import load_tokenizer  # noqa: F401
-    from components.models.weights import fill_weights, load_weights  # noqa: F401
+    from components.models.weights import fill_weights, load_weights, weight_reader  # noqa: F401
 
 __all__, __getattr__ = lend(
     __name__,
     {
         "attention": "use_causal_sdpa",
         "build": "build_on_meta model_shape",
-        "export": "export_model export_stored",
+        "adapter_files": "Merge adapter_config write_adapter",
+        "export": "export_model export_run export_stored",
         "generation": "generate",
         "initialize": "initialize_weights",
         "layers": "ParameterCounts checkpoint_activations compile_layers count_parameters decoder_layers",
+        "lora": "add_adapters",
         "memory": "materialize",
         "tokenizer": "load_tokenizer",
-        "weights": "fill_weights load_weights",
+        "weights": "fill_weights load_weights weight_reader",
     },
 )

@@ -11,16 +11,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from components.models.gather import WRITER, gathered_tensors
+from components.config.schema.model import ModelConfig
+from components.config.schema.peft import PeftConfig, PeftExport
+from components.models.adapter_files import Merge, export_adapter
+from components.models.gather import WRITER, gathered_tensors, told_by_writer, writer_rank
 from components.models.names import saved_tensors
 from components.models.shards import Index
 from components.models.twin import meta_twin
-from components.models.weight_files import WeightFiles, row_blocks
+from components.models.weight_files import WeightFiles, replace_folder, row_blocks
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def export_run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    run_dir: Path | str,
+    base: ModelConfig,
+    peft: PeftConfig,
+    card: str = "",
+) -> list[Path]:
+    """Write what a run made, and return the folders: RUN/export for transformers, RUN/adapter for PEFT, or both.
+
+    Arguments and errors are those of `export_model` and `export_adapter`; call it on all ranks.
+    """
+    run_dir, folders = Path(run_dir), []
+    if peft.adapts and peft.export != PeftExport.merged:
+        folders.append(export_adapter(model, tokenizer, run_dir / "adapter", base, peft, card))
+    if not peft.adapts or peft.export != PeftExport.adapter:
+        folders.append(export_model(model, tokenizer, run_dir / "export", card=card))
+    return folders
 
 
 def export_model(
@@ -36,7 +58,7 @@ def export_model(
 
     Call it on all ranks; each may hold other parameters (pipeline stages). Rank 0 gathers and writes one tensor at a
     time. The folder appears under its name once it is complete, replacing an older one. Tensors have the names that
-    transformers expects on disk; tied ones are written once.
+    transformers expects on disk; tied ones are written once. Adapters are merged into the weights of their layers.
 
     Args:
         dtype: Type to write; None: as stored.
@@ -49,22 +71,24 @@ def export_model(
     """
     folder = Path(folder)
     export = _Export(model, folder, dtype, shard_bytes)
+    merge = Merge(model)
     problem = None
-    for name, full in gathered_tensors(model, list(export.tensors)):
-        if problem is not None or full is None:
+    for name, full in gathered_tensors(model, merge.order(export.tensors)):
+        if problem is not None or full is None or merge.take(name, full):
             continue  # after a failure the others still give their parts, so that nobody waits for anybody
         try:
-            export.add(name, full.__getitem__)
+            export.add(name, merge.reader(name, full.__getitem__))
+            merge.forget(name)
         except (OSError, ValueError) as error:
             problem = str(error)
-    if _rank() == WRITER and problem is None:
+    if writer_rank() == WRITER and problem is None:
         try:
             export.finish(model, tokenizer, card)
         except (OSError, ValueError) as error:
             problem = str(error)
-    if _rank() == WRITER and problem is not None:
+    if writer_rank() == WRITER and problem is not None:
         export.abandon()
-    problem = _told_by_writer(problem)
+    problem = told_by_writer(problem)
     if problem is not None:
         raise OSError(f"{folder}: the export could not be written: {problem}")
     return folder
@@ -138,11 +162,7 @@ class _Export:
         """Write the rest and put the folder under its name. Raises OSError, ValueError."""
         self._files.finish()
         _write_configs(model, tokenizer, self._tmp, self._dtype, _card(self._folder.name, card))
-        old = self._tmp.with_name(f"{self._tmp.name}-old")
-        if self._folder.exists():
-            self._folder.rename(old)
-        self._tmp.rename(self._folder)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(self._tmp, self._folder)
 
     def abandon(self) -> None:
         """Leave nothing behind."""
@@ -168,18 +188,6 @@ def _disk_form(twin: PreTrainedModel) -> Callable[[str, torch.Tensor], dict[str,
     kept = [each for each in conversions if not isinstance(each, PrefixChange)]
     object.__setattr__(twin, "_weight_conversions", kept)
     return lambda name, value: revert_weight_conversion(twin, {name: value})
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _told_by_writer(problem: str | None) -> str | None:
-    if not dist.is_initialized():
-        return problem
-    told = [problem]
-    dist.broadcast_object_list(told, src=WRITER)
-    return told[0]
 
 
 def _write_configs(

@@ -37,7 +37,9 @@ Giver = tuple[int, Offer]
 
 
 @torch.no_grad()
-def gathered_tensors(model: PreTrainedModel, order: Sequence[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
+def gathered_tensors(
+    model: PreTrainedModel, order: Sequence[str], *, trained: bool = False
+) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield every saved tensor of every rank: whole and on the CPU for the writer, None for the other ranks.
 
     A collective: all ranks must exhaust it. First the ranks tell one another what they hold, then the parts travel
@@ -45,15 +47,30 @@ def gathered_tensors(model: PreTrainedModel, order: Sequence[str]) -> Iterator[t
 
     Args:
         order: Names in the order to yield them; names that are not among them come last.
+        trained: Leave out what is not trained.
 
     Raises:
         NotImplementedError: On every rank, where a layout is not understood, or parts do not make a whole.
     """
-    held = saved_tensors(model)
+    held = {name: each for name, each in saved_tensors(model).items() if each.requires_grad or not trained}
     givers = _givers(_exchange(held))
     place = {name: index for index, name in enumerate(order)}
     for name in sorted(givers, key=lambda name: place.get(name, len(place))):
         yield name, _gather(held.get(name), givers[name])
+
+
+def writer_rank() -> int:
+    """Return this process' rank, to compare with WRITER."""
+    return dist.get_rank() if dist.is_initialized() else WRITER
+
+
+def told_by_writer(problem: str | None) -> str | None:
+    """Return the writer's problem on every rank; a collective."""
+    if not dist.is_initialized():
+        return problem
+    told = [problem]
+    dist.broadcast_object_list(told, src=WRITER)
+    return told[0]
 
 
 def _exchange(held: dict[str, torch.Tensor]) -> list[dict[str, Offer]]:
@@ -101,7 +118,7 @@ def _size(block: Block) -> int:
 
 
 def _gather(mine: torch.Tensor | None, givers: list[Giver]) -> torch.Tensor | None:
-    rank = dist.get_rank() if dist.is_initialized() else WRITER
+    rank = writer_rank()
     if rank != WRITER:
         for giver, offer in givers:
             if giver == rank and mine is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def initialize_weights(model: PreTrainedModel, seed: int) -> None:
-    """Set every parameter by the rule of its transformers class, the randomness from (`seed`, its name).
+    """Set every parameter by the rule of its transformers class (adapters have none), random by (`seed`, its name).
 
     Values are drawn on the CPU in float32 as one full parameter at a time, whatever the mesh and the dtype, so
     they depend on the seed, the name and the global shape alone. The global random state is left as it was.
@@ -28,15 +28,24 @@ def initialize_weights(model: PreTrainedModel, seed: int) -> None:
         ConfigError: The class has no rule for one of its parameters.
     """
     twin = meta_twin(model, dtype=torch.float32)
+    known = dict(twin.named_parameters(remove_duplicate=False))
     with torch.random.fork_rng(devices=[]):
         for name, parameter in model.named_parameters():
-            values = _draw(twin, name, seed)
-            if values.isnan().any():
-                raise ConfigError(
-                    f"model.init=random: {type(twin).__name__} has no initialisation for {name}; set "
-                    "model.init=pretrained"
-                )
-            fill(parameter, name, values.__getitem__)
+            if name in known:
+                fill(parameter, name, drawn_weight(twin, name, seed).__getitem__)
+
+
+def drawn_weight(twin: PreTrainedModel, name: str, seed: int) -> torch.Tensor:
+    """Return what `initialize_weights` sets a parameter to, whole and in float32; the random state is another then.
+
+    twin: From `meta_twin`, in float32. Raises ConfigError like `initialize_weights`.
+    """
+    values = _draw(twin, name, seed)
+    if values.isnan().any():
+        raise ConfigError(
+            f"model.init=random: {type(twin).__name__} has no initialisation for {name}; set model.init=pretrained"
+        )
+    return values
 
 
 def _draw(twin: PreTrainedModel, name: str, seed: int) -> torch.Tensor:

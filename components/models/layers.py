@@ -33,6 +33,11 @@ class ParameterCounts:
     local_bytes: int
     """Memory of this rank's parts."""
 
+    def __str__(self) -> str:
+        if self.trainable == self.total:
+            return f"{self.total:,} parameters"
+        return f"{self.total:,} parameters, {self.trainable:,} of them trained ({self.trainable / self.total:.2%})"
+
 
 def count_parameters(model: nn.Module) -> ParameterCounts:
     """Count a model's parameters, whole and on this rank, whatever the mesh. Call it on all ranks.

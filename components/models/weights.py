@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +16,8 @@ from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, WeightInit
 from components.models.gguf import GGUFTensors
-from components.models.initialize import initialize_weights
+from components.models.initialize import drawn_weight, initialize_weights
+from components.models.lora import initialize_adapters
 from components.models.names import saved_tensors, tied_names
 from components.models.safetensors import SafetensorsTensors, find_safetensors
 from components.models.shards import Index, fill, local_blocks, local_part
@@ -60,11 +61,12 @@ class Plan:
 
 
 def fill_weights(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
-    """Load the weights of `cfg.path`, or draw them from `seed`, as `cfg.init` says."""
+    """Load the weights of `cfg.path`, or draw them from `seed`, as `cfg.init` says; and draw adapters, if any."""
     if cfg.init == WeightInit.random:
         initialize_weights(model, seed)
     else:
         load_weights(model, cfg)
+    initialize_adapters(model, seed)
 
 
 def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
@@ -106,6 +108,31 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
     for alias, (name, source) in plan.repeated.items():
         if name in targets:
             _check_equal(targets[name], name, partial(stored.read, source), f"{given}: {alias}")
+
+
+def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callable[[str, Index], torch.Tensor]:
+    """Return what reads a block of a tensor as `fill_weights` would set it, in the model's type, without a model.
+
+    Raises ConfigError as `load_weights` does.
+    """
+    twin = meta_twin(model)
+    types = {name: tensor.dtype for name, tensor in saved_tensors(twin).items()}
+    if cfg.init == WeightInit.random:
+        float32 = meta_twin(model, dtype=torch.float32)
+        drawn = lru_cache(maxsize=1)(lambda name: drawn_weight(float32, name, seed))
+        return lambda name, index: drawn(name)[index].to(types[name])
+    stored = _open(cfg, twin)
+    plan = _plan(twin, list(stored.shapes()))
+    _check(plan, twin, stored.shapes(), f"model.path={cfg.path}")
+    source = {name: first for first, each in plan.converted.items() for name in _made_from(each, first)}
+    made = lru_cache(maxsize=1)(lambda first: _convert(plan.converted[first], first, twin, stored))
+
+    def read(name: str, index: Index) -> torch.Tensor:
+        if name in plan.direct:
+            return stored.read(plan.direct[name], index).to(types[name])
+        return made(source[name])[name][index].to(types[name])
+
+    return read
 
 
 def _open(cfg: ModelConfig, twin: PreTrainedModel) -> StoredTensors:

@@ -181,6 +181,8 @@ def test_model_without_files_refused_in_one_sentence(
 def test_the_other_recipe_is_as_strict(commands: Commands, evaluate: Path, tmp_path: Path) -> None:
     ended = commands.run(evaluate, ["model=tiny", "evaluation.micro_batch=3"], tmp_path)
     assert_refused(ended, ["did you mean evaluation.micro_batch_size?"], tmp_path)
+    ended = commands.run(evaluate, ["model=tiny", "peft=lora"], tmp_path)
+    assert_refused(ended, ["peft.method=lora: without evaluation.checkpoint", "step_N", "peft=none"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "training.max_steps=3"], tmp_path)
     assert_refused(ended, ["training.max_steps=3: no such key"], tmp_path)
 

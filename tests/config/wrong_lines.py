@@ -181,6 +181,22 @@ EXPERTS = [
     ("model=tiny_moe parallelism=megatron_fsdp parallelism.ep=2", "parallelism.ep=2", "parallelism.strategy=fsdp2"),
     ("model=tiny_moe parallelism=fsdp2_ep2 cluster.procs_per_node=3", "3 processes cannot be divided by ep 2 = 2"),
 ]
+PEFT = [
+    ("peft=qlora", "peft=qlora: no such option", "did you mean lora?"),
+    ("peft=lora peft.method=qlora", "peft.method=qlora: must be one of none, lora"),
+    ("peft.rank=8", "peft.rank=8: peft.method=none trains every parameter", "add peft=lora"),
+    ("peft=lora peft.r=8", "peft.r=8: no such key"),
+    ("peft=lora peft.rank=0", "peft.rank=0: must be at least 1"),
+    ("peft=lora peft.alpha=0", "peft.alpha=0.0: must be greater than 0"),
+    ("peft=lora peft.dropout=1", "peft.dropout=1.0: must be at least 0 and less than 1"),
+    ("peft=lora peft.targets=[]", "peft.targets=[]: name at least one layer, or all-linear"),
+    ("peft=lora peft.targets=[all-linear,q_proj]", "all-linear stands alone; leave it or the other names out"),
+    ("peft=lora peft.export=gguf", "peft.export=gguf: must be one of adapter, merged, both"),
+    (
+        "peft=lora parallelism=megatron_fsdp",
+        *("peft.method=lora: parallelism.strategy=megatron_fsdp was never tried", "parallelism=fsdp2, or peft=none"),
+    ),
+]
 UNEVEN_HEADS = [
     (
         "model=smollm2_135m_hub parallelism=tp2 parallelism.uneven_heads=refuse",
@@ -269,6 +285,7 @@ TABLE = {
     "mesh": MESH,
     "axes": AXES,
     "experts": EXPERTS,
+    "peft": PEFT,
     "uneven_heads": UNEVEN_HEADS,
     "slurm": SLURM,
     "batch": BATCH,

@@ -26,7 +26,7 @@ from components.checkpoint import (
     verify,
 )
 from components.checkpoint.manifest import FileRecord
-from components.checkpoint.save import _publish
+from components.checkpoint.save import Snapshot, _publish
 from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
 from tests.harness import run_ranks, start_ranks
@@ -198,7 +198,7 @@ def test_nodes_that_do_not_share_the_folder_are_told(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_1.tmp-x").mkdir(parents=True)
     records = {"shard-00002-model-00001-of-00001.safetensors": FileRecord(1, [])}
     with pytest.raises(OSError, match=r"rank 0 does not see shard-00002.*file system that all nodes share"):
-        _publish(tmp_path / "checkpoints" / "step_1.tmp-x", 1, {}, records, {"world": 2}, Mark())
+        _publish(tmp_path / "checkpoints" / "step_1.tmp-x", Snapshot(1, {}, {}, {}, Mark(), {"world": 2}), records)
 
 
 def test_old_checkpoints_go_once_a_newer_one_is_there(tmp_path: Path) -> None:

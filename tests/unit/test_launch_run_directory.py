@@ -8,13 +8,14 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from components.config.compose.frozen import read_frozen
 from components.config.errors import ConfigError
-from components.config.schema import EvaluateConfig, FinetuneConfig, ModelConfig, WeightInit
+from components.config.schema import EvaluateConfig, FinetuneConfig, ModelConfig, PeftConfig, WeightInit
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.run import RunConfig
 from components.launch import run_directory
@@ -202,6 +203,28 @@ def test_a_checkpoint_of_elsewhere_is_compared_with_the_config_it_was_made_under
     other.run.dir = "third"
     with pytest.raises(ConfigError, match=rf"run.resume={stored}: not a whole checkpoint: .*state.json"):
         open_run_directory(other, "finetune")
+
+
+def test_adapters_are_evaluated_as_they_were_trained(tmp_path: Path) -> None:
+    trained = config("there")
+    trained.peft = PeftConfig(method="lora", alpha=8.0, rslora=True)
+    stored = tmp_path / "step_3"
+    stored.mkdir()
+    text = (start(trained).path / "config.yaml").read_text()
+    (stored / "state.json").write_text(json.dumps({"step": 3, "extra": {}, "config": text}))
+
+    def evaluation(peft: PeftConfig) -> EvaluateConfig:
+        cfg = EvaluateConfig(model=trained.model, data=DocsDataConfig(), peft=peft)
+        cfg.evaluation.checkpoint = str(stored)
+        return cfg
+
+    with pytest.raises(ConfigError) as caught:
+        open_run_directory(evaluation(PeftConfig(method="lora")), "evaluate")
+    assert caught.value.problems == [
+        f"peft.{key}={now}: evaluation.checkpoint={stored} was trained with {then}; set peft.{key}={then}"
+        for key, now, then in (("alpha", 32.0, 8.0), ("rslora", False, True))
+    ]
+    open_run_directory(evaluation(replace(trained.peft, export="merged", dropout=0.5)), "evaluate")
 
 
 def test_only_what_could_be_refused_can_be_accepted() -> None:

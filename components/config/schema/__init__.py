@@ -17,6 +17,7 @@ from components.config.schema.parallelism import (
     Strategy,
     UnevenHeads,
 )
+from components.config.schema.peft import PeftConfig, PeftExport, PeftMethod
 from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, PretrainConfig, RecipeConfig
 from components.config.schema.run import RunConfig
 from components.config.schema.slurm import ContainerConfig, ContainerRuntime, GpuRequest, Launcher, RequeueConfig
@@ -44,6 +45,9 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelismConfig",
+    "PeftConfig",
+    "PeftExport",
+    "PeftMethod",
     "PretrainConfig",
     "RecipeConfig",
     "RequeueConfig",

@@ -11,6 +11,7 @@ from components.config.schema.logging import LoggingConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
+from components.config.schema.peft import PeftConfig
 from components.config.schema.run import RunConfig
 from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig
 
@@ -43,6 +44,8 @@ class FinetuneConfig(RecipeConfig):
     """Sizes and policy of the loop."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its schedule."""
+    peft: PeftConfig = field(default_factory=PeftConfig)
+    """Adapters in place of full fine-tuning."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saves and export."""
 
@@ -58,3 +61,5 @@ class EvaluateConfig(RecipeConfig):
 
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """What is measured."""
+    peft: PeftConfig = field(default_factory=PeftConfig)
+    """Adapters of the checkpoint that is evaluated."""

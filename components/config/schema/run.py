@@ -10,7 +10,8 @@ from components.config.schema.checks import raise_all, within
 CONFIG = "config.yaml"
 """The frozen config, in the run directory."""
 DEFINING_KEYS = (
-    "run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data"
+    "run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data",
+    "peft.method", "peft.rank", "peft.alpha", "peft.targets", "peft.rslora", "peft.dora",
 )  # fmt: skip
 """Keys, and one whole section, whose change makes another run of one that goes on."""
 

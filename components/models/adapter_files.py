@@ -1,0 +1,181 @@
+"""Adapters on their way out: as a folder in PEFT's own format, or merged into the weights of their layers."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from components.config.schema.model import ModelConfig
+from components.config.schema.peft import PeftConfig
+from components.models.gather import WRITER, gathered_tensors, told_by_writer, writer_rank
+from components.models.lora import ADAPTER_PARAMETERS, row_norms, scaling_of
+from components.models.shards import Index
+from components.models.twin import meta_twin
+from components.models.weight_files import replace_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Read = Callable[[Index], torch.Tensor]
+"""Returns a block of a tensor."""
+
+
+def export_adapter(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path | str,
+    base: ModelConfig,
+    peft: PeftConfig,
+    card: str = "",
+) -> Path:
+    """Write the adapters of a model on any mesh as `folder`, which `peft.PeftModel.from_pretrained` opens.
+
+    Call it on all ranks; each may hold other parameters (pipeline stages). The folder appears once it is complete,
+    replacing an older one.
+
+    Args:
+        base: Names the model that the adapters belong to.
+        card: Text for the model card, below its title.
+
+    Raises OSError on every rank, when rank 0 could not write.
+    """
+    folder, problem = Path(folder), None
+    tensors = {name: full for name, full in gathered_tensors(model, [], trained=True) if full is not None}
+    if writer_rank() == WRITER:
+        try:
+            write_adapter(tokenizer, folder, tensors, adapter_config(model, tensors, base, peft), card)
+        except (OSError, ValueError) as error:
+            problem = str(error)
+    problem = told_by_writer(problem)
+    if problem is not None:
+        raise OSError(f"{folder}: the adapter could not be written: {problem}")
+    return folder
+
+
+def write_adapter(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, tensors: Mapping[str, torch.Tensor], config: object, card: str
+) -> None:
+    """Write `folder` from whole adapters under the model's names. Raises OSError."""
+    from safetensors.torch import save_file
+
+    tmp = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    tmp.mkdir(parents=True)
+    try:
+        stored = {_name_in_file(name): tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(stored, tmp / "adapter_model.safetensors", {"format": "pt"})
+        config.save_pretrained(tmp)  # type: ignore[attr-defined]
+        tokenizer.save_pretrained(tmp)
+        base = config.base_model_name_or_path  # type: ignore[attr-defined]
+        (tmp / "README.md").write_text(CARD.format(name=folder.name, base=base, text=card.strip()))
+        replace_folder(tmp, folder)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+
+
+def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConfig, peft: PeftConfig) -> object:
+    """Return the `peft.LoraConfig` of the adapters whose parameters have these names."""
+    from peft import LoraConfig  # two seconds that only an export pays
+
+    twin = meta_twin(model)
+    layers = {name.rpartition(".")[0] for name in names}
+    leaves = {name.rpartition(".")[2] for name in layers}
+    so_called = {name for name, _ in twin.named_modules() if name.rpartition(".")[2] in leaves}
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base.path,
+        revision=base.revision,
+        r=peft.rank,
+        lora_alpha=peft.alpha,  # type: ignore[arg-type] # whole in peft's annotation, any number in its formula
+        lora_dropout=peft.dropout,
+        use_rslora=peft.rslora,
+        use_dora=peft.dora,
+        target_modules=sorted(leaves if so_called == layers else layers),
+        fan_in_fan_out=not any(isinstance(twin.get_submodule(name), nn.Linear) for name in layers),
+        inference_mode=True,
+    )
+
+
+class Merge:
+    """Adds adapters to the weights of their layers, block by block."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """model: Tells what kinds of layers there are, and by what adapters are scaled; its values do not count."""
+        self._twin, self._scaling = meta_twin(model), scaling_of(model)
+        self._adapters: dict[str, torch.Tensor] = {}
+
+    def order(self, names: Iterable[str]) -> list[str]:
+        """Return the names of weights in their order, each behind the names of its adapter's parameters."""
+        return [each for name in names for each in (*(_adapter_of(name) if _is_weight(name) else ()), name)]
+
+    def take(self, name: str, whole: torch.Tensor) -> bool:
+        """Keep a tensor until its layer's weight comes, if it is an adapter's; return whether it is."""
+        mine = name.rpartition(".")[2] in ADAPTER_PARAMETERS
+        if mine:
+            self._adapters[name] = whole
+        return mine
+
+    def reader(self, name: str, read: Read) -> Read:
+        """Return what reads blocks of a tensor with the adapter of its layer, if it has one, added."""
+        return partial(self._read, name, read)
+
+    def _read(self, name: str, read: Read, index: Index) -> torch.Tensor:
+        block = read(index)
+        first, second, magnitude = (self._adapters.get(each) for each in _adapter_of(name))
+        if first is None or second is None or not _is_weight(name):
+            return block
+        linear = isinstance(self._twin.get_submodule(name.rpartition(".")[0]), nn.Linear)
+        rows, columns = index if linear else reversed(index)  # of (out, in)
+        added = self._scaling * (second[rows] @ first[:, columns])
+        merged = block.to(first.dtype) + (added if linear else added.T)
+        if magnitude is not None:  # of whole rows: so blocks of a matrix are cut
+            merged *= (magnitude[rows] / row_norms(merged))[:, None]
+        return merged.to(block.dtype)
+
+    def forget(self, name: str) -> None:
+        """Let go of the adapter of a weight that is done."""
+        for each in _adapter_of(name) if _is_weight(name) else ():
+            self._adapters.pop(each, None)
+
+
+def _adapter_of(name: str) -> list[str]:
+    """Names of the parameters that an adapter beside the weight `name` would have."""
+    path = name.rpartition(".")[0]
+    return [f"{path}.{each}" for each in ADAPTER_PARAMETERS]
+
+
+def _is_weight(name: str) -> bool:
+    return name.endswith(".weight")
+
+
+def _name_in_file(name: str) -> str:
+    suffix = "" if name.endswith("lora_magnitude_vector") else ".weight"
+    return f"base_model.model.{name}{suffix}"
+
+
+CARD = """---
+library_name: peft
+pipeline_tag: text-generation
+---
+
+# {name}
+
+An adapter of {base}.
+
+{text}
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")
+```
+"""

@@ -1,0 +1,238 @@
+"""LoRA: a pair of matrices of low rank beside linear layers, which stay frozen.
+
+The mathematics, the starting values and the files (adapter_files.py) are those of the peft library. Its modules are not
+used here, because they do not hold on a mesh: they rename the layer's own weight (base_layer.weight), which loading,
+tensor-parallel plans, pipeline stages and export know by transformers' names; on DTensors they mix plain tensors with
+distributed ones, and a row-wise layer would reduce over tp twice; and DoRA's lengths are computed when a layer is
+wrapped, before it has weights. An adapted layer keeps its name and its weight here, and has the adapter as parameters
+of its own, so that FSDP2, checkpoints and resumes see nothing but further parameters.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from components.config.errors import ConfigError
+from components.config.schema.peft import ALL_LINEAR, PeftConfig
+from components.models.shards import fill, local_part
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER_PARAMETERS = ("lora_A", "lora_B", "lora_magnitude_vector")
+"""Names of an adapter's parameters, as in PEFT's files."""
+
+
+class InputsShard(Protocol):
+    """How a rank that has some of a layer's inputs, and these columns of W and A, does what needs all of them."""
+
+    def dropout(self, hidden: torch.Tensor, probability: float) -> torch.Tensor:
+        """Drop out of (..., inputs of this rank) what one process would drop."""
+
+    def norms(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return the norms of whole rows, given those of this rank's part of them, (out,)."""
+
+
+class LoraLayer(nn.Module):
+    """What adapted layers have in common: an adapter as parameters, and the forward that uses it."""
+
+    weight: Any
+    bias: Any
+    scaling: float
+    dropout: float
+    lora_A: nn.Parameter
+    """(rank, in)"""
+    lora_B: nn.Parameter
+    """(out, rank)"""
+    lora_magnitude_vector: nn.Parameter | None
+    """(out,): the lengths of the rows under DoRA, else None."""
+
+    def adapt(self, cfg: PeftConfig, features: tuple[int, int]) -> None:
+        """Add an adapter, uninitialised, on the device of the weight. features: (in, out)."""
+        # The optimizer updates these: never in less than float32, whatever the frozen weights are stored in.
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+
+        def room(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=self.weight.device))
+
+        self.scaling, self.dropout = cfg.scaling, cfg.dropout
+        self.lora_A, self.lora_B = room(cfg.rank, features[0]), room(features[1], cfg.rank)
+        self.lora_magnitude_vector = room(features[1]) if cfg.dora else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)."""
+        return self.compute(hidden, self.matrix, self.bias, self.lora_A, self.lora_B, self.lora_magnitude_vector)
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The layer's own weight as (out, in)."""
+        return self.weight
+
+    def compute(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora_A: torch.Tensor,
+        lora_B: torch.Tensor,
+        magnitude: torch.Tensor | None,
+        inputs: InputsShard | None = None,
+    ) -> torch.Tensor:
+        """Return the layer's output of (..., in), for parameters that may be this tp rank's parts.
+
+        Args:
+            inputs: Where `hidden`, `weight` and `lora_A` are this rank's part of the inputs; None: they are whole.
+        """
+        kept = hidden
+        if self.training and self.dropout:
+            kept = inputs.dropout(hidden, self.dropout) if inputs else F.dropout(hidden, self.dropout)
+        lora_A, lora_B = lora_A.to(hidden.dtype), lora_B.to(hidden.dtype)
+        added = F.linear(F.linear(kept, lora_A), lora_B) * self.scaling  # (..., out)
+        if magnitude is None:
+            return F.linear(hidden, weight, bias) + added
+        with torch.no_grad():  # DoRA takes the norm for a constant (Liu et al. 2024, section 4.3)
+            norms = row_norms(weight + self.scaling * (lora_B @ lora_A))
+            norms = inputs.norms(norms) if inputs else norms
+        directed = F.linear(kept, weight)  # (..., out)
+        scale = (magnitude / norms).to(directed.dtype)
+        output = scale * (directed + added)
+        if kept is not hidden:  # as in peft, dropout spares what the layer itself gives
+            output = output + F.linear(hidden, weight) - directed
+        return output if bias is None else output + bias
+
+
+class LoraLinear(LoraLayer, nn.Linear):
+    """nn.Linear with an adapter."""
+
+
+class LoraConv1D(LoraLayer):
+    """transformers' Conv1D, GPT-2's linear layer, whose weight is (in, out), with an adapter."""
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The layer's own weight as (out, in)."""
+        return self.weight.T
+
+
+def row_norms(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the length of each row of (out, in), in float32 or float64: (out,)."""
+    return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.promote_types(matrix.dtype, torch.float32))
+
+
+def add_adapters(model: PreTrainedModel, cfg: PeftConfig) -> None:
+    """Freeze a model and give its targets adapters, in place; nothing happens for peft.method=none.
+
+    Before the model is laid over the mesh, usually on the meta device: `fill_weights` gives them their values.
+
+    Raises ConfigError for a target that names no layer, or one that cannot have an adapter.
+    """
+    if not cfg.adapts:
+        return
+    chosen = _chosen(model, cfg)
+    model.requires_grad_(False)
+    for name in chosen:
+        path, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(path)
+        parent.register_module(leaf, _adapted(parent.get_submodule(leaf), cfg))
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """Return the layers with adapters by name; none for a model without."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def scaling_of(model: nn.Module) -> float:
+    """Return by what the adapters of a model are scaled, one number for all of them; 0 where there are none."""
+    return next((layer.scaling for layer in adapted_layers(model).values()), 0.0)
+
+
+@torch.no_grad()
+def initialize_adapters(model: nn.Module, seed: int) -> None:
+    """Set every adapter to its start, where it changes nothing: A as peft draws it, B zero, DoRA's lengths W's own.
+
+    A's values depend on the seed and its name alone, whatever the mesh; the global random state stays as it was. Call
+    it on all ranks, after the model's own weights were filled.
+    """
+    for name, layer in adapted_layers(model).items():
+        digest = hashlib.sha256(f"{seed}:{name}.lora_A".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        rank, features = layer.lora_A.shape
+        # Kaiming's uniform distribution with a = sqrt(5), as nn.Linear has it.
+        drawn = (2 * torch.rand(rank, features, generator=generator) - 1) / math.sqrt(features)
+        fill(layer.lora_A, f"{name}.lora_A", drawn.__getitem__)
+        local_part(layer.lora_B).zero_()
+        if layer.lora_magnitude_vector is not None:
+            _set_magnitudes(layer)
+
+
+def _set_magnitudes(layer: LoraLayer) -> None:
+    """Row by row of this rank's part; where the weight is cut across its rows, the parts are summed."""
+    norms = row_norms(local_part(layer.weight))
+    if isinstance(layer.weight, DTensor):
+        mesh = layer.weight.device_mesh
+        for axis, placement in enumerate(layer.weight.placements):
+            if placement.is_shard(1):
+                squares = norms.square()
+                dist.all_reduce(squares, group=mesh.get_group(axis))
+                norms = squares.sqrt()
+    local_part(layer.lora_magnitude_vector).copy_(norms)  # type: ignore[arg-type]
+
+
+def _adapted(layer: nn.Module, cfg: PeftConfig) -> LoraLayer:
+    """A layer of the class with an adapter, which takes over the parameters of `layer`."""
+    linear = isinstance(layer, nn.Linear)
+    made: Any = LoraLinear.__new__(LoraLinear) if linear else LoraConv1D.__new__(LoraConv1D)
+    made.__dict__ = layer.__dict__.copy()
+    rows, columns = layer.weight.shape  # type: ignore[misc]
+    made.adapt(cfg, (columns, rows) if linear else (rows, columns))
+    return made
+
+
+def _chosen(model: PreTrainedModel, cfg: PeftConfig) -> list[str]:
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    }
+    problems, kind = [], type(model).__name__
+    for target in cfg.targets:
+        if target != ALL_LINEAR and not any(_ends_with(name, target) for name in linear):
+            problems.append(_no_such_target(model, target, sorted({name.rpartition(".")[2] for name in linear})))
+    chosen = [name for name in linear if any(t == ALL_LINEAR or _ends_with(name, t) for t in cfg.targets)]
+    if not chosen and not problems:
+        problems.append(f"peft.targets={cfg.targets}: {kind} has no linear layer to adapt; set peft=none")
+    foreign = {type(linear[name]).__name__ for name in chosen if type(linear[name]) not in (nn.Linear, Conv1D)}
+    problems += [f"peft.targets={cfg.targets}: {each} of {kind} has a forward of its own" for each in sorted(foreign)]
+    if cfg.dora and any(isinstance(linear[name], Conv1D) for name in chosen):
+        problems.append(f"peft.dora=true: {kind} keeps its matrices transposed (Conv1D); set peft.dora=false")
+    if problems:
+        raise ConfigError(problems)
+    return chosen
+
+
+def _no_such_target(model: PreTrainedModel, target: str, leaves: list[str]) -> str:
+    named = [module for name, module in model.named_modules() if _ends_with(name, target)]
+    if model.get_output_embeddings() in named:
+        why = "the output head is never adapted: the loss may be computed from its weight alone"
+    elif named:
+        why = f"{type(named[0]).__name__} is no linear layer"
+    else:
+        nearest = difflib.get_close_matches(target, leaves, n=1, cutoff=0.6)
+        why = f"no layer of {type(model).__name__} is called so{f'; did you mean {nearest[0]}?' if nearest else ''}"
+    return f"peft.targets=[{target}]: {why}; choose {ALL_LINEAR} or some of {', '.join(leaves)}"
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")

@@ -1,0 +1,202 @@
+"""Runs with adapters are saved, resumed, moved between meshes and exported; base weights are in no checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from components import checkpoint, distributed, models
+from components.checkpoint.frozen import frozen_fingerprint
+from components.config.compose.frozen import to_yaml
+from components.config.errors import ConfigError
+from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
+from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.data import DocsDataConfig
+from scripts.export import main as export
+from scripts.parity_shapes import layout_of
+from tests.distributed.adapted import DORA, Adapted, build, ours
+from tests.distributed.tiny_runs import TinyRun, cell_named, start, whole
+from tests.harness import run_ranks
+from tests.tiny_models import logits, reference, tiny_folder
+
+CASE = Adapted("llama", "", torch.float32, DORA)
+MESHES = {4: ["dp_shard2_tp2"], 2: ["pp2"]}
+KEEP = CheckpointConfig(keep=1)
+
+
+def save(run: TinyRun, folder: Path) -> None:
+    checkpoint.save_checkpoint(folder, run.state.step, run.model, run.optimizer, run.extra(), KEEP)
+
+
+def load(run: TinyRun, folder: Path) -> None:
+    found = checkpoint.find_checkpoint(folder, "auto")
+    assert found is not None
+    run.take(checkpoint.load_checkpoint(found, run.model, run.optimizer))
+
+
+def trained(run: TinyRun) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in whole(run).items() if "lora_" in name}
+
+
+def test_a_run_goes_on_bit_for_bit_and_on_any_mesh(tmp_path: Path) -> None:
+    model, elsewhere = ours(CASE), ours(CASE)
+    for parameter in elsewhere.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)  # all of which must be replaced
+    first = MESHES[4][0]
+
+    def write(rank: int) -> Any:
+        run = start(cell_named("llama", first, 4), model)
+        run.train(2)
+        save(run, tmp_path)
+        then = trained(run)
+        return frozen_fingerprint(run.model), then, run.train(2)[0], trained(run)
+
+    fingerprint, then, losses, after = run_ranks(4, write)[0]
+    assert fingerprint == frozen_fingerprint(model)
+    names = {name for file in tmp_path.rglob("*.safetensors") for name in safe_open(file, "pt").keys()}  # noqa: SIM118
+    assert names
+    assert all("lora_" in name for name in names)
+
+    def go_on(rank: int, world: int, mesh: str) -> Any:
+        run = start(cell_named("llama", mesh, world), elsewhere)
+        load(run, tmp_path)
+        return frozen_fingerprint(run.model), trained(run), run.train(2)[0], trained(run)
+
+    for world, meshes in MESHES.items():
+        for mesh in meshes:
+            told = run_ranks(world, go_on, world, mesh)[0]
+            assert told[0] == fingerprint, mesh
+            assert told[1].keys() == then.keys()
+            assert all(torch.equal(told[1][name], value) for name, value in then.items()), mesh
+            assert told[2] == (losses if mesh == first else pytest.approx(losses, rel=1e-5, abs=0)), mesh
+            if mesh == first:
+                assert all(torch.equal(told[3][name], value) for name, value in after.items())
+
+
+def test_other_base_weights_and_other_parameters_are_refused(tmp_path: Path) -> None:
+    full, model, permuted = build(CASE), ours(CASE), ours(CASE)
+    with torch.no_grad():
+        weight = permuted.get_parameter("model.layers.1.self_attn.q_proj.weight")
+        weight.copy_(weight.flip(0))  # the same values in other places
+
+    def body(rank: int) -> list[str]:
+        cell = cell_named("llama", "fsdp2", 1)
+        runs = {name: start(cell, each) for name, each in (("full", full), ("lora", model), ("permuted", permuted))}
+        for name in ("full", "lora"):
+            runs[name].train(1)
+            save(runs[name], tmp_path / name)
+        problems = []
+        for name, folder in (("permuted", "lora"), ("full", "lora"), ("lora", "full")):
+            with pytest.raises(ConfigError) as caught:
+                load(runs[name], tmp_path / folder)
+            problems.append(str(caught.value))
+            with pytest.raises(ConfigError):
+                checkpoint.load_model_weights(tmp_path / folder / "checkpoints" / "step_1", runs[name].model)
+        return problems
+
+    other_base, lacks, holds = run_ranks(1, body)[0]
+    assert "its adapters were trained beside other weights" in other_base
+    assert "lacks tensors of this model: model.embed_tokens.weight" in lacks
+    assert "lacks tensors of this model" in holds
+    assert "lora_A" in holds
+
+
+def config(tmp_path: Path) -> FinetuneConfig:
+    """A run directory over base weights in a folder."""
+    cfg = FinetuneConfig(
+        model=ModelConfig(path=str(tiny_folder(tmp_path / "base", "llama")), tokenizer="bytes"),
+        data=DocsDataConfig(),
+        peft=PeftConfig(method="lora", rank=3, dora=True, targets=["q_proj", "v_proj", "down_proj"]),
+    )
+    cfg.run.dir = str(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(cfg))
+    return cfg
+
+
+def recipe_model(cfg: FinetuneConfig, mesh: str | None) -> Any:
+    """Built and filled as the recipe does it."""
+    model = models.build_on_meta(cfg.model)
+    models.add_adapters(model, cfg.peft)
+    layout = layout_of(mesh, ParallelismConfig()) if mesh else None
+    if layout is not None:
+        distributed.parallelize(model, distributed.build_mesh(layout, "cpu"), layout, torch.float32)
+    models.materialize(model, "cpu")
+    models.fill_weights(model, cfg.model, cfg.run.seed)
+    return model
+
+
+def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The adapters of all ranks, whole."""
+    mine = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+    mine = {name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in mine.items()}
+    everyone: list[Any] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {name: value for held in everyone for name, value in held.items()}
+
+
+def test_what_a_mesh_exports_is_what_its_checkpoint_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters start alike on every mesh; both exports are those of scripts/export.py, and peft loads them."""
+    cfg = config(tmp_path)
+    run_dir = tmp_path / "run"
+
+    def body(rank: int) -> Any:
+        model = recipe_model(cfg, "pp2")
+        at_start = gathered(model)
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.detach().sign() + 0.5
+        optimizer.step()
+        checkpoint.save_checkpoint(run_dir, 1, model, optimizer, {"state": {}}, KEEP)
+        models.export_run(model, models.load_tokenizer(cfg.model), run_dir, cfg.model, cfg.peft)
+        return at_start, gathered(model)
+
+    at_start, now = run_ranks(2, body)[0]
+    alone = recipe_model(cfg, None)
+    for name, value in at_start.items():
+        exact = {} if name.endswith("lora_magnitude_vector") else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(alone.get_parameter(name).detach(), value, **exact)
+    assert len(at_start) == 2 * 3 * 3
+    for name, value in now.items():
+        alone.get_parameter(name).data.copy_(value)
+    expected = logits(alone.eval())
+    theirs = PeftModel.from_pretrained(reference(tmp_path / "base"), run_dir / "adapter").eval()
+    torch.testing.assert_close(logits(theirs), expected, rtol=1e-5, atol=1e-5)
+    merged = AutoModelForCausalLM.from_pretrained(run_dir / "export").eval()
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
+
+    monkeypatch.setattr("components.models.weight_files.BLOCK_BYTES", 1500)
+    assert export([str(run_dir)]) == export([str(run_dir), "--adapter"]) == 0
+    for kind, file in (("export", "model.safetensors"), ("adapter", "adapter_model.safetensors")):
+        mine, stored = load_file(run_dir / kind / file), load_file(run_dir / f"{kind}-step_1" / file)
+        assert mine.keys() == stored.keys()
+        for name, value in mine.items():
+            torch.testing.assert_close(stored[name], value, rtol=1e-6, atol=1e-6)
+    assert json.loads((run_dir / "adapter-step_1" / "adapter_config.json").read_text())["use_dora"] is True
+
+
+def test_an_export_over_other_base_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = config(tmp_path)
+
+    def body(rank: int) -> None:
+        model = recipe_model(cfg, None)
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+        checkpoint.save_checkpoint(tmp_path / "run", 1, model, optimizer, {"state": {}}, KEEP)
+
+    run_ranks(1, body)
+    tiny_folder(tmp_path / "base", "llama", seed=1)
+    assert export([str(tmp_path / "run")]) == 2
+    assert "its adapters were trained beside other weights" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "export-step_1").exists()

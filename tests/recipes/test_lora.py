@@ -1,0 +1,45 @@
+"""The recipes with adapters, called in forked processes: train, resume, evaluate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.config.compose.frozen import from_container, to_yaml
+from components.config.compose.sources import CONF, Request, register_schemas
+from components.config.schema import EvaluateConfig, FinetuneConfig, RecipeConfig
+from recipes import evaluate, finetune
+from tests.harness import run_ranks
+from tests.recipes.test_finetune import curve, result
+
+JOB = ("model=tiny", "peft=lora", "cluster.device=cpu", "data.max_eval_samples=4", "generation.samples=1",
+       "generation.max_new_tokens=2", "parallelism=single", "logging.plot=false")  # fmt: skip
+TRAINING = ("training.global_batch_size=4", "training.micro_batch_size=1", "training.seq_len=128",
+            "data.max_samples=16", "training.max_steps=4", "optimizer.lr=1e-2", "optimizer.schedule=constant",
+)  # fmt: skip
+
+
+def run(recipe: Any, schema: type[RecipeConfig], run_dir: Path, *overrides: str) -> None:
+    """What the launcher does once everything is checked."""
+    name = recipe.__name__.rpartition(".")[2]
+    register_schemas(name, schema)
+    request = Request(name, schema, (CONF,), (*JOB, *overrides, f"run.dir={run_dir}"))
+    cfg = from_container(request.compose(request.overrides), schema)
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(to_yaml(cfg))
+    run_ranks(1, lambda rank: recipe.main.__wrapped__(cfg), init=False, timeout=120)
+
+
+def test_a_run_with_adapters_is_resumed_and_evaluated(tmp_path: Path) -> None:
+    whole, resumed, shown = tmp_path / "whole", tmp_path / "resumed", tmp_path / "shown"
+    run(finetune, FinetuneConfig, whole, *TRAINING, "checkpoint.every=2", "checkpoint.keep=2")
+    at = f"{whole}/checkpoints/step_"
+    run(finetune, FinetuneConfig, resumed, *TRAINING, f"run.resume={at}2", "checkpoint.export=false")
+    assert curve(resumed) == curve(whole)[2:]
+    assert result(resumed)["eval_loss"] == result(whole)["eval_loss"] < result(whole)["first_eval_loss"]
+    assert (whole / "adapter" / "adapter_config.json").exists()
+    assert (whole / "export" / "model.safetensors").exists()
+    run(evaluate, EvaluateConfig, shown, f"evaluation.checkpoint={at}4", "evaluation.seq_len=128")
+    assert result(shown)["eval_loss"] == pytest.approx(result(whole)["eval_loss"], rel=1e-6)

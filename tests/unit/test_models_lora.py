@@ -1,0 +1,152 @@
+"""Adapters in one process: how they start, what they refuse, and what peft and transformers make of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from components import models, training
+from components.config.errors import ConfigError
+from components.config.schema import ModelConfig, PeftConfig
+from components.config.schema.model import DType, WeightInit
+from components.config.schema.optimizer import OptimizerConfig
+from components.models.lora import adapted_layers
+from tests.tiny_models import FAMILIES, logits, reference, tiny_folder
+
+LORA = PeftConfig(method="lora", rank=4, alpha=6.0)
+
+
+def adapted(family: str, peft: PeftConfig = LORA, seed: int = 0, **more: object) -> PreTrainedModel:
+    """A model from scratch with adapters, as the recipe makes it."""
+    cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES[family], **more)
+    model = models.build_on_meta(cfg)
+    models.add_adapters(model, peft)
+    models.materialize(model, "cpu")
+    models.fill_weights(model, cfg, seed)
+    return model
+
+
+def move(model: PreTrainedModel) -> PreTrainedModel:
+    """Every adapter off its start."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+@pytest.mark.parametrize("peft", [LORA, replace(LORA, dora=True)], ids=["lora", "dora"])
+def test_adapters_start_where_they_change_nothing(peft: PeftConfig) -> None:
+    model, plain = adapted("llama", peft).eval(), adapted("llama", PeftConfig()).eval()
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-6)
+    layers = adapted_layers(model)
+    assert len(layers) == 2 * 7
+    for layer in layers.values():
+        bound = 1 / math.sqrt(layer.lora_A.shape[1])
+        assert 0.8 * bound < layer.lora_A.abs().max() <= bound
+        assert abs(layer.lora_A.std() - bound / math.sqrt(3)) < 0.2 * bound
+    first, second = (layers[f"model.layers.{index}.mlp.up_proj"].lora_A for index in (0, 1))
+    assert not torch.equal(first, second)
+    again, other = (adapted_layers(adapted("llama", peft, seed))["model.layers.0.mlp.up_proj"] for seed in (0, 1))
+    assert torch.equal(first, again.lora_A)
+    assert not torch.equal(first, other.lora_A)
+
+
+def test_only_adapters_are_trained_and_counted() -> None:
+    model = adapted("llama", replace(LORA, targets=["q_proj", "mlp.up_proj"]))
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert trained == {
+        f"model.layers.{index}.{layer}.lora_{side}"
+        for index in (0, 1)
+        for layer in ("self_attn.q_proj", "mlp.up_proj")
+        for side in "AB"
+    }
+    counts = models.count_parameters(model)
+    assert counts.trainable == sum(model.get_parameter(name).numel() for name in trained)
+    assert str(counts).endswith(
+        f"parameters, {counts.trainable:,} of them trained ({counts.trainable / counts.total:.2%})"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "peft", "words"),
+    [
+        (
+            "llama",
+            {"targets": ["q_prj"]},
+            r"peft.targets=\[q_prj\]: no layer .*; did you mean q_proj\?; choose all-lin",
+        ),
+        ("llama", {"targets": ["lm_head"]}, r"peft.targets=\[lm_head\]: the output head is never adapted"),
+        ("llama", {"targets": ["embed_tokens"]}, r"peft.targets=\[embed_tokens\]: Embedding is no linear layer"),
+        ("mixtral", {"targets": ["experts"]}, r"peft.targets=\[experts\]: MixtralExperts is no linear layer; choose"),
+        ("gpt2", {"dora": True}, r"peft.dora=true: GPT2LMHeadModel keeps its matrices transposed"),
+    ],
+)
+def test_targets_that_cannot_be_are_refused(family: str, peft: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        adapted(family, replace(LORA, **peft))
+
+
+@pytest.mark.parametrize(
+    ("family", "peft"),
+    [("llama", replace(LORA, dora=True)), ("gpt2", replace(LORA, rslora=True, targets=["c_attn", "mlp.c_proj"]))],
+)
+def test_the_peft_library_and_transformers_load_what_is_exported(
+    family: str, peft: PeftConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Base weights of a folder; the adapter over them, and the merged model, give the logits of the adapted one."""
+    monkeypatch.setattr("components.models.weight_files.BLOCK_BYTES", 1500)  # merged in blocks of some rows
+    folder = tiny_folder(tmp_path / "base", family)
+    cfg = ModelConfig(path=str(folder), tokenizer="bytes", config={})
+    model = models.build_on_meta(cfg)
+    models.add_adapters(model, peft)
+    models.materialize(model, "cpu")
+    models.fill_weights(model, cfg, 0)
+    expected = logits(move(model))
+    adapter, merged = models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, peft)
+    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as stored:
+        assert len(list(stored.keys())) == sum(each.requires_grad for each in model.parameters())
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+    theirs = PeftModel.from_pretrained(reference(folder), adapter).eval()
+    torch.testing.assert_close(logits(theirs), expected, rtol=1e-5, atol=1e-5)
+    loaded = AutoModelForCausalLM.from_pretrained(merged).eval()
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)
+    assert (logits(reference(folder)) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("export", "folders"), [("adapter", ["adapter"]), ("merged", ["export"])])
+def test_one_of_the_two_exports_can_be_left_out(export: str, folders: list[str], tmp_path: Path) -> None:
+    model = adapted("llama", peft := replace(LORA, export=export))
+    cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"])
+    made = models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, peft)
+    assert [path.name for path in made] == [path.name for path in tmp_path.iterdir()] == folders
+
+
+def test_adapters_are_float32_beside_weights_in_bfloat16() -> None:
+    model = adapted("llama", dtype=DType.bfloat16)
+    layer = adapted_layers(model)["model.layers.0.mlp.up_proj"]
+    assert (layer.weight.dtype, layer.lora_A.dtype) == (torch.bfloat16, torch.float32)
+    logits_of = model(input_ids=torch.arange(8)[None]).logits
+    logits_of.float().square().mean().backward()
+    assert layer.lora_B.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("peft", [replace(LORA, dropout=0.1), replace(LORA, dropout=0.1, dora=True)])
+def test_a_step_never_waits_for_the_device(peft: PeftConfig) -> None:
+    """On the meta device whatever would wait raises."""
+    model = models.build_on_meta(ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"]))
+    models.add_adapters(model, peft)
+    optimizer = training.build_optimizer(model, OptimizerConfig())
+    rows = torch.zeros(2, 16, dtype=torch.int64, device="meta")
+    settings = training.StepSettings(device=torch.device("meta"))
+    vector = training.train_step(model, [{"input_ids": rows, "labels": rows}], optimizer, settings)
+    assert vector.device.type == "meta"
