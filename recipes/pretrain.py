@@ -10,7 +10,6 @@ python recipes/pretrain.py -m optimizer.lr=3e-4,1e-3,3e-3                    # a
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from components import checkpoint, data, distributed, models, observability, training
 from components.config.schema import PretrainConfig
@@ -46,14 +45,17 @@ def main(cfg: PretrainConfig) -> None:
     # Model: shaped on the meta device, laid over the mesh, then given memory and filled shard by shard
     compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)
     model = models.build_on_meta(cfg.model, len(tokenizer))
+    models.add_adapters(model, cfg.peft)
+    work = training.step_work(model, cfg.logging, mesh, info.device, compute_dtype)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
     router_loss = training.attach_router_loss(model, cfg.model, mesh)
+    token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, info.device)
     models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
     if cfg.model.compile:
         models.compile_layers(model)
     models.materialize(model, info.device)
     found = checkpoint.find_checkpoint(cfg.run.dir, cfg.run.resume)
-    if found is None:
+    if found is None or cfg.peft.adapts:  # checkpoints hold what is trained
         models.fill_weights(model, cfg.model, cfg.run.seed)
     replica = watch.following(distributed.wrap_replicas(model, mesh, cfg.parallelism, layout))
 
@@ -66,6 +68,8 @@ def main(cfg: PretrainConfig) -> None:
         mesh=mesh,
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
         router_loss=router_loss,
+        token_loss=token_loss,
+        work=work,
     )
 
     # State, and where an earlier attempt left off; the report is first, as its imports draw random numbers
@@ -91,10 +95,10 @@ def main(cfg: PretrainConfig) -> None:
             coordinates=mesh.coordinates,
             device=info.device,
             batch=f"{plan}, up to {cfg.training.seq_len} tokens each",
-            model=f"{cfg.model.path or 'from scratch'}: {counts.total:,} parameters in {cfg.model.dtype}, {why_dtype}",
+            model=f"{cfg.model.path or 'from scratch'}: {counts}, {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
             groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
-            notes=[str(note) for note in (train_set.facts, eval_set.facts, *layout.notes, router_loss) if note],
+            notes=[train_set.facts, eval_set.facts, *layout.notes, router_loss, token_loss, work],
         ),
     )
     for index in range(min(cfg.logging.examples, len(train_set))):
@@ -125,15 +129,17 @@ def main(cfg: PretrainConfig) -> None:
     # The loop: numbers arrive one step late, so that the host never waits for the device
     status, reader, clock = "ok", training.StepReader(lag=1), training.SaveClock(cfg.checkpoint.every_minutes)
     traffic = distributed.StepTraffic(mesh, report.traffic, enabled=cfg.logging.comm)
+    profile = observability.StepProfile(cfg.logging.profile, cfg.run.dir, report.say)
     saver = checkpoint.Saver(cfg.run.dir, model, optimizer, cfg.checkpoint, report.say)
-    with report, training.StopRequest() as stop, watch, saver:
+    with report, training.StopRequest() as stop, watch, saver, training.GarbageOffTheStep(cfg.training.gc_every) as gc:
         first_eval_loss = eval_loss = evaluate()
         show_generations()
         while state.step < cfg.training.max_steps:
             began = time.perf_counter()
             training.set_learning_rate(optimizer, cfg.optimizer, state.step, cfg.training.max_steps)
-            with traffic.step(), watch.step(state.step + 1):
-                numbers = training.train_step(replica, next(batches), optimizer, settings, (*stop.flags(), clock.due()))
+            with traffic.step(), watch.step(state.step + 1), profile.step(), gc.step():
+                asked = (*stop.flags(), clock.due())
+                numbers = training.train_step(replica, report.next_batch(batches), optimizer, settings, asked)
             state.step += 1
             arrived = reader.push(state.step, numbers, began)
             if arrived is not None:
@@ -162,8 +168,8 @@ def main(cfg: PretrainConfig) -> None:
             show_generations()
             if cfg.checkpoint.export:
                 card = observability.model_card(cfg.run.dir, state.to_dict(), str(mesh.shape))
-                folder = models.export_model(model, tokenizer, Path(cfg.run.dir) / "export", card=card)
-                report.say(f"exported {folder}")
+                for folder in models.export_run(model, tokenizer, cfg.run.dir, cfg.model, cfg.peft, card):
+                    report.say(f"exported {folder}")
         report.finish(
             observability.Result(
                 status=status,

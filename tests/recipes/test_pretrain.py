@@ -34,6 +34,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         "pretrain.py",
         *(
             "data=text",
+            "data.pack=false",
             f"data.path={folder}/text.txt",
             "parallelism=fsdp2",
             "cluster=local_2proc",
