@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from components.config.errors import ConfigError
 from components.config.schema.data import CustomDataConfig, DataConfig, DocsDataConfig, RowsDataConfig
 from components.data import pydocs
+from components.data.cache import tokenize
 from components.data.dataset import Dataset, Facts
-from components.data.examples import IGNORED, Example, encode_conversations
+from components.data.examples import IGNORED, Example
 from components.data.files import Place, Row, check_columns, columns_of, files_of_split, is_local, read_rows
 from components.data.hub import hub_rows
 from components.data.packed import PackedDataset
@@ -24,11 +25,11 @@ from components.data.rows import (
     to_conversations,
     training_place,
 )
+from components.data.tokens import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ENCODED_AT_ONCE = 1000  # conversations: bounds the memory for their text, and is enough to occupy all cores
 _PROMPTS_KEPT = 100  # to generate samples from
 
 Sample = TypeVar("Sample", Conversation, Example)
@@ -39,9 +40,9 @@ def build_dataset(
 ) -> Dataset | PackedDataset:
     """Read, tokenize and return the training samples or the held-out ones; packed into rows where `data.pack` says so.
 
-    A pure function of its arguments and the files: every process calls it and gets the same samples. It
-    writes nothing (for a hub data set `datasets` fills its own cache, under locks), so processes may call it
-    at once or one after another.
+    A pure function of its arguments and the files: every process calls it and gets the same samples, at once or
+    one after another. What is tokenized is kept in `data.cache`, where one process makes what the others read; for a
+    hub data set `datasets` fills its own cache, under locks.
 
     Without an eval split or path, `data.eval_fraction` of the training source is held out, chosen by a hash
     of the prompt: the same samples whatever the seed, the order of rows and the world size, and equal prompts
@@ -51,14 +52,14 @@ def build_dataset(
     """
     is_eval = split == "eval"
     facts = Facts(source=_describe(cfg, is_eval))
-    examples: Iterable[Example]
+    examples: Iterable[Example] | Tokens
     prompts: list[str] = []
     if isinstance(cfg, CustomDataConfig):
         examples = _kept(_custom_examples(cfg, tokenizer, seq_len, is_eval), cfg, is_eval)
     else:
         conversations, facts.dropped_bad_rows = _conversations(cfg, is_eval)
         kept = _kept(conversations, cfg, is_eval)
-        examples = _encoded(kept, tokenizer)
+        examples = tokenize(kept, tokenizer, cfg.cache)
         prompts = [_question(conversation) for conversation in kept[:_PROMPTS_KEPT]]
     dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong, prompts=prompts)
     if len(dataset) == 0:
@@ -106,11 +107,6 @@ def _custom_examples(
             )
         examples.append(Example([int(token) for token in ids], [int(label) for label in labels]))
     return examples
-
-
-def _encoded(conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase) -> Iterator[Example]:
-    for start in range(0, len(conversations), _ENCODED_AT_ONCE):
-        yield from encode_conversations(tokenizer, conversations[start : start + _ENCODED_AT_ONCE])
 
 
 def _question(conversation: Conversation) -> str:

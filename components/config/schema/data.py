@@ -54,6 +54,8 @@ class DataConfig:
     """Samples of more than seq_len tokens: truncate cuts the right end, drop omits them, refuse stops."""
     pack: bool = False
     """Several samples per row of seq_len tokens, each seeing only itself; sizes in sequences then count rows."""
+    cache: str | None = "~/.cache/meshbook"
+    """Folder that keeps tokenized samples for the next run and for other processes; null: none. Delete it at will."""
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -73,6 +75,8 @@ class DataConfig:
             problems.append(
                 f"data.eval_fraction={self.eval_fraction}: must be at least 0 (nothing held out) and below 1"
             )
+        if self.cache == "":
+            problems.append("data.cache='': is empty; set it to a folder, or to null to keep nothing")
         if self.eval_split == self.split and getattr(self, "eval_path", None) is None:
             problems.append(
                 f"data.eval_split={self.eval_split}: is the split that is trained on; choose another, or "
