@@ -130,7 +130,6 @@ def peers(conversations: list[Conversation], tokenizer: Any, processes: int) -> 
             max_length=None,
             dataset_text_field="text",
             shuffle_dataset=False,
-            shuffle_dataset=False,
         )
         prepare = partial(SFTTrainer._prepare_dataset, trainer, table, tokenizer, asked, False, None, "benchmark")
         arms[f"{name}, dataset_num_proc={count}"] = lambda prepare=prepare: counted(prepare())
