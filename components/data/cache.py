@@ -1,29 +1,33 @@
 """Tokenized samples on disk, under a key of everything that they follow from.
 
-The key is a hash of the conversations themselves, of the tokenizer with its chat template, and of the code: whatever
-changes (a file, a column, a revision of the hub, a version) gives another key, and nothing else does. One process makes
-an entry, aside and renamed; others that start at once wait for it and read it, as memory that they share.
+The key is a hash of the source's content, of the config that chooses among it, of the tokenizer with its chat template,
+and of this code: whatever changes gives another key. One process makes an entry, aside and renamed; others that start
+at once wait for it. All map it into memory, which they share and which the system may take back: neither the source nor
+its tokens need fit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import logging
 import os
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
-from safetensors import SafetensorError
 
+from components.config.errors import ConfigError
+from components.config.schema.data import DataConfig
 from components.data import examples
-from components.data.rows import Conversation
-from components.data.tokens import Tokens, flattened, hash_of_arrays, joined
+from components.data.sides import Side, first_questions, held_out_by_hash
+from components.data.token_file import read_tokens, write_tokens
+from components.data.tokens import Tokens, flattened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,37 +37,54 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 """Of the entries; raised when their layout changes."""
 WORTH_BYTES = 1_000_000
-"""Less text than this is tokenized again in about a second, and leaves nothing on disk."""
+"""A source of less is tokenized again in about a second, and leaves nothing on disk."""
+CODE = Path(__file__).parent
+"""What makes samples of a source."""
 _ENCODED_AT_ONCE = 1000  # conversations: bounds the memory for their text, and is enough to occupy all cores
+_PROMPTS_KEPT = 100  # to generate samples from
+_ELSEWHERE = (
+    "pack",
+    "cache",
+    "overlong",
+    "path",
+    "eval_path",
+    "max_samples",
+    "max_eval_samples",
+)  # in the key or later
 
 
-def tokenize(
-    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, folder: str | None = None
-) -> Tokens:
-    """Return the samples of conversations, from `folder` where they are known; None: they are made each time.
+class Made(NamedTuple):
+    """What became of one side of a source."""
 
-    A fast tokenizer encodes on all cores. A folder that cannot be written costs a warning, not the run.
+    tokens: Tokens
+    prompts: list[str]
+    bad_rows: int
+
+
+def tokenize(side: Side, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Made:
+    """Return the samples of a side, from `data.cache` where they are known.
+
+    A fast tokenizer encodes on all cores. A folder that cannot be written costs a warning, and memory for all tokens.
+
+    Raises ConfigError where the source is wrong, or changes while it is read.
     """
-    tokenizer_hash = None if folder is None else hash_of_tokenizer(tokenizer)
-    if folder is None or tokenizer_hash is None:
-        return _encoded(conversations, tokenizer)
-    digest = xxhash.xxh3_128(f"{FORMAT} {tokenizer_hash} {_hash_of_code()}".encode())
-    size = 0
-    for chunk in _chunks(conversations):
-        text = json.dumps([conversation.messages for conversation in chunk]).encode()
-        digest.update(text)
-        size += len(text)
+    tokenizer_hash = None if cfg.cache is None else hash_of_tokenizer(tokenizer)
+    if cfg.cache is None or tokenizer_hash is None:
+        return _make(side, tokenizer)
+    content, size = side.identity()
     if size < WORTH_BYTES:
-        return _encoded(conversations, tokenizer)
-    entry = Path(folder).expanduser() / f"{digest.hexdigest()}.safetensors"
+        return _make(side, tokenizer)
+    entry = Path(cfg.cache).expanduser() / f"{_key(content, side, cfg, tokenizer_hash)}.safetensors"
     if (known := _read(entry)) is not None:
         return known
     with _alone(entry.with_suffix(".lock")):
         if (known := _read(entry)) is not None:
             return known
-        tokens = _encoded(conversations, tokenizer)
-        _write(entry, tokens)
-        return tokens
+        made = _make(side, tokenizer, entry)
+        if side.identity()[0] != content:
+            entry.unlink(missing_ok=True)
+            raise ConfigError(f"data.path={getattr(cfg, 'path', None)}: was changed while it was read; start again")
+        return made
 
 
 def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -77,63 +98,43 @@ def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return xxhash.xxh3_128(json.dumps([whole, said], default=str).encode()).hexdigest()
 
 
-def _hash_of_code() -> str:
-    """Of what makes samples of conversations: this project's part, and the packages that it calls."""
+def _key(content: str, side: Side, cfg: DataConfig, tokenizer_hash: str) -> str:
+    chosen = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in _ELSEWHERE}
+    most = cfg.max_eval_samples if side.is_eval else cfg.max_samples
     versions = [version(package) for package in ("transformers", "tokenizers", "jinja2")]
-    return xxhash.xxh3_128(Path(examples.__file__).read_bytes() + json.dumps(versions).encode()).hexdigest()
+    code = xxhash.xxh3_128(b"".join(file.read_bytes() for file in sorted(CODE.glob("*.py")))).hexdigest()
+    said = [FORMAT, content, tokenizer_hash, chosen, side.is_eval, held_out_by_hash(cfg), most, versions, code]
+    return xxhash.xxh3_128(json.dumps(said).encode()).hexdigest()
 
 
-def _encoded(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    parts = []
-    with _progress(len(conversations)) as advance:
-        for chunk in _chunks(conversations):
-            parts.append(flattened(examples.encode_conversations(tokenizer, chunk)))
+def _make(side: Side, tokenizer: PreTrainedTokenizerBase, entry: Path | None = None) -> Made:
+    """Tokenize a side into a file, or in memory without one or where it cannot be written."""
+    prompts = first_questions(side, _PROMPTS_KEPT)
+    if entry is not None:
+        told = json.dumps({"prompts": prompts, "bad_rows": side.bad_rows})
+        try:
+            write_tokens(entry, map(flattened, _encoded(side, tokenizer)), told)
+        except OSError as error:
+            logger.warning("data.cache=%s: %s; the tokenized samples are not kept", entry.parent, error)
+        if (made := _read(entry)) is not None:
+            return made
+    return Made(flattened(chain.from_iterable(_encoded(side, tokenizer))), prompts, side.bad_rows)
+
+
+def _encoded(side: Side, tokenizer: PreTrainedTokenizerBase) -> Iterator[Iterable[examples.Example]]:
+    conversations = iter(side)
+    with _progress(len(side)) as advance:
+        while chunk := list(islice(conversations, _ENCODED_AT_ONCE)):
+            yield examples.encode_conversations(tokenizer, chunk)
             advance(len(chunk))
-    return joined(parts)
 
 
-def _chunks(conversations: Sequence[Conversation]) -> Iterator[Sequence[Conversation]]:
-    for start in range(0, len(conversations), _ENCODED_AT_ONCE):
-        yield conversations[start : start + _ENCODED_AT_ONCE]
-
-
-def _read(entry: Path) -> Tokens | None:
-    """Return an entry, mapped into memory that all processes of a machine share; None: not there or damaged."""
-    import numpy as np
-
-    try:
-        with entry.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        arrays = []
-        for name, dtype in zip(Tokens._fields, (np.int32, np.int32, np.int64), strict=True):
-            begin, end = header[name]["data_offsets"]
-            shape = ((end - begin) // np.dtype(dtype).itemsize,)
-            arrays.append(np.memmap(entry, dtype, "r", 8 + size + begin, shape) if shape[0] else np.zeros(0, dtype))
-        tokens = Tokens(*arrays)
-        if header["__metadata__"]["hash"] == hash_of_arrays(tokens):
-            return tokens
-        logger.warning("%s is damaged: it is made again", entry)
-    except FileNotFoundError:
+def _read(entry: Path) -> Made | None:
+    found = read_tokens(entry)
+    if found is None:
         return None
-    except (OSError, ValueError, OverflowError, LookupError, TypeError) as error:
-        logger.warning("%s is damaged (%s): it is made again", entry, error)
-    return None
-
-
-def _write(entry: Path, tokens: Tokens) -> None:
-    from safetensors.numpy import save_file
-
-    aside = entry.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
-        save_file(tokens._asdict(), aside, metadata={"hash": hash_of_arrays(tokens)})
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(aside, entry)
-    except (OSError, SafetensorError) as error:
-        logger.warning("data.cache=%s: %s; the tokenized samples are not kept", entry.parent, error)
-        with contextlib.suppress(OSError):
-            aside.unlink()
+    told = json.loads(found[1])
+    return Made(found[0], told["prompts"], told["bad_rows"])
 
 
 @contextlib.contextmanager

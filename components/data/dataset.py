@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol, overload
 
 from components.config.errors import ConfigError
 from components.config.schema.data import Overlong
-from components.data.examples import IGNORED, Example, render_example, trimmed
-from components.data.tokens import Tokens, flattened, hash_of_arrays, shortened
+from components.data.examples import Example, render_example, trimmed
+from components.data.tokens import Tokens, flattened, shortened
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,7 +86,7 @@ class Dataset(Sequence[Example]):
         self._tokens = self._fitted(whole, seq_len, overlong)
 
     def __len__(self) -> int:
-        return len(self._tokens.ends) - 1
+        return len(self._tokens.starts)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -97,21 +97,19 @@ class Dataset(Sequence[Example]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        ids, labels, ends = self._tokens
-        start, end = ends[index % len(self)], ends[index % len(self) + 1]
-        return Example(ids[start:end].tolist(), labels[start:end].tolist())
+        ids, labels, starts, stops = self._tokens
+        sample = slice(starts[index % len(self)], stops[index % len(self)])
+        return Example(ids[sample].tolist(), labels[sample].tolist())
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each sample, (samples,) int64."""
-        import numpy as np
-
-        return np.diff(self._tokens.ends)
+        return self._tokens.stops - self._tokens.starts
 
     @property
     def fingerprint(self) -> str:
         """A hash of every token and label: equal where, and only where, the samples are."""
-        return hash_of_arrays(self._tokens)
+        return self._tokens.fingerprint
 
     def show(self, index: int) -> str:
         """Return the text of a sample, the part that carries the loss in [[ ]]."""
@@ -121,24 +119,24 @@ class Dataset(Sequence[Example]):
         """Return the samples that fit rows of `seq_len` tokens, and count them and the others."""
         import numpy as np
 
-        facts, before = self.facts, np.diff(tokens.ends)
+        facts, before = self.facts, tokens.stops - tokens.starts
         long = np.flatnonzero(before > seq_len)
         if len(long) and overlong is Overlong.refuse:
-            start, end = tokens.ends[long[0]], tokens.ends[long[0] + 1]
+            start, stop = tokens.starts[long[0]], tokens.stops[long[0]]
             raise ConfigError(
                 f"data.overlong=refuse: a sample of {facts.source} has {before[long[0]]:,} tokens, more than "
                 f"training.seq_len={seq_len:,}; raise it, or set data.overlong to truncate or drop; the "
-                f"sample begins {self._tokenizer.decode(tokens.ids[start : min(start + 40, end)].tolist())!r}"
+                f"sample begins {self._tokenizer.decode(tokens.ids[start : min(start + 40, stop)].tolist())!r}"
             )
         fitted, after = shortened(tokens, seq_len, drop=overlong is Overlong.drop)
         if overlong is Overlong.drop:
             facts.dropped_overlong = len(long)
         else:
             facts.truncated = int(np.count_nonzero(after[long]))
-        facts.samples = len(fitted.ends) - 1
+        facts.samples = len(fitted.starts)
         facts.dropped_without_target = len(before) - facts.samples - facts.dropped_overlong
-        facts.tokens = len(fitted.ids)
-        facts.target_tokens = int(np.count_nonzero(fitted.labels != IGNORED))
+        facts.tokens = int(after.sum())
+        facts.target_tokens = fitted.targets
         return fitted
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
 from components.config.errors import ConfigError
@@ -55,28 +56,37 @@ def columns_wanted(cfg: RowsDataConfig) -> dict[str, str]:
     raise TypeError(f"no columns are known of {type(cfg).__name__}")
 
 
-def to_conversations(cfg: RowsDataConfig, rows: Iterable[Row]) -> tuple[list[Conversation], int]:
-    """Return the conversations of `rows`, and how many bad rows were left out (`data.bad_rows=drop`).
+@dataclass(slots=True)
+class BadRowsSeen:
+    """Rows that could not become conversations: how many, and what is wrong with the first."""
 
-    Raises ConfigError naming row and column of the first bad rows where they are refused.
+    count: int = 0
+    told: list[str] = field(default_factory=list)
+
+
+def each_conversation(cfg: RowsDataConfig, rows: Iterable[Row], bad: BadRowsSeen) -> Iterator[Conversation]:
+    """Yield the conversations of `rows`, one at a time; what could not become one is counted in `bad`.
+
+    Raises ConfigError naming row and column of the first bad rows, after the last row, where they are refused.
     """
-    conversations, bad = [], []
     convert = _sft_messages if isinstance(cfg, SftDataConfig) else _chat_messages
     for where, values in rows:
         try:
-            conversations.append(Conversation(where, convert(cfg, values)))  # type: ignore[arg-type]
+            messages = convert(cfg, values)  # type: ignore[arg-type]
         except _BadRowError as error:
-            bad.append(f"{where}: {error}")
-    if bad and cfg.bad_rows is BadRows.refuse:
-        more = [f"... and {len(bad) - _TOLD:,} more such rows"] if len(bad) > _TOLD else []
+            bad.count += 1
+            bad.told += [f"{where}: {error}"] if bad.count <= _TOLD else []
+            continue
+        yield Conversation(where, messages)
+    if bad.count and cfg.bad_rows is BadRows.refuse:
+        more = [f"... and {bad.count - _TOLD:,} more such rows"] if bad.count > _TOLD else []
         raise ConfigError(
             [
-                *bad[:_TOLD],
+                *bad.told,
                 *more,
                 "data.bad_rows=refuse: correct these rows, or set data.bad_rows=drop to leave them out",
             ]
         )
-    return conversations, len(bad)
 
 
 def _sft_messages(cfg: SftDataConfig, values: dict[str, Any]) -> list[Message]:

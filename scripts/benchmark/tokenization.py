@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,11 +32,11 @@ import yaml
 from components import models
 from components.config.compose.sources import CONF
 from components.config.schema import ModelConfig
-from components.data import pydocs
+from components.config.schema.data import DataConfig, DocsDataConfig, SftDataConfig
 from components.data.cache import tokenize
 from components.data.examples import encode_conversations
-from components.data.files import read_rows
 from components.data.rows import Conversation
+from components.data.sides import Side
 
 Arm = Callable[[], int]
 """Tokenizes everything and returns the number of tokens."""
@@ -54,13 +55,15 @@ def main() -> None:
     given = parser.parse_args()
     if given.peers:
         sys.path.append(str(given.peers))
-    conversations = read(given.path, given.prompt, given.response)
+    cfg = source(given.path, given.prompt, given.response)
+    conversations = list(Side(cfg, False))
     values = yaml.safe_load((CONF / "model" / f"{given.model}.yaml").read_text())
     tokenizer = models.load_tokenizer(ModelConfig(path=values["path"], tokenizer=values.get("tokenizer")))
     with tempfile.TemporaryDirectory() as folder:
+        cfg, uncached = replace(cfg, cache=folder), replace(cfg, cache=None)
         arms = {
-            "ours": lambda: len(tokenize(conversations, tokenizer).ids),
-            "ours, the next time": lambda: len(tokenize(conversations, tokenizer, folder).ids),
+            "ours": lambda: len(tokenize(Side(uncached, False), uncached, tokenizer).tokens.ids),
+            "ours, the next time": lambda: len(tokenize(Side(cfg, False), cfg, tokenizer).tokens.ids),
             f"ours on {given.processes} processes": partial(on_processes, conversations, tokenizer, given.processes),
             **peers(conversations, tokenizer, given.processes),
         }
@@ -77,14 +80,11 @@ def main() -> None:
         print(f"{name:36} {tokens[name]:12,} tokens {middle:8.2f} s {tokens[name] / middle:14,.0f} tokens/s")
 
 
-def read(path: Path | None, prompt: str, response: str) -> list[Conversation]:
-    """Return the conversations of a file, or those of the default data set."""
+def source(path: Path | None, prompt: str, response: str) -> DataConfig:
+    """Return the config of a file, all of which is trained on, or of the default data set."""
     if path is None:
-        return pydocs.conversations("train")
-    return [
-        Conversation(where, [{"role": "user", "content": row[prompt]}, {"role": "assistant", "content": row[response]}])
-        for where, row in read_rows(path)
-    ]
+        return DocsDataConfig()
+    return SftDataConfig(path=str(path), prompt_column=prompt, response_column=response, eval_fraction=0.0)
 
 
 def on_processes(conversations: list[Conversation], tokenizer: Any, processes: int) -> int:
