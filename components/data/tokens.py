@@ -13,6 +13,8 @@ from components.data.examples import IGNORED, Example
 if TYPE_CHECKING:
     import numpy as np
 
+_COUNTED_AT_ONCE = 1 << 20  # tokens
+
 # numpy is imported where it is used: who only looks at files on a login node needs none of it.
 
 
@@ -51,7 +53,12 @@ class Tokens(NamedTuple):
         """Tokens that carry the loss."""
         import numpy as np
 
-        return sum(int(np.count_nonzero(self.labels[run] != IGNORED)) for run in self.runs)
+        pieces = (
+            self.labels[start : min(start + _COUNTED_AT_ONCE, run.stop)]
+            for run in self.runs
+            for start in range(run.start, run.stop, _COUNTED_AT_ONCE)
+        )
+        return sum(int(np.count_nonzero(piece != IGNORED)) for piece in pieces)
 
 
 def flattened(examples: Iterable[Example]) -> Tokens:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
+import threading
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,8 +18,10 @@ from safetensors.numpy import load_file
 
 from components.config.errors import ConfigError
 from components.config.schema.data import Overlong, SftDataConfig
-from components.data import cache
-from components.data.examples import encode_conversations
+from components.data import cache, sides
+from components.data.batches import BatchPlan, TrainBatches
+from components.data.examples import IGNORED, Example, encode_conversations
+from components.data.load import build_dataset
 from components.data.sides import Side
 from components.models.tokenizer import byte_tokenizer
 
@@ -185,3 +189,40 @@ def test_of_processes_that_start_at_once_one_tokenizes(tmp_path: Path) -> None:
     assert len({each for each in said if isinstance(each, int)}) == 1
     assert len({each for each in said if isinstance(each, str)}) == 1
     assert len(entries(tmp_path / "cache")) == 1
+
+
+def growth(cfg: SftDataConfig, told: Any) -> None:
+    """Tell by how much this process grew (memory of its own, not mapped files) while a data set was made and read."""
+    words = list(range(200))
+
+    def encode(tokenizer: Any, part: Any) -> list[Example]:
+        return [Example(words * 250, [IGNORED] + words[1:] + words * 249) for _ in part]
+
+    def own() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) // 1024
+
+    cache.examples.encode_conversations = encode  # type: ignore[assignment]
+    cache._ENCODED_AT_ONCE, sides._REMEMBERED = 4, 0
+    importlib.import_module("torch")
+    before, seen, done = own(), [], threading.Event()
+    watch = threading.Thread(target=lambda: [seen.append(own()) for _ in iter(lambda: done.wait(0.005), True)])
+    watch.start()
+    dataset = build_dataset(cfg, byte_tokenizer(), seq_len=60_000, split="train")
+    batches = TrainBatches(dataset, BatchPlan(global_batch_size=1, micro_batch_size=1), seed=0)
+    next(batches)
+    done.set()
+    watch.join()
+    told.put((max(seen) - before, dataset.facts.tokens * 8 >> 20, batches.state_dict()["sample"]))
+
+
+def test_tokens_need_not_fit_in_memory(tmp_path: Path) -> None:
+    context = get_context("fork")
+    told = context.Queue()
+    process = context.Process(target=growth, args=(source(tmp_path, 300, eval_fraction=0.0, pack=True), told))
+    process.start()
+    mebibytes, of_tokens, samples = told.get(timeout=60)
+    process.join()
+    assert of_tokens > 110
+    assert mebibytes < 50
+    assert samples == 1
