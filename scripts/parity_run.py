@@ -101,7 +101,8 @@ def reference_rank(send: Callable[[str, Any], None], comparison: Comparison, fol
     def samples_of(step: int) -> Iterator[Sample]:
         for index in batches.global_batch(step):
             row = dataset[index]
-            yield torch.tensor(row.input_ids), torch.tensor(row.labels)
+            for sample in row.examples if isinstance(row, data.PackedRow) else [row]:
+                yield torch.tensor(sample.input_ids), torch.tensor(sample.labels)
 
     def curve_of(autocast: torch.dtype | None) -> Curve:
         model = models.build_on_meta(cfg.model, len(tokenizer)).eval()

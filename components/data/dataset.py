@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, overload
 
-import xxhash
-
 from components.config.errors import ConfigError
 from components.config.schema.data import Overlong
-from components.data.examples import IGNORED, Example, render_example, trimmed
+from components.data.examples import Example, render_example, trimmed
+from components.data.tokens import Tokens, flattened, shortened
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,7 +71,7 @@ class Dataset(Sequence[Example]):
 
     def __init__(
         self,
-        examples: Iterable[Example],
+        examples: Iterable[Example] | Tokens,
         tokenizer: PreTrainedTokenizerBase,
         *,
         facts: Facts,
@@ -84,14 +82,11 @@ class Dataset(Sequence[Example]):
         self.facts = facts
         self.prompts = prompts
         self._tokenizer = tokenizer
-        self._ids = array("i")
-        self._labels = array("i")
-        self._ends = array("q", [0])
-        for example in examples:
-            self._add(example, seq_len, overlong)
+        whole = examples if isinstance(examples, Tokens) else flattened(trimmed(example) for example in examples)
+        self._tokens = self._fitted(whole, seq_len, overlong)
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
+        return len(self._tokens.starts)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -102,53 +97,47 @@ class Dataset(Sequence[Example]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        start, end = self._ends[index % len(self)], self._ends[index % len(self) + 1]
-        return Example(self._ids[start:end].tolist(), self._labels[start:end].tolist())
+        ids, labels, starts, stops = self._tokens
+        sample = slice(starts[index % len(self)], stops[index % len(self)])
+        return Example(ids[sample].tolist(), labels[sample].tolist())
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each sample, (samples,) int64."""
-        import numpy as np
-
-        return np.diff(np.asarray(self._ends))
+        return self._tokens.stops - self._tokens.starts
 
     @property
     def fingerprint(self) -> str:
         """A hash of every token and label: equal where, and only where, the samples are."""
-        digest = xxhash.xxh3_128()
-        for part in (self._ids, self._labels, self._ends):
-            digest.update(part)
-        return digest.hexdigest()
+        return self._tokens.fingerprint
 
     def show(self, index: int) -> str:
         """Return the text of a sample, the part that carries the loss in [[ ]]."""
         return render_example(self._tokenizer, self[index])
 
-    def _add(self, example: Example, seq_len: int, overlong: Overlong) -> None:
-        facts = self.facts
-        example = trimmed(example)
-        length = len(example.input_ids)
-        if length > seq_len:
-            if overlong is Overlong.refuse:
-                raise ConfigError(
-                    f"data.overlong=refuse: a sample of {facts.source} has {length:,} tokens, more than "
-                    f"training.seq_len={seq_len:,}; raise it, or set data.overlong to truncate or drop; the "
-                    f"sample begins {self._tokenizer.decode(example.input_ids[:40])!r}"
-                )
-            if overlong is Overlong.drop:
-                facts.dropped_overlong += 1
-                return
-            example = trimmed(Example(example.input_ids[:seq_len], example.labels[:seq_len]))
-            facts.truncated += bool(example.labels)
-        if not example.labels:
-            facts.dropped_without_target += 1
-            return
-        self._ids.extend(example.input_ids)
-        self._labels.extend(example.labels)
-        self._ends.append(len(self._ids))
-        facts.samples += 1
-        facts.tokens += len(example.input_ids)
-        facts.target_tokens += sum(label != IGNORED for label in example.labels)
+    def _fitted(self, tokens: Tokens, seq_len: int, overlong: Overlong) -> Tokens:
+        """Return the samples that fit rows of `seq_len` tokens, and count them and the others."""
+        import numpy as np
+
+        facts, before = self.facts, tokens.stops - tokens.starts
+        long = np.flatnonzero(before > seq_len)
+        if len(long) and overlong is Overlong.refuse:
+            start, stop = tokens.starts[long[0]], tokens.stops[long[0]]
+            raise ConfigError(
+                f"data.overlong=refuse: a sample of {facts.source} has {before[long[0]]:,} tokens, more than "
+                f"training.seq_len={seq_len:,}; raise it, or set data.overlong to truncate or drop; the "
+                f"sample begins {self._tokenizer.decode(tokens.ids[start : min(start + 40, stop)].tolist())!r}"
+            )
+        fitted, after = shortened(tokens, seq_len, drop=overlong is Overlong.drop)
+        if overlong is Overlong.drop:
+            facts.dropped_overlong = len(long)
+        else:
+            facts.truncated = int(np.count_nonzero(after[long]))
+        facts.samples = len(fitted.starts)
+        facts.dropped_without_target = len(before) - facts.samples - facts.dropped_overlong
+        facts.tokens = int(after.sum())
+        facts.target_tokens = fitted.targets
+        return fitted
 
 
 class HasPrompts(Protocol):

@@ -40,6 +40,12 @@ class PackedRow(NamedTuple):
     labels: list[int]  # (seq,)
     ends: list[int]  # where each sample ends, (documents,)
 
+    @property
+    def examples(self) -> list[Example]:
+        """The samples, each by itself."""
+        places = zip([0, *self.ends[:-1]], self.ends, strict=True)
+        return [Example(self.input_ids[start:end], self.labels[start:end]) for start, end in places]
+
 
 class _Turn(NamedTuple):
     """One answer of the assistant in context."""

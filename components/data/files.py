@@ -96,7 +96,7 @@ def columns_of(file: Path) -> list[str]:
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
-        with _readable(file):
+        with readable(file):
             return pyarrow.parquet.read_schema(file).names
     names: dict[str, None] = {}
     for row in islice(read_rows(file), _ROWS_FOR_COLUMNS):
@@ -117,7 +117,7 @@ def check_columns(wanted: dict[str, str], columns: Sequence[str], where: str) ->
 
 def read_rows(file: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """Yield the rows of a file; of Parquet only `columns`. Raises ConfigError naming file and line."""
-    with _readable(file):
+    with readable(file):
         if file.suffix == ".parquet":
             yield from _parquet_rows(file, columns)
         elif file.suffix in (".csv", ".tsv"):
@@ -129,7 +129,7 @@ def read_rows(file: Path, columns: Sequence[str] | None = None) -> Iterator[Row]
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def readable(file: Path) -> Iterator[None]:
     """Turn what reading a broken file raises into a ConfigError that names it."""
     try:
         yield

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import pkgutil
-from collections.abc import Iterable, Iterator
-from hashlib import blake2b
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Literal, TypeVar
+from array import array
+from collections.abc import Iterable
+from itertools import compress, islice
+from typing import TYPE_CHECKING, Literal
 
 from components.config.errors import ConfigError
-from components.config.schema.data import (
-    CustomDataConfig,
-    DataConfig,
-    DocsDataConfig,
-    RowsDataConfig,
-    TextDataConfig,
-)
-from components.data import pydocs
+from components.config.schema.data import CustomDataConfig, DataConfig, TextDataConfig
+from components.data.cache import tokenize
 from components.data.dataset import Dataset, Facts
-from components.data.examples import IGNORED, Example, encode_conversations
-from components.data.files import Place, Row, check_columns, columns_of, files_of_split, is_local, read_rows
-from components.data.hub import hub_rows
+from components.data.examples import Example
 from components.data.packed import PackedDataset
-from components.data.rows import (
-    Conversation,
-    columns_wanted,
-    held_out_place,
-    to_conversations,
-    to_documents,
-    training_place,
-)
-from components.data.text import STDLIB, beginning, encode_documents, side_of, stdlib_rows
+from components.data.sides import Side, describe, hash_of_prompt, held_out_by_hash, kept_of, split_of
+from components.data.text import beginning, documents_of, encode_documents
+from components.data.tokens import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ENCODED_AT_ONCE = 1000  # conversations: bounds the memory for their text, and is enough to occupy all cores
-_PROMPTS_KEPT = 100  # to generate samples from
-
-Sample = TypeVar("Sample", Conversation, Example)
+_PROMPTS_KEPT = 100  # documents whose beginnings are kept, to generate samples from
 
 
 def build_dataset(
@@ -47,9 +29,9 @@ def build_dataset(
 ) -> Dataset | PackedDataset:
     """Read, tokenize and return the training samples or the held-out ones; packed into rows where `data.pack` says so.
 
-    A pure function of its arguments and the files: every process calls it and gets the same samples. It
-    writes nothing (for a hub data set `datasets` fills its own cache, under locks), so processes may call it
-    at once or one after another.
+    A pure function of its arguments and the files: every process calls it and gets the same samples, at once or
+    one after another. What is tokenized is kept in `data.cache`, where one process makes what the others read; for a
+    hub data set `datasets` fills its own cache, under locks.
 
     Without an eval split or path, `data.eval_fraction` of the training source is held out, chosen by a hash
     of the prompt: the same samples whatever the seed, the order of rows and the world size, and equal prompts
@@ -58,53 +40,24 @@ def build_dataset(
     Raises ConfigError where a file, column, row or split is wrong, and where no sample with a target is left.
     """
     is_eval = split == "eval"
-    facts = Facts(source=_describe(cfg, is_eval))
-    examples: Iterable[Example]
+    facts = Facts(source=describe(cfg, is_eval))
+    examples: Iterable[Example] | Tokens
     prompts: list[str] = []
     if isinstance(cfg, CustomDataConfig):
-        examples = _kept(_custom_examples(cfg, tokenizer, seq_len, is_eval), cfg, is_eval)
+        everything = _custom_examples(cfg, tokenizer, seq_len, is_eval)
+        hashes = array("Q", map(hash_of_prompt, everything) if held_out_by_hash(cfg) else [0] * len(everything))
+        examples = compress(everything, kept_of(hashes, cfg, is_eval))
     elif isinstance(cfg, TextDataConfig):
-        documents, facts.dropped_bad_rows = to_documents(cfg, _rows(cfg, _place(cfg, is_eval)))
-        if _held_out_by_hash(cfg):
-            documents = side_of(documents, cfg.eval_fraction, is_eval)
-        examples = islice(encode_documents(tokenizer, documents, seq_len), _most(cfg, is_eval))
+        documents, facts.dropped_bad_rows = documents_of(cfg, is_eval)
+        most = cfg.max_eval_samples if is_eval else cfg.max_samples
+        examples = islice(encode_documents(tokenizer, documents, seq_len), most)
         prompts = [beginning(document) for document in documents[:_PROMPTS_KEPT]]
     else:
-        conversations, facts.dropped_bad_rows = _conversations(cfg, is_eval)
-        kept = _kept(conversations, cfg, is_eval)
-        examples = _encoded(kept, tokenizer)
-        prompts = [_question(conversation) for conversation in kept[:_PROMPTS_KEPT]]
+        examples, prompts, facts.dropped_bad_rows = tokenize(Side(cfg, is_eval), cfg, tokenizer)
     dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong, prompts=prompts)
     if len(dataset) == 0:
         raise ConfigError(_nothing_left(cfg, facts, seq_len, is_eval))
     return PackedDataset(dataset, seq_len) if cfg.pack else dataset
-
-
-def _conversations(cfg: DataConfig, is_eval: bool) -> tuple[list[Conversation], int]:
-    """Return the conversations of a side's source, before any is held out by hash, and how many were bad."""
-    if isinstance(cfg, RowsDataConfig):
-        return to_conversations(cfg, _rows(cfg, _place(cfg, is_eval)))
-    if isinstance(cfg, DocsDataConfig):
-        return pydocs.conversations(_split(cfg, is_eval)), 0
-    raise TypeError(f"no source is known of {type(cfg).__name__}")
-
-
-def _place(cfg: RowsDataConfig, is_eval: bool) -> Place:
-    return (held_out_place(cfg) if is_eval else None) or training_place(cfg)
-
-
-def _rows(cfg: RowsDataConfig, place: Place) -> Iterator[Row]:
-    if isinstance(cfg, TextDataConfig) and place.path == STDLIB:
-        return stdlib_rows(cfg.text_column)
-    wanted = columns_wanted(cfg)
-    if not is_local(place.path):
-        return hub_rows(place, cfg.subset, cfg.revision, wanted)
-    files = files_of_split(place)
-    columns = columns_of(files[0])
-    problems = check_columns(wanted, columns, str(files[0])) if columns else []
-    if problems:
-        raise ConfigError(problems)
-    return chain.from_iterable(read_rows(file, list(wanted.values())) for file in files)
 
 
 def _custom_examples(
@@ -117,7 +70,7 @@ def _custom_examples(
     if not callable(factory):
         raise ConfigError(f"data.factory={cfg.factory}: is a {type(factory).__name__}, not a function")
     examples = []
-    for number, (ids, labels) in enumerate(factory(tokenizer, seq_len, _split(cfg, is_eval))):
+    for number, (ids, labels) in enumerate(factory(tokenizer, seq_len, split_of(cfg, is_eval))):
         if len(ids) != len(labels):
             raise ConfigError(
                 f"data.factory={cfg.factory}: sample {number} has {len(ids)} input_ids and "
@@ -127,75 +80,8 @@ def _custom_examples(
     return examples
 
 
-def _encoded(conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase) -> Iterator[Example]:
-    for start in range(0, len(conversations), _ENCODED_AT_ONCE):
-        yield from encode_conversations(tokenizer, conversations[start : start + _ENCODED_AT_ONCE])
-
-
-def _question(conversation: Conversation) -> str:
-    """Return what was said right before the first answer."""
-    roles = [message["role"] for message in conversation.messages]
-    return conversation.messages[roles.index("assistant") - 1]["content"]
-
-
-def _kept(samples: list[Sample], cfg: DataConfig, is_eval: bool) -> list[Sample]:
-    """Return the samples of one side, at most as many as asked for."""
-    if not samples:
-        raise ConfigError(f"data: {_describe(cfg, is_eval)}: has no rows; name others by data.path or data.split")
-    if _held_out_by_hash(cfg):
-        samples = _side(samples, cfg.eval_fraction, is_eval)
-    return samples[: _most(cfg, is_eval)]
-
-
-def _most(cfg: DataConfig, is_eval: bool) -> int | None:
-    return cfg.max_eval_samples if is_eval else cfg.max_samples
-
-
-def _side(samples: list[Sample], fraction: float, is_eval: bool) -> list[Sample]:
-    """Return the samples whose prompts have the smallest hashes (held out), or the others.
-
-    A share and not a chance for each: at least one of two is held out, and one is left.
-    """
-    held_out = min(max(round(len(samples) * fraction), 1), len(samples) - 1) if fraction else 0
-    if held_out <= 0:
-        return [] if is_eval else samples
-    hashes = [blake2b(_prompt(sample), digest_size=8).digest() for sample in samples]
-    largest = sorted(hashes)[held_out - 1]
-    return [sample for sample, key in zip(samples, hashes, strict=True) if (key <= largest) == is_eval]
-
-
-def _prompt(sample: Conversation | Example) -> bytes:
-    """Return what comes before the first answer."""
-    if isinstance(sample, Conversation):
-        roles = [message["role"] for message in sample.messages]
-        return json.dumps(sample.messages[: roles.index("assistant")]).encode()
-    first_target = next((i for i, label in enumerate(sample.labels) if label != IGNORED), None)
-    return json.dumps(sample.input_ids[:first_target]).encode()
-
-
-def _held_out_by_hash(cfg: DataConfig) -> bool:
-    return cfg.eval_split is None and not (isinstance(cfg, RowsDataConfig) and cfg.eval_path)
-
-
-def _split(cfg: DataConfig, is_eval: bool) -> str:
-    return (cfg.eval_split if is_eval else None) or cfg.split
-
-
-def _describe(cfg: DataConfig, is_eval: bool) -> str:
-    split = _split(cfg, is_eval)
-    match cfg:
-        case RowsDataConfig():
-            path = cfg.eval_path if is_eval and cfg.eval_path else cfg.path
-            source = f"{path} ({split})"
-        case CustomDataConfig():
-            source = f"{cfg.factory} ({split})"
-        case _:
-            source = f"documentation of Python's standard library ({split})"
-    return f"held out of {source}" if is_eval and _held_out_by_hash(cfg) else source
-
-
 def _nothing_left(cfg: DataConfig, facts: Facts, seq_len: int, is_eval: bool) -> str:
-    if is_eval and _held_out_by_hash(cfg) and cfg.eval_fraction == 0:
+    if is_eval and held_out_by_hash(cfg) and cfg.eval_fraction == 0:
         return "data.eval_fraction=0: nothing is held out; set it, data.eval_split or data.eval_path to evaluate"
     if facts.dropped_without_target or facts.dropped_overlong:
         return f"training.seq_len={seq_len}: too short for every sample ({facts}); raise it"

@@ -1,8 +1,9 @@
-"""From rows of a file or a hub data set to conversations, by the columns that the config names."""
+"""From rows of a file or a hub data set to conversations or documents, by the columns that the config names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from components.config.errors import ConfigError
@@ -66,38 +67,49 @@ def columns_wanted(cfg: RowsDataConfig) -> dict[str, str]:
     raise TypeError(f"no columns are known of {type(cfg).__name__}")
 
 
-def to_conversations(cfg: RowsDataConfig, rows: Iterable[Row]) -> tuple[list[Conversation], int]:
-    """Return the conversations of `rows`, and how many bad rows were left out (`data.bad_rows=drop`).
+@dataclass(slots=True)
+class BadRowsSeen:
+    """Rows that could not become samples: how many, and what is wrong with the first."""
 
-    Raises ConfigError naming row and column of the first bad rows where they are refused.
+    count: int = 0
+    told: list[str] = field(default_factory=list)
+
+
+def each_conversation(cfg: RowsDataConfig, rows: Iterable[Row], bad: BadRowsSeen) -> Iterator[Conversation]:
+    """Yield the conversations of `rows`, one at a time; what could not become one is counted in `bad`.
+
+    Raises ConfigError naming row and column of the first bad rows, after the last row, where they are refused.
     """
-    messages_of = _sft_messages if isinstance(cfg, SftDataConfig) else _chat_messages
-    return _converted(rows, cfg.bad_rows, lambda row: Conversation(row.where, messages_of(cfg, row.values)))  # type: ignore[arg-type]
+    messages_of: Callable[..., list[Message]] = _sft_messages if isinstance(cfg, SftDataConfig) else _chat_messages
+    return _each(rows, lambda row: Conversation(row.where, messages_of(cfg, row.values)), cfg.bad_rows, bad)
 
 
-def to_documents(cfg: TextDataConfig, rows: Iterable[Row]) -> tuple[list[Document], int]:
-    """Return the documents of `rows`, and how many bad rows were left out; raises as `to_conversations` does."""
+def each_document(cfg: TextDataConfig, rows: Iterable[Row], bad: BadRowsSeen) -> Iterator[Document]:
+    """Yield the documents of `rows`, as `each_conversation` does."""
     column = cfg.text_column
-    return _converted(rows, cfg.bad_rows, lambda row: Document(row.where, _text(row.values, "text_column", column)))
+    return _each(rows, lambda row: Document(row.where, _text(row.values, "text_column", column)), cfg.bad_rows, bad)
 
 
-def _converted(rows: Iterable[Row], bad_rows: BadRows, convert: Callable[[Row], Sample]) -> tuple[list[Sample], int]:
-    samples, bad = [], []
+def _each(
+    rows: Iterable[Row], convert: Callable[[Row], Sample], bad_rows: BadRows, bad: BadRowsSeen
+) -> Iterator[Sample]:
     for row in rows:
         try:
-            samples.append(convert(row))
+            sample = convert(row)
         except _BadRowError as error:
-            bad.append(f"{row.where}: {error}")
-    if bad and bad_rows is BadRows.refuse:
-        more = [f"... and {len(bad) - _TOLD:,} more such rows"] if len(bad) > _TOLD else []
+            bad.count += 1
+            bad.told += [f"{row.where}: {error}"] if bad.count <= _TOLD else []
+            continue
+        yield sample
+    if bad.count and bad_rows is BadRows.refuse:
+        more = [f"... and {bad.count - _TOLD:,} more such rows"] if bad.count > _TOLD else []
         raise ConfigError(
             [
-                *bad[:_TOLD],
+                *bad.told,
                 *more,
                 "data.bad_rows=refuse: correct these rows, or set data.bad_rows=drop to leave them out",
             ]
         )
-    return samples, len(bad)
 
 
 def _sft_messages(cfg: SftDataConfig, values: dict[str, Any]) -> list[Message]:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.config.errors import ConfigError
+from components.config.schema.data import TextDataConfig
 from components.data.examples import Example
 from components.data.files import Row
-from components.data.rows import Document
+from components.data.rows import BadRowsSeen, Document, each_document
+from components.data.sides import held_out_by_hash, place_of, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +34,16 @@ def stdlib_rows(column: str) -> Iterator[Row]:
             text = file.read_text(encoding="utf-8", errors="replace")
             if text.strip():
                 yield Row(str(name), {column: text})
+
+
+def documents_of(cfg: TextDataConfig, is_eval: bool) -> tuple[list[Document], int]:
+    """Return the documents of a side, and how many bad rows were left out. They are kept in memory."""
+    place, bad = place_of(cfg, is_eval), BadRowsSeen()
+    rows = stdlib_rows(cfg.text_column) if place.path == STDLIB else rows_of(cfg, place)
+    documents = list(each_document(cfg, rows, bad))
+    if held_out_by_hash(cfg):
+        documents = side_of(documents, cfg.eval_fraction, is_eval)
+    return documents, bad.count
 
 
 def side_of(documents: list[Document], fraction: float, is_eval: bool) -> list[Document]:

@@ -96,9 +96,9 @@ def attend_by_kernel(
 
 @torch.compiler.assume_constant_result
 def _torch_has_windows() -> bool:
-    """Whether this torch can attend to the left within documents: it says so by the name of an argument."""
+    """Whether this torch can attend to the left within documents: it says so by the names of arguments."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    return "window_size" in inspect.signature(varlen_attn).parameters
+    return {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters)

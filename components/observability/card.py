@@ -49,13 +49,14 @@ def _of_config(config: dict[str, Any]) -> dict[str, Any]:
         base = f"architecture of {base}, weights from scratch"
     source = [data.get("kind"), data.get("path"), data.get("subset"), data.get("split"), data.get("revision")]
     sizes = [training.get("global_batch_size"), training.get("seq_len")]
+    counted = "packed rows" if data.get("pack") else "sequences"
     schedule = [
         f"{key} {optimizer[key]}" for key in ("lr", "schedule", "warmup_steps", "weight_decay") if key in optimizer
     ]
     return {
         "base model": " at revision ".join(str(part) for part in (base, model.get("revision")) if part),
         "data": ", ".join(str(part) for part in source if part),
-        "batch": None if None in sizes else f"{sizes[0]} sequences a step, up to {sizes[1]} tokens each",
+        "batch": None if None in sizes else f"{sizes[0]} {counted} a step, up to {sizes[1]} tokens each",
         "optimizer": f"AdamW, {', '.join(schedule)}" if schedule else None,
         "types": f"parameters {model.get('dtype')}, computed in {model.get('compute_dtype')}" if model else None,
         "seed": _get(config, "run", "seed"),

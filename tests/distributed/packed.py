@@ -17,7 +17,7 @@ from tests.distributed.parity import MOE_MODELS, SMALL, relative
 
 SEQ_LEN, ROWS = 48, 4
 MODELS: dict[str, dict[str, Any]] = {
-    "mistral": {**SMALL, "model_type": "mistral", "sliding_window": 5},
+    "mistral": {**SMALL, "model_type": "mistral", "sliding_window": 5, "num_hidden_layers": 4},
     "gemma3_text": {**SMALL, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 5,
                     "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": {**MOE_MODELS["mixtral"], "sliding_window": 7},
@@ -51,11 +51,7 @@ def batches_of(rows: data.PackedDataset, rank: int = 0, size: int = 1, micro: in
 
 def documents(rows: data.PackedDataset, step: int = 0) -> list[data.Example]:
     """The samples in the rows of a step."""
-    found = []
-    for row in (rows[index] for index in batches_of(rows).global_batch(step)):
-        for start, end in zip([0, *row.ends[:-1]], row.ends, strict=True):
-            found.append(data.Example(row.input_ids[start:end], row.labels[start:end]))
-    return found
+    return [each for index in batches_of(rows).global_batch(step) for each in rows[index].examples]
 
 
 def reference(plain: torch.nn.Module, samples: list[data.Example], router_aux: float = 0.0) -> Step:

@@ -42,6 +42,7 @@ SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
         *[(PP, "mixtral", ""), ({**PP, "pp_schedule": "GPipe"}, "gpt2", "full"), ({**ONE, "tp": 2}, "mistral", "")],
         *[(SP, "mixtral", ""), (FSDP2, "mistral", "full"), ({**ONE, "ep": 2}, "mixtral", "full")],
         *[({"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}, "mistral", "")],
+        *[({**PP, "pp_schedule": "ZBVZeroBubble"}, "mistral", "")],
     ],
     4: [
         *[({**GATHER, "pp": 2}, "mixtral", ""), ({**GATHER, "ep": 2}, "mixtral", ""), ({**SP, "cp": 2}, "mistral", "")],

@@ -7,7 +7,7 @@ import pytest
 from components.config.schema.data import BadRows, ChatDataConfig
 from components.data.files import read_rows
 from components.data.load import build_dataset
-from components.data.rows import to_conversations
+from components.data.rows import BadRowsSeen, each_conversation
 from tests.unit.test_data_examples import byte_tokenizer
 from tests.unit.test_data_files import ROWS, both, problems, sft, texts, write
 
@@ -121,4 +121,6 @@ def test_bad_conversations(tmp_path, messages, problem):
     file = write(tmp_path / "x.jsonl", [{"messages": messages}])
     assert problems(ChatDataConfig(path=str(file)))[0] == f"{file}:1: {problem}"
     cfg = ChatDataConfig(path=str(file), bad_rows=BadRows.drop)
-    assert to_conversations(cfg, read_rows(file)) == ([], 1)
+    bad = BadRowsSeen()
+    assert list(each_conversation(cfg, read_rows(file), bad)) == []
+    assert bad.count == 1

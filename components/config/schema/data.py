@@ -56,6 +56,8 @@ class DataConfig:
     """Samples of more than seq_len tokens: truncate cuts the right end, drop omits them, refuse stops."""
     pack: bool = False
     """Several samples per row of seq_len tokens, each seeing only itself; sizes in sequences then count rows."""
+    cache: str | None = "~/.cache/meshbook"
+    """Folder that keeps tokenized samples for the next run and for other processes; null: none. Delete it at will."""
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -75,6 +77,8 @@ class DataConfig:
             problems.append(
                 f"data.eval_fraction={self.eval_fraction}: must be at least 0 (nothing held out) and below 1"
             )
+        if self.cache == "":
+            problems.append("data.cache='': is empty; set it to a folder, or to null to keep nothing")
         if self.eval_split == self.split and getattr(self, "eval_path", None) is None:
             problems.append(
                 f"data.eval_split={self.eval_split}: is the split that is trained on; choose another, or "
@@ -178,7 +182,10 @@ class ChatDataConfig(RowsDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class TextDataConfig(RowsDataConfig):
-    """Documents to continue, cut into samples of seq_len tokens. Every token but a document's first carries loss."""
+    """Documents to continue, cut into samples of seq_len tokens. Every token but a document's first carries loss.
+
+    Every process reads and tokenizes them at the start; they are not kept in data.cache.
+    """
 
     kind: DataKind = DataKind.text
     """text."""

@@ -14,11 +14,15 @@ DEFINING_KEYS = (
     "peft.method", "peft.rank", "peft.alpha", "peft.targets", "peft.rslora", "peft.dora",
 )  # fmt: skip
 """Keys, and one whole section, whose change makes another run of one that goes on."""
+HARMLESS_KEYS = ("data.cache",)
+"""Keys within that section whose change does not."""
 
 
 def is_defining(key: str) -> bool:
     """Whether a change of `key` makes another run of one that goes on."""
-    return any(key == defining or key.startswith(f"{defining}.") for defining in DEFINING_KEYS)
+    return key not in HARMLESS_KEYS and any(
+        key == defining or key.startswith(f"{defining}.") for defining in DEFINING_KEYS
+    )
 
 
 def accepts(accepted: Collection[str], key: str) -> bool:

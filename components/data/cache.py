@@ -1,0 +1,167 @@
+"""Tokenized samples on disk, under a key of everything that they follow from.
+
+The key is a hash of the source's content, of the config that chooses among it, of the tokenizer with its chat template,
+and of this code: whatever changes gives another key. One process makes an entry, aside and renamed; others that start
+at once wait for it. All map it into memory, which they share and which the system may take back: neither the source nor
+its tokens need fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+from components.config.errors import ConfigError
+from components.config.schema.data import DataConfig
+from components.data import examples
+from components.data.sides import Side, first_questions, held_out_by_hash
+from components.data.token_file import read_tokens, write_tokens
+from components.data.tokens import Tokens, flattened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of the entries; raised when their layout changes."""
+WORTH_BYTES = 1_000_000
+"""A source of less is tokenized again in about a second, and leaves nothing on disk."""
+CODE = Path(__file__).parent
+"""What makes samples of a source."""
+_ENCODED_AT_ONCE = 1000  # conversations: bounds the memory for their text, and is enough to occupy all cores
+_PROMPTS_KEPT = 100  # to generate samples from
+_ELSEWHERE = (
+    "pack",
+    "cache",
+    "overlong",
+    "path",
+    "eval_path",
+    "max_samples",
+    "max_eval_samples",
+)  # in the key or later
+
+
+class Made(NamedTuple):
+    """What became of one side of a source."""
+
+    tokens: Tokens
+    prompts: list[str]
+    bad_rows: int
+
+
+def tokenize(side: Side, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Made:
+    """Return the samples of a side, from `data.cache` where they are known.
+
+    A fast tokenizer encodes on all cores. A folder that cannot be written costs a warning, and memory for all tokens.
+
+    Raises ConfigError where the source is wrong, or changes while it is read.
+    """
+    tokenizer_hash = None if cfg.cache is None else hash_of_tokenizer(tokenizer)
+    if cfg.cache is None or tokenizer_hash is None:
+        return _make(side, tokenizer)
+    content, size = side.identity()
+    if size < WORTH_BYTES:
+        return _make(side, tokenizer)
+    entry = Path(cfg.cache).expanduser() / f"{_key(content, side, cfg, tokenizer_hash)}.safetensors"
+    if (known := _read(entry)) is not None:
+        return known
+    with _alone(entry.with_suffix(".lock")):
+        if (known := _read(entry)) is not None:
+            return known
+        made = _make(side, tokenizer, entry)
+        if side.identity()[0] != content:
+            entry.unlink(missing_ok=True)
+            raise ConfigError(f"data.path={getattr(cfg, 'path', None)}: was changed while it was read; start again")
+        return made
+
+
+def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return a hash of all that decides a text's tokens; None for a tokenizer that cannot be written as a whole."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    whole = json.loads(backend.to_str())
+    whole |= {"truncation": None, "padding": None}  # set anew by every call
+    said = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map]
+    return xxhash.xxh3_128(json.dumps([whole, said], default=str).encode()).hexdigest()
+
+
+def _key(content: str, side: Side, cfg: DataConfig, tokenizer_hash: str) -> str:
+    chosen = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in _ELSEWHERE}
+    most = cfg.max_eval_samples if side.is_eval else cfg.max_samples
+    versions = [version(package) for package in ("transformers", "tokenizers", "jinja2")]
+    code = xxhash.xxh3_128(b"".join(file.read_bytes() for file in sorted(CODE.glob("*.py")))).hexdigest()
+    said = [FORMAT, content, tokenizer_hash, chosen, side.is_eval, held_out_by_hash(cfg), most, versions, code]
+    return xxhash.xxh3_128(json.dumps(said).encode()).hexdigest()
+
+
+def _make(side: Side, tokenizer: PreTrainedTokenizerBase, entry: Path | None = None) -> Made:
+    """Tokenize a side into a file, or in memory without one or where it cannot be written."""
+    prompts = first_questions(side, _PROMPTS_KEPT)
+    if entry is not None:
+        told = json.dumps({"prompts": prompts, "bad_rows": side.bad_rows})
+        try:
+            write_tokens(entry, map(flattened, _encoded(side, tokenizer)), told)
+        except OSError as error:
+            logger.warning("data.cache=%s: %s; the tokenized samples are not kept", entry.parent, error)
+        if (made := _read(entry)) is not None:
+            return made
+    return Made(flattened(chain.from_iterable(_encoded(side, tokenizer))), prompts, side.bad_rows)
+
+
+def _encoded(side: Side, tokenizer: PreTrainedTokenizerBase) -> Iterator[Iterable[examples.Example]]:
+    conversations = iter(side)
+    with _progress(len(side)) as advance:
+        while chunk := list(islice(conversations, _ENCODED_AT_ONCE)):
+            yield examples.encode_conversations(tokenizer, chunk)
+            advance(len(chunk))
+
+
+def _read(entry: Path) -> Made | None:
+    found = read_tokens(entry)
+    if found is None:
+        return None
+    told = json.loads(found[1])
+    return Made(found[0], told["prompts"], told["bad_rows"])
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Wait until no other process that shares the folder is within; a folder without locks is no reason to stop."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what the data say
+            file = stack.enter_context(lock.open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("data.cache=%s: %s; every process tokenizes for itself", lock.parent, error)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                lock.unlink()
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on the first rank's terminal; it goes away when all is done."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    hidden = os.environ.get("RANK", "0") != "0" or not console.is_terminal or total <= _ENCODED_AT_ONCE
+    with Progress(console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task("tokenizing", total=total)
+        yield lambda count: progress.advance(task, count)

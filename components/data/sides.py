@@ -1,0 +1,197 @@
+"""The conversations of one side, training or held-out: read from the source as often as needed, never all at once.
+
+So a file may be larger than memory: what is kept of a row while the sides are told apart is a hash of its prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import chain, compress, islice
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from components.config.errors import ConfigError
+from components.config.schema.data import DataConfig, DocsDataConfig, RowsDataConfig
+from components.data import pydocs
+from components.data.examples import IGNORED, Example
+from components.data.files import (
+    Place,
+    Row,
+    check_columns,
+    columns_of,
+    files_of_split,
+    is_local,
+    readable,
+)
+from components.data.rows import (
+    BadRowsSeen,
+    Conversation,
+    columns_wanted,
+    each_conversation,
+    held_out_place,
+    training_place,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_READ_AT_ONCE = 1 << 24  # bytes
+_REMEMBERED = 1 << 26  # characters: less text is read from its source once
+
+
+class Side:
+    """One side of a source: an iterable of its conversations, which reads the source each time."""
+
+    def __init__(self, cfg: DataConfig, is_eval: bool) -> None:
+        self.is_eval = is_eval
+        self.bad_rows = 0
+        """Rows left out because they had no prompt or no response; known once the source was read."""
+        self._cfg = cfg
+        self._kept: np.ndarray | None = None
+        self._remembered: list[Conversation] | None = None
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return compress(self._everything(), self._on_this_side)
+
+    def __len__(self) -> int:
+        return int(self._on_this_side.sum())
+
+    def identity(self) -> tuple[str, int]:
+        """Return a hash of all that the source holds, and its size in bytes: of local files, without parsing them."""
+        digest, size = xxhash.xxh3_128(), 0
+        if isinstance(self._cfg, RowsDataConfig) and is_local(self._place.path):
+            for file in files_of_split(self._place):
+                with readable(file), file.open("rb") as content:
+                    while block := content.read(_READ_AT_ONCE):
+                        digest.update(block)
+                        size += len(block)
+                digest.update(f"{file.suffix} {size}".encode())
+        else:
+            for conversation in self._everything():
+                text = json.dumps(conversation.messages).encode()
+                digest.update(text)
+                size += len(text)
+        return digest.hexdigest(), size
+
+    @property
+    def _on_this_side(self) -> np.ndarray:
+        """Which conversations of the source are on this side; for that it is read. Raises ConfigError for bad rows."""
+        if self._kept is None:
+            by_hash = held_out_by_hash(self._cfg)
+            hashes = array("Q", (hash_of_prompt(each) if by_hash else 0 for each in self._everything()))
+            self._kept = kept_of(hashes, self._cfg, self.is_eval)
+        return self._kept
+
+    @property
+    def _place(self) -> Place:
+        if not isinstance(self._cfg, RowsDataConfig):
+            raise TypeError(f"{type(self._cfg).__name__} has no rows")
+        return place_of(self._cfg, self.is_eval)
+
+    def _everything(self) -> Iterator[Conversation]:
+        """Yield the conversations of the source, also those of the other side where it has both; few are remembered."""
+        if self._remembered is not None:
+            yield from self._remembered
+            return
+        bad, few, size = BadRowsSeen(), list[Conversation](), 0
+        for conversation in self._read(bad):
+            size += sum(len(message["content"]) for message in conversation.messages)
+            if size < _REMEMBERED:
+                few.append(conversation)
+            else:
+                few.clear()
+            yield conversation
+        self.bad_rows = bad.count
+        self._remembered = few if size < _REMEMBERED else None
+
+    def _read(self, bad: BadRowsSeen) -> Iterator[Conversation]:
+        if isinstance(self._cfg, RowsDataConfig):
+            return each_conversation(self._cfg, rows_of(self._cfg, self._place), bad)
+        if isinstance(self._cfg, DocsDataConfig):
+            return iter(pydocs.conversations(split_of(self._cfg, self.is_eval)))
+        raise TypeError(f"no source is known of {type(self._cfg).__name__}")
+
+
+def kept_of(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
+    """Return which samples are on a side, at most as many as asked for: (samples,) bool.
+
+    Those with the smallest hashes are held out. A share and not a chance for each: at least one of two is held out, and
+    one is left.
+    """
+    import numpy as np
+
+    values = np.asarray(hashes, dtype=np.uint64)
+    if len(values) == 0:
+        raise ConfigError(f"data: {describe(cfg, is_eval)}: has no rows; name others by data.path or data.split")
+    kept = np.ones(len(values), dtype=bool)
+    if held_out_by_hash(cfg):
+        fraction = cfg.eval_fraction
+        held_out = min(max(round(len(values) * fraction), 1), len(values) - 1) if fraction else 0
+        largest = np.partition(values, held_out - 1)[held_out - 1] if held_out > 0 else None
+        kept = np.full(len(values), not is_eval) if largest is None else (values <= largest) == is_eval
+    most = cfg.max_eval_samples if is_eval else cfg.max_samples
+    return kept if most is None else kept & (np.cumsum(kept) <= most)
+
+
+def hash_of_prompt(sample: Conversation | Example) -> int:
+    """Return a hash of what comes before the first answer: 64 bits."""
+    if isinstance(sample, Conversation):
+        roles = [message["role"] for message in sample.messages]
+        prompt = json.dumps(sample.messages[: roles.index("assistant")])
+    else:
+        first_target = next((i for i, label in enumerate(sample.labels) if label != IGNORED), None)
+        prompt = json.dumps(sample.input_ids[:first_target])
+    return int.from_bytes(blake2b(prompt.encode(), digest_size=8).digest(), "big")
+
+
+def first_questions(side: Side, count: int) -> list[str]:
+    """Return what was said right before the first answer, of the first conversations."""
+    found = []
+    for conversation in islice(side, count):
+        roles = [message["role"] for message in conversation.messages]
+        found.append(conversation.messages[roles.index("assistant") - 1]["content"])
+    return found
+
+
+def held_out_by_hash(cfg: DataConfig) -> bool:
+    """Whether the held-out samples are a part of the training source."""
+    return cfg.eval_split is None and not (isinstance(cfg, RowsDataConfig) and cfg.eval_path)
+
+
+def split_of(cfg: DataConfig, is_eval: bool) -> str:
+    """Return the name of the split that a side comes from."""
+    return (cfg.eval_split if is_eval else None) or cfg.split
+
+
+def place_of(cfg: RowsDataConfig, is_eval: bool) -> Place:
+    """Return where the rows of a side are."""
+    return (held_out_place(cfg) if is_eval else None) or training_place(cfg)
+
+
+def describe(cfg: DataConfig, is_eval: bool) -> str:
+    """Return where a side comes from, for people."""
+    split = split_of(cfg, is_eval)
+    if isinstance(cfg, RowsDataConfig):
+        source = f"{cfg.eval_path if is_eval and cfg.eval_path else cfg.path} ({split})"
+    elif isinstance(cfg, DocsDataConfig):
+        source = f"documentation of Python's standard library ({split})"
+    else:
+        source = f"{getattr(cfg, 'factory', cfg.kind)} ({split})"
+    return f"held out of {source}" if is_eval and held_out_by_hash(cfg) else source
+
+
+def rows_of(cfg: RowsDataConfig, place: Place) -> Iterator[Row]:
+    """Yield the rows of a place with the columns that `cfg` reads. Raises ConfigError where it has no such columns."""
+    wanted = columns_wanted(cfg)
+    if not is_local(place.path):
+        return hub_rows(place, cfg.subset, cfg.revision, wanted)
+    files = files_of_split(place)
+    columns = columns_of(files[0])
+    problems = check_columns(wanted, columns, str(files[0])) if columns else []
+    if problems:
+        raise ConfigError(problems)
+    return chain.from_iterable(read_rows(file, list(wanted.values())) for file in files)
