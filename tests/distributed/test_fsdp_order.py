@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -26,9 +25,8 @@ def held(layers: list[Any]) -> list[int]:
     return [index for index, group in enumerate(groups) if group.is_unsharded or group._all_gather_result is not None]
 
 
-@pytest.mark.parametrize(("prefetch", "reshard"), [(0, True), (1, True), (2, True), (2, False), (9, True)])
-def test_layers_are_gathered_ahead(prefetch: int, reshard: bool) -> None:
-    def on_rank(rank: int) -> tuple[list[list[int]], list[list[int]]]:
+def test_layers_are_gathered_ahead() -> None:
+    def step(prefetch: int, reshard: bool) -> tuple[list[list[int]], list[list[int]]]:
         model: Any = build("llama", torch.float32, DEEP)
         models.use_causal_sdpa(model)
         config = ParallelismConfig(dp_shard=2, prefetch=prefetch, reshard_after_forward=reshard)
@@ -46,7 +44,12 @@ def test_layers_are_gathered_ahead(prefetch: int, reshard: bool) -> None:
         training.train_step(model, [{"input_ids": TOKENS, "labels": TOKENS}], optimizer, settings)
         return forward, backward
 
-    for forward, backward in run_ranks(2, on_rank):
+    cases = [(0, True), (1, True), (2, True), (2, False), (9, True)]
+    told = run_ranks(2, lambda _: [step(*case) for case in cases])
+    for (prefetch, reshard), (forward, backward) in [
+        *zip(cases, told[0], strict=True),
+        *zip(cases, told[1], strict=True),
+    ]:
         for layer, now in enumerate(forward):
             ahead = range(layer + 1, min(LAYERS, layer + 1 + prefetch))
             before = range(layer) if not reshard else []
