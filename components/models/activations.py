@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.models.attention import use_causal_sdpa
 from components.models.twin import own_class
 
 if TYPE_CHECKING:
@@ -102,6 +101,8 @@ class _Products(TorchDispatchMode):
 
 def _kept_by(model: PreTrainedModel, layers: int, rows: int, seq: int) -> list[int]:
     """Bytes that a model of so many layers keeps: (hidden-wide, others, hidden-wide products, other products)."""
+    from components.models.attention import use_causal_sdpa  # transformers, which those who only recompute do not need
+
     config: Any = copy.deepcopy(model.config.get_text_config())
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):

@@ -238,7 +238,8 @@ def _head_name(model: Any) -> str:
 
 
 def _check_head(head: nn.Module) -> None:
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+    own = {name for name, _ in head.named_parameters()}
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or own - {"weight", "bias"}:
         raise _NotPossibleError(f"its head is a {type(head).__name__}, not a plain linear layer")
     weight = head.weight
     names = weight.device_mesh.mesh_dim_names or () if isinstance(weight, DTensor) else ()
