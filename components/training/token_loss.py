@@ -266,6 +266,7 @@ def _liger(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
     if (to := autocast_dtype(hidden)) is not None:
         hidden, weight, bias = hidden.to(to), weight.to(to), None if bias is None else bias.to(to)
+    # Sums over chunks in float32, as ours; the kernel's wrapper counts targets on the host, which waits for that.
     return liger_fused_linear_cross_entropy(
-        hidden, weight, targets, bias=bias, ignore_index=IGNORED, reduction="sum"
+        hidden, weight, targets, bias=bias, ignore_index=IGNORED, reduction="sum", accum_dtype=torch.float32
     ).float()
