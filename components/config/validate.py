@@ -15,6 +15,7 @@ from components.config.schema.cluster import Device
 from components.config.schema.model import Attention, LossMethod
 from components.config.schema.parallelism import (
     SPLIT_BACKWARD,
+    ActivationCheckpointing,
     ContextAttention,
     MeshShape,
     ParallelismConfig,
@@ -53,7 +54,26 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
             f"parallelism.pp_schedule={cfg.parallelism.pp_schedule}: splits the backward, which compiled layers do in "
             "one piece; set model.compile=false or parallelism.pp_schedule=Interleaved1F1B"
         )
-    return problems + _loss_problems(cfg, mesh)
+    return problems + _loss_problems(cfg, mesh) + _recompute_problems(cfg, mesh)
+
+
+def _recompute_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
+    """Keeping some results of a layer needs its backward in one piece, and in the open."""
+    if cfg.parallelism.activation_checkpointing != ActivationCheckpointing.selective:
+        return []
+    problems = []
+    if cfg.model.compile:
+        problems.append(
+            "parallelism.activation_checkpointing=selective: a compiled layer is recomputed as a whole (by itself it "
+            "keeps what is dear to recompute); set it to none, full or alternate, or model.compile=false"
+        )
+    if mesh.pp > 1 and cfg.parallelism.pp_schedule in SPLIT_BACKWARD:
+        problems.append(
+            "parallelism.activation_checkpointing=selective: needs the backward of a layer in one piece, which "
+            f"parallelism.pp_schedule={cfg.parallelism.pp_schedule} splits; set full, or "
+            "parallelism.pp_schedule=Interleaved1F1B"
+        )
+    return problems
 
 
 def _loss_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:

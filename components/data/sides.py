@@ -25,8 +25,10 @@ from components.data.files import (
     columns_of,
     files_of_split,
     is_local,
+    read_rows,
     readable,
 )
+from components.data.hub import hub_rows
 from components.data.rows import (
     BadRowsSeen,
     Conversation,

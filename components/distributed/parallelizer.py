@@ -30,6 +30,7 @@ from components.distributed.fsdp import (
     apply_fsdp_sharding_recursively,
     mixed_precision,
     offload_to_cpu,
+    prefetch_layers,
     shard_with_fsdp2,
     unshard_fsdp2_model,
 )
@@ -123,6 +124,7 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
                 parallelism.reshard_after_forward and not split,
                 mesh.expert_sharding if mesh.size("ep") > 1 else None,
             )
+            prefetch_layers(module, parallelism.prefetch)
     return Layout(fraction, notes, stages)
 
 

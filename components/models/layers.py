@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from components.config.schema.parallelism import ActivationCheckpointing
+from components.models.activations import keep_products
 from components.models.shards import local_part
 
 if TYPE_CHECKING:
@@ -89,21 +90,20 @@ def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str 
 
 
 def checkpoint_activations(model: PreTrainedModel, policy: ActivationCheckpointing) -> None:
-    """Keep only the input of decoder layers and recompute the rest in the backward: less memory, a third more work.
+    """Keep less of decoder layers than the backward needs, and compute the rest again there: less memory, more work.
 
-    full: every layer; selective: every other one of the whole model. A layer's forward is replaced in place, so
-    parameter names stay as they are, and the recomputation happens inside FSDP's hooks, where the layer's parameters
-    are together anyway.
+    full: only the input of every layer is kept, a third more work; alternate: of every other one of the whole model;
+    selective: of every layer also the results of matrix products and attention, so that only what is cheap is computed
+    again. A layer's forward is replaced in place, so parameter names stay as they are, and the recomputation happens
+    inside FSDP's hooks, where the layer's parameters are together anyway.
     """
-    stride = {
-        ActivationCheckpointing.none: 0,
-        ActivationCheckpointing.full: 1,
-        ActivationCheckpointing.selective: 2,
-    }[policy]
-    if stride == 0:
+    if policy == ActivationCheckpointing.auto:
+        raise ValueError("parallelism.activation_checkpointing=auto: choose_checkpointing says what it stands for")
+    if policy == ActivationCheckpointing.none:
         return
-    for layer in filter(_is_here, decoder_layers(model)[::stride]):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    kept: dict[str, Any] = {"context_fn": keep_products} if policy == ActivationCheckpointing.selective else {}
+    for layer in filter(_is_here, decoder_layers(model)[:: 1 + (policy == ActivationCheckpointing.alternate)]):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **kept)
 
 
 def _is_here(layer: nn.Module) -> bool:

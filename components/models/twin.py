@@ -20,16 +20,16 @@ def meta_twin(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTr
     """Return the twin on the meta device, with parameters of `dtype` (None: the model's)."""
     config = copy.deepcopy(model.config)
     with torch.device("meta"):
-        return _own_class(model)._from_config(config, dtype=dtype or config.dtype)
+        return own_class(model)._from_config(config, dtype=dtype or config.dtype)
 
 
 def buffer_twin(model: PreTrainedModel) -> PreTrainedModel:
     """Return the twin whose buffers are real and on the CPU, as the constructor computes them."""
     with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
-        return _own_class(model)._from_config(copy.deepcopy(model.config))
+        return own_class(model)._from_config(copy.deepcopy(model.config))
 
 
-def _own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+def own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """The class that transformers built; FSDP2 gives a model a subclass without a constructor of its own."""
     from transformers import PreTrainedModel as Base
 

@@ -10,11 +10,13 @@ optim.py      AdamW with decay groups, learning-rate schedules, updates that ski
 precision.py  the type of matrix products
 metrics.py    numbers of a step, read a fixed number of steps later, so that the host never waits
 state.py      what a resume needs besides tensors; the request to stop; the time of the next save
+checkpointing.py  what activation checkpointing `auto` stands for, by an estimate of memory
 work.py       FLOPs of a step and the devices' peak: what the MFU is made of
 garbage.py    Python's garbage is collected between steps
 watchdog.py   ends a run that makes no progress, and names the rank that is missing
 """
 
+from components.training.checkpointing import Checkpointing, choose_checkpointing
 from components.training.garbage import GarbageOffTheStep
 from components.training.gradients import clip_gradients, gradient_norm
 from components.training.loop import StepSettings, evaluate, train_step
@@ -30,6 +32,7 @@ from components.training.watchdog import StepTimeout, Watchdog
 from components.training.work import StepWork, step_work
 
 __all__ = [
+    "Checkpointing",
     "GarbageOffTheStep",
     "NonFiniteGradients",
     "RouterLoss",
@@ -47,6 +50,7 @@ __all__ = [
     "attach_token_loss",
     "autocast_dtype",
     "build_optimizer",
+    "choose_checkpointing",
     "clip_gradients",
     "compute_dtype",
     "count_targets",

@@ -238,7 +238,8 @@ def _head_name(model: Any) -> str:
 
 
 def _check_head(head: nn.Module) -> None:
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+    own = {name for name, _ in head.named_parameters()}
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or own - {"weight", "bias"}:
         raise _NotPossibleError(f"its head is a {type(head).__name__}, not a plain linear layer")
     weight = head.weight
     names = weight.device_mesh.mesh_dim_names or () if isinstance(weight, DTensor) else ()
@@ -265,6 +266,7 @@ def _liger(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
     if (to := autocast_dtype(hidden)) is not None:
         hidden, weight, bias = hidden.to(to), weight.to(to), None if bias is None else bias.to(to)
+    # Sums over chunks in float32, as ours; the kernel's wrapper counts targets on the host, which waits for that.
     return liger_fused_linear_cross_entropy(
-        hidden, weight, targets, bias=bias, ignore_index=IGNORED, reduction="sum"
+        hidden, weight, targets, bias=bias, ignore_index=IGNORED, reduction="sum", accum_dtype=torch.float32
     ).float()

@@ -4,7 +4,7 @@ python scripts/benchmark/host_ops.py                          # 8 and 16,384 pro
 python scripts/benchmark/host_ops.py --worlds 8 512 --mesh dp_shard=-1,tp=8
 
 One process plays rank 0; collectives return at once, whatever the number of ranks. Counted in a step after two others:
-operators that torch dispatches (collectives among them) and calls of functions, Python's and built-in ones. The time to
+operators that torch dispatches (collectives among them) and lines of Python, each turn of a loop by itself. The time to
 build the mesh is shown beside. Pipelines are left out: their stages tell one another shapes, which nobody sends here.
 """
 
@@ -59,20 +59,21 @@ def count_step(world: int, axes: dict[str, Any], loss: str) -> dict[str, Any]:
     gc.disable()
     with Operators() as operators:
         step()
-    calls = 0
+    lines = 0
 
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call") and frame.f_code.co_name not in PROBES
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return None if frame.f_code.co_name in PROBES else trace
 
-    sys.setprofile(profile)
+    sys.settrace(trace)
     step()
-    sys.setprofile(None)
+    sys.settrace(None)
     collectives = {name: number for name, number in operators.counts.items() if "c10d" in name}
     return {
         "operators": sum(operators.counts.values()),
         "collectives": sum(number for name, number in collectives.items() if "wait_tensor" not in name),
-        "calls": calls,
+        "lines": lines,
         "mesh_seconds": round(seconds, 3),
         "by_operator": dict(sorted(operators.counts.items())),
     }
@@ -141,15 +142,15 @@ def main() -> int:
         print(json.dumps(count_step(int(world), axes_of(mesh), loss)))
         return 0
     print(
-        "| mesh | processes | operators | collectives | function calls | mesh built in s |\n|---|---|---|---|---|---|"
+        "| mesh | processes | operators | collectives | lines of Python | mesh built in s |\n|---|---|---|---|---|---|"
     )
     equal = True
     for mesh in args.mesh:
         told = []
         for world in args.worlds:
             each = count_in_a_process(world, mesh, args.loss)
-            told.append((each["by_operator"], each["calls"]))
-            numbers = f"{each['operators']:,} | {each['collectives']:,} | {each['calls']:,} | {each['mesh_seconds']}"
+            told.append((each["by_operator"], each["lines"]))
+            numbers = f"{each['operators']:,} | {each['collectives']:,} | {each['lines']:,} | {each['mesh_seconds']}"
             print(f"| {mesh} | {world:,} | {numbers} |", flush=True)
         equal &= all(each == told[0] for each in told)
     print("equal" if equal else "NOT EQUAL")

@@ -162,6 +162,30 @@ AXES = [
         "model.loss=liger cluster.device=cpu",
         *("model.loss=liger: liger-kernel computes on GPUs only, and cluster.device=cpu", "model.loss=chunked"),
     ),
+    (
+        "model=smollm2_135m parallelism.activation_checkpointing=selective model.compile=true",
+        *("activation_checkpointing=selective: a compiled layer is recomputed as a whole", "model.compile=false"),
+    ),
+    (
+        "model=smollm2_135m parallelism=pp2_zbv parallelism.activation_checkpointing=selective",
+        *(
+            "activation_checkpointing=selective: needs the backward of a layer in one piece",
+            "pp_schedule=ZBVZeroBubble",
+        ),
+    ),
+    (
+        "parallelism=ddp parallelism.reshard_after_forward=false",
+        *("parallelism.reshard_after_forward=false: only fsdp2", "parallelism.strategy=ddp"),
+    ),
+    (
+        "parallelism=ddp parallelism.prefetch=2",
+        *("parallelism.prefetch=2: only fsdp2 gathers parameters", "parallelism.strategy=ddp"),
+    ),
+    ("parallelism.prefetch=-1", "parallelism.prefetch=-1: must be at least 0"),
+    ("logging.peak_tflops=0", "logging.peak_tflops=0", "must be greater than 0"),
+    ("logging.profile.enabled=true logging.profile.ranks=[]", "logging.profile.ranks=[]: nobody would record"),
+    ("logging.profile.start=0", "logging.profile.start=0: must be at least 1"),
+    ("training.gc_every=-1", "training.gc_every=-1: must be at least 0"),
     ("model.loss=fused", "model.loss=fused", "must be one of auto, logits, chunked, liger"),
     (
         "parallelism=megatron_fsdp model.loss=chunked",

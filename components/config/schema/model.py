@@ -45,7 +45,8 @@ class LossMethod(StrEnum):
 
     logits: those of all tokens are made, tokens x vocabulary values; chunked: some tokens at a time, forward and
     gradients in one pass, in plain PyTorch on any device; liger: liger-kernel's fused kernel on a GPU (an optional
-    package); auto: chunked where the model allows it and its logits are large, else logits. It never picks liger.
+    package; it makes the host wait once per micro-batch); auto: chunked where the model allows it and its logits are
+    large, else logits. It never picks liger.
     """
 
     auto = "auto"

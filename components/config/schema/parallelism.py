@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from components.config.errors import ConfigError
-from components.config.schema.checks import raise_all
+from components.config.schema.checks import at_least, raise_all
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """The mesh axes, outermost first."""
@@ -82,11 +82,17 @@ class UnevenHeads(StrEnum):
 
 
 class ActivationCheckpointing(StrEnum):
-    """none; full: each decoder layer is recomputed in the backward; selective: every other layer is."""
+    """What of a decoder layer is computed again in the backward instead of being kept.
+
+    none; selective: all but matrix products and attention; full: everything; alternate: everything of every other
+    layer; auto: none, selective or full, the first whose estimated memory fits the device.
+    """
 
     none = "none"
     full = "full"
     selective = "selective"
+    alternate = "alternate"
+    auto = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +149,14 @@ class ParallelismConfig:
     uneven_heads: UnevenHeads = UnevenHeads.replicate
     """replicate: attention is computed by every tp rank where tp does not divide the heads; refuse: an error."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
-    """none, full or selective."""
+    """none, selective, full, alternate or auto."""
     defer_grad_sync: bool = True
     """Reduce gradients once per optimizer step instead of once per micro-batch: less traffic, more memory."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward and gather them again for the backward: less memory, more traffic."""
+    prefetch: int = 0
+    """Layers whose parameters are gathered ahead of the one at work, in forward and backward: hides traffic, takes the
+    memory of as many layers (fsdp2); 0: FSDP2's own order, one ahead where the host is fast enough."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (fsdp2)."""
     tp_plan: str | None = None
@@ -174,6 +183,17 @@ class ParallelismConfig:
         if self.cpu_offload and self.strategy != Strategy.fsdp2:
             problems.append(
                 f"parallelism.cpu_offload=true: only fsdp2 can offload; parallelism.strategy={self.strategy}"
+            )
+        problems += at_least("parallelism.prefetch", self.prefetch, 0)
+        if not self.reshard_after_forward and self.strategy != Strategy.fsdp2:
+            problems.append(
+                "parallelism.reshard_after_forward=false: only fsdp2 gathers parameters and frees them; set it "
+                f"to true, or another strategy than parallelism.strategy={self.strategy}"
+            )
+        if self.prefetch > 0 and self.strategy != Strategy.fsdp2:
+            problems.append(
+                f"parallelism.prefetch={self.prefetch}: only fsdp2 gathers parameters; set parallelism.prefetch=0, or "
+                f"another strategy than parallelism.strategy={self.strategy}"
             )
         raise_all(problems)
 

@@ -1,0 +1,134 @@
+"""Which activation checkpointing `auto` stands for: the least recomputation whose estimated memory fits the device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, Strategy
+from components.config.schema.recipes import FinetuneConfig
+from components.distributed.apply_tp import decoder_layers
+from components.distributed.init import get_local_world_size_preinit
+from components.distributed.mesh import Mesh
+from components.models.activations import layer_bytes
+from components.training.chunked_loss import chunk_tokens
+from components.training.gradients import local_part
+
+USABLE = 0.9
+"""Part of a device's memory that the estimate may fill: the rest is for what it does not know."""
+PREFERRED = (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointing:
+    """What is recomputed, and why where that was not asked for."""
+
+    policy: ActivationCheckpointing
+    why: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.why)
+
+    def __str__(self) -> str:
+        return f"activation checkpointing: {self.policy}, {self.why}"
+
+
+def choose_checkpointing(
+    model: nn.Module,
+    cfg: FinetuneConfig,
+    mesh: Mesh,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    memory: int | None = None,
+) -> Checkpointing:
+    """Return the policy of `cfg`, or what `auto` stands for. A collective: call it on all ranks of a laid-out model.
+
+    Args:
+        memory: Bytes that a rank may use; None: those of its GPU, or its share of the host's.
+    """
+    asked = cfg.parallelism.activation_checkpointing
+    if asked != ActivationCheckpointing.auto:
+        return Checkpointing(asked)
+    split = mesh.size("pp") > 1 and cfg.parallelism.pp_schedule in SPLIT_BACKWARD
+    possible = [
+        each for each in PREFERRED if each != ActivationCheckpointing.selective or not (split or cfg.model.compile)
+    ]
+    try:
+        needs = estimate(model, cfg, mesh, device, compute_dtype)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        return Checkpointing(ActivationCheckpointing.full, f"as its memory cannot be estimated: {first}")
+    memory = _memory(device) if memory is None else memory
+    shares = _worst_of_ranks([needs[each] / memory for each in possible], device)
+    found = next((index for index, share in enumerate(shares) if share <= USABLE), len(possible) - 1)
+    told = ", ".join(f"{each} {share:.0%}" for each, share in zip(possible, shares, strict=True))
+    return Checkpointing(possible[found], f"estimated part of {memory / 2**30:,.1f} GiB a rank: {told}")
+
+
+def estimate(
+    model: nn.Module, cfg: FinetuneConfig, mesh: Mesh, device: torch.device, compute_dtype: torch.dtype
+) -> dict[ActivationCheckpointing, int]:
+    """Return the bytes of this rank at the peak of a step by policy: state, what is gathered, activations, the loss."""
+    parallelism, training = cfg.parallelism, cfg.training
+    text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    accumulation = training.global_batch_size // (training.micro_batch_size * mesh.size("dp"))
+    seq, tp, pp = training.seq_len // mesh.size("cp"), mesh.size("tp"), mesh.size("pp")
+    layer = layer_bytes(
+        model,  # type: ignore[arg-type]
+        training.micro_batch_size,
+        seq,
+        compute_dtype,
+        tp,
+        parallelism.sequence_parallel,
+    )
+    ordered = str(parallelism.pp_schedule) in ("GPipe", "LoopedBFS")  # all forwards first
+    in_flight = 1 if pp == 1 else accumulation if ordered else min(accumulation, 2 * pp)
+    words, tokens = -(-text.vocab_size // tp), training.micro_batch_size * seq
+    loss = 12 * min(tokens, chunk_tokens(words, device)) * words + 4 * words * text.hidden_size
+    fixed = _state_bytes(model) + _gathered_bytes(model, cfg, mesh, compute_dtype, accumulation) + loss
+    return {each: fixed + layer.of(each, -(-text.num_hidden_layers // pp), in_flight) for each in PREFERRED}
+
+
+def _state_bytes(model: nn.Module) -> int:
+    """Parameters, gradients and two moments of those that are trained."""
+    return sum(
+        local_part(each).numel() * each.element_size() * (4 if each.requires_grad else 1) for each in model.parameters()
+    )
+
+
+def _gathered_bytes(
+    model: nn.Module, cfg: FinetuneConfig, mesh: Mesh, compute_dtype: torch.dtype, accumulation: int
+) -> int:
+    """What is held besides the shards: parameters in the type of the products, gradients that wait for their sum."""
+    local = {name: local_part(each).numel() for name, each in model.named_parameters()}
+    whole = sum(local.values())
+    stored = next(model.parameters()).dtype
+    if cfg.parallelism.strategy != Strategy.fsdp2:
+        return 0 if compute_dtype == stored else whole * compute_dtype.itemsize
+    shards = mesh.size("fsdp")
+    in_layers = sum(
+        sum(local_part(each).numel() for each in layer.parameters()) for layer in decoder_layers(model).values()
+    )
+    layers = max(1, sum(any(True for _ in layer.parameters()) for layer in decoder_layers(model).values()))
+    held = 2 * in_layers // layers + whole - in_layers if cfg.parallelism.reshard_after_forward else whole
+    waiting = whole if accumulation > 1 and cfg.parallelism.defer_grad_sync else 2 * in_layers // layers
+    return shards * (held * compute_dtype.itemsize + waiting * max(4, compute_dtype.itemsize))
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, get_local_world_size_preinit())
+
+
+def _worst_of_ranks(shares: list[float], device: torch.device) -> list[float]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return shares
+    worst = torch.tensor(shares, dtype=torch.float64, device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.tolist()

@@ -1,0 +1,71 @@
+"""Activation checkpointing on meshes: gradients are those of none; `auto` chooses the same on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from components import distributed, models, training
+from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.parallelism import ActivationCheckpointing
+from components.config.schema.training import TrainingConfig
+from components.training.checkpointing import PREFERRED, estimate
+from tests.distributed import parity
+from tests.distributed.parity import Case, build, run_case
+from tests.distributed.test_parity import FSDP2, SP, TP
+from tests.harness import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("world", "axes"), [(2, FSDP2), (2, {**TP, **SP})])
+def test_selective_gives_the_gradients_of_none(world: int, axes: dict[str, object]) -> None:
+    expected = parity.reference(Case("llama", axes, 2, steps=1))
+    model = build("llama", torch.float64)
+
+    def on_rank(rank: int) -> parity.Curve:
+        recomputed = {**axes, "activation_checkpointing": "selective"}
+        models.checkpoint_activations(model, ActivationCheckpointing.selective)
+        return run_case(Case("llama", recomputed, 2, steps=1), model)[0]
+
+    for curve in run_ranks(world, on_rank):
+        assert curve.gradients.keys() == expected.gradients.keys()
+        for name, gradient in curve.gradients.items():
+            assert parity.relative(gradient, expected.gradients[name]) < 1e-10, name
+
+
+def test_auto_is_the_least_that_fits_and_one_choice_for_all_ranks() -> None:
+    def on_rank(rank: int) -> list[str]:
+        model = build("llama", torch.float32, {**parity.MODELS["llama"], "num_hidden_layers": 8})
+        models.use_causal_sdpa(model)
+        cfg = FinetuneConfig(
+            model=ModelConfig(path="made here"),
+            data=DocsDataConfig(),
+            training=TrainingConfig(micro_batch_size=4, global_batch_size=8, seq_len=64),
+            parallelism=ParallelismConfig(dp_shard=2, activation_checkpointing=ActivationCheckpointing.auto),
+        )
+        mesh = distributed.build_mesh(cfg.parallelism, "cpu")
+        distributed.parallelize(model, mesh, cfg.parallelism, torch.float32)
+        needs = estimate(model, cfg, mesh, CPU, torch.float32)
+        assert needs[PREFERRED[0]] > needs[PREFERRED[1]] > needs[PREFERRED[2]]
+        told = []
+        for policy in PREFERRED:
+            memory = int(needs[policy] / 0.9) + 1 - rank  # rank 1 has less: what does not fit there is not chosen
+            told.append(str(training.choose_checkpointing(model, cfg, mesh, CPU, torch.float32, memory + 1).policy))
+        short = training.choose_checkpointing(model, cfg, mesh, CPU, torch.float32, 2**40 if rank == 0 else 1)
+        told.append(str(short.policy))
+        cfg.model.compile = True
+        told.append(str(training.choose_checkpointing(model, cfg, mesh, CPU, torch.float32, needs[PREFERRED[1]])))
+        return told
+
+    first, second = run_ranks(2, on_rank)
+    assert first == second
+    assert first[:4] == ["none", "selective", "full", "full"]
+    assert first[4].startswith("activation checkpointing: full, estimated part of 0.0 GiB a rank: none ")
+    assert "selective" not in first[4]
+
+
+def test_what_was_asked_for_is_no_news() -> None:
+    cfg = FinetuneConfig(model=ModelConfig(path="made here"), data=DocsDataConfig())
+    assert not training.choose_checkpointing(build("llama", torch.float32), cfg, None, CPU, torch.float32)  # type: ignore[arg-type]

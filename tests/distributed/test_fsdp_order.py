@@ -1,0 +1,69 @@
+"""When FSDP2 gathers parameters, by what parallelism.prefetch and reshard_after_forward ask for; gradients stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from components import distributed, models, training
+from components.config.schema import OptimizerConfig, ParallelismConfig
+from tests.distributed import parity
+from tests.distributed.parity import Case, build, run_case
+from tests.harness import run_ranks
+
+LAYERS = 5
+DEEP = {**parity.MODELS["llama"], "num_hidden_layers": LAYERS}
+TOKENS = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+def held(layers: list[Any]) -> list[int]:
+    """Layers whose parameters are whole, or on their way."""
+    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in layers]
+    return [index for index, group in enumerate(groups) if group.is_unsharded or group._all_gather_result is not None]
+
+
+def test_layers_are_gathered_ahead() -> None:
+    def step(prefetch: int, reshard: bool) -> tuple[list[list[int]], list[list[int]]]:
+        model: Any = build("llama", torch.float32, DEEP)
+        models.use_causal_sdpa(model)
+        config = ParallelismConfig(dp_shard=2, prefetch=prefetch, reshard_after_forward=reshard)
+        mesh = distributed.build_mesh(config, "cpu")
+        distributed.parallelize(model, mesh, config, torch.float32)
+        layers: list[nn.Module] = list(model.model.layers)
+        assert all(isinstance(layer, FSDPModule) for layer in layers)
+        forward: list[list[int]] = []
+        backward: list[list[int]] = []
+        for layer in layers:
+            layer.mlp.register_forward_hook(lambda *_: forward.append(held(layers)))
+            layer.mlp.register_full_backward_pre_hook(lambda *_: backward.append(held(layers)))
+        settings = training.StepSettings(device=torch.device("cpu"), mesh=mesh)
+        optimizer = training.build_optimizer(model, OptimizerConfig())
+        training.train_step(model, [{"input_ids": TOKENS, "labels": TOKENS}], optimizer, settings)
+        return forward, backward
+
+    cases = [(0, True), (1, True), (2, True), (2, False), (9, True)]
+    told = run_ranks(2, lambda _: [step(*case) for case in cases])
+    for (prefetch, reshard), (forward, backward) in [
+        *zip(cases, told[0], strict=True),
+        *zip(cases, told[1], strict=True),
+    ]:
+        for layer, now in enumerate(forward):
+            ahead = range(layer + 1, min(LAYERS, layer + 1 + prefetch))
+            before = range(layer) if not reshard else []
+            assert now == [*before, layer, *ahead]
+        for layer, now in zip(reversed(range(LAYERS)), backward, strict=True):
+            ahead = range(max(0, layer - max(prefetch, 1)), layer) if reshard else range(layer)
+            assert now == [*ahead, layer]
+
+
+def test_gradients_stay_as_they_are() -> None:
+    axes = {"dp_shard": 2, "prefetch": 2}
+    expected = parity.reference(Case("llama", axes, 2, steps=1), build("llama", torch.float64, DEEP))
+    model = build("llama", torch.float64, DEEP)
+    for curve, different in run_ranks(2, lambda _: run_case(Case("llama", axes, 2, steps=1), model)):
+        assert not different
+        for name, gradient in curve.gradients.items():
+            assert parity.relative(gradient, expected.gradients[name]) < 1e-10, name
