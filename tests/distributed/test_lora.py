@@ -64,9 +64,9 @@ def everything(world: int) -> list[Adapted]:
         Adapted(model, mesh, dtype, peft)
         for model in ("llama", "llama_tied", "qwen3", "gemma")
         for mesh in DENSE[world]
-        for dtype in (torch.float64, F32)
-        for peft in (LORA, DORA, RSLORA)
+        for dtype, peft in ((torch.float64, LORA), (torch.float64, DORA), (F32, DORA))
     ]
+    grid += [Adapted("llama", mesh, peft=RSLORA) for mesh in DENSE[world]]
     staged = [Adapted("llama", "pp2", layout={"pp_schedule": name}, layers=5) for name in SCHEDULES]
     moe = {2: ["ep2", "tp2"], 4: ["ep2_tp2", "dp_shard2_ep2", "pp2_ep2"]}.get(world, [])
     mixtures = [Adapted(model, mesh, peft=ATTENTION) for model in ("mixtral", "qwen3_moe") for mesh in moe]
