@@ -16,6 +16,7 @@ FREE_KEYS = {
     "run": ("dir", "name", "resume"),
     "training": ("micro_batch_size", "log_every", "eval_every"),
     "evaluation": ("micro_batch_size",),
+    "peft": ("export",),
 }
 """Keys of other sections that leave the curve as it is."""
 COMPARED = ("first_loss", "last_loss", "eval_loss")
