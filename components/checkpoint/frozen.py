@@ -1,4 +1,4 @@
-"""What a checkpoint says of the weights that it does not hold: a fingerprint of those that training leaves alone."""
+"""What a checkpoint says of the weights that it does not hold: a fingerprint of those that adapters stand beside."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from components.config.errors import ConfigError
+from components.models.lora import adapted_layers
 from components.models.shards import Block, Index, is_first_holder, local_blocks, local_part
 from components.models.weight_files import row_blocks
 
@@ -19,29 +20,24 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a value -> the integers that have the same bits."""
 
 
-def frozen_names(model: nn.Module) -> list[str]:
-    """Return the names of parameters that are not trained; none in full fine-tuning."""
-    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-
-
 @torch.no_grad()
 def frozen_fingerprint(model: nn.Module) -> str | None:
-    """Return what identifies the values of a model's frozen parameters, or None where it has none; a collective.
+    """Return what identifies the weights of a model beside its adapters, or None where it has none; a collective.
 
     The same on every mesh: values are added up as integers, each times a number that its name and its place give, and
     integers add up to the same in any order. It finds that weights are others, not who wants to deceive.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    total: torch.Tensor | None = None
-    for name in frozen_names(model):
-        parameter = model.get_parameter(name)
-        total = torch.zeros((), dtype=torch.int64, device=parameter.device) if total is None else total
+    if not adapted_layers(model):
+        return None
+    total = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            continue
         if is_first_holder(parameter) if isinstance(parameter, DTensor) else _rank() == 0:
             for block in local_blocks(parameter, name):
                 total += fingerprint_of_block(name, local_part(parameter)[block.local], block)
-    if total is None:
-        return None
     if dist.is_initialized():
         dist.all_reduce(total)
     return text_of(total)

@@ -59,7 +59,7 @@ class Snapshot:
     mark: Mark
     mesh: dict[str, int]
     frozen: str | None = None
-    """Fingerprint of the parameters that are not trained, and so not saved; None where there are none."""
+    """Fingerprint of the weights beside adapters, which are not saved; None where there are no adapters."""
 
 
 def save_checkpoint(

@@ -29,6 +29,7 @@ from components.checkpoint.manifest import FileRecord
 from components.checkpoint.planners import BlockWriter, LoadBlocks, SaveBlocks, Tensors, held_of
 from components.config.errors import ConfigError
 from components.distributed import all_gather_object
+from components.models.lora import adapted_layers
 
 T = TypeVar("T")
 
@@ -49,18 +50,15 @@ def over_all_ranks(mine: dict[str, T], group: dist.ProcessGroup | None = None) -
 
 
 def model_tensors(model: nn.Module) -> Tensors:
-    """Return what training changes: parameters and persistent buffers, tied ones once, as `model/<name>`.
-
-    Where some parameters are frozen, those that are trained are all of it.
-    """
+    """Return parameters and persistent buffers, tied ones once, as `model/<name>`; of a model with adapters, these."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    adapted = bool(adapted_layers(model))
     seen: set[int] = set()
     tensors: Tensors = {}
     # Asking for the state dict makes FSDP put parameters back into shards, which the optimizer knows them as.
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen and (tensor.requires_grad or not frozen):
+        if id(tensor) not in seen and (tensor.requires_grad or not adapted):
             seen.add(id(tensor))
             tensors[MODEL + name] = tensor
     return tensors

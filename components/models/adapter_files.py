@@ -72,7 +72,7 @@ def write_adapter(
         save_file(stored, tmp / "adapter_model.safetensors", {"format": "pt"})
         config.save_pretrained(tmp)  # type: ignore[attr-defined]
         tokenizer.save_pretrained(tmp)
-        base = config.base_model_name_or_path  # type: ignore[attr-defined]
+        base = config.base_model_name_or_path or "a model from scratch"  # type: ignore[attr-defined]
         (tmp / "README.md").write_text(CARD.format(name=folder.name, base=base, text=card.strip()))
         replace_folder(tmp, folder)
     except BaseException:
@@ -113,7 +113,7 @@ class Merge:
 
     def order(self, names: Iterable[str]) -> list[str]:
         """Return the names of weights in their order, each behind the names of its adapter's parameters."""
-        return [each for name in names for each in (*(_adapter_of(name) if _is_weight(name) else ()), name)]
+        return [each for name in names for each in (*_adapter_of(name), name)]
 
     def take(self, name: str, whole: torch.Tensor) -> bool:
         """Keep a tensor until its layer's weight comes, if it is an adapter's; return whether it is."""
@@ -128,31 +128,28 @@ class Merge:
 
     def _read(self, name: str, read: Read, index: Index) -> torch.Tensor:
         block = read(index)
-        first, second, magnitude = (self._adapters.get(each) for each in _adapter_of(name))
-        if first is None or second is None or not _is_weight(name):
+        adapter = [self._adapters[each] for each in _adapter_of(name) if each in self._adapters]
+        if not adapter:
             return block
+        first, second, *magnitude = adapter
         linear = isinstance(self._twin.get_submodule(name.rpartition(".")[0]), nn.Linear)
         rows, columns = index if linear else reversed(index)  # of (out, in)
         added = self._scaling * (second[rows] @ first[:, columns])
         merged = block.to(first.dtype) + (added if linear else added.T)
-        if magnitude is not None:  # of whole rows: so blocks of a matrix are cut
-            merged *= (magnitude[rows] / row_norms(merged))[:, None]
+        if magnitude:  # of whole rows: so blocks of a matrix are cut
+            merged *= (magnitude[0][rows] / row_norms(merged))[:, None]
         return merged.to(block.dtype)
 
     def forget(self, name: str) -> None:
         """Let go of the adapter of a weight that is done."""
-        for each in _adapter_of(name) if _is_weight(name) else ():
+        for each in _adapter_of(name):
             self._adapters.pop(each, None)
 
 
 def _adapter_of(name: str) -> list[str]:
-    """Names of the parameters that an adapter beside the weight `name` would have."""
-    path = name.rpartition(".")[0]
-    return [f"{path}.{each}" for each in ADAPTER_PARAMETERS]
-
-
-def _is_weight(name: str) -> bool:
-    return name.endswith(".weight")
+    """Names of the parameters that an adapter beside the weight `name` would have; none for what is no weight."""
+    path, _, leaf = name.rpartition(".")
+    return [f"{path}.{each}" for each in ADAPTER_PARAMETERS] if leaf == "weight" else []
 
 
 def _name_in_file(name: str) -> str:

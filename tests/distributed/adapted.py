@@ -16,6 +16,7 @@ from components.config.schema.parallelism import Strategy
 from scripts.parity_curves import Curve
 from scripts.parity_shapes import layout_of
 from tests.distributed import grid
+from tests.distributed.parity import build as build_tiny
 from tests.distributed.parity import reference
 from tests.harness import run_ranks
 
@@ -37,10 +38,12 @@ class Adapted:
     layout: dict[str, Any] = field(default_factory=dict)
     """Further keys of the section parallelism."""
     layers: int = 2
+    config: dict[str, Any] = field(default_factory=dict)
+    """Further values of the model's config."""
 
     @property
-    def key(self) -> tuple[str, int, torch.dtype, str]:
-        return self.model, self.layers, self.dtype, str(self.peft)
+    def key(self) -> tuple[str, int, torch.dtype, str, str]:
+        return self.model, self.layers, self.dtype, str(self.peft), str(self.config)
 
     def cell(self, world: int) -> grid.Cell:
         single = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
@@ -66,7 +69,7 @@ def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def build(case: Adapted) -> torch.nn.Module:
-    model = grid.build_model(case.model, case.layers, case.dtype)
+    model = build_tiny(case.model, case.dtype, {**grid.values_of(case.model, case.layers), **case.config})
     for module in model.modules():
         if isinstance(module, Conv1D):
             vars(module).pop("forward", None)  # float64 as it is: nothing in it casts

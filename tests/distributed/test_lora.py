@@ -28,6 +28,7 @@ from tests.harness import run_ranks
 
 F32 = torch.float32
 EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
+BIASES = {"attention_bias": True, "mlp_bias": True}
 SOME = {
     1: [Adapted("llama", "single"), Adapted("gpt2", "single", peft=RSLORA), Adapted("qwen3", "single", F32, DORA)],
     2: [
@@ -35,7 +36,7 @@ SOME = {
         Adapted("gpt2", "dp_shard2"),
         Adapted("llama_tied", "tp2", peft=DORA),  # heads that do not divide: attention on every rank
         Adapted("gemma", "tp2_sp", peft=DORA),  # one kv head, shared
-        Adapted("llama", "tp2_sp", F32),
+        Adapted("llama", "tp2_sp", F32, config=BIASES),
         Adapted("qwen3", "cp2", peft=RSLORA),
         Adapted("llama_tied", "pp2", layout={"defer_grad_sync": False}),
         Adapted("mixtral", "ep2", peft=ATTENTION),
@@ -64,9 +65,10 @@ def everything(world: int) -> list[Adapted]:
         Adapted(model, mesh, dtype, peft)
         for model in ("llama", "llama_tied", "qwen3", "gemma")
         for mesh in DENSE[world]
-        for dtype in (torch.float64, F32)
-        for peft in (LORA, DORA, RSLORA)
+        for dtype, peft in ((torch.float64, LORA), (torch.float64, DORA), (F32, DORA))
     ]
+    grid += [Adapted("llama", mesh, peft=RSLORA) for mesh in DENSE[world]]
+    grid += [Adapted("llama", mesh, peft=DORA, config=BIASES) for mesh in DENSE[world]]
     staged = [Adapted("llama", "pp2", layout={"pp_schedule": name}, layers=5) for name in SCHEDULES]
     moe = {2: ["ep2", "tp2"], 4: ["ep2_tp2", "dp_shard2_ep2", "pp2_ep2"]}.get(world, [])
     mixtures = [Adapted(model, mesh, peft=ATTENTION) for model in ("mixtral", "qwen3_moe") for mesh in moe]

@@ -17,6 +17,7 @@ FREE_KEYS = {
     "model": ("loss",),
     "training": ("micro_batch_size", "log_every", "eval_every", "gc_every"),
     "evaluation": ("micro_batch_size",),
+    "peft": ("export",),
 }
 """Keys of other sections that leave the curve as it is."""
 COMPARED = ("first_loss", "last_loss", "eval_loss")
