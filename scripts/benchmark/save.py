@@ -1,8 +1,8 @@
 """How long a save stops training, and what memory it takes: in the background, and waited for.
 
-python scripts/benchmark_save.py                                          # parameters and AdamW of SmolLM2-135M: 1.6 GB
-torchrun --nproc-per-node 2 scripts/benchmark_save.py                     # sharded over two processes
-python scripts/benchmark_save.py --layers 4 --repeats 15 --folder /mnt/x  # smaller, more often, on another disk
+python scripts/benchmark/save.py                                          # parameters and AdamW of SmolLM2-135M: 1.6 GB
+torchrun --nproc-per-node 2 scripts/benchmark/save.py                     # sharded over two processes
+python scripts/benchmark/save.py --layers 4 --repeats 15 --folder /mnt/x  # smaller, more often, on another disk
 
 Each background save is paired with one plain copy of as many bytes, from memory to memory that was used before, both
 by one thread. Times are those of the slowest rank, figures are medians; processor time is that of the training thread,

@@ -1,7 +1,7 @@
 """CPU seconds and optimizer state of a training step: every parameter, LoRA and DoRA, interleaved, in one process.
 
-python scripts/benchmark_lora.py                                  # SmolLM2-135M, 4 rows of 128 tokens, one thread
-python scripts/benchmark_lora.py --rows 2 --seq-len 64 --steps 3
+python scripts/benchmark/lora.py                                  # SmolLM2-135M, 4 rows of 128 tokens, one thread
+python scripts/benchmark/lora.py --rows 2 --seq-len 64 --steps 3
 
 CPU time, not wall time, so that other processes on the machine matter little.
 """
@@ -28,7 +28,7 @@ KINDS = {
 
 def main() -> None:
     """Measure and print a line per kind."""
-    parser = ArgumentParser(prog="scripts/benchmark_lora.py", description=__doc__)
+    parser = ArgumentParser(prog="scripts/benchmark/lora.py", description=__doc__)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--steps", type=int, default=5, help="of each kind; the first is not counted")
