@@ -50,7 +50,8 @@ def main(cfg: PretrainConfig) -> None:
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
     router_loss = training.attach_router_loss(model, cfg.model, mesh)
     token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, info.device)
-    models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
+    recomputed = training.choose_checkpointing(model, cfg, mesh, info.device, compute_dtype)
+    models.checkpoint_activations(model, recomputed.policy)
     if cfg.model.compile:
         models.compile_layers(model)
     models.materialize(model, info.device)
@@ -98,7 +99,7 @@ def main(cfg: PretrainConfig) -> None:
             model=f"{cfg.model.path or 'from scratch'}: {counts}, {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
             groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
-            notes=[train_set.facts, eval_set.facts, *layout.notes, router_loss, token_loss, work],
+            notes=[train_set.facts, eval_set.facts, *layout.notes, router_loss, token_loss, recomputed, work],
         ),
     )
     for index in range(min(cfg.logging.examples, len(train_set))):
