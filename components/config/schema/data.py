@@ -37,7 +37,7 @@ class BadRows(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """What every kind has. Samples are read once at the start, tokenized, and kept in memory as integers."""
+    """What every kind has. Samples are read and tokenized at the start, and kept on disk or in memory as integers."""
 
     kind: DataKind
     """Which of the classes below this is; set by the option of conf/data/."""
@@ -57,7 +57,7 @@ class DataConfig:
     pack: bool = False
     """Several samples per row of seq_len tokens, each seeing only itself; sizes in sequences then count rows."""
     cache: str | None = "~/.cache/meshbook"
-    """Folder that keeps tokenized samples for the next run and for other processes; null: none. Delete it at will."""
+    """Folder that keeps tokenized samples for the next run and for other processes; null: they are kept in memory."""
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
