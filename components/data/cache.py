@@ -42,15 +42,8 @@ CODE = Path(__file__).parent
 """What makes samples of a source."""
 _ENCODED_AT_ONCE = 1000  # conversations: bounds the memory for their text, and is enough to occupy all cores
 _PROMPTS_KEPT = 100  # to generate samples from
-_ELSEWHERE = (
-    "pack",
-    "cache",
-    "overlong",
-    "path",
-    "eval_path",
-    "max_samples",
-    "max_eval_samples",
-)  # in the key or later
+_ELSEWHERE = ("pack", "cache", "overlong", "path", "eval_path", "max_samples", "max_eval_samples")
+"""Keys of the config that do not choose among a source's content, or are in the key in another way."""
 
 
 class Made(NamedTuple):
@@ -80,11 +73,7 @@ def tokenize(side: Side, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) ->
     with _alone(entry.with_suffix(".lock")):
         if (known := _read(entry)) is not None:
             return known
-        made = _make(side, tokenizer, entry)
-        if side.identity()[0] != content:
-            entry.unlink(missing_ok=True)
-            raise ConfigError(f"data.path={getattr(cfg, 'path', None)}: was changed while it was read; start again")
-        return made
+        return _make(side, tokenizer, entry, content)
 
 
 def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -107,18 +96,25 @@ def _key(content: str, side: Side, cfg: DataConfig, tokenizer_hash: str) -> str:
     return xxhash.xxh3_128(json.dumps(said).encode()).hexdigest()
 
 
-def _make(side: Side, tokenizer: PreTrainedTokenizerBase, entry: Path | None = None) -> Made:
+def _make(side: Side, tokenizer: PreTrainedTokenizerBase, entry: Path | None = None, content: str = "") -> Made:
     """Tokenize a side into a file, or in memory without one or where it cannot be written."""
     prompts = first_questions(side, _PROMPTS_KEPT)
     if entry is not None:
         told = json.dumps({"prompts": prompts, "bad_rows": side.bad_rows})
         try:
-            write_tokens(entry, map(flattened, _encoded(side, tokenizer)), told)
+            write_tokens(entry, _parts(side, tokenizer, content), told)
         except OSError as error:
             logger.warning("data.cache=%s: %s; the tokenized samples are not kept", entry.parent, error)
         if (made := _read(entry)) is not None:
             return made
     return Made(flattened(chain.from_iterable(_encoded(side, tokenizer))), prompts, side.bad_rows)
+
+
+def _parts(side: Side, tokenizer: PreTrainedTokenizerBase, content: str) -> Iterator[Tokens]:
+    """Yield a side's tokens; at their end, before they are published, see whether the source is what it was."""
+    yield from map(flattened, _encoded(side, tokenizer))
+    if side.identity()[0] != content:
+        raise ConfigError("data: the source was changed while it was read; start again")
 
 
 def _encoded(side: Side, tokenizer: PreTrainedTokenizerBase) -> Iterator[Iterable[examples.Example]]:

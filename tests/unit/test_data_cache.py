@@ -181,7 +181,7 @@ def test_of_processes_that_start_at_once_one_tokenizes(tmp_path: Path) -> None:
     for each in processes:
         each.start()
     start.set()
-    said = [told.get(timeout=60) for _ in range(3 + 4)]  # three parts of a thousand, and four results
+    said = [told.get(timeout=150) for _ in range(3 + 4)]  # three parts of a thousand, and four results
     for each in processes:
         each.join()
         assert each.exitcode == 0
@@ -221,7 +221,7 @@ def test_tokens_need_not_fit_in_memory(tmp_path: Path) -> None:
     told = context.Queue()
     process = context.Process(target=growth, args=(source(tmp_path, 300, eval_fraction=0.0, pack=True), told))
     process.start()
-    mebibytes, of_tokens, samples = told.get(timeout=60)
+    mebibytes, of_tokens, samples = told.get(timeout=150)
     process.join()
     assert of_tokens > 110
     assert mebibytes < 50

@@ -17,6 +17,7 @@ from components.config.schema.data import (
     DataKind,
     DocsDataConfig,
     SftDataConfig,
+    TextDataConfig,
 )
 
 OPTIONS = Path(__file__).parents[2] / "conf" / "data"
@@ -45,6 +46,8 @@ def test_every_option_is_of_its_kind_and_complete_but_for_the_path():
         "jsonl": SftDataConfig,
         "chat_jsonl": ChatDataConfig,
         "alpaca": SftDataConfig,
+        "text": TextDataConfig,
+        "pysource": TextDataConfig,
     }
     assert {file.stem for file in OPTIONS.glob("*.yaml")} == set(kinds)
     for name, kind in kinds.items():
@@ -53,7 +56,7 @@ def test_every_option_is_of_its_kind_and_complete_but_for_the_path():
 
 
 def test_options_that_need_a_path_say_so_and_the_others_have_what_they_need():
-    for name in ("jsonl", "chat_jsonl"):
+    for name in ("jsonl", "chat_jsonl", "text"):
         assert OmegaConf.is_missing(OmegaConf.load(OPTIONS / f"{name}.yaml"), "path")
     gsm8k = option("gsm8k")
     assert (gsm8k.path, gsm8k.subset) == ("openai/gsm8k", "main")
@@ -68,6 +71,7 @@ def test_a_frozen_config_is_read_back_by_its_kind(kind):
     required = {
         SftDataConfig: {"path": "x"},
         ChatDataConfig: {"path": "x"},
+        TextDataConfig: {"path": "x"},
         CustomDataConfig: {"factory": "a:b"},
     }
     schema = DATA_KINDS[kind]

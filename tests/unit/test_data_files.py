@@ -140,7 +140,7 @@ def test_a_missing_file_and_folder(tmp_path):
         "or Parquet file, a folder of them, or the name of a hub data set (owner/name)"
     ]
     assert both(sft(tmp_path)) == [
-        f"data.path={tmp_path}: the folder holds no file of a known format (.jsonl, .json, .csv, .tsv, .parquet)"
+        f"data.path={tmp_path}: the folder holds no file of a known format (.jsonl, .json, .csv, .tsv, .parquet, .txt)"
     ]
     file = write(tmp_path / "x.jsonl", ROWS)
     (problem,) = both(sft(file, eval_path=str(tmp_path / "y.csv")), "eval")
@@ -150,7 +150,7 @@ def test_a_missing_file_and_folder(tmp_path):
 def test_an_unknown_format(tmp_path):
     (tmp_path / "x.xlsx").write_text("x")
     assert both(sft(tmp_path / "x.xlsx")) == [
-        f"data.path={tmp_path}/x.xlsx: .xlsx is no known format; use .jsonl, .json, .csv, .tsv, .parquet"
+        f"data.path={tmp_path}/x.xlsx: .xlsx is no known format; use .jsonl, .json, .csv, .tsv, .parquet, .txt"
     ]
 
 
