@@ -33,7 +33,7 @@ parity: install
 
 torture: install
 	MESHBOOK_TORTURE=1 MESHBOOK_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)
-	MESHBOOK_TORTURE=1 $(BIN)/python -m pytest -s tests/distributed/test_checkpoint_*.py \
+	MESHBOOK_TORTURE=1 $(BIN)/python -m pytest -s tests/distributed/test_checkpoint_*.py tests/distributed/test_lora_checkpoint.py \
 	    tests/unit/test_no_pickle_is_read.py \
 	    tests/recipes/test_launch_hangs.py tests/recipes/test_non_finite.py tests/recipes/test_chaos.py $(ARGS)
 
