@@ -18,12 +18,10 @@ import torch
 from torch import nn
 
 from components.config.schema.logging import LoggingConfig
+from components.config.schema.model import DOCUMENTS
 from components.distributed.expert import is_experts
 from components.distributed.mesh import Mesh
 from components.training.loss import IGNORED
-
-DOCUMENTS = "documents"
-"""Key of a micro-batch of packed rows: (micro_batch, documents + 1), where each document ends, 0 first."""
 
 PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
