@@ -22,7 +22,7 @@ UNKNOWN_KEY = [
     ("training={max_stepz:3}", "training={max_stepz:3}", "does not have"),
     (
         "data.path=x.jsonl",
-        *("the chosen option of data has no such key", "add data=jsonl", "data=NAME that has it (chat_jsonl, "),
+        *("the chosen option of data has no such key", "add data=jsonl", "data=NAME that has it (text, chat_jsonl, "),
     ),
     ("data=pydocs data.prompt_column=q", "add data=jsonl, or another data=NAME that has it (gsm8k, alpaca)"),
     ("data=jsonl data.path=x data.messages_column=q", "data.messages_column=q", "no such key; add data=chat_jsonl"),
@@ -51,7 +51,7 @@ WRONG_CHOICE = [
     ("cluster.kind=pbs", "must be one of local, slurm"),
     ("optimizer.schedule=cosin", "must be one of", "did you mean cosine?"),
     ("logging.wandb.mode=on", "must be one of disabled, offline, online"),
-    ("data.kind=sftt", "must be one of docs, sft, chat, custom", "did you mean sft?"),
+    ("data.kind=sftt", "must be one of docs, sft, chat, text, custom", "did you mean sft?"),
     ("parallelism.uneven_heads=split", "must be one of replicate, refuse"),
 ]
 MISSPELT_GROUP_OR_OPTION = [

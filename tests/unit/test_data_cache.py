@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -24,6 +23,8 @@ from components.data.examples import IGNORED, Example, encode_conversations
 from components.data.load import build_dataset
 from components.data.sides import Side
 from components.models.tokenizer import byte_tokenizer
+
+ONE = BatchPlan(global_batch_size=1, micro_batch_size=1)
 
 
 def source(folder: Path, count: int = 40, word: str = "answer", **values: Any) -> SftDataConfig:
@@ -203,13 +204,16 @@ def growth(cfg: SftDataConfig, told: Any) -> None:
         return int(status.split("RssAnon:")[1].split()[0]) // 1024
 
     cache.examples.encode_conversations = encode  # type: ignore[assignment]
-    cache._ENCODED_AT_ONCE, sides._REMEMBERED = 4, 0
-    importlib.import_module("torch")
-    before, seen, done = own(), [], threading.Event()
+    cache._ENCODED_AT_ONCE, cache.WORTH_BYTES, sides._REMEMBERED = 4, 0, 0
+    tokenizer = byte_tokenizer()
+    next(
+        TrainBatches(build_dataset(replace(cfg, max_samples=1), tokenizer, seq_len=60_000, split="train"), ONE, seed=0)
+    )
+    before, seen, done = own(), [], threading.Event()  # everything is imported by now
     watch = threading.Thread(target=lambda: [seen.append(own()) for _ in iter(lambda: done.wait(0.005), True)])
     watch.start()
-    dataset = build_dataset(cfg, byte_tokenizer(), seq_len=60_000, split="train")
-    batches = TrainBatches(dataset, BatchPlan(global_batch_size=1, micro_batch_size=1), seed=0)
+    dataset = build_dataset(cfg, tokenizer, seq_len=60_000, split="train")
+    batches = TrainBatches(dataset, ONE, seed=0)
     next(batches)
     done.set()
     watch.join()
@@ -217,7 +221,7 @@ def growth(cfg: SftDataConfig, told: Any) -> None:
 
 
 def test_tokens_need_not_fit_in_memory(tmp_path: Path) -> None:
-    context = get_context("fork")
+    context = get_context("spawn")  # a fork of a process with threads may find their locks taken
     told = context.Queue()
     process = context.Process(target=growth, args=(source(tmp_path, 300, eval_fraction=0.0, pack=True), told))
     process.start()

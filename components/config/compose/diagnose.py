@@ -134,12 +134,16 @@ class _Search:
         try:
             ConfigLoaderImpl._apply_overrides_to_config([parsed], cfg)
         except COMPOSITION_ERRORS as error:
-            fitting = self._options_with(override_parts(override)[0], cfg)
+            key, _, value = override_parts(override)
+            fitting = self._options_with(key, value, cfg)
             return explain_override(override, error, self.keys, self.groups, fitting)
         return None
 
-    def _options_with(self, key: str, cfg: DictConfig) -> list[str]:
-        """The options of a section that have a key which the chosen one lacks: those first that wait for values."""
+    def _options_with(self, key: str, value: str, cfg: DictConfig) -> list[str]:
+        """The options of a section that have a key which the chosen one lacks.
+
+        Those first that wait for values, of them that which the value names (`mine.jsonl`: jsonl).
+        """
         section, _, name = key.partition(".")
         if section not in self.groups or key not in self.keys or name in _values(cfg, section):
             return []
@@ -148,7 +152,9 @@ class _Search:
             with suppress(*COMPOSITION_ERRORS):
                 found[option] = _values(self.request.compose([*others, f"{section}={option}"]), section)
         fitting = [option for option, values in found.items() if name in values]
-        return sorted(fitting, key=lambda option: (UNSET not in found[option].values(), len(option)))
+        return sorted(
+            fitting, key=lambda option: (UNSET not in found[option].values(), option not in value, len(option))
+        )
 
 
 def _values(cfg: DictConfig, section: str) -> dict[str, Any]:
