@@ -35,7 +35,7 @@ from tests.distributed.test_checkpoint_crash import assert_whole, set_all, start
 from tests.harness import start_ranks
 
 TORTURE = bool(os.environ.get("MESHBOOK_TORTURE"))
-KILLS = int(os.environ.get("MESHBOOK_KILLS", "500" if TORTURE else "20"))
+KILLS = int(os.environ.get("MESHBOOK_KILLS", "500" if TORTURE else "12"))
 STEPS = 12 if TORTURE else 8
 TARGETS = ("rank0", "rank1", "all", "launcher")
 """The launcher: TorchElastic's agent where that started the ranks."""
@@ -211,7 +211,7 @@ def test_killed_runs_go_on_by_themselves_and_come_out_the_same(folder: Path) -> 
 @pytest.mark.timeout(3600 if TORTURE else 300)
 def test_a_kill_inside_the_save_loses_nothing(folder: Path) -> None:
     """Two ranks save; one or both are killed at a random moment of it. The checkpoint before is never lost."""
-    times, dice = 500 if TORTURE else 30, random.Random(6)
+    times, dice = 500 if TORTURE else 38, random.Random(6)
 
     def body(rank: int, run_dir: Path, delays: tuple[float, float]) -> float:
         run = start(1.0)

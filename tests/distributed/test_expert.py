@@ -20,7 +20,7 @@ from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.model import WeightInit
 from components.distributed.expert import ExpertParallel
 from tests.distributed.parity import MOE_MODELS, Case, build, micro_batches, reference, run_case
-from tests.distributed.test_parity import FSDP2, HSDP, SP, TP, check
+from tests.distributed.test_parity import EVERYTHING, FSDP2, HSDP, SP, TP, check
 from tests.harness import run_ranks
 
 EP = {"strategy": "fsdp2", "dp_shard": 1, "ep": -1}
@@ -35,11 +35,11 @@ SHAPES = {
 
 
 def cases(world_size: int, dtype: torch.dtype) -> list[Case]:
-    """Every model in float64; in float32 Mixtral, whose experts are then computed by grouped products, on a third."""
+    """Every model in float64, OLMoE by default; in float32 Mixtral, whose experts are then computed by grouped products, on a third."""
     exact = dtype == torch.float64
     return [
         Case(name, shape, 1 + index % 2, 1 if exact else 4, dtype)
-        for name in (MOE_MODELS if exact else ["mixtral"])
+        for name in ((MOE_MODELS if EVERYTHING else ["olmoe"]) if exact else ["mixtral"])  # the grid has the others
         for index, shape in enumerate(SHAPES[world_size] if exact else SHAPES[world_size][1::3])
         if (name, shape, world_size) != ("olmoe", EP, 4)  # has 6 experts
     ]

