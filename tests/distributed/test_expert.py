@@ -35,11 +35,13 @@ SHAPES = {
 
 
 def cases(world_size: int, dtype: torch.dtype) -> list[Case]:
-    """Every model in float64, OLMoE by default; in float32 Mixtral, whose experts are then computed by grouped products, on a third."""
+    """In float64 every model (by default OLMoE: the grid has the others); in float32 Mixtral, whose experts are then
+    computed by grouped products, on a third.
+    """
     exact = dtype == torch.float64
     return [
         Case(name, shape, 1 + index % 2, 1 if exact else 4, dtype)
-        for name in ((MOE_MODELS if EVERYTHING else ["olmoe"]) if exact else ["mixtral"])  # the grid has the others
+        for name in ((MOE_MODELS if EVERYTHING else ["olmoe"]) if exact else ["mixtral"])
         for index, shape in enumerate(SHAPES[world_size] if exact else SHAPES[world_size][1::3])
         if (name, shape, world_size) != ("olmoe", EP, 4)  # has 6 experts
     ]

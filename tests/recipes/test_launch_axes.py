@@ -15,6 +15,8 @@ from tests.recipes.launching import TWO, Bench
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 BEFORE = "    # Optimizer, over the sharded parameters\n"
 PLANTED = """
+    from pathlib import Path
+
     def strike(*_: object) -> None:
         if info.rank == {rank} and model.training and state.step == 2:
             (Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))

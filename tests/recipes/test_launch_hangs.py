@@ -22,6 +22,8 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 MODEL, OPTIMIZER = "    # Model: shaped on the meta device", "    # Optimizer, over the sharded parameters\n"
 LOOP = "    # The loop: "
 PLANTED = """
+    from pathlib import Path
+
     struck = []
 
     def strike(moment: str) -> None:

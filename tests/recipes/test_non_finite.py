@@ -21,6 +21,8 @@ from tests.recipes.launching import TWO, Bench, Done
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 OPTIMIZER = "    # Optimizer, over the sharded parameters\n"
 PLANTED = """
+    from pathlib import Path
+
     forwards = []
 
     def poison(layer: object, inputs: object, output: object) -> object:

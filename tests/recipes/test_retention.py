@@ -12,7 +12,7 @@ from scripts import checkpoints
 from tests.recipes.test_finetune import TINY, curve, run
 
 POLICY = ("checkpoint.every=4", "checkpoint.keep=1", "checkpoint.keep_every=8", "checkpoint.keep_best=true",
-          "checkpoint.every_minutes=0.000001", "training.eval_every=4")  # fmt: skip
+          "checkpoint.every_minutes=0.000000001", "training.eval_every=4")  # fmt: skip
 CHEAP = ("checkpoint.export=false", "generation.samples=0",
          "optimizer.lr=0.3", "optimizer.schedule=constant", "logging.plot=false", "training.seq_len=128")  # fmt: skip
 """So great a learning rate that the first evaluation after the start is not the worst of all."""
