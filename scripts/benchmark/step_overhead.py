@@ -30,7 +30,7 @@ from components import data, distributed, models, training
 from components.config.schema import ParallelismConfig, Strategy
 from components.config.schema.optimizer import OptimizerConfig, Schedule
 
-LR, STEPS_OF_DATA, VOCABULARY = 1e-3, 64, 2048
+LR, VOCABULARY = 1e-3, 2048
 OPTIMIZER = OptimizerConfig(lr=LR, weight_decay=0.0, schedule=Schedule.constant)
 SHAPES = {"hidden 256, 128 tokens a row": (256, 4, 4, 128), "tiny: hidden 64, 64 tokens a row": (64, 2, 4, 64)}
 """Name -> hidden, layers, rows of a step, tokens of a row."""
@@ -111,7 +111,7 @@ def arms_of(hidden: int, layers: int, rows: int, tokens: int) -> dict[str, Arm]:
     )
     model = AutoModelForCausalLM.from_config(config)
     models.use_causal_sdpa(model)
-    samples = [torch.randint(VOCABULARY, (tokens,)).tolist() for _ in range(STEPS_OF_DATA * rows)]
+    samples = [torch.randint(VOCABULARY, (tokens,)).tolist() for _ in range(64 * rows)]
     plan = data.BatchPlan(global_batch_size=rows, micro_batch_size=rows)
     batches = data.TrainBatches([data.Example(ids, ids) for ids in samples], plan, seed=0)
     loops = {"bare PyTorch": bare, "Meshbook": ours}
@@ -125,13 +125,11 @@ def arms_of(hidden: int, layers: int, rows: int, tokens: int) -> dict[str, Arm]:
 def bare(model: torch.nn.Module, batches: data.TrainBatches) -> Run:
     """The shortest loop that trains the same: batches are made beforehand, losses are read once, at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    made = [batches.at(step)[0] for step in range(STEPS_OF_DATA)]
 
     def run(steps: range) -> tuple[float, list[float]]:
-        losses = []
+        losses, made = [], [batches.at(step)[0] for step in steps]
         began = time.process_time()
-        for step in steps:
-            batch = made[step % STEPS_OF_DATA]
+        for batch in made:
             logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
             loss.backward()
@@ -196,7 +194,7 @@ def trainer(model: Any, batches: data.TrainBatches) -> Run:
             return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
     def run(steps: range) -> tuple[float, list[float]]:
-        rows = [batches.at(step % STEPS_OF_DATA)[0] for step in steps]
+        rows = [batches.at(step)[0] for step in steps]
         names = ("input_ids", "labels")
         samples = [
             dict(zip(names, pair, strict=True)) for row in rows for pair in zip(*map(row.get, names), strict=True)
