@@ -133,9 +133,10 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
             )
     stages = len(parallelism.stage_places(mesh.pp))
     if shape.layers is not None and shape.layers < stages:
+        fewer = ", or parallelism.pp_schedule=1F1B, a stage per rank" if stages > mesh.pp else ""
         problems.append(
             f"parallelism.pp={mesh.pp}: {parallelism.pp_schedule} makes {stages} stages of it, but the model has only "
-            f"{shape.layers} layers; set a smaller parallelism.pp, or parallelism.pp_schedule=1F1B, a stage per rank"
+            f"{shape.layers} layers; set a smaller parallelism.pp{fewer}"
         )
     if shape.heads is not None and mesh.cp > 1 and parallelism.cp_attention == ContextAttention.ulysses:
         heads, kv_heads = local_heads(shape.heads, shape.kv_heads or shape.heads, mesh.tp)

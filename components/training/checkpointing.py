@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -58,13 +59,16 @@ def choose_checkpointing(
     possible = [
         each for each in PREFERRED if each != ActivationCheckpointing.selective or not (split or cfg.model.compile)
     ]
+    memory = _memory(device) if memory is None else memory
     try:
         needs = estimate(model, cfg, mesh, device, compute_dtype)
+        shares, why = [needs[each] / memory for each in possible], ""
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        return Checkpointing(ActivationCheckpointing.full, f"as its memory cannot be estimated: {first}")
-    memory = _memory(device) if memory is None else memory
-    shares = _worst_of_ranks([needs[each] / memory for each in possible], device)
+        shares, why = [math.inf] * len(possible), next(iter(str(error).splitlines()), type(error).__name__)
+    shares = _worst_of_ranks(shares, device)  # a rank that could not estimate takes part too: the others wait for it
+    if math.isinf(shares[0]):
+        why = why or "another rank could not"
+        return Checkpointing(ActivationCheckpointing.full, f"as its memory cannot be estimated: {why}")
     found = next((index for index, share in enumerate(shares) if share <= USABLE), len(possible) - 1)
     told = ", ".join(f"{each} {share:.0%}" for each, share in zip(possible, shares, strict=True))
     return Checkpointing(possible[found], f"estimated part of {memory / 2**30:,.1f} GiB a rank: {told}")

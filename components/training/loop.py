@@ -51,7 +51,6 @@ class StepSettings:
     """What the routers of a mixture of experts add to the loss of a training step; evaluation is without it."""
     token_loss: TokenLoss | None = None
     """Whether the model takes targets and returns their losses; None: it returns logits."""
-
     work: StepWork | None = None
     """What the arithmetic of a step is measured by; None: it is not."""
 
@@ -87,7 +86,7 @@ def train_step(
     if settings.router_loss is not None:
         settings.router_loss.start_step(tokens)
 
-    counts = [most_targets(batch["labels"]) for batch in micro_batches]
+    counts = [_most_targets(batch, settings) for batch in micro_batches]
     if isinstance(model, Pipeline):
         most = None if None in counts else max(filter(None, counts), default=0)
         loss_sum = model.forward_backward(batches, settings.of_logits, tokens, most)
@@ -118,7 +117,7 @@ def evaluate(model: nn.Module | Pipeline, batches: Iterable[MicroBatch], setting
     module.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=settings.device)  # loss, tokens
     for batch in batches:
-        most, batch = most_targets(batch["labels"]), _local_part(batch, settings)
+        most, batch = _most_targets(batch, settings), _local_part(batch, settings)
         if isinstance(model, Pipeline):
             loss = model.loss(batch, settings.of_logits, most)
         else:
@@ -147,6 +146,11 @@ def _local_part(batch: MicroBatch, settings: StepSettings, router_loss: RouterLo
     if router_loss is not None:
         rows[SEQUENCE_WEIGHTS] = sequence_weights(batch["labels"], batch.get(DOCUMENTS))
     return shard_rows(rows, settings.mesh)
+
+
+def _most_targets(batch: MicroBatch, settings: StepSettings) -> int | None:
+    """Count the targets of a micro-batch for a model that takes them; a loss of logits does not ask."""
+    return most_targets(batch["labels"]) if settings.of_logits is None else None
 
 
 def _counts(settings: StepSettings) -> bool:

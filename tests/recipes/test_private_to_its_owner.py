@@ -6,6 +6,7 @@ disk that fails once, a resume, and an export.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -60,28 +61,38 @@ def test_nobody_else_learns_anything(elastic: bool, tmp_path: Path) -> None:
 
 
 def watched(attempt: Attempt, elastic: bool) -> set[str]:
-    """Addresses on which the run's processes listen, from now to its end."""
-    seen: set[str] = set()
+    """Addresses on which the run's processes listen, from now to its end.
+
+    Under torchrun not what its agent listens on, which is the person's own: the ranks, forked here, have that open too.
+    """
+    listening: dict[str, str] = {}
+    agent: set[str] = set()
 
     def ended() -> bool:
-        seen.update(sockets(attempt, elastic))
+        pids = descendants(attempt.pid)
+        if elastic:
+            agent.update(opened(attempt.pid))
+        else:
+            pids.append(attempt.pid)
+        addresses = listening_sockets()
+        listening.update({each: addresses[each] for pid in pids for each in opened(pid) & addresses.keys()})
         return attempt.poll() is not None
 
     until(ended, 120, attempt.said)
-    return seen
+    return {address for socket, address in listening.items() if socket not in agent}
 
 
-def sockets(attempt: Attempt, elastic: bool) -> set[str]:
-    """Addresses on which the run's processes listen now; not what torchrun's agent has, which is the person's own."""
-    own = {each for pid in descendants(attempt.pid) for each in opened(pid)}
-    inodes = own - opened(attempt.pid) if elastic else own | opened(attempt.pid)
+def listening_sockets() -> dict[str, str]:
+    """Every socket of this machine that listens now, by its name in /proc/PID/fd, with its address."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+    return {f"socket:[{row[9]}]": row[1].split(":")[0] for row in rows if row[3] == "0A"}
 
 
 def opened(pid: int) -> set[str]:
     """What a process has open."""
-    try:
-        return {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
-    except OSError:
-        return set()  # it has ended, or closed one meanwhile
+    found = set()
+    with contextlib.suppress(OSError):  # it has ended
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found.add(os.readlink(entry.path))
+    return found

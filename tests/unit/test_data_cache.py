@@ -182,7 +182,7 @@ def test_of_processes_that_start_at_once_one_tokenizes(tmp_path: Path) -> None:
     for each in processes:
         each.start()
     start.set()
-    said = [told.get(timeout=150) for _ in range(3 + 4)]  # three parts of a thousand, and four results
+    said = [told.get(timeout=60) for _ in range(3 + 4)]  # three parts of a thousand, and four results
     for each in processes:
         each.join()
         assert each.exitcode == 0
