@@ -14,7 +14,7 @@ import time
 
 from components import checkpoint, data, distributed, models, observability, training
 from components.config.schema import EvaluateConfig
-from components.launch import recipe
+from components.launch import recipe, report_hang
 
 
 @recipe("evaluate")
@@ -28,6 +28,7 @@ def main(cfg: EvaluateConfig) -> None:
         rendezvous_timeout=cfg.cluster.startup_timeout,
         collective_timeout=cfg.cluster.collective_timeout,
     )
+    watch = training.Watchdog(cfg.evaluation.step_timeout_seconds, report_hang, "evaluation")
     mesh = distributed.build_mesh(cfg.parallelism, info.device.type)
     distributed.seed_ranks(cfg.run.seed, mesh)
 
@@ -51,7 +52,7 @@ def main(cfg: EvaluateConfig) -> None:
     if cfg.evaluation.checkpoint is not None:
         checkpoint.load_model_weights(cfg.evaluation.checkpoint, model)
 
-    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+    replica = watch.following(distributed.wrap_replicas(model, mesh, cfg.parallelism, layout))
 
     # Reporting
     report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main)
@@ -79,7 +80,7 @@ def main(cfg: EvaluateConfig) -> None:
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
         token_loss=token_loss,
     )
-    with report:
+    with report, watch:
         loss, tokens = training.evaluate(replica, held_out, settings)
         report.evaluation(step=0, eval_loss=loss, tokens=tokens)
         report.say(f"perplexity {math.exp(loss):.3f} per target token")

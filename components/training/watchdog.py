@@ -58,7 +58,7 @@ DEBUGGERS = {"bdb", "pdb", "pydevd", "debugpy", "_pydevd_bundle"}
 
 
 class StepTimeout(RuntimeError):
-    """The run stood still for `training.step_timeout_seconds`."""
+    """The run stood still for `step_timeout_seconds`."""
 
 
 class Watchdog:
@@ -68,10 +68,11 @@ class Watchdog:
         timeout: Seconds without progress after which the run is ended; 0: never, and nothing is watched.
         report: Keeps the failure and the stacks of all threads; called in a thread, before the process ends with
             status EXIT_HUNG.
+        section: The section of the config whose `step_timeout_seconds` this is: what a message tells to change.
     """
 
-    def __init__(self, timeout: float, report: Callable[[BaseException], object]) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: float, report: Callable[[BaseException], object], section: str = "training") -> None:
+        self._timeout, self._section = timeout, section
         self._report = report
         self._beat = min(max(timeout / 20, SHORTEST_BEAT), LONGEST_BEAT)
         self._silence = max(BEATS_MISSED * self._beat, SHORTEST_SILENCE)
@@ -97,7 +98,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self.mark()
-        self._place, self._in_loop = "before the first step", True
+        self._place, self._in_loop = f"in the {self._section} loop", True
         return self
 
     def __exit__(
@@ -227,7 +228,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(LAST_WORDS, exit=True)
         message = why if why.startswith(STOOD) else (
             f"{STOOD} {stood:.0f} s {self._place}: {why}; the stacks are in the logs of the ranks; "
-            f"training.step_timeout_seconds={self._timeout:g} is the time that a step may take (0: any)"
+            f"{self._section}.step_timeout_seconds={self._timeout:g} is the time that a step may take (0: any)"
         )  # fmt: skip
         with contextlib.suppress(dist.DistError, PeerFailure):
             message = heart.settle(message) if heart else message

@@ -183,6 +183,8 @@ def test_the_other_recipe_is_as_strict(commands: Commands, evaluate: Path, tmp_p
     assert_refused(ended, ["did you mean evaluation.micro_batch_size?"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "peft=lora"], tmp_path)
     assert_refused(ended, ["peft.method=lora: without evaluation.checkpoint", "step_N", "peft=none"], tmp_path)
+    ended = commands.run(evaluate, ["model=tiny", "evaluation.step_timeout_seconds=0.5"], tmp_path)
+    assert_refused(ended, ["evaluation.step_timeout_seconds=0.5: must be 0 (wait for ever)"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "training.max_steps=3"], tmp_path)
     assert_refused(ended, ["training.max_steps=3: no such key"], tmp_path)
 

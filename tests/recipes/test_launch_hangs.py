@@ -5,6 +5,7 @@ The recipe is recipes/finetune.py itself, copied, with a few lines planted that 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -141,6 +142,25 @@ def test_one_process_in_an_endless_loop_is_ended(bench: Bench) -> None:
     hung = hang(bench, 0, "step", SPIN, "parallelism=single")
     assert hung.seconds < BOUND
     assert re.search(r"in step \d+: it is at train_step, strike \(tried.py:\d+\)", hung.told)
+
+
+def test_an_evaluation_that_stands_still_is_ended(bench: Bench) -> None:
+    """recipes/evaluate.py watches too."""
+    text = RECIPE.with_name("evaluate.py").read_text()
+    before = "        loss, tokens = training.evaluate("
+    assert text.count(before) == 1
+    late = "        if info.rank == 1: time.sleep(1e6)\n"
+    bench.recipe.write_text(text.replace(before, late + before))
+    small = ("data.max_samples=64", "data.max_eval_samples=8", "generation.samples=0", "cluster.device=cpu")
+    done = bench.start(TWO, *small, f"evaluation.step_timeout_seconds={TIMEOUT}").wait(timeout=120)
+    assert done.status == EXIT_HUNG, done.errors
+    told = done.errors.splitlines()[-2]
+    assert told.startswith("no progress for ")
+    assert "rank 1" in told
+    assert "rank 0" not in told
+    assert f"evaluation.step_timeout_seconds={TIMEOUT} is the time" in told
+    assert json.loads(next((bench.folder / "outputs").rglob("result.json")).read_text())["status"] == "hung"
+    bench.assert_nobody_left()
 
 
 def test_what_goes_on_slowly_is_left_alone(bench: Bench) -> None:

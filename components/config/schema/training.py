@@ -45,15 +45,15 @@ class TrainingConfig:
                 *at_least("training.max_grad_norm", self.max_grad_norm, 0),
                 *at_least("training.stop_after_skipped", self.stop_after_skipped, 0),
                 *at_least("training.gc_every", self.gc_every, 0),
-                *_timeout_problems(self.step_timeout_seconds),
+                *_timeout_problems("training", self.step_timeout_seconds),
             ]
         )
 
 
-def _timeout_problems(seconds: float) -> list[str]:
+def _timeout_problems(section: str, seconds: float) -> list[str]:
     if seconds == 0 or 1 <= seconds < math.inf:
         return []
-    return [f"training.step_timeout_seconds={seconds}: must be 0 (wait for ever) or at least 1"]
+    return [f"{section}.step_timeout_seconds={seconds}: must be 0 (wait for ever) or at least 1"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,12 +66,15 @@ class EvaluationConfig:
     """Sequences per forward of one process."""
     seq_len: int = 256
     """Longest sequence in tokens; longer samples are cut."""
+    step_timeout_seconds: float = 600.0
+    """End the run when no process makes progress for twice as long; 0: never. Each forward is progress."""
 
     def __post_init__(self) -> None:
         raise_all(
             [
                 *at_least("evaluation.micro_batch_size", self.micro_batch_size, 1),
                 *at_least("evaluation.seq_len", self.seq_len, 2),
+                *_timeout_problems("evaluation", self.step_timeout_seconds),
             ]
         )
 
