@@ -1,8 +1,9 @@
-"""How fast conversations become tokens and labels; TRL and a plain `datasets.map` beside it where they are installed.
+"""How fast conversations become tokens and labels; TRL, torchtune and `datasets.map` beside it where installed.
 
 python scripts/benchmark/tokenization.py                          # Python's documentation, the default model
 python scripts/benchmark/tokenization.py --path gsm8k/train.jsonl --prompt question --response answer
-pip install --no-deps --target /tmp/peers trl && python scripts/benchmark/tokenization.py --peers /tmp/peers
+pip install --no-deps --target /tmp/peers trl torchtune torchao tiktoken sentencepiece
+python scripts/benchmark/tokenization.py --peers /tmp/peers
 
 Every arm renders the chat template and finds which tokens carry the loss. (Not called tokenize.py: that is a module of
 Python's own.)
@@ -11,9 +12,11 @@ Python's own.)
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import importlib.metadata
 import io
+import json
 import multiprocessing
 import os
 import statistics
@@ -28,6 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import yaml
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from components import models
 from components.config.compose.sources import CONF
@@ -49,7 +53,7 @@ def main() -> None:
     parser.add_argument("--prompt", default="prompt", help="column")
     parser.add_argument("--response", default="response", help="column")
     parser.add_argument("--model", default="smollm2_135m", help="option of conf/model")
-    parser.add_argument("--peers", type=Path, help="folder with trl, where it is not installed")
+    parser.add_argument("--peers", type=Path, help="folder with trl and torchtune, where they are not installed")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeat", type=int, default=3)
     given = parser.parse_args()
@@ -66,6 +70,7 @@ def main() -> None:
             "ours, the next time": lambda: len(tokenize(Side(cfg, False), cfg, tokenizer).tokens.ids),
             f"ours on {given.processes} processes": partial(on_processes, conversations, tokenizer, given.processes),
             **peers(conversations, tokenizer, given.processes),
+            **torchtune(conversations, tokenizer, Path(folder)),
         }
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         tokens = {}
@@ -134,6 +139,38 @@ def peers(conversations: list[Conversation], tokenizer: Any, processes: int) -> 
         prepare = partial(SFTTrainer._prepare_dataset, trainer, table, tokenizer, asked, False, None, "benchmark")
         arms[f"{name}, dataset_num_proc={count}"] = lambda prepare=prepare: counted(prepare())
     return arms
+
+
+def torchtune(conversations: list[Conversation], tokenizer: Any, folder: Path) -> dict[str, Arm]:
+    """Return torchtune's own way, sample by sample: it knows no Hugging Face templates, so its template is Llama 3's.
+
+    Its tokenizer is its fastest, tiktoken, over the same words: the ids differ, their number hardly does.
+    """
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            from torchtune.data import InputOutputToMessages
+            from torchtune.datasets import SFTDataset
+            from torchtune.models.llama3 import Llama3Tokenizer
+    except ImportError as error:
+        print(f"torchtune: not measured, it cannot be imported: {str(error).strip().splitlines()[0]}")
+        return {}
+    words, rows = folder / "words.tiktoken", folder / "rows.json"
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    ranks = {word: rank for word, rank in tokenizer.get_vocab().items() if all(letter in byte_of for letter in word)}
+    ordered = sorted(ranks, key=ranks.__getitem__)
+    coded = (base64.b64encode(bytes(byte_of[letter] for letter in word)).decode() for word in ordered)
+    words.write_text("".join(f"{word} {rank}\n" for rank, word in enumerate(coded)))
+    rows.write_text(json.dumps([{"input": each.messages[-2]["content"], "output": each.messages[-1]["content"]}
+                                for each in conversations]))  # fmt: skip
+    samples = SFTDataset(
+        source="json",
+        data_files=str(rows),
+        split="train",
+        message_transform=InputOutputToMessages(),
+        model_transform=Llama3Tokenizer(str(words)),
+    )
+    name = f"torchtune {importlib.metadata.version('torchtune')}"
+    return {name: lambda: sum(len(sample["tokens"]) for sample in samples)}
 
 
 def mapped(table: Any, tokenizer: Any, processes: int) -> int:
