@@ -29,7 +29,7 @@ MINUTES = float(os.environ.get("MESHBOOK_CHAOS_MINUTES", "30"))
 PAUSE = 30.0
 """Seconds from one fault to the next."""
 STEP = 0.5
-"""Seconds of a step, about: what makes a quiet run of two thirds of MINUTES."""
+"""Seconds of a step, about: so that a run with faults takes about MINUTES."""
 EVERY = 2
 """Steps between two checkpoints."""
 STEPS = round(MINUTES * 60 / STEP * 0.6)
@@ -139,13 +139,14 @@ class Chaos:
         self.faults.append(kind.__name__)
         kind()
 
-    def run(self, pause: float) -> float:
-        """Run to the end with a fault after every pause; return how long it took, in seconds."""
+    def run(self, faults_for: float) -> float:
+        """Run to the end, for so many seconds with a fault after every pause; return how long it took, in seconds."""
         began = time.monotonic()
         while True:
             self.start()
+            over = time.monotonic() - began >= faults_for
             try:
-                status = self.process.wait(timeout=pause * self.draw.uniform(0.7, 1.3))
+                status = self.process.wait(timeout=None if over else PAUSE * self.draw.uniform(0.7, 1.3))
             except subprocess.TimeoutExpired:
                 self.fault()
                 self.process.wait(timeout=60)  # whatever happened, it ends by itself
@@ -170,8 +171,8 @@ def test_chaos_ends_where_a_quiet_run_ends(tmp_path: Path) -> None:
     quiet, chaos = (Chaos(tmp_path / name, random.Random(6)) for name in ("quiet", "chaos"))
     for each in (quiet, chaos):
         each.bench.folder.mkdir()
-    quiet_seconds = quiet.run(pause=1e6)
-    chaos_seconds = chaos.run(PAUSE)
+    quiet_seconds = quiet.run(faults_for=0)
+    chaos_seconds = chaos.run(faults_for=60 * MINUTES)
     result = json.loads((chaos.run_dir / "result.json").read_text())
     done = steps_done(chaos.bench.folder / "terminal.txt")
     kinds = ", ".join(f"{chaos.faults.count(kind)} {kind}" for kind in sorted({*chaos.faults}))
