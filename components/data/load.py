@@ -5,23 +5,20 @@ from __future__ import annotations
 import pkgutil
 from array import array
 from collections.abc import Iterable
-from itertools import compress, islice
+from itertools import compress
 from typing import TYPE_CHECKING, Literal
 
 from components.config.errors import ConfigError
-from components.config.schema.data import CustomDataConfig, DataConfig, TextDataConfig
+from components.config.schema.data import CustomDataConfig, DataConfig
 from components.data.cache import tokenize
 from components.data.dataset import Dataset, Facts
 from components.data.examples import Example
 from components.data.packed import PackedDataset
 from components.data.sides import Side, describe, hash_of_prompt, held_out_by_hash, kept_of, split_of
-from components.data.text import beginning, documents_of, encode_documents
 from components.data.tokens import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_PROMPTS_KEPT = 100  # documents whose beginnings are kept, to generate samples from
 
 
 def build_dataset(
@@ -47,13 +44,8 @@ def build_dataset(
         everything = _custom_examples(cfg, tokenizer, seq_len, is_eval)
         hashes = array("Q", map(hash_of_prompt, everything) if held_out_by_hash(cfg) else [0] * len(everything))
         examples = compress(everything, kept_of(hashes, cfg, is_eval))
-    elif isinstance(cfg, TextDataConfig):
-        documents, facts.dropped_bad_rows = documents_of(cfg, is_eval)
-        most = cfg.max_eval_samples if is_eval else cfg.max_samples
-        examples = islice(encode_documents(tokenizer, documents, seq_len), most)
-        prompts = [beginning(document) for document in documents[:_PROMPTS_KEPT]]
     else:
-        examples, prompts, facts.dropped_bad_rows = tokenize(Side(cfg, is_eval), cfg, tokenizer)
+        examples, prompts, facts.dropped_bad_rows = tokenize(Side(cfg, is_eval), cfg, tokenizer, seq_len)
     dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong, prompts=prompts)
     if len(dataset) == 0:
         raise ConfigError(_nothing_left(cfg, facts, seq_len, is_eval))

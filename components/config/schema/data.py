@@ -182,10 +182,7 @@ class ChatDataConfig(RowsDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class TextDataConfig(RowsDataConfig):
-    """Documents to continue, cut into samples of seq_len tokens. Every token but a document's first carries loss.
-
-    Every process reads and tokenizes them at the start; they are not kept in data.cache.
-    """
+    """Documents to continue, cut into samples of seq_len tokens. Every token but a document's first carries loss."""
 
     kind: DataKind = DataKind.text
     """text."""
