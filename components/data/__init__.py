@@ -8,6 +8,7 @@ batches.py    TrainBatches, eval_batches: which rows are this rank's, padding, t
 text.py       documents_of, encode_documents: plain text, cut into samples of seq_len tokens
 order.py      SampleOrder: the shuffle, a pure function of (seed, position)
 dataset.py    Dataset: samples in memory, and what became of the rows (Facts)
+mixture.py    MixtureDataset: several sources in shares by weight, and their order
 packed.py     PackedDataset: several samples to a row, as packing.py plans it
 preflight.py  check_files: what can be told without torch, before anything is started
 files.py, hub.py, rows.py, pydocs.py   where rows come from, and how they become conversations
@@ -17,6 +18,7 @@ from components.data.batches import BatchPlan, MicroBatch, Padding, TrainBatches
 from components.data.dataset import Dataset, Facts, sample_prompts
 from components.data.examples import IGNORED, Example, PackedRow, encode_conversations, render_example
 from components.data.load import build_dataset
+from components.data.mixture import MixtureDataset, MixtureOrder, sources_of
 from components.data.order import SampleOrder
 from components.data.packed import PackedDataset
 from components.data.preflight import check_files
@@ -31,6 +33,8 @@ __all__ = [
     "Facts",
     "Message",
     "MicroBatch",
+    "MixtureDataset",
+    "MixtureOrder",
     "PackedDataset",
     "PackedRow",
     "Padding",
@@ -43,4 +47,5 @@ __all__ = [
     "eval_batches",
     "render_example",
     "sample_prompts",
+    "sources_of",
 ]

@@ -45,7 +45,7 @@ CODE = Path(__file__).parent
 _ENCODED_AT_ONCE = 1000  # conversations or documents: bounds the memory for their text, and occupies all cores
 _CHARACTERS_AT_ONCE = 1 << 20  # about: a document may be long
 _PROMPTS_KEPT = 100  # to generate samples from
-_ELSEWHERE = ("pack", "cache", "overlong", "path", "eval_path", "max_samples", "max_eval_samples")
+_ELSEWHERE = ("pack", "cache", "weight", "overlong", "path", "eval_path", "max_samples", "max_eval_samples")
 """Keys of the config that do not choose among a source's content, or are in the key in another way."""
 
 

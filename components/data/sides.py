@@ -206,6 +206,11 @@ def held_out_by_hash(cfg: DataConfig) -> bool:
     return cfg.eval_split is None and not (isinstance(cfg, RowsDataConfig) and cfg.eval_path)
 
 
+def holds_out(cfg: DataConfig) -> bool:
+    """Whether anything is held out."""
+    return not held_out_by_hash(cfg) or cfg.eval_fraction > 0
+
+
 def split_of(cfg: DataConfig, is_eval: bool) -> str:
     """Return the name of the split that a side comes from."""
     return (cfg.eval_split if is_eval else None) or cfg.split

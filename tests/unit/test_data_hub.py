@@ -44,7 +44,7 @@ def test_several_processes_may_fill_the_cache_of_datasets_at_once(tmp_path):
     write(folder / "train.jsonl", [{**row, "other": 1} for row in ROWS[:1]] * 50)
     readers = [start_hub_reader(tmp_path / "cache", str(folder)) for _ in range(3)]
     expected = "".join(f"repository row {i} ['prompt', 'response'] Three.\n" for i in range(1, 51))
-    expected += "mapped: ['json-train.arrow']\n"
+    expected += "mapped: ['repository-train.arrow']\n"
     assert [reader.communicate(timeout=120)[0] for reader in readers] == [expected] * 3
     wrong = start_hub_reader(tmp_path / "cache", str(folder), column="promt").communicate(timeout=120)[0]
     assert wrong == (
