@@ -256,9 +256,7 @@ class MixtureDataConfig(DataConfig):
             f"data.cache={value}: all sources have one; leave it out" for _, value in _changed(source, ["cache"])
         ]
         if source.pack and not self.pack:
-            problems.append(
-                "data.pack=true: all sources are packed or none; set it to false, or the whole mixture's to true"
-            )
+            problems.append("data.pack=true: all sources are packed or none; set it to false, or the mixture's to true")
         return problems
 
 
