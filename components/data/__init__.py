@@ -1,11 +1,11 @@
 """Data: from documentation, conversations, plain text, the hub or your function to micro-batches.
 
 load.py       build_dataset: the `data` section to a Dataset of tokenized samples
-sides.py      Side: the conversations that are trained on or held out, read one by one
+sides.py      Side: the conversations or documents that are trained on or held out, read one by one
 cache.py      tokenize: a side to tokens, from disk where they are known (tokens.py, token_file.py)
 examples.py   Example: token ids and labels; the chat template and which tokens carry the loss
 batches.py    TrainBatches, eval_batches: which rows are this rank's, padding, the cursor for resuming
-text.py       documents_of, encode_documents: plain text, cut into samples of seq_len tokens
+text.py       encode_documents: plain text, cut into samples of seq_len tokens
 order.py      SampleOrder: the shuffle, a pure function of (seed, position)
 dataset.py    Dataset: samples in memory, and what became of the rows (Facts)
 mixture.py    MixtureDataset: several sources in shares by weight, and their order

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -66,7 +66,7 @@ def key(seed: int, said: str) -> int:
     return int.from_bytes(blake2b(f"{seed}:{said}".encode(), digest_size=8).digest(), "big")
 
 
-def walked(weights: dict[str, float], seed: int, count: int) -> list[tuple[str, int]]:
+def walked(weights: dict[str, float], seed: int, count: int, sizes: Mapping[str, int] = SIZES) -> list[tuple[str, int]]:
     """The order as its documentation says, position by position: deal out in two with a running credit, and again."""
     names = sorted(weights)
     whole = [round(weights[name] * 1000) for name in names]
@@ -90,7 +90,7 @@ def walked(weights: dict[str, float], seed: int, count: int) -> list[tuple[str, 
 
     deal(0, len(names), range(count))
     orders = {name: itertools.count() for name in names}
-    return [(name, SampleOrder(SIZES[name], key(seed, name)).at(next(orders[name]))) for name in turns]
+    return [(name, SampleOrder(sizes[name], key(seed, name)).at(next(orders[name]))) for name in turns]
 
 
 @pytest.mark.parametrize("weights", MIXTURES, ids=str)
