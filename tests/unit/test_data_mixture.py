@@ -222,7 +222,7 @@ def build(cfg: MixtureDataConfig, split: str = "train", seq_len: int = 64) -> Mi
 
 def three(folder: Path, **values: Any) -> MixtureDataConfig:
     sources: dict[str, DataConfig] = {
-        "web": TextDataConfig(path=source(folder, "web", 40, 9), weight=0.5, pack=values.get("pack", False)),
+        "web": TextDataConfig(path=source(folder, "web", 40, 1), weight=0.5, pack=values.get("pack", False)),
         "maths": SftDataConfig(path=source(folder, "maths", 30), weight=0.3, eval_fraction=0.2),
         "chats": ChatDataConfig(path=source(folder, "chats", 40), weight=0.2, max_samples=25, max_eval_samples=1),
     }
