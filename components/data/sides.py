@@ -156,7 +156,7 @@ def kept_of(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
         held_out = min(max(round(len(values) * fraction), 1), len(values) - 1) if fraction else 0
         largest = np.partition(values, held_out - 1)[held_out - 1] if held_out > 0 else None
         kept = np.full(len(values), not is_eval) if largest is None else (values <= largest) == is_eval
-    most = None if isinstance(cfg, TextDataConfig) else most_samples(cfg, is_eval)
+    most = most_samples(cfg, is_eval)  # of documents, each of which makes at least one sample: more than enough
     return kept if most is None else kept & (np.cumsum(kept) <= most)
 
 
