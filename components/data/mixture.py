@@ -140,8 +140,9 @@ class MixtureDataset(Sequence[Example | PackedRow]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        _, part, place = self._place(index % len(self))
-        return part[place]
+        index %= len(self)
+        number = bisect_right(self._ends, index)
+        return list(self.parts.values())[number][index - [0, *self._ends][number]]
 
     @property
     def facts(self) -> MixtureFacts:
@@ -171,14 +172,10 @@ class MixtureDataset(Sequence[Example | PackedRow]):
         return MixtureOrder(tuple(map(len, self.parts.values())), tuple(self.parts), Shares(weights, seed), seed)
 
     def show(self, index: int) -> str:
-        """Return the source and the text of a row, the part that carries the loss in [[ ]]."""
-        name, part, place = self._place(index)
-        return f"{name}: {part.show(place)}"
-
-    def _place(self, index: int) -> tuple[str, Part, int]:
-        number = bisect_right(self._ends, index)
-        name = list(self.parts)[number]
-        return name, self.parts[name], index - ([0, *self._ends][number])
+        """Return the `index`-th text to look at, the sources in turn; the part that carries the loss in [[ ]]."""
+        round_, number = divmod(index, len(self.parts))
+        name, part = list(self.parts.items())[number]
+        return f"{name}: {part.show(round_ % len(part))}"
 
 
 def sources_of(dataset: Part | MixtureDataset) -> dict[str, Part]:

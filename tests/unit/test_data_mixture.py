@@ -251,7 +251,9 @@ def test_each_source_is_what_it_is_alone(tmp_path: Path, split: str, pack: bool)
         assert micro["input_ids"].shape == (4, 64)
     else:
         assert padded == Padding(token_id=7)
-    assert dataset.show(len(alone[0])).startswith("maths: ")
+    shown = [f"{name}: {part.show(i % len(part))}" for i in (0, 1) for name, part in dataset.parts.items()]
+    assert [dataset.show(index) for index in range(6)] == shown
+    assert dataset[-1] == alone[2][-1]
 
 
 def test_shares_and_passes_are_told(tmp_path: Path) -> None:
