@@ -86,7 +86,7 @@ class Side:
                     size += len(block)
             digest.update(f"{file.suffix} {size}".encode())
         for said in () if files else self._everything():
-            text = json.dumps(said[1]).encode()
+            text = json.dumps(said.text if isinstance(said, Document) else said.messages).encode()
             digest.update(text)
             size += len(text)
         return digest.hexdigest(), size
@@ -102,9 +102,11 @@ class Side:
 
     def _files(self) -> list[Path]:
         """The files that hold the source, those that `datasets` made of the hub's too; none: it is no file."""
-        if not isinstance(self._cfg, RowsDataConfig) or self._cfg.path == STDLIB:
+        if not isinstance(self._cfg, RowsDataConfig):
             return []
         place = place_of(self._cfg, self.is_eval)
+        if place.path == STDLIB:
+            return []
         return files_of_split(place) if is_local(place.path) else hub_files(place, self._cfg.subset, self._cfg.revision)
 
     def _everything(self) -> Iterator[Said]:
