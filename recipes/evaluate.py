@@ -84,6 +84,12 @@ def main(cfg: EvaluateConfig) -> None:
         loss, tokens = training.evaluate(replica, held_out, settings)
         report.evaluation(step=0, eval_loss=loss, tokens=tokens)
         report.say(f"perplexity {math.exp(loss):.3f} per target token")
+        for name, source in data.sources_of(eval_set).items():
+            of_source = data.eval_batches(
+                source, cfg.evaluation.micro_batch_size, mesh.rank("dp"), mesh.size("dp"), padding
+            )
+            source_loss, tokens = training.evaluate(replica, of_source, settings)
+            report.say(f"{name}: held-out loss {source_loss:.4f} over {tokens:,} target tokens")
         prompts = [*data.sample_prompts(eval_set, cfg.generation.samples), *cfg.generation.prompts]
         with distributed.whole_rows(replica, mesh, cfg.parallelism) as forward:
             answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, forward)

@@ -44,6 +44,8 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
     if isinstance(cfg, EvaluateConfig):
         problems += _row_problems("evaluation.seq_len", cfg.evaluation.seq_len, cfg.parallelism, mesh)
     problems += _peft_problems(cfg)
+    if cfg.data.weight is not None:
+        problems.append(f"data.weight={cfg.data.weight}: only sources of a mixture have weights; leave it out")
     if cfg.data.pack and cfg.model.attention != Attention.sdpa:
         problems.append(
             f"model.attention={cfg.model.attention}: is not told where the documents of packed rows end; set "

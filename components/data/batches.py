@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from components.config.errors import ConfigError
 from components.config.schema.model import DOCUMENTS
 from components.config.schema.training import TrainingConfig
+from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
+from components.data.mixture import MixtureDataset, MixtureFacts, MixtureOrder
 from components.data.order import SampleOrder
 from components.data.packed import PackedDataset
 
@@ -42,6 +44,8 @@ class BatchPlan:
     """This rank's place among those that see different samples."""
     dp_size: int = 1
     """Number of those."""
+    steps: int = 0
+    """Optimizer steps of the whole run; 0: not known."""
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1 or self.global_batch_size % (self.micro_batch_size * self.dp_size):
@@ -55,7 +59,7 @@ class BatchPlan:
     def of(cls, training: TrainingConfig, dp_rank: int, dp_size: int) -> BatchPlan:
         """Return the plan of a run's `training` section."""
         sizes = {"global_batch_size": training.global_batch_size, "micro_batch_size": training.micro_batch_size}
-        return cls(**sizes, dp_rank=dp_rank, dp_size=dp_size)
+        return cls(**sizes, dp_rank=dp_rank, dp_size=dp_size, steps=training.max_steps)
 
     def __str__(self) -> str:
         factors = f"{self.micro_batch_size} micro_batch_size x {self.dp_size} dp x {self.accumulation} accumulation"
@@ -70,6 +74,10 @@ class BatchPlan:
     def rows_per_rank(self) -> int:
         """Sequences per optimizer step of one rank."""
         return self.global_batch_size // self.dp_size
+
+    def facts(self, dataset: Dataset | PackedDataset | MixtureDataset) -> Facts | MixtureFacts:
+        """Return what is known of a data set, with the passes over it that the whole run makes."""
+        return dataset.facts.after(self.steps * self.global_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +108,7 @@ class Padding:
 
     def of(self, dataset: Sequence[Row]) -> Padding:
         """Return how the rows of `dataset` are padded: packed ones to the length they were packed into."""
-        if not isinstance(dataset, PackedDataset):
+        if not isinstance(dataset, PackedDataset | MixtureDataset) or not dataset.documents:
             return self
         return replace(self, length=dataset.seq_len, documents=dataset.documents)
 
@@ -127,7 +135,10 @@ class TrainBatches:
         self._fingerprint = fingerprint
         self._plan = plan
         self._padding = (padding or Padding()).of(dataset)
-        self._order = SampleOrder(len(dataset), seed)
+        if isinstance(dataset, MixtureDataset):
+            self._order: SampleOrder | MixtureOrder = dataset.order(seed)
+        else:
+            self._order = SampleOrder(len(dataset), seed)
         self._sample = 0
 
     def at(self, step: int) -> list[MicroBatch]:
@@ -149,7 +160,7 @@ class TrainBatches:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Passes over the data so far; of a mixture: rows used over the rows of all its sources."""
         return self._sample / self._order.size
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,14 +18,16 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
 from components.config.errors import ConfigError
-from components.config.schema.data import DataConfig
-from components.data import examples
-from components.data.sides import Side, first_questions, held_out_by_hash
+from components.config.schema.data import DataConfig, TextDataConfig
+from components.data import examples, text
+from components.data.examples import Example
+from components.data.rows import Conversation, Document
+from components.data.sides import Said, Side, characters_of, first_prompts, held_out_by_hash, most_samples
 from components.data.token_file import read_tokens, write_tokens
 from components.data.tokens import Tokens, flattened
 
@@ -40,9 +42,10 @@ WORTH_BYTES = 1_000_000
 """A source of less is tokenized again in about a second, and leaves nothing on disk."""
 CODE = Path(__file__).parent
 """What makes samples of a source."""
-_ENCODED_AT_ONCE = 1000  # conversations: bounds the memory for their text, and is enough to occupy all cores
+_ENCODED_AT_ONCE = 1000  # conversations or documents: bounds the memory for their text, and occupies all cores
+_CHARACTERS_AT_ONCE = 1 << 20  # about: a document may be long
 _PROMPTS_KEPT = 100  # to generate samples from
-_ELSEWHERE = ("pack", "cache", "overlong", "path", "eval_path", "max_samples", "max_eval_samples")
+_ELSEWHERE = ("pack", "cache", "weight", "overlong", "path", "eval_path", "max_samples", "max_eval_samples")
 """Keys of the config that do not choose among a source's content, or are in the key in another way."""
 
 
@@ -54,26 +57,47 @@ class Made(NamedTuple):
     bad_rows: int
 
 
-def tokenize(side: Side, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Made:
-    """Return the samples of a side, from `data.cache` where they are known.
+class _Work(NamedTuple):
+    """What is tokenized, and how."""
+
+    side: Side
+    tokenizer: PreTrainedTokenizerBase
+    seq_len: int | None = None
+    """Of the samples that documents are cut into."""
+    most: int | None = None
+    """Of such samples."""
+
+    def samples_of(self, batch: list[Said]) -> Iterable[Example]:
+        """Tokenize a part of the side."""
+        documents = [said for said in batch if isinstance(said, Document)]
+        if self.seq_len is not None:
+            return text.encode_documents(self.tokenizer, documents, self.seq_len)
+        return examples.encode_conversations(self.tokenizer, [each for each in batch if isinstance(each, Conversation)])
+
+
+def tokenize(side: Side, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Made:
+    """Return the samples of a side, from `data.cache` where they are known; documents are cut to `seq_len` tokens.
 
     A fast tokenizer encodes on all cores. A folder that cannot be written costs a warning, and memory for all tokens.
 
     Raises ConfigError where the source is wrong, or changes while it is read.
     """
+    most = most_samples(cfg, side.is_eval)
+    work = _Work(side, tokenizer, seq_len, most) if isinstance(cfg, TextDataConfig) else _Work(side, tokenizer)
     tokenizer_hash = None if cfg.cache is None else hash_of_tokenizer(tokenizer)
     if cfg.cache is None or tokenizer_hash is None:
-        return _make(side, tokenizer)
+        return _make(work)
     content, size = side.identity()
     if size < WORTH_BYTES:
-        return _make(side, tokenizer)
-    entry = Path(cfg.cache).expanduser() / f"{_key(content, side, cfg, tokenizer_hash)}.safetensors"
+        return _make(work)
+    key = _key([content, tokenizer_hash, side.is_eval, held_out_by_hash(cfg), most, work.seq_len], cfg)
+    entry = Path(cfg.cache).expanduser() / f"{key}.safetensors"
     if (known := _read(entry)) is not None:
         return known
     with _alone(entry.with_suffix(".lock")):
         if (known := _read(entry)) is not None:
             return known
-        return _make(side, tokenizer, entry, content)
+        return _make(work, entry, content)
 
 
 def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -87,42 +111,61 @@ def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return xxhash.xxh3_128(json.dumps([whole, said], default=str).encode()).hexdigest()
 
 
-def _key(content: str, side: Side, cfg: DataConfig, tokenizer_hash: str) -> str:
+def _key(said: list[Any], cfg: DataConfig) -> str:
     chosen = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in _ELSEWHERE}
-    most = cfg.max_eval_samples if side.is_eval else cfg.max_samples
     versions = [version(package) for package in ("transformers", "tokenizers", "jinja2")]
     code = xxhash.xxh3_128(b"".join(file.read_bytes() for file in sorted(CODE.glob("*.py")))).hexdigest()
-    said = [FORMAT, content, tokenizer_hash, chosen, side.is_eval, held_out_by_hash(cfg), most, versions, code]
-    return xxhash.xxh3_128(json.dumps(said).encode()).hexdigest()
+    return xxhash.xxh3_128(json.dumps([FORMAT, *said, chosen, versions, code]).encode()).hexdigest()
 
 
-def _make(side: Side, tokenizer: PreTrainedTokenizerBase, entry: Path | None = None, content: str = "") -> Made:
+def _make(work: _Work, entry: Path | None = None, content: str = "") -> Made:
     """Tokenize a side into a file, or in memory without one or where it cannot be written."""
-    prompts = first_questions(side, _PROMPTS_KEPT)
+    prompts = first_prompts(work.side, _PROMPTS_KEPT)
     if entry is not None:
-        told = json.dumps({"prompts": prompts, "bad_rows": side.bad_rows})
+        told = json.dumps({"prompts": prompts, "bad_rows": work.side.bad_rows})
         try:
-            write_tokens(entry, _parts(side, tokenizer, content), told)
+            write_tokens(entry, _parts(work, content), told)
         except OSError as error:
             logger.warning("data.cache=%s: %s; the tokenized samples are not kept", entry.parent, error)
         if (made := _read(entry)) is not None:
             return made
-    return Made(flattened(chain.from_iterable(_encoded(side, tokenizer))), prompts, side.bad_rows)
+    return Made(flattened(chain.from_iterable(_encoded(work))), prompts, work.side.bad_rows)
 
 
-def _parts(side: Side, tokenizer: PreTrainedTokenizerBase, content: str) -> Iterator[Tokens]:
+def _parts(work: _Work, content: str) -> Iterator[Tokens]:
     """Yield a side's tokens; at their end, before they are published, see whether the source is what it was."""
-    yield from map(flattened, _encoded(side, tokenizer))
-    if side.identity()[0] != content:
+    yield from map(flattened, _encoded(work))
+    if work.side.identity()[0] != content:
         raise ConfigError("data: the source was changed while it was read; start again")
 
 
-def _encoded(side: Side, tokenizer: PreTrainedTokenizerBase) -> Iterator[Iterable[examples.Example]]:
-    conversations = iter(side)
-    with _progress(len(side)) as advance:
-        while chunk := list(islice(conversations, _ENCODED_AT_ONCE)):
-            yield examples.encode_conversations(tokenizer, chunk)
-            advance(len(chunk))
+def _encoded(work: _Work) -> Iterator[Iterable[Example]]:
+    """Yield the samples of a side, some at a time: of conversations all, of documents at most as many as asked for."""
+    side, left = work.side, work.most
+    is_short = len(side) <= _ENCODED_AT_ONCE and side.characters <= _CHARACTERS_AT_ONCE
+    with _progress(len(side), hidden=is_short) as advance:
+        for batch in _batches(side):
+            samples = work.samples_of(batch)
+            if left is not None:
+                samples = list(islice(samples, left))
+                left -= len(samples)
+            yield samples
+            if left == 0:
+                return
+            advance(len(batch))
+
+
+def _batches(side: Side) -> Iterator[list[Said]]:
+    """Yield what is encoded at once, about."""
+    batch, size = list[Said](), 0
+    for said in side:
+        batch.append(said)
+        size += characters_of(said)
+        if len(batch) == _ENCODED_AT_ONCE or size >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _read(entry: Path) -> Made | None:
@@ -151,13 +194,13 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
+def _progress(total: int, hidden: bool) -> Iterator[Callable[[int], None]]:
     """Show a bar on the first rank's terminal; it goes away when all is done."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    hidden = os.environ.get("RANK", "0") != "0" or not console.is_terminal or total <= _ENCODED_AT_ONCE
+    hidden = hidden or os.environ.get("RANK", "0") != "0" or not console.is_terminal
     with Progress(console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("tokenizing", total=total)
         yield lambda count: progress.advance(task, count)

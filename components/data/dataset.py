@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, overload
 
 from components.config.errors import ConfigError
@@ -42,6 +42,17 @@ class Facts:
     """Tokens that a packed row has room for."""
     most_documents: int = 0
     """Samples in the row that has most of them."""
+    passes: float = 0.0
+    """Over all of it, that a run makes; 0: not known."""
+
+    @property
+    def drawn_from(self) -> int:
+        """What an order draws from: packed rows, or samples."""
+        return self.rows or self.samples
+
+    def after(self, rows: float) -> Facts:
+        """Return the same with the passes that so many rows of the order make."""
+        return replace(self, passes=rows / self.drawn_from)
 
     def __str__(self) -> str:
         counted = {
@@ -58,6 +69,7 @@ class Facts:
                 f"packed into {self.rows:,} rows of {self.row_tokens:,} tokens, {full:.2f} % full, "
                 f"{self.samples / self.rows:.1f} samples each (at most {self.most_documents:,}); batch sizes count rows"
             )
+        parts += [f"{self.passes:.2f} passes in the whole run"] if self.passes else []
         return "; ".join(parts)
 
 

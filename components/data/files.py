@@ -24,6 +24,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 _SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
 _ROWS_FOR_COLUMNS = 100  # JSON rows need not have the same keys
+_ROWS_AT_ONCE = 1000  # of Parquet; a row may be a long document
 
 
 class Row(NamedTuple):
@@ -202,7 +203,7 @@ def _parquet_rows(file: Path, columns: Sequence[str] | None) -> Iterator[Row]:
 
     number = 0
     with pyarrow.parquet.ParquetFile(file) as table:
-        for batch in table.iter_batches(columns=None if columns is None else list(columns)):
+        for batch in table.iter_batches(_ROWS_AT_ONCE, columns=None if columns is None else list(columns)):
             for values in batch.to_pylist():
                 number += 1
                 yield Row(f"{file} row {number}", values)

@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from components.config.errors import ConfigError
 from components.data.files import Place, Row, check_columns
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 
 def hub_rows(place: Place, subset: str | None, revision: str | None, wanted: dict[str, str]) -> Iterator[Row]:
-    """Yield the rows of a split with the columns of `wanted` (config key: column).
+    """Yield the rows of a split with the columns of `wanted` (config key: column), read from disk a few at a time.
 
-    `datasets` downloads once into its own cache (HF_HOME or HF_DATASETS_CACHE) under file locks, so several
-    processes may do this at once; from the cache it works without a network (HF_HUB_OFFLINE=1).
     Raises ConfigError where the name, subset, split or a column is unknown, or nothing can be reached.
     """
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    try:
-        rows = datasets.load_dataset(place.path, subset, split=place.split, revision=revision)
-    except (DatasetsError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"{place.key}={place.path}: is no local file, and the hub gave no split {place.split!r} of it "
-            f"(data.subset={subset or 'null'}): {' '.join(str(error).split())}"
-        ) from error
+    rows = _on_disk(place, subset, revision)
     problems = check_columns(wanted, rows.column_names, place.path)
     if problems:
         raise ConfigError(problems)
     for number, values in enumerate(rows.select_columns(list(wanted.values())), start=1):
         yield Row(f"{place.path} row {number}", values)
+
+
+def hub_files(place: Place, subset: str | None, revision: str | None) -> list[Path]:
+    """Return the files on disk that hold a split, which may hold other rows too. Raises ConfigError as `hub_rows`."""
+    return [Path(file["filename"]) for file in _on_disk(place, subset, revision).cache_files]
+
+
+def _on_disk(place: Place, subset: str | None, revision: str | None) -> Dataset:
+    """Return a split as Arrow files that are mapped into memory, whatever `datasets` would do with a small one.
+
+    `datasets` downloads once into its own cache (HF_HOME or HF_DATASETS_CACHE) under file locks, so several
+    processes may do this at once; from the cache it works without a network (HF_HUB_OFFLINE=1).
+    """
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return datasets.load_dataset(place.path, subset, split=place.split, revision=revision, keep_in_memory=False)
+    except (DatasetsError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{place.key}={place.path}: is no local file, and the hub gave no split {place.split!r} of it "
+            f"(data.subset={subset or 'null'}): {' '.join(str(error).split())}"
+        ) from error

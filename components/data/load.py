@@ -5,28 +5,28 @@ from __future__ import annotations
 import pkgutil
 from array import array
 from collections.abc import Iterable
-from itertools import compress, islice
+from dataclasses import replace
+from itertools import compress
 from typing import TYPE_CHECKING, Literal
 
 from components.config.errors import ConfigError
-from components.config.schema.data import CustomDataConfig, DataConfig, TextDataConfig
+from components.config.schema.checks import raise_all
+from components.config.schema.data import CustomDataConfig, DataConfig, MixtureDataConfig, of_source
 from components.data.cache import tokenize
 from components.data.dataset import Dataset, Facts
 from components.data.examples import Example
+from components.data.mixture import MixtureDataset
 from components.data.packed import PackedDataset
-from components.data.sides import Side, describe, hash_of_prompt, held_out_by_hash, kept_of, split_of
-from components.data.text import beginning, documents_of, encode_documents
+from components.data.sides import Side, describe, hash_of_prompt, held_out_by_hash, holds_out, kept_of, split_of
 from components.data.tokens import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PROMPTS_KEPT = 100  # documents whose beginnings are kept, to generate samples from
-
 
 def build_dataset(
     cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seq_len: int, split: Literal["train", "eval"]
-) -> Dataset | PackedDataset:
+) -> Dataset | PackedDataset | MixtureDataset:
     """Read, tokenize and return the training samples or the held-out ones; packed into rows where `data.pack` says so.
 
     A pure function of its arguments and the files: every process calls it and gets the same samples, at once or
@@ -35,11 +35,33 @@ def build_dataset(
 
     Without an eval split or path, `data.eval_fraction` of the training source is held out, chosen by a hash
     of the prompt: the same samples whatever the seed, the order of rows and the world size, and equal prompts
-    are on the same side. `data.max_samples` and `data.max_eval_samples` keep the first of a side.
+    are on the same side. `data.max_samples` and `data.max_eval_samples` keep the first of a side. Each source of a
+    mixture has its own held-out part, and is packed by itself.
 
     Raises ConfigError where a file, column, row or split is wrong, and where no sample with a target is left.
     """
-    is_eval = split == "eval"
+    if not isinstance(cfg, MixtureDataConfig):
+        return _one_source(cfg, tokenizer, seq_len, split == "eval")
+    parts, problems = {}, []
+    for name, source in cfg.sources.items():
+        if split == "eval" and not holds_out(source):
+            continue
+        try:
+            parts[name] = _one_source(
+                replace(source, pack=cfg.pack, cache=cfg.cache), tokenizer, seq_len, split == "eval"
+            )
+        except ConfigError as error:
+            problems += of_source(name, error.problems)
+    if not parts and not problems:
+        problems.append("data.sources: none holds anything out; set data.sources.NAME.eval_fraction of one to evaluate")
+    raise_all(problems)
+    weights = {name: source.weight or 1.0 for name, source in cfg.sources.items()}
+    return MixtureDataset(parts, weights if split == "train" else None)
+
+
+def _one_source(
+    cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, is_eval: bool
+) -> Dataset | PackedDataset:
     facts = Facts(source=describe(cfg, is_eval))
     examples: Iterable[Example] | Tokens
     prompts: list[str] = []
@@ -47,13 +69,8 @@ def build_dataset(
         everything = _custom_examples(cfg, tokenizer, seq_len, is_eval)
         hashes = array("Q", map(hash_of_prompt, everything) if held_out_by_hash(cfg) else [0] * len(everything))
         examples = compress(everything, kept_of(hashes, cfg, is_eval))
-    elif isinstance(cfg, TextDataConfig):
-        documents, facts.dropped_bad_rows = documents_of(cfg, is_eval)
-        most = cfg.max_eval_samples if is_eval else cfg.max_samples
-        examples = islice(encode_documents(tokenizer, documents, seq_len), most)
-        prompts = [beginning(document) for document in documents[:_PROMPTS_KEPT]]
     else:
-        examples, prompts, facts.dropped_bad_rows = tokenize(Side(cfg, is_eval), cfg, tokenizer)
+        examples, prompts, facts.dropped_bad_rows = tokenize(Side(cfg, is_eval), cfg, tokenizer, seq_len)
     dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong, prompts=prompts)
     if len(dataset) == 0:
         raise ConfigError(_nothing_left(cfg, facts, seq_len, is_eval))
@@ -81,7 +98,7 @@ def _custom_examples(
 
 
 def _nothing_left(cfg: DataConfig, facts: Facts, seq_len: int, is_eval: bool) -> str:
-    if is_eval and held_out_by_hash(cfg) and cfg.eval_fraction == 0:
+    if is_eval and not holds_out(cfg):
         return "data.eval_fraction=0: nothing is held out; set it, data.eval_split or data.eval_path to evaluate"
     if facts.dropped_without_target or facts.dropped_overlong:
         return f"training.seq_len={seq_len}: too short for every sample ({facts}); raise it"

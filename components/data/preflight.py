@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from components.config.errors import ConfigError
-from components.config.schema.data import CustomDataConfig, DataConfig, RowsDataConfig
+from components.config.schema.data import CustomDataConfig, DataConfig, MixtureDataConfig, RowsDataConfig, of_source
 from components.data.files import Place, check_columns, columns_of, files_of_split, is_local
 from components.data.rows import columns_wanted, held_out_place, training_place
 
@@ -20,6 +20,8 @@ def check_files(cfg: DataConfig) -> list[str]:
     parse and have the configured columns. Of Parquet only the frame is looked at. A hub name cannot be
     checked here.
     """
+    if isinstance(cfg, MixtureDataConfig):
+        return [told for name, source in cfg.sources.items() for told in of_source(name, check_files(source))]
     if isinstance(cfg, CustomDataConfig):
         return _check_factory(cfg.factory)
     if not isinstance(cfg, RowsDataConfig):

@@ -1,4 +1,4 @@
-"""The conversations of one side, training or held-out: read from the source as often as needed, never all at once.
+"""What is on one side, training or held-out: read from the source as often as needed, never all at once.
 
 So a file may be larger than memory: what is kept of a row while the sides are told apart is a hash of its prompt.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from components.config.errors import ConfigError
-from components.config.schema.data import DataConfig, DocsDataConfig, RowsDataConfig
+from components.config.schema.data import DataConfig, DocsDataConfig, RowsDataConfig, TextDataConfig
 from components.data import pydocs
 from components.data.examples import IGNORED, Example
 from components.data.files import (
@@ -28,94 +28,117 @@ from components.data.files import (
     read_rows,
     readable,
 )
-from components.data.hub import hub_rows
+from components.data.hub import hub_files, hub_rows
 from components.data.rows import (
     BadRowsSeen,
     Conversation,
+    Document,
     columns_wanted,
     each_conversation,
+    each_document,
     held_out_place,
     training_place,
 )
+from components.data.text import STDLIB, beginning, part_of, stdlib_rows
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
+
+Said = Conversation | Document
 
 _READ_AT_ONCE = 1 << 24  # bytes
 _REMEMBERED = 1 << 26  # characters: less text is read from its source once
 
 
 class Side:
-    """One side of a source: an iterable of its conversations, which reads the source each time."""
+    """One side of a source: an iterable of its conversations or documents, which reads the source each time."""
 
     def __init__(self, cfg: DataConfig, is_eval: bool) -> None:
         self.is_eval = is_eval
         self.bad_rows = 0
-        """Rows left out because they had no prompt or no response; known once the source was read."""
+        """Rows left out because they could not become a sample; known once the source was read."""
+        self.characters = 0
+        """Of the whole source; known once it was read."""
         self._cfg = cfg
         self._kept: np.ndarray | None = None
-        self._remembered: list[Conversation] | None = None
+        self._remembered: list[Said] | None = None
 
-    def __iter__(self) -> Iterator[Conversation]:
-        return compress(self._everything(), self._on_this_side)
+    def __iter__(self) -> Iterator[Said]:
+        kept = self._on_this_side
+        those = compress(self._everything(), kept)
+        if not ends_are_held_out(self._cfg, len(kept)):
+            return those
+        return (part_of(each, self._cfg.eval_fraction, self.is_eval) for each in those if isinstance(each, Document))
 
     def __len__(self) -> int:
         return int(self._on_this_side.sum())
 
     def identity(self) -> tuple[str, int]:
-        """Return a hash of all that the source holds, and its size in bytes: of local files, without parsing them."""
+        """Return a hash of all that the source holds, and its size in bytes: of files, without parsing them."""
         digest, size = xxhash.xxh3_128(), 0
-        if isinstance(self._cfg, RowsDataConfig) and is_local(self._place.path):
-            for file in files_of_split(self._place):
-                with readable(file), file.open("rb") as content:
-                    while block := content.read(_READ_AT_ONCE):
-                        digest.update(block)
-                        size += len(block)
-                digest.update(f"{file.suffix} {size}".encode())
-        else:
-            for conversation in self._everything():
-                text = json.dumps(conversation.messages).encode()
-                digest.update(text)
-                size += len(text)
+        files = self._files()
+        for file in files:
+            with readable(file), file.open("rb") as content:
+                while block := content.read(_READ_AT_ONCE):
+                    digest.update(block)
+                    size += len(block)
+            digest.update(f"{file.suffix} {size}".encode())
+        for said in () if files else self._everything():
+            text = json.dumps(said.text if isinstance(said, Document) else said.messages).encode()
+            digest.update(text)
+            size += len(text)
         return digest.hexdigest(), size
 
     @property
     def _on_this_side(self) -> np.ndarray:
-        """Which conversations of the source are on this side; for that it is read. Raises ConfigError for bad rows."""
+        """Which of all that the source holds is on this side; for that it is read. Raises ConfigError for bad rows."""
         if self._kept is None:
             by_hash = held_out_by_hash(self._cfg)
             hashes = array("Q", (hash_of_prompt(each) if by_hash else 0 for each in self._everything()))
             self._kept = kept_of(hashes, self._cfg, self.is_eval)
         return self._kept
 
-    @property
-    def _place(self) -> Place:
+    def _files(self) -> list[Path]:
+        """The files that hold the source, those that `datasets` made of the hub's too; none: it is no file."""
         if not isinstance(self._cfg, RowsDataConfig):
-            raise TypeError(f"{type(self._cfg).__name__} has no rows")
-        return place_of(self._cfg, self.is_eval)
+            return []
+        place = place_of(self._cfg, self.is_eval)
+        if place.path == STDLIB:
+            return []
+        return files_of_split(place) if is_local(place.path) else hub_files(place, self._cfg.subset, self._cfg.revision)
 
-    def _everything(self) -> Iterator[Conversation]:
-        """Yield the conversations of the source, also those of the other side where it has both; few are remembered."""
+    def _everything(self) -> Iterator[Said]:
+        """Yield what the source holds, also of the other side where it has both; a little is remembered."""
         if self._remembered is not None:
             yield from self._remembered
             return
-        bad, few, size = BadRowsSeen(), list[Conversation](), 0
-        for conversation in self._read(bad):
-            size += sum(len(message["content"]) for message in conversation.messages)
+        bad, few, size = BadRowsSeen(), list[Said](), 0
+        for said in self._read(bad):
+            size += characters_of(said)
             if size < _REMEMBERED:
-                few.append(conversation)
+                few.append(said)
             else:
                 few.clear()
-            yield conversation
-        self.bad_rows = bad.count
+            yield said
+        self.bad_rows, self.characters = bad.count, size
         self._remembered = few if size < _REMEMBERED else None
 
-    def _read(self, bad: BadRowsSeen) -> Iterator[Conversation]:
+    def _read(self, bad: BadRowsSeen) -> Iterator[Said]:
+        if isinstance(self._cfg, TextDataConfig):
+            return each_document(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, RowsDataConfig):
-            return each_conversation(self._cfg, rows_of(self._cfg, self._place), bad)
+            return each_conversation(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, DocsDataConfig):
             return iter(pydocs.conversations(split_of(self._cfg, self.is_eval)))
         raise TypeError(f"no source is known of {type(self._cfg).__name__}")
+
+    def _rows(self, cfg: RowsDataConfig) -> Iterator[Row]:
+        place = place_of(cfg, self.is_eval)
+        if isinstance(cfg, TextDataConfig) and place.path == STDLIB:
+            return stdlib_rows(cfg.text_column)
+        return rows_of(cfg, place)
 
 
 def kept_of(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
@@ -130,18 +153,36 @@ def kept_of(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
     if len(values) == 0:
         raise ConfigError(f"data: {describe(cfg, is_eval)}: has no rows; name others by data.path or data.split")
     kept = np.ones(len(values), dtype=bool)
-    if held_out_by_hash(cfg):
+    if held_out_by_hash(cfg) and not ends_are_held_out(cfg, len(values)):
         fraction = cfg.eval_fraction
         held_out = min(max(round(len(values) * fraction), 1), len(values) - 1) if fraction else 0
         largest = np.partition(values, held_out - 1)[held_out - 1] if held_out > 0 else None
         kept = np.full(len(values), not is_eval) if largest is None else (values <= largest) == is_eval
-    most = cfg.max_eval_samples if is_eval else cfg.max_samples
+    most = most_samples(cfg, is_eval)  # of documents, each of which makes at least one sample: more than enough
     return kept if most is None else kept & (np.cumsum(kept) <= most)
 
 
-def hash_of_prompt(sample: Conversation | Example) -> int:
-    """Return a hash of what comes before the first answer: 64 bits."""
-    if isinstance(sample, Conversation):
+def ends_are_held_out(cfg: DataConfig, documents: int) -> bool:
+    """Whether the end of each document is held out, because they are too few to hold out whole ones."""
+    is_asked_for = isinstance(cfg, TextDataConfig) and held_out_by_hash(cfg) and cfg.eval_fraction > 0
+    return is_asked_for and min(round(documents * cfg.eval_fraction), documents - 1) < 1
+
+
+def most_samples(cfg: DataConfig, is_eval: bool) -> int | None:
+    """Return how many samples a side may have."""
+    return cfg.max_eval_samples if is_eval else cfg.max_samples
+
+
+def characters_of(said: Said) -> int:
+    """Return how long the text of a conversation or document is."""
+    return len(said.text) if isinstance(said, Document) else sum(len(each["content"]) for each in said.messages)
+
+
+def hash_of_prompt(sample: Said | Example) -> int:
+    """Return a hash of what comes before the first answer, of a document of all: 64 bits."""
+    if isinstance(sample, Document):
+        prompt = sample.text
+    elif isinstance(sample, Conversation):
         roles = [message["role"] for message in sample.messages]
         prompt = json.dumps(sample.messages[: roles.index("assistant")])
     else:
@@ -150,18 +191,26 @@ def hash_of_prompt(sample: Conversation | Example) -> int:
     return int.from_bytes(blake2b(prompt.encode(), digest_size=8).digest(), "big")
 
 
-def first_questions(side: Side, count: int) -> list[str]:
-    """Return what was said right before the first answer, of the first conversations."""
+def first_prompts(side: Side, count: int) -> list[str]:
+    """Return what was said right before the first answer, of documents their first line, of the first few."""
     found = []
-    for conversation in islice(side, count):
-        roles = [message["role"] for message in conversation.messages]
-        found.append(conversation.messages[roles.index("assistant") - 1]["content"])
+    for said in islice(side, count):
+        if isinstance(said, Document):
+            found.append(beginning(said))
+        else:
+            roles = [message["role"] for message in said.messages]
+            found.append(said.messages[roles.index("assistant") - 1]["content"])
     return found
 
 
 def held_out_by_hash(cfg: DataConfig) -> bool:
     """Whether the held-out samples are a part of the training source."""
     return cfg.eval_split is None and not (isinstance(cfg, RowsDataConfig) and cfg.eval_path)
+
+
+def holds_out(cfg: DataConfig) -> bool:
+    """Whether anything is held out."""
+    return not held_out_by_hash(cfg) or cfg.eval_fraction > 0
 
 
 def split_of(cfg: DataConfig, is_eval: bool) -> str:

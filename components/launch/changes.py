@@ -85,4 +85,7 @@ def _check_adapters(cfg: EvaluateConfig, checkpoint: str) -> None:
 def _flat(sections: dict[str, Any]) -> dict[str, Any]:
     """The values by dotted key; what is not in a section (the recipe's version of the schema) is left out."""
     kept = {name: values for name, values in sections.items() if isinstance(values, dict)}
-    return {f"{name}.{key}": value for name, values in kept.items() for key, value in values.items()}
+    flat = {f"{name}.{key}": value for name, values in kept.items() for key, value in values.items()}
+    for name, source in flat.pop("data.sources", {}).items():
+        flat |= {f"data.sources.{name}.{key}": value for key, value in source.items()}
+    return flat

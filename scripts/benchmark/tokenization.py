@@ -44,6 +44,7 @@ from components.data.sides import Side
 
 Arm = Callable[[], int]
 """Tokenizes everything and returns the number of tokens."""
+SEQ_LEN = 2048  # cuts documents, not conversations
 
 
 def main() -> None:
@@ -66,8 +67,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cfg, uncached = replace(cfg, cache=folder), replace(cfg, cache=None)
         arms = {
-            "ours": lambda: len(tokenize(Side(uncached, False), uncached, tokenizer).tokens.ids),
-            "ours, the next time": lambda: len(tokenize(Side(cfg, False), cfg, tokenizer).tokens.ids),
+            "ours": lambda: len(tokenize(Side(uncached, False), uncached, tokenizer, SEQ_LEN).tokens.ids),
+            "ours, the next time": lambda: len(tokenize(Side(cfg, False), cfg, tokenizer, SEQ_LEN).tokens.ids),
             f"ours on {given.processes} processes": partial(on_processes, conversations, tokenizer, given.processes),
             **peers(conversations, tokenizer, given.processes),
             **torchtune(conversations, tokenizer, Path(folder)),

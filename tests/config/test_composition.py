@@ -17,7 +17,7 @@ from components.config.compose.sources import CONF, Request, option_groups, regi
 from components.config.compose.typed import free_keys, known_keys, typed
 from components.config.errors import ConfigError
 from components.config.schema import EvaluateConfig, FinetuneConfig, PretrainConfig, RecipeConfig, Strategy
-from components.config.schema.data import DATA_KINDS, ChatDataConfig, DocsDataConfig, SftDataConfig
+from components.config.schema.data import DATA_KINDS, ChatDataConfig, DocsDataConfig, MixtureDataConfig, SftDataConfig
 from tests.config.commands import Commands
 
 RECIPES: dict[str, type[RecipeConfig]] = {
@@ -64,6 +64,7 @@ def test_every_recipe_config_is_covered() -> None:
 @pytest.mark.parametrize(("name", "choice"), EVERY_CHOICE)
 def test_every_option_composes_and_comes_back_from_yaml(tmp_path: Path, name: str, choice: str) -> None:
     needed = ["data.path=mine.jsonl"] if choice in NEEDS_A_PATH else []
+    needed += ["+data@data.sources.docs=pydocs"] if choice == "data=mixture" else []
     cfg = compose(name, choice, *needed)
     assert type(cfg) is RECIPES[name]
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
@@ -110,9 +111,34 @@ def test_every_kind_of_data_can_be_frozen() -> None:
     for kind, schema in DATA_KINDS.items():
         needed = {"path": "x.jsonl"} if "path" in get_type_hints(schema) else {}
         needed |= {"factory": "mine.data:build"} if "factory" in get_type_hints(schema) else {}
+        needed |= {"sources": {"docs": DocsDataConfig(weight=2.0)}} if "sources" in get_type_hints(schema) else {}
         cfg.data = schema(**needed)
         assert cfg.data.kind is kind
         assert from_yaml(to_yaml(cfg), FinetuneConfig) == cfg
+
+
+def test_a_mixture_is_composed_of_options_and_its_weights_set_by_name(commands: Commands, tmp_path: Path) -> None:
+    added = ("data=mixture", "+data@data.sources.maths=gsm8k", "+data@data.sources.docs=pydocs")
+    cfg = compose("finetune", *added, "data.sources.maths.weight=0.3", "data.sources.maths.path=x.jsonl")
+    assert type(cfg.data) is MixtureDataConfig
+    maths = SftDataConfig(path="x.jsonl", subset="main", prompt_column="question", response_column="answer", weight=0.3)
+    assert cfg.data.sources == {"maths": maths, "docs": DocsDataConfig()}
+    assert from_yaml(to_yaml(cfg), FinetuneConfig) == cfg
+    (tmp_path / "conf" / "data").mkdir(parents=True)
+    (tmp_path / "conf" / "data" / "mine.yaml").write_text(
+        "defaults: [mixture, gsm8k@sources.maths, pydocs@sources.docs, _self_]\n"
+        "sources: {maths: {weight: 0.3, path: x.jsonl}}\n"
+    )
+    (tmp_path / "x.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    (tmp_path / "recipe.py").write_text(
+        "from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n"
+        "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None:\n    print(cfg.data)\nmain()\n"
+    )
+    printed = commands.run(tmp_path / "recipe.py", ["model=tiny", "data=mine"], tmp_path).output
+    assert printed == f"{cfg.data}\n"
+    other = commands.run(tmp_path / "recipe.py", ["model=tiny", "data=mine", "data.sources.docs.weight=2"], tmp_path)
+    cfg.data.sources["docs"].weight = 2.0
+    assert other.output == f"{cfg.data}\n"
 
 
 STRANGE_TEXTS = [

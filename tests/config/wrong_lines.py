@@ -51,7 +51,7 @@ WRONG_CHOICE = [
     ("cluster.kind=pbs", "must be one of local, slurm"),
     ("optimizer.schedule=cosin", "must be one of", "did you mean cosine?"),
     ("logging.wandb.mode=on", "must be one of disabled, offline, online"),
-    ("data.kind=sftt", "must be one of docs, sft, chat, text, custom", "did you mean sft?"),
+    ("data.kind=sftt", "must be one of docs, sft, chat, text, custom, mixture", "did you mean sft?"),
     ("parallelism.uneven_heads=split", "must be one of replicate, refuse"),
 ]
 MISSPELT_GROUP_OR_OPTION = [
@@ -257,6 +257,35 @@ SLURM = [
     ("cluster=slurm_1node cluster.env.9=x", "cluster.env.9: is no name of a variable"),
     ("cluster=slurm_1node cluster.env.A=???", "cluster.env={'A': '???'}: ??? stands for a value that is missing"),
 ]
+TWO_SOURCES = "data=mixture +data@data.sources.maths=gsm8k +data@data.sources.docs=pydocs"
+MIXTURES = [
+    ("data=mixture", "data.sources={}: a mixture needs sources", "+data@data.sources.NAME=OPTION"),
+    (f"{TWO_SOURCES} data.sources.maths.weight=0", "data.sources.maths.weight=0.0: must be a number greater than 0"),
+    (
+        f"{TWO_SOURCES} data.sources.maths.wieght=2",
+        "data.sources.maths.wieght=2: no such key; did you mean data.sources.maths.weight?",
+    ),
+    (
+        f"{TWO_SOURCES} data.sources.math.weight=2",
+        "data.sources.math.weight=2: the mixture has no source math; did you mean maths?",
+    ),
+    (
+        f"{TWO_SOURCES} data.sources.web.weight=2",
+        "data.sources.web.weight=2: the mixture has no source web; add it: +data@data.sources.web=OPTION",
+    ),
+    (f"{TWO_SOURCES} data.max_samples=9", "data.max_samples=9", "set data.sources.NAME.max_samples"),
+    ("data.weight=2", "data.weight=2.0: only sources of a mixture have weights; leave it out"),
+    (f"{TWO_SOURCES} data.sources.docs.cache=x", "data.sources.docs.cache=x: all sources have one; leave it out"),
+    (f"{TWO_SOURCES} +data@data.sources.code=pysource", "data.sources.code.pack=true: all sources are packed or none"),
+    (
+        f"{TWO_SOURCES} +data@data.sources.mine=jsonl data.sources.mine.path=no.csv",
+        *("data.sources.mine.path=no.csv: no such file or folder", "set data.sources.mine.path"),
+    ),
+    (f"{TWO_SOURCES} +data@data.sources.more=mixture", "data.sources.more.kind=mixture: a mixture is no source"),
+    ("data=mixture data@data.sources.x=gsm8k", "takes a plus: +data@data.sources.x=gsm8k"),
+    ("+data@data.sources.x=gsm8k", "data.sources: only a mixture has sources; add data=mixture"),
+    ("data.sources.x.weight=2", "data.sources.x.weight=2: only a mixture has sources; add data=mixture"),
+]
 BATCH = [
     ("training.global_batch_size=7", "training.global_batch_size=7", "4 x 1 = 4", "training.micro_batch_size"),
     ("training.global_batch_size=20 cluster=local_2proc", "training.global_batch_size=20", "4 x 2 = 8"),
@@ -312,6 +341,7 @@ TABLE = {
     "peft": PEFT,
     "uneven_heads": UNEVEN_HEADS,
     "slurm": SLURM,
+    "mixtures": MIXTURES,
     "batch": BATCH,
     "not_built": NOT_BUILT,
     "sweeps": SWEEPS,

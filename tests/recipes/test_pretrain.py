@@ -59,11 +59,13 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_the_curve_is_that_of_a_plain_loop(pretrained: tuple[Path, str]) -> None:
     folder, _ = pretrained
-    losses, norms, held_out = plain_loop(folder)
+    train, held_out = documents(folder / "text.txt")
+    order = SampleOrder(len(train), SEED).indices(0, STEPS * BATCH)
+    losses, norms, evaluations = plain_loop(folder / "model", [train[index] for index in order], held_out)
     assert curve(folder / "run") == pytest.approx(losses, rel=1e-5)
     assert curve(folder / "run", "grad_norm") == pytest.approx(norms, rel=1e-5)
-    assert curve(folder / "run", "eval_loss") == pytest.approx(held_out, rel=1e-5)
-    assert held_out[1] < held_out[0] - 1
+    assert curve(folder / "run", "eval_loss") == pytest.approx(evaluations, rel=1e-5)
+    assert evaluations[1] < evaluations[0] - 1
 
 
 def test_what_remains_continues_text(pretrained: tuple[Path, str]) -> None:
@@ -72,12 +74,14 @@ def test_what_remains_continues_text(pretrained: tuple[Path, str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "run" / "export")
     assert tokenizer.chat_template is None
     model = AutoModelForCausalLM.from_pretrained(folder / "run" / "export").eval()
-    assert mean_loss(model, documents(folder)[1]) == pytest.approx(result(folder / "run")["eval_loss"], rel=1e-5)
+    assert mean_loss(model, documents(folder / "text.txt")[1]) == pytest.approx(
+        result(folder / "run")["eval_loss"], rel=1e-5
+    )
 
 
-def documents(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
+def documents(file: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Training and held-out samples, cut as the documentation of `data=text` says."""
-    text = (folder / "text.txt").read_text()
+    text = file.read_text()
     cut = text.index("\n", round(len(text) * 0.95)) + 1
     sides = []
     for part in (text[:cut], text[cut:]):
@@ -86,18 +90,22 @@ def documents(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
     return sides[0], sides[1]
 
 
-def plain_loop(folder: Path) -> tuple[list[float], list[float], list[float]]:
-    """Losses and gradient norms of every step, and the held-out loss before and after them."""
-    train, held_out = documents(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+def plain_loop(
+    start: Path, train: list[list[int]], held_out: list[list[int]]
+) -> tuple[list[float], list[float], list[float]]:
+    """Losses and gradient norms of every step, and the held-out loss before and after them.
+
+    Args:
+        train: The rows of all steps, in order.
+    """
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    order = SampleOrder(len(train), SEED)
     losses, norms, evaluations = [], [], [mean_loss(model, held_out)]
     for step in range(STEPS):
-        rows = [train[index] for index in order.indices(step * BATCH, BATCH)]
+        rows = train[step * BATCH : (step + 1) * BATCH]
         loss = sum(token_losses(model, row) for row in rows) / sum(len(row) - 1 for row in rows)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())

@@ -36,7 +36,7 @@ def source(folder: Path, count: int = 40, word: str = "answer", **values: Any) -
 
 
 def made_by(cfg: SftDataConfig, tokenizer: Any = None, is_eval: bool = False) -> cache.Made:
-    return cache.tokenize(Side(cfg, is_eval), cfg, tokenizer or byte_tokenizer())
+    return cache.tokenize(Side(cfg, is_eval), cfg, tokenizer or byte_tokenizer(), 1 << 20)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from components.config.schema.data import (
     DataConfig,
     DataKind,
     DocsDataConfig,
+    MixtureDataConfig,
     SftDataConfig,
     TextDataConfig,
 )
@@ -48,10 +49,11 @@ def test_every_option_is_of_its_kind_and_complete_but_for_the_path():
         "alpaca": SftDataConfig,
         "text": TextDataConfig,
         "pysource": TextDataConfig,
+        "mixture": MixtureDataConfig,
     }
     assert {file.stem for file in OPTIONS.glob("*.yaml")} == set(kinds)
     for name, kind in kinds.items():
-        values = {} if name == "pydocs" else {"path": "my.jsonl"}
+        values = {"pydocs": {}, "mixture": {"sources": {"docs": DocsDataConfig()}}}.get(name, {"path": "my.jsonl"})
         assert type(option(name, **values)) is kind
 
 
@@ -66,7 +68,7 @@ def test_options_that_need_a_path_say_so_and_the_others_have_what_they_need():
     assert columns == ("instruction", "input", "output")
 
 
-@pytest.mark.parametrize("kind", DataKind)
+@pytest.mark.parametrize("kind", [kind for kind in DataKind if kind != DataKind.mixture])
 def test_a_frozen_config_is_read_back_by_its_kind(kind):
     required = {
         SftDataConfig: {"path": "x"},

@@ -13,11 +13,14 @@ HUB_SCRIPT = """
 import sys
 from components.config.errors import ConfigError
 from components.data.files import Place
-from components.data.hub import hub_rows
+from components.data.hub import hub_files, hub_rows
 columns = {"prompt_column": sys.argv[2], "response_column": "response"}
 try:
-    for row in hub_rows(Place("data.path", sys.argv[1], sys.argv[3]), None, None, columns):
+    place = Place("data.path", sys.argv[1], sys.argv[3])
+    for row in hub_rows(place, None, None, columns):
         print(row.where.split("/")[-1], sorted(row.values), row.values["response"])
+        mapped = open("/proc/self/maps").read()
+    print("mapped:", [file.name for file in hub_files(place, None, None) if str(file) in mapped])
 except ConfigError as error:
     print("ConfigError", error)
 """
@@ -41,6 +44,7 @@ def test_several_processes_may_fill_the_cache_of_datasets_at_once(tmp_path):
     write(folder / "train.jsonl", [{**row, "other": 1} for row in ROWS[:1]] * 50)
     readers = [start_hub_reader(tmp_path / "cache", str(folder)) for _ in range(3)]
     expected = "".join(f"repository row {i} ['prompt', 'response'] Three.\n" for i in range(1, 51))
+    expected += "mapped: ['repository-train.arrow']\n"
     assert [reader.communicate(timeout=120)[0] for reader in readers] == [expected] * 3
     wrong = start_hub_reader(tmp_path / "cache", str(folder), column="promt").communicate(timeout=120)[0]
     assert wrong == (

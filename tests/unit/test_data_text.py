@@ -9,6 +9,7 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, TextDataConfig
+from components.data import cache
 from components.data.dataset import Dataset
 from components.data.examples import IGNORED
 from components.data.load import build_dataset
@@ -20,7 +21,8 @@ TOKENIZER = byte_tokenizer(eos="</s>")
 
 
 def build(path: Path | str, split: str = "train", seq_len: int = 16, **values: object) -> Dataset:
-    return build_dataset(TextDataConfig(path=str(path), **values), TOKENIZER, seq_len=seq_len, split=split)
+    cfg = TextDataConfig(path=str(path), **{"cache": None, **values})
+    return build_dataset(cfg, TOKENIZER, seq_len=seq_len, split=split)
 
 
 def learned(dataset: Dataset) -> str:
@@ -84,6 +86,65 @@ def test_the_library_of_the_interpreter_is_a_corpus() -> None:
     assert "import" in learned(dataset)
     assert build(STDLIB, seq_len=256, max_samples=300).fingerprint == dataset.fingerprint
     assert check_files(TextDataConfig(path=STDLIB)) == []
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many documents were tokenized, by call."""
+    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    counted: list[int] = []
+    encode = cache.text.encode_documents
+
+    def count(tokenizer: object, documents: list[object], seq_len: int) -> object:
+        counted.append(len(documents))
+        return encode(tokenizer, documents, seq_len)
+
+    monkeypatch.setattr(cache.text, "encode_documents", count)
+    return counted
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_documents_are_tokenized_once(tmp_path: Path, split: str, pack: bool, encoded: list[int]) -> None:
+    corpus = jsonl(tmp_path / "corpus.jsonl", numbered(60))
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"line {number} of the text\n" for number in range(100)))
+    for path, documents in ((corpus, 54 if split == "train" else 6), (book, 1)):
+        values = {"eval_fraction": 0.1, "pack": pack}
+        fresh = build(path, split, **values)
+        kept = [build(path, split, cache=str(tmp_path / "cache"), **values) for _ in range(2)]
+        assert encoded == [documents] * 2  # without a cache, and into it
+        assert {each.fingerprint for each in kept} == {fresh.fingerprint}
+        assert [list(each) for each in kept] == [list(fresh)] * 2
+        assert {(str(each.facts), *each.prompts) for each in kept} == {(str(fresh.facts), *fresh.prompts)}
+        encoded.clear()
+
+
+def test_whatever_changes_the_samples_gives_another_key(tmp_path: Path, encoded: list[int]) -> None:
+    path = jsonl(tmp_path / "corpus.jsonl", [f"{text}\n\nand more" for text in numbered(60)])
+    kept = {"path": path, "cache": str(tmp_path / "cache")}
+    variants = [{}, {"seq_len": 17}, {"eval_fraction": 0.1}, {"max_samples": 7}, {"split": "eval"}]
+    made = [build(**kept, **values) for values in variants]
+    jsonl(path, numbered(61))
+    made.append(build(**kept))
+    assert len({each.fingerprint for each in made}) == len(encoded) == len(made) == 6
+    build(**kept, max_eval_samples=1, pack=True)
+    assert len(encoded) == 6
+
+
+def test_long_documents_are_tokenized_a_few_at_a_time(
+    tmp_path: Path, encoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl(tmp_path / "corpus.jsonl", ["a" * 400] * 5 + ["b" * 30] * 20)
+    whole = list(build(path, eval_fraction=0.0))
+    monkeypatch.setattr(cache, "_CHARACTERS_AT_ONCE", 700)
+    monkeypatch.setattr(cache, "_ENCODED_AT_ONCE", 8)
+    encoded.clear()
+    assert list(build(path, eval_fraction=0.0)) == whole
+    assert encoded == [2, 2, 8, 8, 5]
+    encoded.clear()
+    assert list(build(path, eval_fraction=0.0, max_samples=60)) == whole[:60]  # 27 of each long document
+    assert encoded == [2, 2]
 
 
 def test_at_most_max_samples_of_the_first_documents(tmp_path: Path) -> None:

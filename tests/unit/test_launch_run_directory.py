@@ -16,7 +16,7 @@ import pytest
 from components.config.compose.frozen import read_frozen
 from components.config.errors import ConfigError
 from components.config.schema import EvaluateConfig, FinetuneConfig, ModelConfig, PeftConfig, WeightInit
-from components.config.schema.data import DocsDataConfig
+from components.config.schema.data import DocsDataConfig, MixtureDataConfig
 from components.config.schema.run import RunConfig
 from components.launch import run_directory
 from components.launch.record import start_record
@@ -142,6 +142,18 @@ def test_what_makes_it_another_run_is_refused_by_key(change: Callable[[FinetuneC
     assert caught.value.problems[0].startswith(f"{key}: the run in run.dir=")
     other.run.resume = "never"
     start(other)
+
+
+def test_another_weight_in_a_mixture_is_refused_by_its_key() -> None:
+    before, after = config("mine"), config("mine")
+    for cfg, weight in ((before, 0.3), (after, 0.4)):
+        cfg.data = MixtureDataConfig(sources={"docs": DocsDataConfig(weight=weight), "more": DocsDataConfig()})
+    end(start(before))
+    with pytest.raises(ConfigError, match=r"^data.sources.docs.weight=0.4: the run in .* began with 0.3; .*") as caught:
+        open_run_directory(after, "finetune")
+    assert caught.value.problems[0].endswith("run.accept_changes=[data.sources.docs.weight]")
+    after.run.accept_changes = ["data.sources.docs.weight"]
+    start(after)
 
 
 def test_every_changed_key_is_told_at_once() -> None:

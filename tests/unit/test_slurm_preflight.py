@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 
+from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.cluster import ClusterConfig, ClusterKind
-from components.launch.slurm.preflight import refusal
+from components.config.schema.data import MixtureDataConfig, SftDataConfig
+from components.launch.slurm.preflight import _local_paths, refusal
 
 CLUSTER = ClusterConfig(kind=ClusterKind.slurm, procs_per_node="2")
 ASKED = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"
@@ -63,3 +67,11 @@ def test_a_slurm_that_cannot_be_reached_is_told_in_the_line_that_says_why(said: 
 def test_a_refused_job_is_told_in_all_of_slurms_words(said: list[str], why: str) -> None:
     advice = "change these keys of cluster (see sinfo)"
     assert refusal(said, CLUSTER) == f"cluster.kind=slurm: sbatch refuses {ASKED}: {why}; {advice}"
+
+
+def test_paths_that_the_nodes_may_not_see_are_named_those_of_a_mixtures_sources_too() -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".jsonl") as file:
+        path = SftDataConfig(path=file.name)
+        for data, key in ((path, "data.path"), (MixtureDataConfig(sources={"a": path}), "data.sources.a.path")):
+            (note,) = _local_paths(FinetuneConfig(model=ModelConfig(path="owner/model"), data=data))
+            assert f"{key} (tmpfs)" in note

@@ -17,10 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.explain import (
     SEVERAL_VALUES,
+    SOURCES,
     UNREADABLE,
     explain_file,
     explain_override,
     explain_value,
+    no_source,
     override_parts,
 )
 from components.config.compose.frozen import from_container
@@ -135,6 +137,9 @@ class _Search:
             ConfigLoaderImpl._apply_overrides_to_config([parsed], cfg)
         except COMPOSITION_ERRORS as error:
             key, _, value = override_parts(override)
+            sources = _values(cfg, "data").get("sources")
+            if sources and key.startswith(f"{SOURCES}.") and key.split(".")[2] not in sources:
+                return no_source(override.lstrip("+"), key.split(".")[2], sources)
             fitting = self._options_with(key, value, cfg)
             return explain_override(override, error, self.keys, self.groups, fitting)
         return None

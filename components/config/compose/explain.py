@@ -10,6 +10,8 @@ NUMBER_WORDS = {"Integer": "a whole number", "Float": "a number"}
 
 UNREADABLE = "cannot be read; write KEY=VALUE, and quote a value with special characters: 'KEY=\"a=b\"'"
 SEVERAL_VALUES = "is several values, a sweep; give one, or write a list as [a,b]"
+SOURCES = "data.sources"
+NOT_A_MIXTURE = "only a mixture has sources; add data=mixture, or another option of data that is one"
 
 NOT_YAML = re.compile(r'(?P<what>expected .*|found .*|could not .*)\n\s*in "(?P<file>.*)", line (?P<line>\d+)')
 
@@ -37,7 +39,16 @@ OPTION = re.compile(r"Could not find '(?P<group>[^']*)/(?P<option>[^']*)'")
 def unknown_key(key: str, value: object, known: Iterable[str]) -> str:
     """Return the sentence for a key that does not exist; None: it was named without a value."""
     shown = key if value is None else f"{key}={value}"
-    return f"{shown}: no such key{did_you_mean(nearest_key(key, list(known)))}"
+    names = list(known)
+    if key.startswith(SOURCES) and not any(name.startswith(f"{SOURCES}.") for name in names):
+        return f"{shown}: {NOT_A_MIXTURE}"
+    return f"{shown}: no such key{did_you_mean(nearest_key(key, names))}"
+
+
+def no_source(said: str, name: str, sources: Iterable[str]) -> str:
+    """Return the sentence for a key of a source that was never added to a mixture."""
+    like = did_you_mean(nearest(name, sources))
+    return f"{said}: the mixture has no source {name}{like or f'; add it: +data@{SOURCES}.{name}=OPTION'}"
 
 
 def did_you_mean(name: str | None) -> str:
@@ -107,6 +118,8 @@ def explain_override(
         return _unknown_option(key, value, found["group"], found["option"], keys, groups)
     if "Multiple values for" in text or "already at" in text:
         return f"{override}: there is one already; write {key}={value} without the plus"
+    if "Could not override" in text and f"@{SOURCES}." in override:
+        return f"{override}: adds a source, which takes a plus: +{override}"
     if "Could not override" in text or "Could not append" in text or "Could not delete" in text:
         if key not in keys:
             return unknown_key(key, value if assigned else None, [*keys, *groups])
@@ -132,6 +145,8 @@ def explain_file(error: Exception, keys: list[str]) -> str:
         return explain_value(error)
     where, key = f"conf file {found['file']}.yaml", RESOLUTION.search(found["what"])
     named = f"{where}: {key['key']}" if key else where
+    if key is not None and key["key"].startswith(SOURCES):
+        return f"{key['key']}: {NOT_A_MIXTURE}"
     if UNKNOWN_IN_FILE.search(found["what"]):
         return f"{named}: no such key{did_you_mean(nearest_key(key['key'], keys) if key else None)}"
     return f"{named}: {_rule(found['what'])}"

@@ -8,10 +8,10 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from components.config.compose.explain import explain_value, unknown_key
+from components.config.compose.explain import explain_value, no_source, unknown_key
 from components.config.compose.texts import UNSET, literal, unstorable
 from components.config.errors import ConfigError
-from components.config.schema.data import DATA_KINDS, DataConfig
+from components.config.schema.data import DATA_KINDS, DataConfig, DataKind, of_source
 
 Schema = TypeVar("Schema")
 
@@ -51,9 +51,10 @@ def free_keys(schema: type, prefix: str = "") -> list[str]:
     for name, kind in get_type_hints(schema).items():
         if get_origin(kind) is dict:
             keys.append(prefix + name)
-        if is_dataclass(kind):
-            keys += free_keys(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
-    return keys
+        for variant in DATA_KINDS.values() if kind is DataConfig else [kind]:
+            if is_dataclass(variant):
+                keys += free_keys(variant, f"{prefix}{name}.")
+    return list(dict.fromkeys(keys))
 
 
 @dataclass
@@ -94,7 +95,9 @@ class _Builder:
         if value == UNSET:
             return None
         if is_dataclass(kind):
-            return self.build(value, self._data_schema(value) if kind is DataConfig else kind, f"{key}.")
+            return self.build(value, (self.data_schema or _schema_of(value)) if kind is DataConfig else kind, f"{key}.")
+        if kind == dict[str, DataConfig] and isinstance(value, dict):
+            return {name: self._source(name, source, value) for name, source in value.items()}
         if problem := unstorable(value):
             self.problems.append(f"{key}={value!r}: {problem}")
             return None
@@ -107,10 +110,20 @@ class _Builder:
             return None
         return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
 
-    def _data_schema(self, values: Any) -> type:
-        kind = values.get("kind") if isinstance(values, dict) else None
-        named = (schema for name, schema in DATA_KINDS.items() if str(name) == str(kind))
-        return self.data_schema or next(named, DataConfig)
+    def _source(self, name: str, values: Any, sources: dict[str, Any]) -> Any:
+        """Build one source of a mixture; what is wrong with it is told by the keys that it has there."""
+        key = f"data.sources.{name}"
+        kind = values.get("kind", UNSET) if isinstance(values, dict) else None
+        if kind == UNSET:
+            self.problems.append(no_source(key, name, [other for other in sources if other != name]))
+            return None
+        if kind == DataKind.mixture:
+            self.problems.append(f"{key}.kind=mixture: a mixture is no source of another; add its sources to this one")
+            return None
+        builder = _Builder(known_keys(_schema_of(values), f"{key}."), None)
+        source = builder.build(values, _schema_of(values), f"{key}.")
+        self.problems += of_source(name, builder.problems)
+        return source
 
     def _require(self, schema: type, values: dict[str, Any], prefix: str) -> None:
         for entry in fields(schema):
@@ -118,6 +131,12 @@ class _Builder:
             if values.get(entry.name) == UNSET or (entry.name not in values and not has_default):
                 key = f"{prefix}{entry.name}"
                 self.problems.append(f"{key}: not set, and it has no default; set {key}=...")
+
+
+def _schema_of(data: Any) -> type[DataConfig]:
+    """The class that the kind of a data section, or of a source, names."""
+    kind = data.get("kind") if isinstance(data, dict) else None
+    return next((schema for name, schema in DATA_KINDS.items() if str(name) == str(kind)), DataConfig)
 
 
 def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -11,13 +13,15 @@ from components.config.schema.checks import at_least, raise_all
 
 
 class DataKind(StrEnum):
-    """docs: Python's documentation; sft: prompt and response; chat: messages; text: documents; custom: yours."""
+    """docs: Python's documentation; sft: prompt and response; chat: messages; text: documents; custom: your function;
+    mixture: several of these."""
 
     docs = "docs"
     sft = "sft"
     chat = "chat"
     text = "text"
     custom = "custom"
+    mixture = "mixture"
 
 
 class Overlong(StrEnum):
@@ -58,6 +62,8 @@ class DataConfig:
     """Several samples per row of seq_len tokens, each seeing only itself; sizes in sequences then count rows."""
     cache: str | None = "~/.cache/meshbook"
     """Folder that keeps tokenized samples for the next run and for other processes; null: they are kept in memory."""
+    weight: float | None = None
+    """Of a source of a mixture: its share of the rows, relative to the weights of the others; null: 1."""
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -77,6 +83,8 @@ class DataConfig:
             problems.append(
                 f"data.eval_fraction={self.eval_fraction}: must be at least 0 (nothing held out) and below 1"
             )
+        if self.weight is not None and not 0 < self.weight < math.inf:
+            problems.append(f"data.weight={self.weight}: must be a number greater than 0")
         if self.cache == "":
             problems.append("data.cache='': is empty; set it to a folder, or to null to keep nothing")
         if self.eval_split == self.split and getattr(self, "eval_path", None) is None:
@@ -182,10 +190,7 @@ class ChatDataConfig(RowsDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class TextDataConfig(RowsDataConfig):
-    """Documents to continue, cut into samples of seq_len tokens. Every token but a document's first carries loss.
-
-    Every process reads and tokenizes them at the start; they are not kept in data.cache.
-    """
+    """Documents to continue, cut into samples of seq_len tokens. Every token but a document's first carries loss."""
 
     kind: DataKind = DataKind.text
     """text."""
@@ -219,6 +224,42 @@ class CustomDataConfig(DataConfig):
         return problems
 
 
+_OF_A_SOURCE = ("split", "eval_split", "eval_fraction", "max_samples", "max_eval_samples", "overlong")
+
+
+@dataclass(kw_only=True, slots=True)
+class MixtureDataConfig(DataConfig):
+    """Several sources, each an option of conf/data/ under a name of yours, mixed row by row in shares by weight."""
+
+    kind: DataKind = DataKind.mixture
+    """mixture."""
+    sources: dict[str, DataConfig] = field(default_factory=dict)
+    """By name: +data@data.sources.NAME=OPTION; then data.sources.NAME.weight and the option's other keys."""
+
+    def _problems(self) -> list[str]:
+        problems = DataConfig._problems(self)
+        if not self.sources:
+            problems.append(
+                "data.sources={}: a mixture needs sources; add each by a name of yours: +data@data.sources.NAME=OPTION"
+            )
+        problems += [
+            f"data.{key}={value}: each source of a mixture has its own; set data.sources.NAME.{key}"
+            for key, value in _changed(self, _OF_A_SOURCE)
+        ]
+        for name, source in self.sources.items():
+            problems += of_source(name, self._problems_of(source))
+        return problems
+
+    def _problems_of(self, source: DataConfig) -> list[str]:
+        """What is wrong with a source that may be right by itself."""
+        problems = [
+            f"data.cache={value}: all sources have one; leave it out" for _, value in _changed(source, ["cache"])
+        ]
+        if source.pack and not self.pack:
+            problems.append("data.pack=true: all sources are packed or none; set it to false, or the mixture's to true")
+        return problems
+
+
 DATA_KINDS: Mapping[DataKind, type[DataConfig]] = MappingProxyType(
     {
         DataKind.docs: DocsDataConfig,
@@ -226,9 +267,22 @@ DATA_KINDS: Mapping[DataKind, type[DataConfig]] = MappingProxyType(
         DataKind.chat: ChatDataConfig,
         DataKind.text: TextDataConfig,
         DataKind.custom: CustomDataConfig,
+        DataKind.mixture: MixtureDataConfig,
     }
 )
 """The class of each kind: how a frozen config is read back."""
+
+
+def of_source(name: str, problems: Iterable[str]) -> list[str]:
+    """Return what is wrong with a source of a mixture by the keys that it has there: data.sources.NAME.path."""
+    keys = "|".join(sorted({each.name for schema in DATA_KINDS.values() for each in fields(schema)}))
+    return [re.sub(rf"\bdata\.(?=({keys})\b(?!\.\w))", f"data.sources.{name}.", problem) for problem in problems]
+
+
+def _changed(cfg: DataConfig, keys: Iterable[str]) -> list[tuple[str, object]]:
+    """Of some keys that every kind has, those with another value than their default."""
+    defaults = {each.name: each.default for each in fields(DataConfig)}
+    return [(key, getattr(cfg, key)) for key in keys if getattr(cfg, key) != defaults[key]]
 
 
 def _name_problems(names: dict[str, str]) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.cluster import ClusterConfig
+from components.config.schema.data import MixtureDataConfig
 from components.config.schema.recipes import RecipeConfig
 from components.config.schema.slurm import ContainerRuntime
 from components.launch.slurm.commands import ask
@@ -129,10 +130,12 @@ def _local_paths(cfg: RecipeConfig) -> list[str]:
     """A note of the paths that the nodes may not see."""
     mounts = _mounts()
     in_container = cfg.cluster.container.runtime != ContainerRuntime.none
+    sources = cfg.data.sources if isinstance(cfg.data, MixtureDataConfig) else {}
     named = {
         "run.dir": cfg.run.dir or str(Path.cwd()),
         "model.path": cfg.model.path,
         "data.path": getattr(cfg.data, "path", None),
+        **{f"data.sources.{name}.path": getattr(each, "path", None) for name, each in sources.items()},
         "code": None if cfg.cluster.snapshot else str(PROJECT),
         "python": None if in_container else cfg.cluster.python or sys.prefix,
     }

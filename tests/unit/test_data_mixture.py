@@ -1,0 +1,347 @@
+"""Mixtures: shares on every prefix, an order that is a pure function of (seed, position), and what cannot be mixed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from components.config.errors import ConfigError
+from components.config.schema.data import (
+    ChatDataConfig,
+    DataConfig,
+    DocsDataConfig,
+    MixtureDataConfig,
+    SftDataConfig,
+    TextDataConfig,
+)
+from components.data import cache
+from components.data.batches import BatchPlan, Padding, TrainBatches, eval_batches
+from components.data.dataset import Dataset, Facts
+from components.data.examples import IGNORED, Example, PackedRow
+from components.data.load import build_dataset
+from components.data.mixture import MixtureDataset, MixtureOrder, Shares, sources_of, whole_weights
+from components.data.order import SampleOrder
+from components.data.preflight import check_files
+from components.models.tokenizer import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+MIXTURES = [
+    {"a": 1.0},
+    {"a": 0.3, "b": 0.7},
+    {"a": 1.0, "b": 1.0, "c": 1.0},
+    {"a": 0.001, "b": 5.0, "c": 0.6, "d": 2.0},
+    {"a": 0.1, "b": 0.05, "c": 0.25, "d": 0.15, "e": 0.123, "f": 0.077, "g": 0.2},
+]
+SIZES = {"a": 5, "b": 17, "c": 3, "d": 40, "e": 1, "f": 9, "g": 12}
+
+
+def rows_of(name: str, count: int) -> Dataset:
+    """Samples that say where they are from: the letter, then their number."""
+    examples = [Example([ord(name), i + 1, 7], [IGNORED, i + 1, 7]) for i in range(count)]
+    return Dataset(examples, TOKENIZER, facts=Facts(f"{name}.jsonl"), seq_len=8)
+
+
+def mixed(weights: dict[str, float], **sizes: int) -> MixtureDataset:
+    return MixtureDataset({name: rows_of(name, (SIZES | sizes)[name]) for name in weights}, weights)
+
+
+def stream(dataset: MixtureDataset, start: int, count: int, seed: int = 3) -> list[tuple[str, int]]:
+    """Source and number of the rows at some positions of the order."""
+    rows = [dataset[index] for index in dataset.order(seed).indices(start, count)]
+    return [(chr(row.input_ids[0]), row.input_ids[1] - 1) for row in rows]
+
+
+def key(seed: int, said: str) -> int:
+    return int.from_bytes(blake2b(f"{seed}:{said}".encode(), digest_size=8).digest(), "big")
+
+
+def walked(weights: dict[str, float], seed: int, count: int, sizes: Mapping[str, int] = SIZES) -> list[tuple[str, int]]:
+    """The order as its documentation says, position by position: deal out in two with a running credit, and again."""
+    names = sorted(weights)
+    whole = [round(weights[name] * 1000) for name in names]
+    turns: list[str] = [""] * count
+
+    def deal(first: int, last: int, positions: Sequence[int]) -> None:
+        if last - first == 1:
+            for position in positions:
+                turns[position] = names[first]
+            return
+        middle = (first + last) // 2
+        common = math.gcd(*whole)
+        left, both = sum(whole[first:middle]) // common, sum(whole[first:last]) // common
+        credit, hands = key(seed, f"{first}:{last}") % both, ([], [])
+        for position in positions:
+            credit += left
+            hands[credit < both].append(position)
+            credit -= both if credit >= both else 0
+        deal(first, middle, hands[0])
+        deal(middle, last, hands[1])
+
+    deal(0, len(names), range(count))
+    orders = {name: itertools.count() for name in names}
+    return [(name, SampleOrder(sizes[name], key(seed, name)).at(next(orders[name]))) for name in turns]
+
+
+@pytest.mark.parametrize("weights", MIXTURES, ids=str)
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_order_is_that_of_dealing_out_position_by_position(weights: dict[str, float], seed: int) -> None:
+    dataset = mixed(weights)
+    expected = walked(weights, seed, 600)
+    assert stream(dataset, 0, 600, seed) == expected
+    assert stream(dataset, 543, 21, seed) == expected[543:564]
+    assert [stream(dataset, place, 1, seed)[0] for place in (599, 1, 300)] == [expected[i] for i in (599, 1, 300)]
+
+
+def test_the_order_is_fixed_for_good() -> None:
+    """Pinned on purpose: a cursor must mean the same rows in every version and on every machine."""
+    order = MixtureOrder((10, 100), ("maths", "web"), Shares(whole_weights([0.3, 0.7]), 1234), 1234)
+    assert order.indices(0, 10) == [42, 54, 58, 9, 11, 26, 2, 59, 89, 3]
+    assert order.indices(10**9, 3) == [44, 32, 81]
+
+
+@pytest.mark.parametrize("weights", MIXTURES, ids=str)
+def test_shares_hold_on_every_prefix(weights: dict[str, float]) -> None:
+    """Off by less than one for each of the halvings that lead to a source."""
+    total = sum(weights.values())
+    bound = max(1, math.ceil(math.log2(len(weights))))
+    for seed in range(2):
+        shares = Shares(whole_weights([weights[name] for name in sorted(weights)]), seed)
+        seen = Counter[int]()
+        for position in range(1500):
+            source, before = shares.at(position)
+            assert before == seen[source]
+            seen[source] += 1
+            for number, name in enumerate(sorted(weights)):
+                assert abs(seen[number] - (position + 1) * weights[name] / total) < bound
+        for position in range(10**12, 10**12 + 50):  # nothing adds up
+            source, before = shares.at(position)
+            assert abs(before - position * weights[sorted(weights)[source]] / total) < bound
+
+
+@pytest.mark.parametrize("weights", MIXTURES, ids=str)
+def test_no_row_comes_again_before_all_of_its_source_have_come(weights: dict[str, float]) -> None:
+    found: dict[str, list[int]] = {name: [] for name in weights}
+    for name, number in stream(mixed(weights), 0, 900):
+        found[name].append(number)
+    for name, numbers in found.items():
+        size = SIZES[name]
+        passes = [numbers[i : i + size] for i in range(0, len(numbers), size)]
+        assert all(sorted(each) == list(range(size)) for each in passes[:-1])
+        assert all(len(set(each)) == len(each) for each in passes[-1:])
+    assert len(found["a"]) > 5 or weights["a"] < 0.01
+
+
+def test_the_order_of_a_source_is_the_same_whatever_is_mixed_with_it() -> None:
+    def of_b(weights: dict[str, float]) -> list[int]:
+        return [number for name, number in stream(mixed(weights), 0, 400) if name == "b"][:40]
+
+    assert of_b({"a": 0.3, "b": 0.7}) == of_b({"b": 1.0, "c": 1.0, "d": 1.0}) == of_b({"b": 1.0})
+    assert of_b({"b": 1.0}) != [number for _, number in stream(mixed({"b": 1.0}), 0, 40, seed=4)]
+
+
+def test_weights_are_taken_as_the_decimals_they_are_written_in() -> None:
+    assert whole_weights([0.1, 0.2]) == (1, 2)
+    assert whole_weights([0.3, 0.7]) == whole_weights([30.0, 70.0]) == (3, 7)
+    assert whole_weights([1e-05, 2.0]) == (1, 200_000)
+    assert whole_weights([5.0]) == (1,)
+
+
+# Batches and the cursor
+
+
+def batches(dataset: MixtureDataset, rank: int = 0, dp: int = 1, size: int = 12, micro: int = 3) -> TrainBatches:
+    plan = BatchPlan(global_batch_size=size, micro_batch_size=micro, dp_rank=rank, dp_size=dp)
+    return TrainBatches(dataset, plan, seed=3, fingerprint=dataset.fingerprint)
+
+
+def taken(steps: Sequence[list[dict[str, torch.Tensor]]]) -> list[list[int]]:
+    return [row for step in steps for batch in step for row in batch["input_ids"].tolist()]
+
+
+@pytest.mark.parametrize(("dp", "size", "micro"), [(1, 12, 3), (2, 12, 3), (4, 12, 1), (2, 4, 2)])
+@pytest.mark.parametrize("stop", [0, 7])
+def test_a_resume_in_the_middle_goes_on_bit_equal_on_any_mesh(stop: int, dp: int, size: int, micro: int) -> None:
+    dataset = mixed({"a": 0.3, "b": 0.5, "d": 0.2})
+    undisturbed = [dataset[index].input_ids for index in dataset.order(3).indices(0, 240)]
+    before = batches(dataset)
+    used = taken([next(before) for _ in range(stop)])
+    ranks = [batches(dataset, rank, dp, size, micro) for rank in range(dp)]
+    for rank in ranks:
+        rank.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    for _ in range((240 - len(used)) // size):
+        used += taken([next(rank) for rank in ranks])
+    assert used == undisturbed
+
+
+def test_a_billionth_row_is_resumed_without_walking_there() -> None:
+    order = MixtureOrder((10**9 + 7, 10**6), ("a", "b"), Shares((3, 7), 1), 1)
+    began = time.process_time()
+    found = order.indices(10**9, 4)
+    assert time.process_time() - began < 0.05
+    assert sorted({index < 10**9 + 7 for index in found}) == [False, True]
+
+
+def test_other_weights_or_names_are_another_order_and_refused() -> None:
+    before = batches(mixed({"a": 0.3, "b": 0.7}))
+    next(before)
+    state = before.state_dict()
+    batches(mixed({"b": 7.0, "a": 3.0})).load_state_dict(state)  # the same shares, listed in another order
+    renamed = MixtureDataset({"z": rows_of("a", SIZES["a"]), "b": rows_of("b", SIZES["b"])}, {"z": 0.3, "b": 0.7})
+    for other in (mixed({"a": 0.4, "b": 0.6}), mixed({"a": 0.3, "b": 0.7}, a=6), renamed):
+        with pytest.raises(ConfigError, match="data: .* samples that are not"):
+            batches(other).load_state_dict(state)
+        batches(other).load_state_dict(state, ["data.sources"])
+
+
+# From the config
+
+
+def source(folder: Path, name: str, count: int, length: int = 4) -> str:
+    file = folder / f"{name}.jsonl"
+    says = [{"role": "user", "content": "hm"}, {"role": "assistant", "content": name}]
+    texts = ({"prompt": f"{name}{i}", "response": f"{name} {i} " * length, "text": f"{name} {i}\n" * length,
+              "messages": [{**says[0], "content": f"{i}?"}, says[1]]} for i in range(count))  # fmt: skip
+    file.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    return str(file)
+
+
+def build(cfg: MixtureDataConfig, split: str = "train", seq_len: int = 64) -> MixtureDataset:
+    return build_dataset(cfg, TOKENIZER, seq_len=seq_len, split=split)
+
+
+def three(folder: Path, **values: Any) -> MixtureDataConfig:
+    sources: dict[str, DataConfig] = {
+        "web": TextDataConfig(path=source(folder, "web", 40, 1), weight=0.5, pack=values.get("pack", False)),
+        "maths": SftDataConfig(path=source(folder, "maths", 30), weight=0.3, eval_fraction=0.2),
+        "chats": ChatDataConfig(path=source(folder, "chats", 40), weight=0.2, max_samples=25, max_eval_samples=1),
+    }
+    return MixtureDataConfig(sources=sources, **{"cache": None, **values})
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_each_source_is_what_it_is_alone(tmp_path: Path, split: str, pack: bool) -> None:
+    cfg = three(tmp_path, pack=pack)
+    dataset = build(cfg, split)
+    assert list(sources_of(dataset)) == ["chats", "maths", "web"]
+    alone = [
+        build_dataset(replace(cfg.sources[name], pack=pack, weight=None), TOKENIZER, seq_len=64, split=split)
+        for name in sorted(cfg.sources)
+    ]
+    assert list(dataset) == [row for part in alone for row in part]
+    assert all(isinstance(row, PackedRow) == pack for row in dataset)
+    assert dataset.prompts == [prompt for part in alone for prompt in part.prompts]
+    assert sources_of(alone[0]) == {}
+    padded = Padding(token_id=7).of(dataset)
+    (micro, *_) = eval_batches(dataset, 4, padding=Padding(token_id=7))
+    if pack:
+        assert padded.documents == max(Padding().of(part).documents for part in alone)
+        assert micro["documents"].shape == (4, padded.documents + 1)
+        assert micro["input_ids"].shape == (4, 64)
+    else:
+        assert padded == Padding(token_id=7)
+    shown = [f"{name}: {part.show(i % len(part))}" for i in (0, 1) for name, part in dataset.parts.items()]
+    assert [dataset.show(index) for index in range(6)] == shown
+    assert dataset[-1] == alone[2][-1]
+
+
+def test_shares_and_passes_are_told(tmp_path: Path) -> None:
+    cfg = three(tmp_path)
+    dataset, plan = build(cfg), BatchPlan(global_batch_size=10, micro_batch_size=1, steps=24)
+    used = Counter(index for index in dataset.order(5).indices(0, 240))
+    lines = str(plan.facts(dataset)).splitlines()
+    begin = 0
+    targets = [[sum(label != IGNORED for label in row.labels) for row in part] for part in dataset.parts.values()]
+    means = [share * sum(each) / len(each) for share, each in zip((0.2, 0.3, 0.5), targets, strict=True)]
+    for line, (name, part), share, mean in zip(lines, dataset.parts.items(), (20, 30, 50), means, strict=True):
+        rows = sum(used[index] for index in range(begin, begin + len(part)))
+        assert rows == pytest.approx(2.4 * share, abs=2)
+        begin += len(part)
+        assert line.startswith(f"{name}, {share}.00 % of rows, {100 * mean / sum(means):.2f} % of tokens with loss: ")
+        assert f" {len(part):,} samples, " in line
+        assert line.endswith(f"{2.4 * share / len(part):.2f} passes in the whole run")
+    assert str(build(cfg, "eval").facts).startswith(f"chats: held out of {tmp_path}/chats.jsonl (train): 1 samples, ")
+    alone = build_dataset(cfg.sources["maths"], TOKENIZER, seq_len=64, split="train")
+    assert str(plan.facts(alone)).endswith("; 10.00 passes in the whole run")
+
+
+def test_another_weight_tokenizes_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    cfg = three(tmp_path, cache=str(tmp_path / "cache"))
+    first = build(cfg)
+    kept = sorted((tmp_path / "cache").iterdir())
+    assert len(kept) == 3
+    cfg.sources["web"].weight = 0.9
+    assert build(cfg).fingerprint != first.fingerprint
+    assert sorted((tmp_path / "cache").iterdir()) == kept
+
+
+def test_what_is_wrong_with_a_source_is_told_by_its_keys(tmp_path: Path) -> None:
+    empty, chats = tmp_path / "empty.jsonl", tmp_path / "chats.jsonl"
+    empty.write_text("\n")
+    chats.write_text(json.dumps({"messages": []}) + "\n")
+    cfg = MixtureDataConfig(
+        sources={
+            "one": SftDataConfig(path=source(tmp_path, "one", 3), prompt_column="promt"),
+            "two": TextDataConfig(path=str(empty)),
+            "three": ChatDataConfig(path=str(chats)),
+            "four": SftDataConfig(path=str(tmp_path / "nowhere.jsonl")),
+        }
+    )
+    one, two, four = check_files(cfg)
+    assert one.startswith("data.sources.one.prompt_column=promt: ")
+    assert two == f"data.sources.two.path={empty}: empty.jsonl has no rows"
+    assert four.startswith(f"data.sources.four.path={tmp_path}/nowhere.jsonl: no such file or folder")
+    with pytest.raises(ConfigError) as refused:
+        build(cfg)
+    told = refused.value.problems
+    assert told[0] == one
+    assert "name others by data.sources.two.path or data.sources.two.split" in told[1]
+    assert "data.sources.three.bad_rows=refuse: correct these rows, or set data.sources.three.bad_rows" in told[3]
+    assert told[4] == four
+
+
+def test_a_source_may_hold_out_nothing_but_not_all_of_them(tmp_path: Path) -> None:
+    cfg = three(tmp_path)
+    cfg.sources["web"].eval_fraction = 0.0
+    assert list(build(cfg, "eval").parts) == ["chats", "maths"]
+    assert len(build(cfg).parts["web"].prompts) == 40
+    cfg = MixtureDataConfig(sources={"web": cfg.sources["web"]})
+    with pytest.raises(
+        ConfigError, match=r"data.sources: none holds anything out; set data.sources.NAME.eval_fraction"
+    ):
+        build(cfg, "eval")
+
+
+def test_what_the_section_refuses() -> None:
+    docs, web = DocsDataConfig(), TextDataConfig(path="x", pack=True, cache="here")
+    for values, problems in (
+        ({}, ["data.sources={}: a mixture needs sources; add each by a name of yours: +data@data.sources.NAME=OPTION"]),
+        (
+            {"sources": {"a": docs}, "split": "b", "max_samples": 3, "overlong": "drop"},
+            [f"data.{said}: each source of a mixture has its own; set data.sources.NAME.{said.partition('=')[0]}"
+             for said in ("split=b", "max_samples=3", "overlong=drop")],
+        ),
+        (
+            {"sources": {"a": docs, "b": web}},
+            ["data.sources.b.cache=here: all sources have one; leave it out",
+             "data.sources.b.pack=true: all sources are packed or none; set it to false, or the mixture's to true"],
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as refused:
+            MixtureDataConfig(**values)
+        assert refused.value.problems == problems
+    for weight in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match=rf"^data.weight={weight}: must be a number greater than 0$"):
+            DocsDataConfig(weight=weight)
