@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ def run_external(recipe: Recipe) -> int:
     os.umask(0o077)  # what a rank writes is its owner's alone
     if AGENT in os.environ:
         die_with(os.getppid())
+        if _agent_is_gone():  # before that: it would hold the run directory, and wait for ranks that never come
+            print("torchrun's agent ended before this rank could start", file=sys.stderr)
+            return 1
     rank, world_size = rank_and_size(os.environ)
     return _lead(recipe, world_size) if rank == 0 else _follow(recipe)
 
@@ -60,6 +65,20 @@ def _follow(recipe: Recipe) -> int:
         attempt=note["attempt"],
     )
     return run_here(recipe, from_yaml(note["config"], recipe.schema), directory)
+
+
+def _agent_is_gone() -> bool:
+    """Whether nothing listens where torchrun's agent serves the store, as it does before it starts a rank."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not port.isdigit():
+        return False
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False  # not known here; who joins the store will tell
+    return False
 
 
 def _note(prepared: Prepared) -> dict[str, Any]:

@@ -102,6 +102,19 @@ def test_a_mistake_found_on_the_ranks_is_told_by_one_and_leaves_nothing(bench: B
     assert [entry.name for entry in bench.folder.iterdir()] == ["tried.py"]
 
 
+def test_a_rank_whose_agent_was_killed_before_it_began_ends_and_leaves_nothing(bench: Bench) -> None:
+    """Nobody else ends it, and the person's next start would find the run directory in use."""
+    bench.write("(Path(__file__).parent / 'ran').touch()")
+    with socket.socket() as bound:  # nothing listens there
+        bound.bind(("127.0.0.1", 0))
+        agent = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": str(bound.getsockname()[1])}
+        done = bench.start(environment={**agent, **place}).wait(timeout=20)
+    assert done.status == 1
+    assert done.errors == "torchrun's agent ended before this rank could start\n"
+    assert [entry.name for entry in bench.folder.iterdir()] == ["tried.py"]
+
+
 def test_a_single_external_rank_needs_no_torch(bench: Bench) -> None:
     bench.write("note('torch', 'torch' in sys.modules)")
     done = bench.start(environment={"RANK": "0", "WORLD_SIZE": "1"}).wait()
