@@ -58,7 +58,7 @@ def unpack(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch
 
     pairs: From `level_pairs`, on the device of `packed`.
     """
-    # Until 2.12 FSDP2 gathers them in the type of the products, all of which hold 0 to 255 exactly.
+    # FSDP2 of torch 2.11 gathers them in the type of the products, all of which hold 0 to 255 exactly.
     blocks = packed.to(torch.uint8).view(len(packed), -1, BLOCK_BYTES)
     scales = blocks[..., :SCALE_BYTES].contiguous().view(torch.float16)  # (rows, blocks, 1)
     values = F.embedding(blocks[..., SCALE_BYTES:].int(), pairs)  # (rows, blocks, 32, 2)

@@ -13,8 +13,10 @@ ALL_LINEAR = "all-linear"
 
 
 class PeftMethod(StrEnum):
-    """none: every parameter is trained; lora: a pair of matrices of low rank beside each target (Hu et al. 2021); qlora:
-    lora, with the targets' own weights, which are frozen, in 4 bits (NF4, Dettmers et al. 2023)."""
+    """none: every parameter is trained; lora: a pair of matrices of low rank beside each target (Hu et al. 2021).
+
+    qlora: lora, with the targets' own weights, which are frozen, in 4 bits (NF4, Dettmers et al. 2023).
+    """
 
     none = "none"
     lora = "lora"
