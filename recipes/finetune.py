@@ -89,6 +89,7 @@ def main(cfg: FinetuneConfig) -> None:
         clock.restart()
 
     # Reporting
+    kernels = training.check_kernels(replica, cfg, batches.at, settings)
     counts = models.count_parameters(model)
     observability.print_banner(
         report.console,
@@ -101,7 +102,7 @@ def main(cfg: FinetuneConfig) -> None:
             model=f"{cfg.model.path or 'from scratch'}: {counts}, {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
             groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
-            notes=[train_set.facts, eval_set.facts, *layout.notes, router_loss, token_loss, recomputed, work],
+            notes=[train_set.facts, eval_set.facts, *layout.notes, router_loss, token_loss, recomputed, work, *kernels],
         ),
     )
     for index in range(min(cfg.logging.examples, len(train_set))):

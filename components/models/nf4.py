@@ -129,6 +129,6 @@ class _Product(torch.autograd.Function):
         return F.linear(hidden, unpack(packed, ctx.columns, pairs, hidden.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         packed, pairs = ctx.saved_tensors
         return grad @ unpack(packed, ctx.columns, pairs, grad.dtype), None, None
