@@ -155,18 +155,12 @@ class ModelConfig:
         problems += above("model.float8_bound", self.float8_bound, 0)
         if self.float8_emulate and self.float8 == Float8.none:
             problems.append("model.float8_emulate=true: there is no float8 to emulate; set model.float8=tensorwise")
-        if (
-            self.float8 != Float8.none
-            and not self.float8_emulate
-            and self.compute_dtype
-            in (
-                DType.float32,
-                DType.float64,
-            )
-        ):
+        computed = DType.float64 if self.dtype == DType.float64 else self.compute_dtype
+        if self.float8 != Float8.none and not self.float8_emulate and computed not in (DType.auto, DType.bfloat16):
             problems.append(
-                f"model.float8={self.float8}: rounds products of bfloat16, and model.compute_dtype="
-                f"{self.compute_dtype}; set model.compute_dtype=bfloat16 or model.float8=none"
+                f"model.float8={self.float8}: rounds what is computed in bfloat16, and model.dtype={self.dtype} with "
+                f"model.compute_dtype={self.compute_dtype} is not; set "
+                "model.compute_dtype=bfloat16 or model.float8=none"
             )
         if self.dtype == DType.auto:
             problems.append("model.dtype=auto: the stored type must be stated: float32, bfloat16 or float64")
