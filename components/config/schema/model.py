@@ -10,8 +10,8 @@ from components.config.schema.checks import above, at_least, raise_all
 
 CAUSAL_SDPA = "causal_sdpa"
 """What model.attention=sdpa is called within transformers once it needs no mask; never written to a config.json."""
-CAUSAL_FLASH = "causal_flash"
-"""The same of model.attention=sdpa_flash."""
+CAUSAL_FLASH = "causal_one_kernel"
+"""The same of model.attention=sdpa_flash; transformers takes names with flash in them for packages."""
 NO_FLEX_BACKWARD = (
     "model.attention=flex_attention: torch has no backward of it on CPUs; set model.attention=sdpa, or "
     "cluster.device=cuda"
