@@ -20,9 +20,10 @@ from components.models.float8 import float8_layers, without_float8
 from scripts.parity_curves import relative
 from scripts.parity_shapes import layout_of
 from tests.harness import run_ranks
+from tests.optional import need_torchao
 from tests.tiny_models import FAMILIES, logits
 
-pytest.importorskip("torchao", reason="the extra quantization")
+need_torchao()
 RECIPES = [Float8.tensorwise, Float8.rowwise]
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 

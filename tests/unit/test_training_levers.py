@@ -21,6 +21,7 @@ from scripts.parity_shapes import layout_of
 from tests.distributed.adapted import DORA, QLORA
 from tests.distributed.packed import SEQ_LEN, batches_of, packed
 from tests.harness import run_ranks
+from tests.optional import need_torchao
 from tests.tiny_models import FAMILIES
 
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "unique2")
@@ -75,7 +76,7 @@ def built(levers: Levers, layout: ParallelismConfig | None = None) -> tuple[Any,
 def test_a_step_with_every_lever_never_waits_for_the_device(levers: Levers) -> None:
     """On the meta device whatever would wait raises. Rows come from the host, as in a recipe."""
     if levers.float8 != Float8.none:
-        pytest.importorskip("torchao", reason="the extra quantization")
+        need_torchao()
     model, loss, _ = built(levers)
     assert bool(float8_layers(model)) == (levers.float8 != Float8.none)
     optimizer = training.build_optimizer(model, OptimizerConfig())
