@@ -1,4 +1,4 @@
-"""CPU seconds and optimizer state of a training step: every parameter, LoRA and DoRA, interleaved, in one process.
+"""CPU seconds and memory of a training step: every parameter, LoRA, DoRA and QLoRA, interleaved, in one process.
 
 python scripts/benchmark/lora.py                                  # SmolLM2-135M, 4 rows of 128 tokens, one thread
 python scripts/benchmark/lora.py --rows 2 --seq-len 64 --steps 3
@@ -23,6 +23,7 @@ KINDS = {
     "every parameter": PeftConfig(),
     "LoRA": PeftConfig(method=PeftMethod.lora),
     "DoRA": PeftConfig(method=PeftMethod.lora, dora=True),
+    "QLoRA": PeftConfig(method=PeftMethod.qlora),
 }
 
 
@@ -59,7 +60,11 @@ def main() -> None:
         held = [value for state in optimizer.state.values() for value in state.values()]
         size = sum(value.numel() * value.element_size() for value in held)
         ratio = median / medians["every parameter"]
-        print(f"{kind:16} {median:6.2f} s of CPU a step, {ratio:.2f} x; optimizer state {size / 1e6:,.0f} MB")
+        weights = models.count_parameters(runs[kind][0]).local_bytes
+        print(
+            f"{kind:16} {median:6.2f} s of CPU a step, {ratio:.2f} x; parameters {weights / 1e6:,.0f} MB, optimizer state "
+            f"{size / 1e6:,.0f} MB"
+        )
 
 
 if __name__ == "__main__":

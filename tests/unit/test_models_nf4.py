@@ -18,6 +18,8 @@ from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, ParallelismConfig
 from components.models.lora import quantized_layers
 from components.models.nf4 import BLOCK_BYTES, level_pairs, pack, packing, product, unpack, unpacking
+from components.training.checkpointing import _gathered
+from components.training.work import model_flops
 from scripts.parity_shapes import layout_of
 from tests.distributed.adapted import NF4, QLORA, rounded_to_nf4
 from tests.harness import run_ranks
@@ -108,6 +110,12 @@ def test_what_is_counted_and_told_is_the_model_not_its_bytes() -> None:
     assert (counts.total, counts.trainable) == (others.total, others.trainable)
     in_bits = sum(each.in_features * each.out_features for each in quantized_layers(packed).values())
     assert str(counts) == f"{others}, {in_bits:,} frozen in NF4"
+    assert counts.local_bytes < others.local_bytes
+    assert model_flops(packed) == model_flops(plain)
+    held, waiting = _gathered(packed, torch.bfloat16)
+    more, alike = _gathered(plain, torch.bfloat16)
+    blocks = [layer.weight.numel() for layer in quantized_layers(packed).values()]
+    assert (more - held, waiting) == (2 * in_bits - sum(blocks), alike)
 
 
 class LargestAtOnce(TorchDispatchMode):
