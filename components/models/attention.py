@@ -68,22 +68,43 @@ def attention_kernel(
         if cfg.attention == Attention.flex_attention and device.type == "cpu":
             raise ConfigError(NO_FLEX_BACKWARD)
         return f"attention: {cfg.attention}, transformers' own with its masks"
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    query, key, value = _like_those_of(config, dtype, device)
     dropout = float(getattr(config, "attention_dropout", 0.0))
-    query = torch.empty(1, heads, 16, size, dtype=dtype, device=device)
     if packed and has_kernel(query, dropout):
         return f"attention: {cfg.attention}, documents by torch's kernel for unequal lengths (varlen_attn)"
-    windows = "sliding_attention" in (getattr(config, "layer_types", None) or [])
-    masked = packed or windows
+    needs = {
+        "documents": packed,
+        "windows": "sliding_attention" in (getattr(config, "layer_types", None) or []),
+        "the parts of a row": "_all_gather_" in config._attn_implementation,
+    }
+    masked = next((what for what, needed in needs.items() if needed), None)
     mask = torch.ones(1, 1, 16, 16, dtype=torch.bool, device=device) if masked else None
-    chosen = SDPBackend(torch._fused_sdp_choice(query, query, query, mask, dropout, mask is None))
-    why = f"heads of {size} in {str(dtype).removeprefix('torch.')} on {device.type}"
-    why += " and a mask, for documents" if packed else " and a mask, for windows" if windows else ""
+    chosen = SDPBackend(
+        torch._fused_sdp_choice(query, key, value, mask, dropout, mask is None, enable_gqa=query.shape != key.shape)
+    )
+    why = f"heads of {query.shape[-1]} in {str(dtype).removeprefix('torch.')} on {device.type}"
+    why += f" and a mask, for {masked}" if masked else ""
     why += f" and dropout {dropout:g}" if dropout else ""
     if cfg.attention == Attention.sdpa_flash and chosen != SDPBackend.FLASH_ATTENTION:
         raise ConfigError(f"model.attention=sdpa_flash: torch has no flash kernel for {why}; set model.attention=sdpa")
     return f"attention: {cfg.attention}, for {why} torch's kernel {chosen.name.lower()}"
+
+
+def _like_those_of(
+    config: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values of one row of 16 tokens, as an accelerator's kernels see them."""
+    heads, nope = config.num_attention_heads, getattr(config, "qk_nope_head_dim", None)
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    of_keys = size if nope is None else nope + config.qk_rope_head_dim
+    of_values = getattr(config, "v_head_dim", None) or size
+    # transformers repeats keys and values where the kernels would not share them.
+    shared = (getattr(config, "num_key_value_heads", None) or heads) if of_keys == of_values <= 256 else heads
+    shapes = ((heads, of_keys), (shared, of_keys), (shared, of_values))
+    query, key, value = (
+        torch.empty(1, count, 16, width, dtype=dtype, device=device, requires_grad=True) for count, width in shapes
+    )
+    return query, key, value
 
 
 def _what_it_needs(model: PreTrainedModel) -> str:

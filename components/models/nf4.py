@@ -29,8 +29,8 @@ BLOCK = 64
 """Neighbours in a row that share a scale."""
 SCALE_BYTES = 2
 BLOCK_BYTES = SCALE_BYTES + BLOCK // 2
-QUANTISED_ROWS = 2**20
-"""About how many values are quantised at a time: what that needs besides is many times as large as its result."""
+PACKED_AT_ONCE = 2**20
+"""About how many values are packed at a time: what that needs besides is many times as large as its result."""
 
 
 def packed_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -47,7 +47,7 @@ def pack(matrix: torch.Tensor) -> torch.Tensor:
     """Quantise (rows, columns) to the nearest levels; returns uint8 of `packed_shape`, on the same device."""
     rows, columns = matrix.shape
     packed = torch.empty(packed_shape(rows, columns), dtype=torch.uint8, device=matrix.device)
-    some = max(1, QUANTISED_ROWS // max(1, columns))
+    some = max(1, PACKED_AT_ONCE // max(1, columns))
     for start in range(0, rows, some):
         packed[start : start + some] = _pack(matrix[start : start + some].float())
     return packed
@@ -62,7 +62,7 @@ def unpack(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch
     blocks = packed.to(torch.uint8).view(len(packed), -1, BLOCK_BYTES)
     scales = blocks[..., :SCALE_BYTES].contiguous().view(torch.float16)  # (rows, blocks, 1)
     values = F.embedding(blocks[..., SCALE_BYTES:].int(), pairs)  # (rows, blocks, 32, 2)
-    return (values.flatten(2) * scales.float()).flatten(1)[:, :columns].to(dtype)
+    return values.flatten(2).mul_(scales.float()).flatten(1)[:, :columns].to(dtype)
 
 
 def level_pairs(device: torch.device | str | None = None) -> torch.Tensor:

@@ -57,14 +57,12 @@ def main() -> None:
     print(f"{options.rows} x {options.seq_len} tokens, one thread, {why}")
     for kind, median in medians.items():
         optimizer = runs[kind][1]
-        held = [value for state in optimizer.state.values() for value in state.values()]
-        size = sum(value.numel() * value.element_size() for value in held)
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        size = sum(value.numel() * value.element_size() for value in moments)
         ratio = median / medians["every parameter"]
         weights = models.count_parameters(runs[kind][0]).local_bytes
-        print(
-            f"{kind:16} {median:6.2f} s of CPU a step, {ratio:.2f} x; parameters {weights / 1e6:,.0f} MB, optimizer state "
-            f"{size / 1e6:,.0f} MB"
-        )
+        held = f"parameters {weights / 1e6:,.0f} MB, optimizer state {size / 1e6:,.0f} MB"
+        print(f"{kind:16} {median:6.2f} s of CPU a step, {ratio:.2f} x; {held}")
 
 
 if __name__ == "__main__":

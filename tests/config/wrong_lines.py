@@ -223,48 +223,9 @@ PEFT = [
 ]
 KERNELS = [
     ("model.attention=flash", "model.attention=flash: must be one of sdpa, sdpa_flash, eager, "),
-    ("model=tiny parallelism.cp=2 model.attention=sdpa_flash", "model.attention=sdpa_flash: parallelism.cp=2 attends"),
-    (
-        "model.attention=flex_attention cluster.device=cpu",
-        *("model.attention=flex_attention: torch has no backward of it on CPUs", "set model.attention=sdpa, or clu"),
-    ),
-    ("model.float8=delayed", "model.float8=delayed: must be one of none, tensorwise, rowwise"),
-    (
-        "model.float8_emulate=true",
-        "model.float8_emulate=true: there is no float8 to emulate",
-        "model.float8=tensorwise",
-    ),
     (
         "model.float8=rowwise model.float8_emulate=true model.float8_bound=0",
-        "model.float8_bound=0.0: must be greater than 0",
-    ),
-    (
-        "model.float8=tensorwise model.compute_dtype=float32",
-        *(
-            "model.float8=tensorwise: rounds what is computed in bfloat16",
-            "set model.compute_dtype=bfloat16 or model.float8=none",
-        ),
-    ),
-    (
-        "model.float8=tensorwise cluster.device=cpu model.compute_dtype=bfloat16",
-        *("model.float8=tensorwise: CPUs have no float8 products, and cluster.device=cpu", "model.float8_emulate=true"),
-    ),
-    (
-        "model=tiny parallelism=fsdp2_tp2 model.float8=rowwise model.float8_emulate=true",
-        *("model.float8=rowwise: layers that parallelism.tp=2 divides", "set model.float8=none, or parallelism.tp=1"),
-    ),
-    (
-        "peft=lora model.float8=tensorwise model.float8_emulate=true",
-        *("model.float8=tensorwise: layers with adapters are not computed in float8", "or peft=none"),
-    ),
-    (
-        "parallelism=megatron_fsdp model.float8=tensorwise model.float8_emulate=true",
-        *("model.float8=tensorwise: parallelism.strategy=megatron_fsdp was never tried with it", "parallelism=fsdp2"),
-    ),
-    (
-        "model=tiny parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble model.float8=rowwise "
-        "model.float8_emulate=true model.config.num_hidden_layers=8 model.layers=8",
-        *("model.float8=rowwise: parallelism.pp_schedule=ZBVZeroBubble splits the backward", "Interleaved1F1B"),
+        "model.float8_bound=0.0: must be greater than",
     ),
 ]
 UNEVEN_HEADS = [

@@ -63,14 +63,12 @@ SOME = {
         Adapted("llama", "ddp2", peft=QLORA),
         Adapted("llama", "dp_shard2", F32, QLORA),
         Adapted("llama", "tp2_sp", peft=QDORA, config=WIDE),
-        Adapted("qwen3", "pp2", peft=QLORA),
     ],
     4: [
         Adapted("llama", "dp_replicate2_dp_shard2", layout={"defer_grad_sync": False}),
         Adapted("qwen3", "dp_shard2_tp2", peft=DORA),
         Adapted("llama", "dp_shard2_tp2_sp"),
         Adapted("llama", "dp_replicate2_dp_shard2", peft=QLORA),
-        Adapted("llama", "dp_shard2_tp2", peft=QLORA, config=WIDE),
     ],
 }
 SCHEDULES = ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -52,7 +52,7 @@ def trained(run: TinyRun) -> dict[str, torch.Tensor]:
     return {name: value for name, value in whole(run).items() if "lora_" in name}
 
 
-@pytest.mark.parametrize("case", [CASE, PACKED], ids=["dora", "qlora"])
+@pytest.mark.parametrize("case", [CASE, *([PACKED] if TORTURE else [])], ids=lambda case: case.peft.method)
 def test_a_run_goes_on_bit_for_bit_and_on_any_mesh(case: Adapted, tmp_path: Path) -> None:
     model, elsewhere = ours(case), ours(case)
     for parameter in elsewhere.parameters():

@@ -35,7 +35,7 @@ def restored(matrix: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
 
 @pytest.mark.parametrize("columns", [64, 200])
 def test_values_are_the_nearest_of_the_published_levels(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("components.models.nf4.QUANTISED_ROWS", 7 * columns)
+    monkeypatch.setattr("components.models.nf4.PACKED_AT_ONCE", 7 * columns)
     torch.manual_seed(0)
     matrix = torch.randn(50, columns) * torch.logspace(-4, 3, 50)[:, None]
     matrix[5] = 0
