@@ -233,6 +233,23 @@ def test_adapters_in_float32_beside_weights_in_bfloat16() -> None:
     assert max(run_ranks(2, worst)) < 0.05  # bfloat16 rounds to 3 digits
 
 
+def test_a_torch_that_shards_no_bytes_is_told() -> None:
+    model = ours(Adapted("llama", "dp_shard2", peft=QLORA))
+
+    def refuse(module: torch.nn.Module, **_: object) -> None:
+        raise RuntimeError("Only Tensors of floating point and complex dtype can require gradients")
+
+    def told(rank: int) -> list[str]:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
+            patch.setattr("components.distributed.fsdp.fully_shard", refuse)
+            lay_out(model, "dp_shard2")
+        return caught.value.problems
+
+    assert re.search(
+        r"qlora: FSDP2 of torch .* does not shard bytes \(Only Ten.*parallelism=ddp", run_ranks(2, told)[0][0]
+    )
+
+
 def test_what_cannot_have_adapters_on_a_mesh_is_refused() -> None:
     fused = ours(Adapted("phi3", "tp2"))
     sparse = ours(Adapted("llama", "pp2", peft=replace(LORA, targets=["layers.0.self_attn.q_proj"])))
