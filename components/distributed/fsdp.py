@@ -180,8 +180,8 @@ def _shard(
         if all(parameter.is_floating_point() for parameter in module.parameters()):
             raise
         raise ConfigError(
-            f"peft.method=qlora: FSDP2 of torch {torch.__version__} does not shard bytes ({error}); install torch 2.13 or "
-            "later, or set parallelism=ddp or peft=lora"
+            f"peft.method=qlora: FSDP2 of torch {torch.__version__} does not shard bytes ({error}); install torch 2.13 "
+            "or later, or set parallelism=ddp or peft=lora"
         ) from error
 
 
