@@ -6,7 +6,7 @@ rows or by blocks of columns like any other matrix: FSDP2 shards and gathers the
 divides them, and no scale is ever on another rank than its codes. The paper quantises the scales a second time, over
 groups that span rows; that would save 0.1 bits of a value, and keep such groups together on every mesh.
 
-torchao's NF4Tensor is not used: its shards must be of equal size, and tensor parallelism cannot cut it by columns.
+torchao's NF4Tensor (0.18) is not used: it takes multiples of 16,384 values alone, and cannot be cut by columns.
 """
 
 from __future__ import annotations
