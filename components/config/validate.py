@@ -12,7 +12,7 @@ from components.config.layouts import (
 )
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.cluster import Device
-from components.config.schema.model import Attention, LossMethod
+from components.config.schema.model import NO_FLEX_BACKWARD, Attention, Float8, LossMethod
 from components.config.schema.parallelism import (
     SPLIT_BACKWARD,
     ActivationCheckpointing,
@@ -46,17 +46,69 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
     problems += _peft_problems(cfg)
     if cfg.data.weight is not None:
         problems.append(f"data.weight={cfg.data.weight}: only sources of a mixture have weights; leave it out")
-    if cfg.data.pack and cfg.model.attention != Attention.sdpa:
-        problems.append(
-            f"model.attention={cfg.model.attention}: is not told where the documents of packed rows end; set "
-            "model.attention=sdpa or data.pack=false"
-        )
     if mesh.pp > 1 and cfg.model.compile and cfg.parallelism.pp_schedule in SPLIT_BACKWARD:
         problems.append(
             f"parallelism.pp_schedule={cfg.parallelism.pp_schedule}: splits the backward, which compiled layers do in "
             "one piece; set model.compile=false or parallelism.pp_schedule=Interleaved1F1B"
         )
-    return problems + _loss_problems(cfg, mesh) + _recompute_problems(cfg, mesh)
+    return [
+        *problems,
+        *_loss_problems(cfg, mesh),
+        *_recompute_problems(cfg, mesh),
+        *_attention_problems(cfg, mesh),
+        *_float8_problems(cfg, mesh),
+    ]
+
+
+def _attention_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
+    """Where the kernel that was asked for cannot do what the run needs."""
+    problems = []
+    if cfg.data.pack and cfg.model.attention not in (Attention.sdpa, Attention.sdpa_flash):
+        problems.append(
+            f"model.attention={cfg.model.attention}: is not told where the documents of packed rows end; set "
+            "model.attention=sdpa or data.pack=false"
+        )
+    if cfg.model.attention == Attention.sdpa_flash and mesh.cp > 1:
+        problems.append(
+            f"model.attention=sdpa_flash: parallelism.cp={mesh.cp} attends to masks of its own, which the flash kernel "
+            "does not take; set model.attention=sdpa"
+        )
+    training = isinstance(cfg, FinetuneConfig)
+    if cfg.model.attention == Attention.flex_attention and cfg.cluster.device == Device.cpu and training:
+        problems.append(NO_FLEX_BACKWARD)
+    return problems
+
+
+def _float8_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
+    """Where linear layers cannot be torchao's, or are not computed as modules."""
+    if cfg.model.float8 == Float8.none:
+        return []
+    key = f"model.float8={cfg.model.float8}"
+    problems = []
+    if cfg.cluster.device == Device.cpu and not cfg.model.float8_emulate:
+        problems.append(
+            f"{key}: CPUs have no float8 products, and cluster.device=cpu; set model.float8=none "
+            "(model.float8_emulate=true shows its rounding, slowly)"
+        )
+    if mesh.tp > 1:
+        problems.append(
+            f"{key}: layers that parallelism.tp={mesh.tp} divides are computed from their weights alone; set "
+            "model.float8=none, or parallelism.tp=1"
+        )
+    if cfg.parallelism.strategy == Strategy.megatron_fsdp:
+        problems.append(
+            f"{key}: parallelism.strategy=megatron_fsdp was never tried with it; set parallelism=fsdp2, or "
+            "model.float8=none"
+        )
+    peft = getattr(cfg, "peft", None)
+    if peft is not None and peft.adapts:
+        problems.append(f"{key}: layers with adapters are not computed in float8; set model.float8=none, or peft=none")
+    if mesh.pp > 1 and cfg.parallelism.pp_schedule in SPLIT_BACKWARD:
+        problems.append(
+            f"{key}: parallelism.pp_schedule={cfg.parallelism.pp_schedule} splits the backward, which float8 layers do "
+            "in one piece; set model.float8=none or parallelism.pp_schedule=Interleaved1F1B"
+        )
+    return problems
 
 
 def _recompute_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:

@@ -4,7 +4,8 @@ The adapter follows its layer, and costs no collective in the forward. Column-wi
 whole; row-wise, W and A are cut by inputs, B is whole, and what both give is summed over tp at once. Either way, the
 gradient of the whole matrix is a partial sum on each rank, summed once, when FSDP reduces it. An adapted layer is any
 module with parameters `lora_A`, `lora_B` and maybe `lora_magnitude_vector` beside `weight` and `bias`, and a method
-`compute` that takes its input and these as plain tensors.
+`compute` that takes its input and these as plain tensors. A packed weight has a row for every output and, `compute`
+knows how, bytes for its columns, so many of them together (`columns_together`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def adapted_style(name: str, style: ParallelStyle) -> ParallelStyle:
     ):
         return AdaptedColwise()
     if type(style) is RowwiseParallel and style.input_layouts == (Shard(-1),):
-        return AdaptedRowwise(style.output_layouts[0])
+        return AdaptedRowwise(name, style.output_layouts[0])
     kind = getattr(style, "name", type(style).__name__)
     raise ConfigError(
         f"parallelism.tp: {name} has an adapter, and its plan ({kind}) does not tell how to cut one; leave it out of "
@@ -77,12 +78,18 @@ class AdaptedColwise(ParallelStyle):
 class AdaptedRowwise(ParallelStyle):
     """Each rank has its part of the inputs, and the outputs are summed, or summed and cut along the sequence."""
 
-    def __init__(self, output_layout: Placement) -> None:
+    def __init__(self, name: str, output_layout: Placement) -> None:
         super().__init__()
-        self.output_layout = output_layout
+        self.name, self.output_layout = name, output_layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         inputs = _InputsShard(device_mesh, module.get_parameter("lora_A").shape[1])
+        together = getattr(module, "columns_together", 1)
+        if inputs.features % (together * device_mesh.size()):
+            raise ConfigError(
+                f"parallelism.tp={device_mesh.size()}: {self.name} has {inputs.features} inputs, which are quantised "
+                f"{together} at a time and so cannot be shared evenly; change parallelism.tp, or set peft=lora"
+            )
         _lay_out(module, device_mesh, {"weight": Shard(1), "lora_A": Shard(1)}, other=Replicate())
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, in / tp) -> (batch, seq, out)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from components.config.errors import ConfigError
 from components.distributed.expert import experts_modules
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -166,14 +167,22 @@ def _shard(
     reshard: bool,
 ) -> None:
     ranks = mesh.shape[-1]
-    fully_shard(
-        module,
-        mesh=mesh,
-        reshard_after_forward=reshard,
-        shard_placement_fn=lambda parameter: Shard(_sharded_dim(parameter, ranks)),
-        mp_policy=mp_policy or MixedPrecisionPolicy(),
-        offload_policy=offload_policy or OffloadPolicy(),
-    )
+    try:
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            shard_placement_fn=lambda parameter: Shard(_sharded_dim(parameter, ranks)),
+            mp_policy=mp_policy or MixedPrecisionPolicy(),
+            offload_policy=offload_policy or OffloadPolicy(),
+        )
+    except RuntimeError as error:
+        if all(parameter.is_floating_point() for parameter in module.parameters()):
+            raise
+        raise ConfigError(
+            f"peft.method=qlora: FSDP2 of torch {torch.__version__} does not shard bytes ({error}); install torch 2.13 "
+            "or later, or set parallelism=ddp or peft=lora"
+        ) from error
 
 
 def _sharded_dim(parameter: nn.Parameter, ranks: int) -> int:

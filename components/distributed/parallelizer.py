@@ -92,6 +92,7 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
         raise ConfigError(problems)
     notes: tuple[str, ...] = ()
     fraction, stages = 0.0, None
+    stored = next(each.dtype for each in model.parameters() if each.is_floating_point())  # others are packed
     places = parallelism.stage_places(mesh.size("pp"))
     if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and experts_modules(model)):
         axes = tuple(axis for axis in ("ep", "tp") if mesh.size(axis) > 1)
@@ -119,7 +120,7 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
             shard_with_fsdp2(
                 module,
                 mesh.sharding,
-                mixed_precision(compute_dtype, next(model.parameters()).dtype),
+                mixed_precision(compute_dtype, stored),
                 offload_to_cpu(parallelism.cpu_offload),
                 parallelism.reshard_after_forward and not split,
                 mesh.expert_sharding if mesh.size("ep") > 1 else None,

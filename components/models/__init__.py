@@ -3,7 +3,8 @@
 build.py       build_on_meta: config from hub, folder, GGUF or values; model_shape
 tokenizer.py   load_tokenizer, also one token per byte
 attention.py   use_causal_sdpa: attention without masks and host syncs
-lora.py        add_adapters: small matrices beside linear layers; adapter_files.py: in PEFT's format
+lora.py        add_adapters: small matrices beside linear layers; adapter_files.py: in PEFT's format; nf4.py: 4 bits
+float8.py      use_float8: linear layers that compute in 8 bits
 layers.py      decoder_layers, checkpoint_activations, compile_layers, count_parameters
 memory.py      materialize: memory for the parameters, values for the buffers
 weights.py     fill_weights: load_weights from disk, or initialize_weights (initialize.py) from a seed

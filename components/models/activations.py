@@ -25,6 +25,7 @@ KEPT = (
     "mm",
     "addmm",
     "_grouped_mm",
+    "_scaled_mm",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",

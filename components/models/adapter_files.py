@@ -15,7 +15,8 @@ from torch import nn
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig
 from components.models.gather import WRITER, gathered_tensors, told_by_writer, writer_rank
-from components.models.lora import ADAPTER_PARAMETERS, row_norms, scaling_of
+from components.models.lora import ADAPTER_PARAMETERS, quantized_layers, row_norms, scaling_of
+from components.models.nf4 import unpacking
 from components.models.shards import Index
 from components.models.twin import meta_twin
 from components.models.weight_files import replace_folder
@@ -104,11 +105,12 @@ def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConf
 
 
 class Merge:
-    """Adds adapters to the weights of their layers, block by block."""
+    """Adds adapters to the weights of their layers, block by block; to packed ones as they are unpacked."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """model: Tells what kinds of layers there are, and by what adapters are scaled; its values do not count."""
         self._twin, self._scaling = meta_twin(model), scaling_of(model)
+        self._packed = bool(quantized_layers(model))
         self._adapters: dict[str, torch.Tensor] = {}
 
     def order(self, names: Iterable[str]) -> list[str]:
@@ -127,18 +129,19 @@ class Merge:
         return partial(self._read, name, read)
 
     def _read(self, name: str, read: Read, index: Index) -> torch.Tensor:
-        block = read(index)
         adapter = [self._adapters[each] for each in _adapter_of(name) if each in self._adapters]
         if not adapter:
-            return block
+            return read(index)
         first, second, *magnitude = adapter
+        dtype = self._twin.get_parameter(name).dtype
+        block = (unpacking(read, first.shape[1]) if self._packed else read)(index)
         linear = isinstance(self._twin.get_submodule(name.rpartition(".")[0]), nn.Linear)
         rows, columns = index if linear else reversed(index)  # of (out, in)
         added = self._scaling * (second[rows] @ first[:, columns])
         merged = block.to(first.dtype) + (added if linear else added.T)
         if magnitude:  # of whole rows: so blocks of a matrix are cut
             merged *= (magnitude[0][rows] / row_norms(merged))[:, None]
-        return merged.to(block.dtype)
+        return merged.to(dtype)
 
     def forget(self, name: str) -> None:
         """Let go of the adapter of a weight that is done."""

@@ -12,32 +12,99 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from components.config.errors import ConfigError
-from components.config.schema.model import CAUSAL_SDPA, DOCUMENTS
+from components.config.schema.model import (
+    CAUSAL_FLASH,
+    CAUSAL_SDPA,
+    DOCUMENTS,
+    NO_FLEX_BACKWARD,
+    Attention,
+    ModelConfig,
+)
 from components.models.documents import Documents, attend_by_kernel, has_kernel
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def use_causal_sdpa(model: PreTrainedModel) -> bool:
+def use_causal_sdpa(model: PreTrainedModel, flash: bool = False) -> bool:
     """Switch a model that attends by sdpa to attention without masks; return False where its layers need more.
 
     Layers other than full and sliding attention (chunks, linear attention, both directions) keep transformers' own
     masks, and its host sync. Such a model refuses packed rows.
+
+    Args:
+        flash: Attend by torch's flash kernel or not at all. Raises ConfigError for a model that keeps its masks.
     """
     needed = _what_it_needs(model)
     packed = _Packed(model, needed)
     model.base_model.register_forward_pre_hook(packed.before, with_kwargs=True)
     model.base_model.register_forward_hook(packed.after, with_kwargs=True)
+    if needed and flash:
+        raise ConfigError(
+            f"model.attention=sdpa_flash: {type(model).__name__} {needed.partition(';')[0]}; set model.attention=sdpa"
+        )
     if needed:
         return False
-    AttentionInterface.register(CAUSAL_SDPA, causal_sdpa)
-    model.set_attn_implementation(CAUSAL_SDPA)
+    name, attend = (CAUSAL_FLASH, _causal_flash) if flash else (CAUSAL_SDPA, causal_sdpa)
+    AttentionInterface.register(name, attend)
+    model.set_attn_implementation(name)
     return True
+
+
+def attention_kernel(
+    model: PreTrainedModel, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, packed: bool
+) -> str:
+    """Return a sentence on how a model attends on `device` to hidden states of `dtype`, for the banner.
+
+    packed: Rows hold documents. Raises ConfigError where what was asked for cannot train here.
+    """
+    config: Any = model.config.get_text_config()
+    if not config._attn_implementation.startswith((CAUSAL_SDPA, CAUSAL_FLASH)):
+        if cfg.attention == Attention.flex_attention and device.type == "cpu":
+            raise ConfigError(NO_FLEX_BACKWARD)
+        return f"attention: {cfg.attention}, transformers' own with its masks"
+    query, key, value = _like_those_of(config, dtype, device)
+    dropout = float(getattr(config, "attention_dropout", 0.0))
+    if packed and has_kernel(query, dropout):
+        return f"attention: {cfg.attention}, documents by torch's kernel for unequal lengths (varlen_attn)"
+    needs = {
+        "documents": packed,
+        "windows": "sliding_attention" in (getattr(config, "layer_types", None) or []),
+        "the parts of a row": "_all_gather_" in config._attn_implementation,
+    }
+    masked = next((what for what, needed in needs.items() if needed), None)
+    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool, device=device) if masked else None
+    chosen = SDPBackend(
+        torch._fused_sdp_choice(query, key, value, mask, dropout, mask is None, enable_gqa=query.shape != key.shape)
+    )
+    why = f"heads of {query.shape[-1]} in {str(dtype).removeprefix('torch.')} on {device.type}"
+    why += f" and a mask, for {masked}" if masked else ""
+    why += f" and dropout {dropout:g}" if dropout else ""
+    if cfg.attention == Attention.sdpa_flash and chosen != SDPBackend.FLASH_ATTENTION:
+        raise ConfigError(f"model.attention=sdpa_flash: torch has no flash kernel for {why}; set model.attention=sdpa")
+    return f"attention: {cfg.attention}, for {why} torch's kernel {chosen.name.lower()}"
+
+
+def _like_those_of(
+    config: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values of one row of 16 tokens, as an accelerator's kernels see them."""
+    heads, nope = config.num_attention_heads, getattr(config, "qk_nope_head_dim", None)
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    of_keys = size if nope is None else nope + config.qk_rope_head_dim
+    of_values = getattr(config, "v_head_dim", None) or size
+    # transformers repeats keys and values where the kernels would not share them.
+    shared = (getattr(config, "num_key_value_heads", None) or heads) if of_keys == of_values <= 256 else heads
+    shapes = ((heads, of_keys), (shared, of_keys), (shared, of_values))
+    query, key, value = (
+        torch.empty(1, count, 16, width, dtype=dtype, device=device, requires_grad=True) for count, width in shapes
+    )
+    return query, key, value
 
 
 def _what_it_needs(model: PreTrainedModel) -> str:
@@ -78,6 +145,12 @@ class _Packed:
                 f"data.pack=true: {self._name} does not hand keywords down to its attention, which so would see "
                 "across documents; set data.pack=false"
             )
+
+
+def _causal_flash(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """`causal_sdpa` by torch's flash kernel, or its error that there is none."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return causal_sdpa(*args, **kwargs)
 
 
 def causal_sdpa(

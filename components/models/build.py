@@ -13,9 +13,10 @@ from torch import nn
 
 from components.config.errors import ConfigError
 from components.config.model_files import ModelFiles, locate
-from components.config.schema.model import DType, ModelConfig
+from components.config.schema.model import Attention, DType, ModelConfig
 from components.config.shape import ModelShape, shape_of_config
 from components.models.attention import use_causal_sdpa
+from components.models.float8 import use_float8
 from components.models.gguf import read_config
 from components.models.hub import explain_loading_error
 from components.models.tokenizer import load_tokenizer
@@ -66,7 +67,7 @@ def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrained
             model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=getattr(torch, str(cfg.dtype)),
-                attn_implementation=str(cfg.attention),
+                attn_implementation="sdpa" if cfg.attention == Attention.sdpa_flash else str(cfg.attention),
                 trust_remote_code=cfg.trust_remote_code,
             )
     except ImportError as error:
@@ -82,7 +83,8 @@ def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrained
     model.config.use_cache = False
     if DType.float64 in (cfg.dtype, cfg.compute_dtype):
         model.set_experts_implementation("eager")  # torch's grouped matrix products have no float64
-    if not use_causal_sdpa(model):
+    use_float8(model, cfg)
+    if not use_causal_sdpa(model, flash=cfg.attention == Attention.sdpa_flash):
         logger.info("attention: %s with transformers' own masks; the host waits once per forward", cfg.attention)
     return model.train()
 

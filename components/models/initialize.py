@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from components.config.errors import ConfigError
-from components.models.shards import fill
+from components.models.nf4 import fill_or_pack
 from components.models.twin import meta_twin
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def initialize_weights(model: PreTrainedModel, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         for name, parameter in model.named_parameters():
             if name in known:
-                fill(parameter, name, drawn_weight(twin, name, seed).__getitem__)
+                drawn = drawn_weight(twin, name, seed)
+                fill_or_pack(parameter, name, drawn.__getitem__, drawn.shape)
 
 
 def drawn_weight(twin: PreTrainedModel, name: str, seed: int) -> torch.Tensor:

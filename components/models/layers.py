@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.models.activations import keep_products
+from components.models.lora import quantized_layers
 from components.models.shards import local_part
 
 if TYPE_CHECKING:
@@ -33,11 +34,14 @@ class ParameterCounts:
     """Values of those that are trained."""
     local_bytes: int
     """Memory of this rank's parts."""
+    packed: int = 0
+    """Values of those that are held in 4 bits."""
 
     def __str__(self) -> str:
         if self.trainable == self.total:
             return f"{self.total:,} parameters"
-        return f"{self.total:,} parameters, {self.trainable:,} of them trained ({self.trainable / self.total:.2%})"
+        trained = f"{self.total:,} parameters, {self.trainable:,} of them trained ({self.trainable / self.total:.2%})"
+        return f"{trained}, {self.packed:,} frozen in NF4" if self.packed else trained
 
 
 def count_parameters(model: nn.Module) -> ParameterCounts:
@@ -45,7 +49,11 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
 
     The ranks tell one another the names that they hold, so that those of other pipeline stages count too.
     """
-    mine = {name: (parameter.numel(), parameter.requires_grad) for name, parameter in model.named_parameters()}
+    packed = {f"{name}.weight": each.in_features * each.out_features for name, each in quantized_layers(model).items()}
+    mine = {
+        name: (packed.get(name, parameter.numel()), parameter.requires_grad, name in packed)
+        for name, parameter in model.named_parameters()
+    }
     everyone = [mine]
     if dist.is_initialized():
         everyone = [mine] * dist.get_world_size()
@@ -53,8 +61,9 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
     whole = {name: size for held in everyone for name, size in held.items()}
     parts = [local_part(parameter) for parameter in model.parameters()]
     return ParameterCounts(
-        total=sum(size for size, _ in whole.values()),
-        trainable=sum(size for size, trained in whole.values() if trained),
+        total=sum(size for size, _, _ in whole.values()),
+        trainable=sum(size for size, trained, _ in whole.values() if trained),
+        packed=sum(size for size, _, in_bits in whole.values() if in_bits),
         local_bytes=sum(part.numel() * part.element_size() for part in parts),
     )
 

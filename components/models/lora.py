@@ -5,7 +5,8 @@ used here, because they do not hold on a mesh: they rename the layer's own weigh
 tensor-parallel plans, pipeline stages and export know by transformers' names; on DTensors they mix plain tensors with
 distributed ones, and a row-wise layer would reduce over tp twice; and DoRA's lengths are computed when a layer is
 wrapped, before it has weights. An adapted layer keeps its name and its weight here, and has the adapter as parameters
-of its own, so that FSDP2, checkpoints and resumes see nothing but further parameters.
+of its own, so that FSDP2, checkpoints and resumes see nothing but further parameters. Under QLoRA its weight is packed
+(nf4.py): the same parameter in fewer bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from components.config.errors import ConfigError
 from components.config.schema.peft import ALL_LINEAR, PeftConfig
+from components.models.nf4 import BLOCK, level_pairs, pack, packed_shape, product, unpack
 from components.models.shards import fill, local_part
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ class LoraLayer(nn.Module):
     """(out, rank)"""
     lora_magnitude_vector: nn.Parameter | None
     """(out,): the lengths of the rows under DoRA, else None."""
+    columns_together: int = 1
+    """Inputs whose columns of the weight lie on one rank."""
 
     def adapt(self, cfg: PeftConfig, features: tuple[int, int]) -> None:
         """Add an adapter, uninitialised, on the device of the weight. features: (in, out)."""
@@ -77,6 +81,14 @@ class LoraLayer(nn.Module):
         """The layer's own weight as (out, in)."""
         return self.weight
 
+    def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return what the layer without its adapter gives of (..., in), by this weight."""
+        return F.linear(hidden, weight, bias)
+
+    def whole(self, weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return this weight as a matrix of so many columns to compute with; `dtype` where it has none of its own."""
+        return weight
+
     def compute(
         self,
         hidden: torch.Tensor,
@@ -98,20 +110,44 @@ class LoraLayer(nn.Module):
         lora_A, lora_B = lora_A.to(hidden.dtype), lora_B.to(hidden.dtype)
         added = F.linear(F.linear(kept, lora_A), lora_B) * self.scaling  # (..., out)
         if magnitude is None:
-            return F.linear(hidden, weight, bias) + added
+            return self.product(hidden, weight, bias) + added
         with torch.no_grad():  # DoRA takes the norm for a constant (Liu et al. 2024, section 4.3)
-            norms = row_norms(weight + self.scaling * (lora_B @ lora_A))
+            weight_alone = self.whole(weight, lora_A.shape[1], lora_A.dtype)
+            norms = row_norms(weight_alone + self.scaling * (lora_B @ lora_A))
             norms = inputs.norms(norms) if inputs else norms
-        directed = F.linear(kept, weight)  # (..., out)
+        directed = self.product(kept, weight, None)  # (..., out)
         scale = (magnitude / norms).to(directed.dtype)
         output = scale * (directed + added)
         if kept is not hidden:  # as in peft, dropout spares what the layer itself gives
-            output = output + F.linear(hidden, weight) - directed
+            output = output + self.product(hidden, weight, None) - directed
         return output if bias is None else output + bias
 
 
 class LoraLinear(LoraLayer, nn.Linear):
     """nn.Linear with an adapter."""
+
+
+class QuantizedLoraLinear(LoraLinear):
+    """nn.Linear with an adapter and its own weight packed in 4 bits a value (QLoRA)."""
+
+    pairs: torch.Tensor
+    """(256, 2): what a byte of the weight stands for; one tensor for all layers of a model."""
+    columns_together = BLOCK
+
+    def quantize(self) -> None:
+        """Pack the weight; on the meta device there is only its shape to change."""
+        weight = self.weight
+        packed = torch.empty(packed_shape(*weight.shape), dtype=torch.uint8, device=weight.device)
+        self.weight = nn.Parameter(packed if weight.is_meta else pack(weight.detach()), requires_grad=False)
+        self.register_buffer("pairs", level_pairs(weight.device), persistent=False)
+
+    def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return what the layer without its adapter gives of (..., in), by this packed weight."""
+        return product(hidden, weight, bias, self.pairs)
+
+    def whole(self, weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return this packed weight as a matrix."""
+        return unpack(weight, columns, self.pairs, dtype)
 
 
 class LoraConv1D(LoraLayer):
@@ -150,6 +186,11 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLoraLinear]:
+    """Return the layers whose own weight is packed, by name."""
+    return {name: layer for name, layer in adapted_layers(model).items() if isinstance(layer, QuantizedLoraLinear)}
+
+
 def scaling_of(model: nn.Module) -> float:
     """Return by what the adapters of a model are scaled, one number for all of them; 0 where there are none."""
     return next((layer.scaling for layer in adapted_layers(model).values()), 0.0)
@@ -176,7 +217,8 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 
 def _set_magnitudes(layer: LoraLayer) -> None:
     """Row by row of this rank's part; where the weight is cut across its rows, the parts are summed."""
-    norms = row_norms(local_part(layer.weight))
+    columns = local_part(layer.lora_A).shape[1]
+    norms = row_norms(layer.whole(local_part(layer.weight), columns, torch.float32))
     if isinstance(layer.weight, DTensor):
         mesh = layer.weight.device_mesh
         for axis, placement in enumerate(layer.weight.placements):
@@ -190,10 +232,13 @@ def _set_magnitudes(layer: LoraLayer) -> None:
 def _adapted(layer: nn.Module, cfg: PeftConfig) -> LoraLayer:
     """A layer of the class with an adapter, which takes over the parameters of `layer`."""
     linear = isinstance(layer, nn.Linear)
-    made: Any = LoraLinear.__new__(LoraLinear) if linear else LoraConv1D.__new__(LoraConv1D)
+    kind: Any = (QuantizedLoraLinear if cfg.quantizes else LoraLinear) if linear else LoraConv1D
+    made = kind.__new__(kind)
     made.__dict__ = layer.__dict__.copy()
     rows, columns = layer.weight.shape  # type: ignore[misc]
     made.adapt(cfg, (columns, rows) if linear else (rows, columns))
+    if cfg.quantizes:
+        made.quantize()
     return made
 
 
@@ -215,8 +260,10 @@ def _chosen(model: PreTrainedModel, cfg: PeftConfig) -> list[str]:
         problems.append(f"peft.targets={cfg.targets}: {kind} has no linear layer to adapt; set peft=none")
     foreign = {type(linear[name]).__name__ for name in chosen if type(linear[name]) not in (nn.Linear, Conv1D)}
     problems += [f"peft.targets={cfg.targets}: {each} of {kind} has a forward of its own" for each in sorted(foreign)]
-    if cfg.dora and any(isinstance(linear[name], Conv1D) for name in chosen):
-        problems.append(f"peft.dora=true: {kind} keeps its matrices transposed (Conv1D); set peft.dora=false")
+    if any(isinstance(linear[name], Conv1D) for name in chosen):
+        transposed = f"{kind} keeps its matrices transposed (Conv1D)"
+        problems += [f"peft.dora=true: {transposed}; set peft.dora=false"] if cfg.dora else []
+        problems += [f"peft.method=qlora: {transposed}; set peft=lora"] if cfg.quantizes else []
     if problems:
         raise ConfigError(problems)
     return chosen

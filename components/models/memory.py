@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from components.models.lora import quantized_layers
 from components.models.names import tied_names
+from components.models.nf4 import level_pairs
 from components.models.twin import buffer_twin
 
 if TYPE_CHECKING:
@@ -27,10 +29,13 @@ def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
     model.to_empty(device=device)
     for name, original in tied.items():
         _set(model, name, model.get_parameter(original))
+    pairs = level_pairs(device)
+    for layer in quantized_layers(model).values():
+        layer.pairs = pairs
     twin = buffer_twin(model)
     computed = dict(twin.named_buffers(remove_duplicate=False))
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        value = computed.get(name)
+        value = pairs if buffer is pairs else computed.get(name)
         if value is None or value.is_meta:
             raise RuntimeError(f"buffer {name} of {type(model).__name__} is not computed by its constructor")
         buffer.copy_(value)

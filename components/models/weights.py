@@ -19,8 +19,9 @@ from components.models.gguf import GGUFTensors
 from components.models.initialize import drawn_weight, initialize_weights
 from components.models.lora import initialize_adapters
 from components.models.names import saved_tensors, tied_names
+from components.models.nf4 import fill_or_pack, is_packed, packing
 from components.models.safetensors import SafetensorsTensors, find_safetensors
-from components.models.shards import Index, fill, local_blocks, local_part
+from components.models.shards import Index, local_blocks, local_part
 from components.models.twin import meta_twin
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def fill_weights(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
 
 
 def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
-    """Set parameters and persistent buffers from the files of `cfg.path`, cast to the types they have.
+    """Set parameters and persistent buffers from the files of `cfg.path`, cast to the types they have, or packed.
 
     For a materialised model whose parameters are plain tensors or DTensors. It may lack those of other pipeline
     stages; the files are compared with the whole model. A rank reads the bytes of its own parts; only GGUF tensors
@@ -88,9 +89,10 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
     given = f"model.path={cfg.path}"
     _check(plan, twin, stored.shapes(), given)
     targets = saved_tensors(model)
+    shapes = {name: tensor.shape for name, tensor in saved_tensors(twin).items()}
     for name, source in plan.direct.items():
         if name in targets:
-            fill(targets[name], name, partial(stored.read, source))
+            fill_or_pack(targets[name], name, partial(stored.read, source), shapes[name])
     for first, conversion in plan.converted.items():
         if targets.keys().isdisjoint(_made_from(conversion, first)):
             continue
@@ -102,25 +104,34 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
                 _listed(f"{given}: {first} cannot be made from its parts ({error})", stored_names)
             ) from error
         for name, values in made.items():
-            if values.shape != targets[name].shape:
-                raise ConfigError(_misshaped(given, name, values.shape, targets[name].shape))
-            fill(targets[name], name, values.__getitem__)
+            if values.shape != shapes[name]:
+                raise ConfigError(_misshaped(given, name, values.shape, shapes[name]))
+            fill_or_pack(targets[name], name, values.__getitem__, shapes[name])
     for alias, (name, source) in plan.repeated.items():
         if name in targets:
             _check_equal(targets[name], name, partial(stored.read, source), f"{given}: {alias}")
 
 
 def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callable[[str, Index], torch.Tensor]:
-    """Return what reads a block of a tensor as `fill_weights` would set it, in the model's type, without a model.
+    """Return what reads a block of a tensor as `fill_weights` would set it, in its type there, without its memory.
 
     Raises ConfigError as `load_weights` does.
     """
     twin = meta_twin(model)
-    types = {name: tensor.dtype for name, tensor in saved_tensors(twin).items()}
+    whole = saved_tensors(twin)
+    packed = {name for name, tensor in saved_tensors(model).items() if is_packed(tensor)}
+
+    def typed(read: Callable[[str, Index], torch.Tensor]) -> Callable[[str, Index], torch.Tensor]:
+        return lambda name, index: (
+            packing(partial(read, name), whole[name].shape[1])(index)
+            if name in packed
+            else read(name, index).to(whole[name].dtype)
+        )
+
     if cfg.init == WeightInit.random:
         float32 = meta_twin(model, dtype=torch.float32)
         drawn = lru_cache(maxsize=1)(lambda name: drawn_weight(float32, name, seed))
-        return lambda name, index: drawn(name)[index].to(types[name])
+        return typed(lambda name, index: drawn(name)[index])
     stored = _open(cfg, twin)
     plan = _plan(twin, list(stored.shapes()))
     _check(plan, twin, stored.shapes(), f"model.path={cfg.path}")
@@ -129,10 +140,10 @@ def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callab
 
     def read(name: str, index: Index) -> torch.Tensor:
         if name in plan.direct:
-            return stored.read(plan.direct[name], index).to(types[name])
-        return made(source[name])[name][index].to(types[name])
+            return stored.read(plan.direct[name], index)
+        return made(source[name])[name][index]
 
-    return read
+    return typed(read)
 
 
 def _open(cfg: ModelConfig, twin: PreTrainedModel) -> StoredTensors:

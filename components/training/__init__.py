@@ -8,6 +8,7 @@ sync.py       get_sync_ctx: which backward reduces gradients
 gradients.py  the norm of all gradients over mixed meshes, clipping
 optim.py      AdamW with decay groups, learning-rate schedules, updates that skip non-finite gradients
 precision.py  the type of matrix products
+kernels.py    what a run attends by, and what float8 changes of its loss
 metrics.py    numbers of a step, read a fixed number of steps later, so that the host never waits
 state.py      what a resume needs besides tensors; the request to stop; the time of the next save
 checkpointing.py  what activation checkpointing `auto` stands for, by an estimate of memory
@@ -19,6 +20,7 @@ watchdog.py   ends a run that makes no progress, and names the rank that is miss
 from components.training.checkpointing import Checkpointing, choose_checkpointing
 from components.training.garbage import GarbageOffTheStep
 from components.training.gradients import clip_gradients, gradient_norm
+from components.training.kernels import check_kernels
 from components.training.loop import StepSettings, evaluate, train_step
 from components.training.loss import count_targets, next_tokens, reduce_loss, token_loss_sum
 from components.training.metrics import StepMetrics, StepReader
@@ -50,6 +52,7 @@ __all__ = [
     "attach_token_loss",
     "autocast_dtype",
     "build_optimizer",
+    "check_kernels",
     "choose_checkpointing",
     "clip_gradients",
     "compute_dtype",

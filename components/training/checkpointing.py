@@ -109,19 +109,26 @@ def _gathered_bytes(
     model: nn.Module, cfg: FinetuneConfig, mesh: Mesh, compute_dtype: torch.dtype, accumulation: int
 ) -> int:
     """What is held besides the shards: parameters in the type of the products, gradients that wait for their sum."""
-    local = {name: local_part(each).numel() for name, each in model.named_parameters()}
-    whole = sum(local.values())
-    stored = next(model.parameters()).dtype
+    stored = next(each.dtype for each in model.parameters() if each.is_floating_point())
+    whole, gradients = _gathered(model, compute_dtype)
     if cfg.parallelism.strategy != Strategy.fsdp2:
-        return 0 if compute_dtype == stored else whole * compute_dtype.itemsize
-    shards = mesh.size("fsdp")
-    in_layers = sum(
-        sum(local_part(each).numel() for each in layer.parameters()) for layer in decoder_layers(model).values()
-    )
-    layers = max(1, sum(any(True for _ in layer.parameters()) for layer in decoder_layers(model).values()))
+        return 0 if compute_dtype == stored else whole
+    stack = [_gathered(layer, compute_dtype) for layer in decoder_layers(model).values()]
+    layers = max(1, sum(bytes_ > 0 for bytes_, _ in stack))
+    in_layers, of_layers = (sum(each) for each in zip(*stack, strict=True))
     held = 2 * in_layers // layers + whole - in_layers if cfg.parallelism.reshard_after_forward else whole
-    waiting = whole if accumulation > 1 and cfg.parallelism.defer_grad_sync else 2 * in_layers // layers
-    return shards * (held * compute_dtype.itemsize + waiting * max(4, compute_dtype.itemsize))
+    waiting = gradients if accumulation > 1 and cfg.parallelism.defer_grad_sync else 2 * of_layers // layers
+    return mesh.size("fsdp") * (held + waiting)
+
+
+def _gathered(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of this rank's parts of the parameters in the type of the products, and of the gradients of those trained.
+
+    Packed weights stay bytes.
+    """
+    parts = [(local_part(each).numel(), each) for each in module.parameters()]
+    held = sum(size * (dtype.itemsize if each.is_floating_point() else 1) for size, each in parts)
+    return held, sum(size * max(4, dtype.itemsize) for size, each in parts if each.requires_grad)
 
 
 def _memory(device: torch.device) -> int:

@@ -119,7 +119,8 @@ def model_flops(model: Any) -> ModelFlops:
         for parameter in module.parameters(recurse=False):
             if parameter.dim() >= (3 if experts else 2):
                 share = _chosen(config) / parameter.shape[0] if experts else 1.0
-                per_token += (6 if parameter.requires_grad else 4) * parameter.numel() * share
+                values = parameter.numel() if parameter.is_floating_point() else _packed_values(module)
+                per_token += (6 if parameter.requires_grad else 4) * values * share
     return ModelFlops(per_token, _per_pair(config))
 
 
@@ -143,6 +144,11 @@ def document_lengths(batch: dict[str, torch.Tensor]) -> list[int]:
         return ends.tolist()
     bounds = torch.minimum(batch[DOCUMENTS], ends[:, None].to(batch[DOCUMENTS].dtype))
     return [length for length in bounds.diff(dim=1).flatten().tolist() if length > 0]
+
+
+def _packed_values(module: Any) -> int:
+    """Values of a linear layer's weight, whose bytes are fewer."""
+    return module.in_features * module.out_features
 
 
 def _chosen(config: Any) -> int:

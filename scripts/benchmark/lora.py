@@ -1,4 +1,4 @@
-"""CPU seconds and optimizer state of a training step: every parameter, LoRA and DoRA, interleaved, in one process.
+"""CPU seconds and memory of a training step: every parameter, LoRA, DoRA and QLoRA, interleaved, in one process.
 
 python scripts/benchmark/lora.py                                  # SmolLM2-135M, 4 rows of 128 tokens, one thread
 python scripts/benchmark/lora.py --rows 2 --seq-len 64 --steps 3
@@ -23,6 +23,7 @@ KINDS = {
     "every parameter": PeftConfig(),
     "LoRA": PeftConfig(method=PeftMethod.lora),
     "DoRA": PeftConfig(method=PeftMethod.lora, dora=True),
+    "QLoRA": PeftConfig(method=PeftMethod.qlora),
 }
 
 
@@ -56,10 +57,12 @@ def main() -> None:
     print(f"{options.rows} x {options.seq_len} tokens, one thread, {why}")
     for kind, median in medians.items():
         optimizer = runs[kind][1]
-        held = [value for state in optimizer.state.values() for value in state.values()]
-        size = sum(value.numel() * value.element_size() for value in held)
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        size = sum(value.numel() * value.element_size() for value in moments)
         ratio = median / medians["every parameter"]
-        print(f"{kind:16} {median:6.2f} s of CPU a step, {ratio:.2f} x; optimizer state {size / 1e6:,.0f} MB")
+        weights = models.count_parameters(runs[kind][0]).local_bytes
+        held = f"parameters {weights / 1e6:,.0f} MB, optimizer state {size / 1e6:,.0f} MB"
+        print(f"{kind:16} {median:6.2f} s of CPU a step, {ratio:.2f} x; {held}")
 
 
 if __name__ == "__main__":

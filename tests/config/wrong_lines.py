@@ -206,8 +206,8 @@ EXPERTS = [
     ("model=tiny_moe parallelism=fsdp2_ep2 cluster.procs_per_node=3", "3 processes cannot be divided by ep 2 = 2"),
 ]
 PEFT = [
-    ("peft=qlora", "peft=qlora: no such option", "did you mean lora?"),
-    ("peft=lora peft.method=qlora", "peft.method=qlora: must be one of none, lora"),
+    ("peft=qlor", "peft=qlor: no such option", "did you mean qlora?"),
+    ("peft=lora peft.method=loha", "peft.method=loha: must be one of none, lora, qlora"),
     ("peft.rank=8", "peft.rank=8: peft.method=none trains every parameter", "add peft=lora"),
     ("peft=lora peft.r=8", "peft.r=8: no such key"),
     ("peft=lora peft.rank=0", "peft.rank=0: must be at least 1"),
@@ -219,6 +219,13 @@ PEFT = [
     (
         "peft=lora parallelism=megatron_fsdp",
         *("peft.method=lora: parallelism.strategy=megatron_fsdp was never tried", "parallelism=fsdp2, or peft=none"),
+    ),
+]
+KERNELS = [
+    ("model.attention=flash", "model.attention=flash: must be one of sdpa, sdpa_flash, eager, "),
+    (
+        "model.float8=rowwise model.float8_emulate=true model.float8_bound=0",
+        "model.float8_bound=0.0: must be greater than",
     ),
 ]
 UNEVEN_HEADS = [
@@ -339,6 +346,7 @@ TABLE = {
     "axes": AXES,
     "experts": EXPERTS,
     "peft": PEFT,
+    "kernels": KERNELS,
     "uneven_heads": UNEVEN_HEADS,
     "slurm": SLURM,
     "mixtures": MIXTURES,

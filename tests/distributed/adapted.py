@@ -25,6 +25,16 @@ DORA = replace(LORA, dora=True)
 ATTENTION = replace(LORA, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
 """For mixtures of experts, where peft takes the router for a linear layer."""
 RSLORA = replace(LORA, rslora=True, rank=5)
+QLORA = replace(LORA, method="qlora")
+QDORA = replace(DORA, method="qlora")
+WIDE = {"hidden_size": 128, "intermediate_size": 256}
+"""Of a model whose packed weights two tp ranks can share."""
+NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])  # fmt: skip
+"""As published: the paper's appendix E, and bitsandbytes."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +73,9 @@ def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if parameter.requires_grad:
             made[name] = 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if name.endswith("lora_magnitude_vector"):
-                weight = model.get_parameter(name.replace("lora_magnitude_vector", "weight"))
-                made[name] = weight.detach().double().norm(dim=1) * (1 + made[name])
+                layer: Any = model.get_submodule(name.rpartition(".")[0])
+                weight = layer.whole(layer.weight.detach(), layer.lora_A.shape[1], torch.float64)
+                made[name] = weight.double().norm(dim=1) * (1 + made[name])
     return made
 
 
@@ -86,6 +97,17 @@ def ours(case: Adapted) -> torch.nn.Module:
     return model
 
 
+def rounded_to_nf4(matrix: torch.Tensor) -> torch.Tensor:
+    """What remains of (out, in) in NF4, block by block: its largest magnitude in float16 x the nearest level."""
+    kept = matrix.detach().float().clone()
+    for row in kept:
+        for block in row.split(64):  # of a row
+            scale = block.abs().max().half().float()
+            nearest = (block[:, None] / scale - NF4).abs().argmin(dim=1) if scale else torch.full_like(block, 7).int()
+            block.copy_(scale * NF4[nearest])
+    return kept.to(matrix.dtype)
+
+
 def lora_config(cfg: PeftConfig, **more: Any) -> peft.LoraConfig:
     """The same settings in the peft library's own words."""
     targets = "all-linear" if cfg.targets == ["all-linear"] else cfg.targets
@@ -98,6 +120,10 @@ def lora_config(cfg: PeftConfig, **more: Any) -> peft.LoraConfig:
 def theirs(case: Adapted) -> torch.nn.Module:
     """The model with the peft library's modules, and the same values."""
     model = build(case)
+    if case.peft.quantizes:
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                module.weight.data = rounded_to_nf4(module.weight)
     peft.inject_adapter_in_model(lora_config(case.peft), model)
     given = values(ours(case))
     with torch.no_grad():

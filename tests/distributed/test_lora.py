@@ -1,5 +1,7 @@
 """Adapters on every mesh: gradients and curves are those of the peft library in one process, in plain PyTorch.
 
+Those of QLoRA are peft's over weights that were rounded to NF4 by a rule written out here.
+
 float64: the first step's gradient of every adapter parameter within 1e-10; float32: loss and norm of five steps within
 1e-5. A covering part is always tested; MESHBOOK_ALL_PARITY=1 (`make parity`) tests all of it.
 """
@@ -26,7 +28,10 @@ from tests.distributed.adapted import (
     ATTENTION,
     DORA,
     LORA,
+    QDORA,
+    QLORA,
     RSLORA,
+    WIDE,
     Adapted,
     our_name,
     ours,
@@ -40,7 +45,12 @@ F32 = torch.float32
 EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 BIASES = {"attention_bias": True, "mlp_bias": True}
 SOME = {
-    1: [Adapted("llama", "single"), Adapted("gpt2", "single", peft=RSLORA), Adapted("qwen3", "single", F32, DORA)],
+    1: [
+        Adapted("llama", "single"),
+        Adapted("gpt2", "single", peft=RSLORA),
+        Adapted("qwen3", "single", F32, DORA),
+        Adapted("llama", "single", peft=QDORA),
+    ],
     2: [
         Adapted("gpt2", "ddp2"),
         Adapted("qwen3", "dp_shard2"),
@@ -50,11 +60,15 @@ SOME = {
         Adapted("qwen3", "cp2", peft=RSLORA),
         Adapted("llama_tied", "pp2", layout={"defer_grad_sync": False}),
         Adapted("mixtral", "ep2", peft=ATTENTION),
+        Adapted("llama", "ddp2", peft=QLORA),
+        Adapted("llama", "dp_shard2", F32, QLORA),
+        Adapted("llama", "tp2_sp", peft=QDORA, config=WIDE),
     ],
     4: [
         Adapted("llama", "dp_replicate2_dp_shard2", layout={"defer_grad_sync": False}),
         Adapted("qwen3", "dp_shard2_tp2", peft=DORA),
         Adapted("llama", "dp_shard2_tp2_sp"),
+        Adapted("llama", "dp_replicate2_dp_shard2", peft=QLORA),
     ],
 }
 SCHEDULES = ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -80,8 +94,17 @@ def everything(world: int) -> list[Adapted]:
     grid += [Adapted("llama", mesh, peft=DORA, config=BIASES) for mesh in DENSE[world]]
     staged = [Adapted("llama", "pp2", layout={"pp_schedule": name}, layers=5) for name in SCHEDULES]
     moe = {2: ["ep2", "tp2"], 4: ["ep2_tp2", "dp_shard2_ep2", "pp2_ep2"]}.get(world, [])
+    packed = [
+        Adapted(model, mesh, dtype, peft, config=WIDE | ({"head_dim": 16} if model == "qwen3" else {}))
+        for model in ("llama", "qwen3")
+        for mesh in DENSE[world]
+        if "tp4" not in mesh  # 64 columns lie together
+        for dtype, peft in ((torch.float64, QLORA), (F32, QDORA))
+    ]
+    if world == 2:
+        packed += [Adapted("llama", "pp2", peft=QLORA, layout={"pp_schedule": name}, layers=5) for name in SCHEDULES]
     mixtures = [Adapted(model, mesh, peft=ATTENTION) for model in ("mixtral", "qwen3_moe") for mesh in moe]
-    return [*grid, *mixtures, *(staged if world == 2 else [])]
+    return [*grid, *packed, *mixtures, *(staged if world == 2 else [])]
 
 
 @pytest.mark.parametrize("world", SOME)
@@ -210,20 +233,43 @@ def test_adapters_in_float32_beside_weights_in_bfloat16() -> None:
     assert max(run_ranks(2, worst)) < 0.05  # bfloat16 rounds to 3 digits
 
 
+def test_a_torch_that_shards_no_bytes_is_told() -> None:
+    model = ours(Adapted("llama", "dp_shard2", peft=QLORA))
+
+    def refuse(module: torch.nn.Module, **_: object) -> None:
+        raise RuntimeError("Only Tensors of floating point and complex dtype can require gradients")
+
+    def told(rank: int) -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("components.distributed.fsdp.fully_shard", refuse)
+            with pytest.raises(ConfigError) as caught:
+                lay_out(model, "dp_shard2")
+        return caught.value.problems
+
+    assert re.search(
+        r"qlora: FSDP2 of torch .* does not shard bytes \(Only Ten.*parallelism=ddp", run_ranks(2, told)[0][0]
+    )
+
+
 def test_what_cannot_have_adapters_on_a_mesh_is_refused() -> None:
     fused = ours(Adapted("phi3", "tp2"))
     sparse = ours(Adapted("llama", "pp2", peft=replace(LORA, targets=["layers.0.self_attn.q_proj"])))
+    narrow = ours(Adapted("llama", "tp2", peft=QLORA))
 
     def told(rank: int) -> list[str]:
         problems = []
-        for model, mesh in ((fused, "tp2"), (sparse, "pp2")):
+        for model, mesh in ((fused, "tp2"), (sparse, "pp2"), (narrow, "tp2")):
             with pytest.raises(ConfigError) as caught:
                 lay_out(model, mesh)
             problems += caught.value.problems
         return problems
 
-    of_tp, of_pp = run_ranks(2, told)[0]
+    of_tp, of_pp, of_packed = run_ranks(2, told)[0]
     assert re.search(
         r"parallelism.tp: model.layers.0.*_proj has an adapter, .*peft.targets, or set parallelism.tp=1", of_tp
     )
     assert re.search(r"parallelism.pp: no layer of pipeline stage 1 has an adapter.*peft.targets=\[all-linear\]", of_pp)
+    assert re.search(
+        r"parallelism.tp=2: model.layers.0.self_attn.o_proj has 48 inputs, which are quantised 64 at a time.*peft=lora",
+        of_packed,
+    )

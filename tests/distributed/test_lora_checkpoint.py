@@ -23,14 +23,16 @@ from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.data import DocsDataConfig
+from components.models.lora import adapted_layers
 from scripts.export import main as export
 from scripts.parity_shapes import layout_of
-from tests.distributed.adapted import DORA, Adapted, build, ours
+from tests.distributed.adapted import DORA, QLORA, WIDE, Adapted, build, ours, rounded_to_nf4
 from tests.distributed.tiny_runs import TinyRun, cell_named, start, whole
 from tests.harness import run_ranks
 from tests.tiny_models import logits, reference, tiny_folder
 
 CASE = Adapted("llama", "", torch.float32, DORA)
+PACKED = Adapted("llama", "", torch.float32, QLORA, config=WIDE)
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 MESHES = {4: ["dp_shard2_tp2", "pp2_tp2", "tp4"], 2: ["ddp2", "pp2"], 1: ["fsdp2"]} if TORTURE else {2: ["tp2", "pp2"]}
 KEEP = CheckpointConfig(keep=1)
@@ -50,8 +52,9 @@ def trained(run: TinyRun) -> dict[str, torch.Tensor]:
     return {name: value for name, value in whole(run).items() if "lora_" in name}
 
 
-def test_a_run_goes_on_bit_for_bit_and_on_any_mesh(tmp_path: Path) -> None:
-    model, elsewhere = ours(CASE), ours(CASE)
+@pytest.mark.parametrize("case", [CASE, *([PACKED] if TORTURE else [])], ids=lambda case: case.peft.method)
+def test_a_run_goes_on_bit_for_bit_and_on_any_mesh(case: Adapted, tmp_path: Path) -> None:
+    model, elsewhere = ours(case), ours(case)
     for parameter in elsewhere.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter)  # all of which must be replaced
@@ -117,12 +120,12 @@ def test_other_base_weights_and_other_parameters_are_refused(tmp_path: Path) -> 
     assert "lora_A" in holds
 
 
-def config(tmp_path: Path) -> FinetuneConfig:
+def config(tmp_path: Path, method: str) -> FinetuneConfig:
     """A run directory over base weights in a folder."""
     cfg = FinetuneConfig(
         model=ModelConfig(path=str(tiny_folder(tmp_path / "base", "llama")), tokenizer="bytes"),
         data=DocsDataConfig(),
-        peft=PeftConfig(method="lora", rank=3, dora=True, targets=["q_proj", "v_proj", "down_proj"]),
+        peft=PeftConfig(method=method, rank=3, dora=True, targets=["q_proj", "v_proj", "down_proj"]),
     )
     cfg.run.dir = str(tmp_path / "run")
     (tmp_path / "run").mkdir()
@@ -151,11 +154,15 @@ def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for held in everyone for name, value in held.items()}
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_what_a_mesh_exports_is_what_its_checkpoint_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Adapters start alike on every mesh; both exports are those of scripts/export.py, and peft loads them."""
-    cfg = config(tmp_path)
+    """Adapters start alike on every mesh; both exports are those of scripts/export.py, and peft loads them.
+
+    Those of QLoRA belong to weights as they come out of 4 bits, and are merged into these.
+    """
+    cfg = config(tmp_path, method)
     run_dir = tmp_path / "run"
 
     def body(rank: int) -> Any:
@@ -179,7 +186,11 @@ def test_what_a_mesh_exports_is_what_its_checkpoint_gives(
     for name, value in now.items():
         alone.get_parameter(name).data.copy_(value)
     expected = logits(alone.eval())
-    theirs = PeftModel.from_pretrained(reference(tmp_path / "base"), run_dir / "adapter").eval()
+    base = reference(tmp_path / "base")
+    for layer in adapted_layers(alone) if method == "qlora" else ():
+        weight = base.get_submodule(layer).weight
+        weight.data = rounded_to_nf4(weight)
+    theirs = PeftModel.from_pretrained(base, run_dir / "adapter").eval()
     torch.testing.assert_close(logits(theirs), expected, rtol=1e-5, atol=1e-5)
     merged = AutoModelForCausalLM.from_pretrained(run_dir / "export").eval()
     torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)

@@ -6,10 +6,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from components.config.schema.checks import at_least, raise_all
+from components.config.schema.checks import above, at_least, raise_all
 
 CAUSAL_SDPA = "causal_sdpa"
 """What model.attention=sdpa is called within transformers once it needs no mask; never written to a config.json."""
+CAUSAL_FLASH = "causal_one_kernel"
+"""The same of model.attention=sdpa_flash; transformers takes names with flash in them for packages."""
+NO_FLEX_BACKWARD = (
+    "model.attention=flex_attention: torch has no backward of it on CPUs; set model.attention=sdpa, or "
+    "cluster.device=cuda"
+)
 DOCUMENTS = "documents"
 """Of packed rows: where their documents are. A tensor of a micro-batch and the keyword by which it gets to attention:
 (batch, documents + 1) int32 of 0, each document's end in the row, and the row's length as often as needed."""
@@ -32,12 +38,26 @@ class WeightInit(StrEnum):
 
 
 class Attention(StrEnum):
-    """Attention implementations of transformers."""
+    """How a model attends.
+
+    sdpa: torch's scaled_dot_product_attention, which chooses its kernel by what there is; sdpa_flash: its flash kernel
+    or none, so that a run ends where it would be slow; the others are transformers' own, with its masks and its host
+    sync: eager, flash_attention_2 (an optional package), flex_attention (no backward on CPUs).
+    """
 
     sdpa = "sdpa"
+    sdpa_flash = "sdpa_flash"
     eager = "eager"
     flash_attention_2 = "flash_attention_2"
     flex_attention = "flex_attention"
+
+
+class Float8(StrEnum):
+    """Products of linear layers in float8: none; tensorwise or rowwise: how many scales an operand has."""
+
+    none = "none"
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
 
 
 class LossMethod(StrEnum):
@@ -85,7 +105,13 @@ class ModelConfig:
     compute_dtype: DType = DType.auto
     """Type of matrix products; losses, norms of gradients and updates are never below float32."""
     attention: Attention = Attention.sdpa
-    """Attention implementation."""
+    """sdpa, sdpa_flash, eager, flash_attention_2 or flex_attention; the banner says what that comes to here."""
+    float8: Float8 = Float8.none
+    """Compute linear layers but the output head in float8, by torchao: none, tensorwise (fastest) or rowwise."""
+    float8_emulate: bool = False
+    """Only round as float8 does and compute as usual: slow, on any device, to see what it costs in quality."""
+    float8_bound: float = 0.01
+    """A run ends at its start when float8 changes the loss of its first micro-batch by more, relatively."""
     loss: LossMethod = LossMethod.auto
     """How the loss is computed from the last hidden states: auto, logits, chunked or liger."""
     compile: bool = False
@@ -126,6 +152,16 @@ class ModelConfig:
             )
         if self.path is None and self.tokenizer is None:
             problems.append("model.tokenizer=null: without model.path name one, or bytes for one token per byte")
+        problems += above("model.float8_bound", self.float8_bound, 0)
+        if self.float8_emulate and self.float8 == Float8.none:
+            problems.append("model.float8_emulate=true: there is no float8 to emulate; set model.float8=tensorwise")
+        computed = DType.float64 if self.dtype == DType.float64 else self.compute_dtype
+        if self.float8 != Float8.none and not self.float8_emulate and computed not in (DType.auto, DType.bfloat16):
+            problems.append(
+                f"model.float8={self.float8}: rounds what is computed in bfloat16, and model.dtype={self.dtype} with "
+                f"model.compute_dtype={self.compute_dtype} is not; set "
+                "model.compute_dtype=bfloat16 or model.float8=none"
+            )
         if self.dtype == DType.auto:
             problems.append("model.dtype=auto: the stored type must be stated: float32, bfloat16 or float64")
         raise_all(problems)

@@ -13,10 +13,14 @@ ALL_LINEAR = "all-linear"
 
 
 class PeftMethod(StrEnum):
-    """none: every parameter is trained; lora: a pair of matrices of low rank beside each target (Hu et al. 2021)."""
+    """none: every parameter is trained; lora: a pair of matrices of low rank beside each target (Hu et al. 2021).
+
+    qlora: lora, with the targets' own weights, which are frozen, in 4 bits (NF4, Dettmers et al. 2023).
+    """
 
     none = "none"
     lora = "lora"
+    qlora = "qlora"
 
 
 class PeftExport(StrEnum):
@@ -32,7 +36,7 @@ class PeftConfig:
     """Which layers get adapters, and of what size: y = W x + alpha / rank B A x, with W frozen."""
 
     method: PeftMethod = PeftMethod.none
-    """none or lora; the other keys are lora's."""
+    """none, lora or qlora; the other keys are theirs."""
     rank: int = 16
     """Rows of A and columns of B."""
     alpha: float = 32.0
@@ -52,6 +56,11 @@ class PeftConfig:
     def adapts(self) -> bool:
         """Whether there are adapters, and the model's own weights are frozen."""
         return self.method != PeftMethod.none
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether weights that have adapters are held in 4 bits."""
+        return self.method == PeftMethod.qlora
 
     @property
     def scaling(self) -> float:

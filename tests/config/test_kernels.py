@@ -1,0 +1,78 @@
+"""Kernels that a configuration cannot have, each told with its value, its rule and the key to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from components.config.errors import ConfigError
+from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
+from components.config.schema.cluster import ClusterConfig, Device
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import WeightInit
+from components.config.validate import validate
+
+EIGHT = {"float8": "rowwise", "float8_emulate": True}
+
+
+def model(**values: Any) -> ModelConfig:
+    return ModelConfig(init=WeightInit.random, tokenizer="bytes", config={"model_type": "llama"}, **values)
+
+
+MESH = [
+    (
+        model(attention="sdpa_flash"), {"parallelism": ParallelismConfig(cp=2)}, 2,
+        "model.attention=sdpa_flash: parallelism.cp=2 attends to masks of its own", "set model.attention=sdpa",
+    ),
+    (
+        model(attention="flex_attention"), {"cluster": ClusterConfig(device=Device.cpu)}, 1,
+        "model.attention=flex_attention: torch has no backward of it on CPUs", "set model.attention=sdpa, or cl",
+    ),
+    (
+        model(float8="tensorwise"), {"cluster": ClusterConfig(device=Device.cpu)}, 1,
+        "model.float8=tensorwise: CPUs have no float8 products, and cluster.device=cpu", "model.float8_emulate=true",
+    ),
+    (
+        model(**EIGHT), {"parallelism": ParallelismConfig(tp=2)}, 2,
+        "model.float8=rowwise: layers that parallelism.tp=2 divides", "set model.float8=none, or parallelism.tp=1",
+    ),
+    (
+        model(**EIGHT), {"peft": PeftConfig(method="lora")}, 1,
+        "model.float8=rowwise: layers with adapters are not computed in float8", "set model.float8=none, or peft=none",
+    ),
+    (
+        model(**EIGHT), {"parallelism": ParallelismConfig(strategy="megatron_fsdp")}, 1,
+        "model.float8=rowwise: parallelism.strategy=megatron_fsdp was never tried with it", "set parallelism=fsdp2, or",
+    ),
+    (
+        model(**EIGHT), {"parallelism": ParallelismConfig(pp=2, pp_schedule="ZBVZeroBubble")}, 2,
+        "model.float8=rowwise: parallelism.pp_schedule=ZBVZeroBubble splits the backward", "schedule=Interleaved1F1B",
+    ),
+]  # fmt: skip
+ALONE = [
+    ({"float8_emulate": True}, "model.float8_emulate=true: there is no float8 to emulate; set model.float8=tensorwise"),
+    (
+        {"float8": "tensorwise", "compute_dtype": "float32"},
+        "model.dtype=float32 with model.compute_dtype=float32 is not; set model.compute_dtype=bfloat16 or model.float",
+    ),
+    ({"float8": "rowwise", "dtype": "float64"}, "and model.dtype=float64 with model.compute_dtype=auto is not; set"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "sections", "world", "rule", "key"), MESH)
+def test_what_the_rest_of_the_run_forbids(
+    chosen: ModelConfig, sections: dict[str, Any], world: int, rule: str, key: str
+) -> None:
+    (problem,) = validate(FinetuneConfig(model=chosen, data=DocsDataConfig(), **sections), world)
+    assert rule in problem
+    assert key in problem
+    allowed = FinetuneConfig(model=model(), data=DocsDataConfig(), **sections)
+    assert validate(allowed, world) == []
+
+
+@pytest.mark.parametrize(("values", "problem"), ALONE)
+def test_what_the_section_forbids(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model(**values)
+    assert problem in caught.value.problems[0]

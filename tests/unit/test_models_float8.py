@@ -1,0 +1,161 @@
+"""Linear layers in float8, emulated: their products are those of rounded operands, on one process and under FSDP2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from components import distributed, models, training
+from components.config.errors import ConfigError
+from components.config.schema import ActivationCheckpointing, FinetuneConfig, ModelConfig, ParallelismConfig
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import DType, Float8, WeightInit
+from components.config.schema.optimizer import OptimizerConfig
+from components.models.float8 import float8_layers, without_float8
+from scripts.parity_curves import relative
+from scripts.parity_shapes import layout_of
+from tests.harness import run_ranks
+from tests.optional import need_torchao
+from tests.tiny_models import FAMILIES, logits
+
+need_torchao()
+RECIPES = [Float8.tensorwise, Float8.rowwise]
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def config(recipe: Float8 = Float8.tensorwise, **more: Any) -> ModelConfig:
+    return ModelConfig(
+        init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"], float8=recipe, float8_emulate=True,
+        compute_dtype=DType.float32, **more,
+    )  # fmt: skip
+
+
+def filled(cfg: ModelConfig) -> PreTrainedModel:
+    model = models.build_on_meta(cfg)
+    models.materialize(model, "cpu")
+    models.fill_weights(model, cfg, 0)
+    return model
+
+
+def rounded(matrix: torch.Tensor, recipe: Float8, dim: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    """What float8 leaves of a matrix, scaled as a whole or along `dim`, the one that a product sums over."""
+    largest = matrix.abs().amax() if recipe == Float8.tensorwise else matrix.abs().amax(dim, keepdim=True)
+    scale = LARGEST[dtype] / largest.double()
+    if recipe == Float8.rowwise:
+        scale = scale.log2().floor().exp2()
+    return (matrix.double() * scale).to(dtype).double() / scale
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_are_those_of_rounded_operands(recipe: Float8) -> None:
+    layer: Any = models.build_on_meta(config(recipe)).model.layers[0].mlp.up_proj.to_empty(device="cpu")
+    torch.manual_seed(0)
+    weight, hidden, grad = torch.randn(48, 32), torch.randn(7, 32, requires_grad=True), torch.randn(7, 48)
+    layer.weight.data.copy_(weight)
+    made = layer(hidden)
+    made.backward(grad)
+    of_grad = torch.float8_e5m2 if recipe == Float8.tensorwise else torch.float8_e4m3fn
+    x = hidden.detach()
+    torch.testing.assert_close(
+        made.double(), rounded(x, recipe, 1) @ rounded(weight, recipe, 1).T, rtol=1e-4, atol=1e-4
+    )
+    to_input = rounded(grad, recipe, 1, of_grad) @ rounded(weight, recipe, 0)
+    torch.testing.assert_close(hidden.grad.double(), to_input, rtol=1e-4, atol=1e-4)
+    to_weight = rounded(grad, recipe, 0, of_grad).T @ rounded(x, recipe, 0)
+    torch.testing.assert_close(layer.weight.grad.double(), to_weight, rtol=1e-4, atol=1e-4)
+    assert relative(made, x @ weight.T) > 0.005  # it does round
+
+
+def test_the_head_and_sizes_that_do_not_fit_stay_as_they_are() -> None:
+    cfg = replace(config(), config={**FAMILIES["llama"], "intermediate_size": 40})
+    model, plain = models.build_on_meta(cfg), models.build_on_meta(replace(cfg, float8="none", float8_emulate=False))
+    layers = {id(each) for each in float8_layers(model)}
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if id(module) in layers}
+    assert names == {"q_proj", "o_proj", "k_proj", "v_proj"}
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    with pytest.raises(ConfigError, match=r"model.float8=tensorwise: no linear layer of LlamaForCausalLM has inputs"):
+        models.build_on_meta(replace(cfg, config={**FAMILIES["llama"], "hidden_size": 24, "head_dim": 6}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be float8 products")
+def test_a_machine_without_float8_products_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model.float8=tensorwise: needs a CUDA device of .*8.9 or more, and this is"
+    ):
+        models.build_on_meta(replace(config(), float8_emulate=False, compute_dtype=DType.auto))
+
+
+def gate(model: Any, bound: float = 0.01, recipe: Float8 = Float8.tensorwise) -> list[str]:
+    cfg = FinetuneConfig(model=config(recipe, float8_bound=bound), data=DocsDataConfig())
+    rows = torch.arange(3, 35).reshape(2, 16)
+    settings = training.StepSettings(device=torch.device("cpu"))
+    return training.check_kernels(model, cfg, lambda step: [{"input_ids": rows, "labels": rows}], settings)
+
+
+def test_a_run_whose_loss_float8_changes_ends_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = filled(config())
+    attention, told = gate(model)
+    assert attention.startswith("attention: sdpa, for heads of 8 in float32 on cpu torch's kernel ")
+    assert told.startswith("float8: tensorwise, emulated, 14 linear layers; the loss is 5.")
+    assert told.endswith("% apart")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(20)  # which is the head too: the model is sure of what it says
+    kind: Any = type(float8_layers(model)[0])
+    monkeypatch.setattr(kind, "forward", lambda self, hidden: 3 * hidden @ self.weight.T)  # a scale that is wrong
+    with pytest.raises(ConfigError, match=r"float8=tensorwise: the loss is .* more than model.float8_bound=0.01; set "):
+        gate(model)
+    assert gate(model, bound=10.0)
+
+
+def test_without_float8_layers_are_linear_layers() -> None:
+    one_layer = replace(config(), config={**FAMILIES["llama"], "num_hidden_layers": 1})
+    model, plain = filled(one_layer), filled(replace(one_layer, float8="none", float8_emulate=False))
+    models.compile_layers(model, backend="eager")
+    before = logits(model)
+    with without_float8(model):
+        torch.testing.assert_close(logits(model), logits(plain))
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=0)
+    assert relative(before, logits(plain)) > 1e-4
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    ids = torch.arange(3, 35).reshape(2, 16)
+    model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+    found = {name: each.grad for name, each in model.named_parameters()}
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
+
+
+def test_fsdp_ranks_have_the_gradients_of_one_process() -> None:
+    """Both read the same rows: the scale of activations is that of a micro-batch, so others would round otherwise."""
+    policies = {Float8.tensorwise: ActivationCheckpointing.selective, Float8.rowwise: ActivationCheckpointing.none}
+    expected = {recipe: gradients(filled(config(recipe))) for recipe in RECIPES}
+
+    def worst(rank: int) -> float:
+        found = []
+        for recipe, policy in policies.items():
+            model = models.build_on_meta(config(recipe))
+            layout = layout_of("dp_shard2", ParallelismConfig())
+            assert layout is not None
+            distributed.parallelize(model, distributed.build_mesh(layout, "cpu"), layout, torch.float32)
+            models.checkpoint_activations(model, policy)
+            models.materialize(model, "cpu")
+            models.fill_weights(model, config(recipe), 0)
+            found += [relative(each / 2, expected[recipe][name]) for name, each in gradients(model).items()]
+        return max(found)
+
+    assert max(run_ranks(2, worst)) < 1e-5
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_never_waits_for_the_device(recipe: Float8) -> None:
+    model = models.build_on_meta(config(recipe))
+    optimizer = training.build_optimizer(model, OptimizerConfig())
+    rows = torch.zeros(2, 16, dtype=torch.int64, device="meta")
+    settings = training.StepSettings(device=torch.device("meta"))
+    vector = training.train_step(model, [{"input_ids": rows, "labels": rows}], optimizer, settings)
+    assert vector.device.type == "meta"
