@@ -1,4 +1,4 @@
-"""The arms of compare.py, one file each: ARM.py's main() trains a workload in a process of its own and tells what it took.
+"""The arms of compare.py, a file each: it trains a workload in a process of its own, and tells what that took.
 
 workload.py   what is trained: sizes, settings, and the tokens of every step
 make.py       writes it once: model, adapter and tokens

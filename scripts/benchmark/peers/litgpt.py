@@ -1,6 +1,7 @@
-"""litgpt's GPT, chunked loss and step over Lightning's Fabric, as `litgpt pretrain` of version 0.5.13 puts them together;
-weights by its own converter. It knows no documents within a row, and has no converter for adapters: whole rows, full
-training.
+"""litgpt's GPT, chunked loss and step over Lightning's Fabric, as `litgpt pretrain` of version 0.5.13 has them.
+
+Weights come by its own converter. It knows no documents within a row, and has no converter for adapters: whole rows,
+every parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ PRECISIONS = {"float32": "32-true", "mixed": "bf16-mixed", "bfloat16": "bf16-tru
 
 
 def train(workload: Workload, meter: Meter) -> None:
-    """The loop of litgpt/pretrain.py, without logs, validation and checkpoints; targets end with one that is ignored."""
+    """The loop of litgpt/pretrain.py, without logs, validation and checkpoints; the last target is ignored."""
     import lightning
     from litgpt.utils import chunked_cross_entropy
 

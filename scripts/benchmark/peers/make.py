@@ -1,4 +1,4 @@
-"""Writes a workload once: a Llama's random weights as a folder that transformers loads, an adapter as peft does, tokens.
+"""Writes a workload once: a Llama's random weights for transformers, an adapter for peft, and tokens.
 
 No network and, but for an adapter, no transformers. Tensors are drawn one by one, so that 8B parameters need no memory.
 """
@@ -37,8 +37,8 @@ def make(workload: Workload, packed: bool) -> None:
     folder = Path(workload.folder)
     folder.mkdir(parents=True, exist_ok=True)
     stored = "bfloat16" if workload.precision == "bfloat16" else "float32"
-    said = repr((workload.shape, stored, workload.lora_rank, workload.seq_len, workload.rows, workload.total_steps, packed,
-                 workload.seed))  # fmt: skip
+    tokens = (workload.seq_len, workload.rows, workload.total_steps, packed, workload.seed)
+    said = repr((workload.shape, stored, workload.lora_rank, tokens))
     note = folder / "made.txt"
     if note.exists() and note.read_text() == said:
         return
@@ -178,7 +178,7 @@ def _drawn(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 
 
 def _lengths(generator: np.random.Generator, tokens: int, seq_len: int) -> np.ndarray:
-    """Lengths like a chat data set's: an eighth of a row in the median, with a long tail; a little more than asked for."""
+    """Draw lengths like a chat data set's: an eighth of a row in the median, a long tail; a little more than asked."""
     drawn = generator.lognormal(np.log(seq_len / 8), 0.8, 16 * tokens // seq_len + 64)
     lengths = drawn.astype(np.int64).clip(SHORTEST, seq_len)
     return lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]

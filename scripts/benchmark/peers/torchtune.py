@@ -1,6 +1,7 @@
-"""torchtune's model, chunked loss and step, as recipes/full_finetune_single_device.py and lora_finetune_single_device.py
-of version 0.6.1 put them together; weights by its own converter. Those recipes store everything in one type: there is no
-mixed precision, and adapters are stored as the model is. It read the loss on the host in every step, and so it does here.
+"""torchtune's model, chunked loss and step, as its recipes full_ and lora_finetune_single_device.py (0.6.1) have them.
+
+Weights come by its own converter. Those recipes store everything in one type: there is no mixed precision, and adapters
+are stored as the model is. They read the loss on the host in every step, and so it does here.
 
 Version 0.6.1 needs a torchao that still has `torchao.dtypes.nf4tensor` (0.10 was used), sentencepiece and tiktoken.
 """
