@@ -221,13 +221,14 @@ class Turns:
         python = self._options.python.get(name, sys.executable)
         command = [python, "-m", f"scripts.benchmark.peers.{module}", *map(str, list(files.values())[:2])]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(workload.threads))
-        environment = {**os.environ, **threads, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # the Trainer would take all
+        told = {**threads, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": one_gpu}
         with files["log"].open("w") as log:
             try:
                 ended = subprocess.run(
                     command,
                     cwd=ROOT,
-                    env=environment,
+                    env=os.environ | told,
                     stdout=log,
                     stderr=log,
                     timeout=self._options.timeout,
