@@ -188,9 +188,16 @@ class Report:
         return [
             f"per {seconds}; medians of {rounds} rounds of {work.steps} steps after {work.warmup}; {roof}",
             f"void above a loss difference of {self.bound:.0e} from a bare loop; peak GiB: {' / '.join(sorted(kinds))}",
+            *self._adapters(),
             ", ".join(f"{name} {version}" for name, version in sorted(versions.items())),
             *self.notes,
         ]
+
+    def _adapters(self) -> list[str]:
+        if not self.workload.lora_rank:
+            return []
+        kinds = {arm.name: ", ".join(arm.turns[0].settings["dtypes"]) for arm in self.arms if arm.turns}
+        return [f"adapters stored in: {'; '.join(f'{name} {kind}' for name, kind in kinds.items())}"]
 
     def markdown(self, rows: list[list[str]]) -> str:
         """Return the table and the lines under it."""

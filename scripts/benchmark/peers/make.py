@@ -6,7 +6,7 @@ No network and, but for an adapter, no transformers. Tensors are drawn one by on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,18 +36,17 @@ def make(workload: Workload, packed: bool) -> None:
     """
     folder = Path(workload.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    stored = "bfloat16" if workload.precision == "bfloat16" else "float32"
-    tokens = (workload.seq_len, workload.rows, workload.total_steps, packed, workload.seed)
-    said = repr((workload.shape, stored, workload.lora_rank, tokens))
-    note = folder / "made.txt"
-    if note.exists() and note.read_text() == said:
-        return
-    note.unlink(missing_ok=True)
+    weights = (workload.shape, str(workload.stored), workload.lora_rank, workload.seed)
+    sizes = (workload.shape.vocabulary, workload.seq_len, workload.rows, workload.total_steps, packed, workload.seed)
+    _once(folder / "weights.txt", repr(weights), lambda: write_weights(workload))
+    _once(folder / "tokens.txt", repr(sizes), lambda: write_tokens(workload, packed))
+
+
+def write_weights(workload: Workload) -> None:
+    """Write the model and, where the task has them, its adapters."""
     write_model(workload.shape, workload.model, workload.stored, workload.seed)
     if workload.lora_rank:
         write_adapter(workload)
-    write_tokens(workload, packed)
-    note.write_text(said)
 
 
 def config_of(shape: Shape) -> dict[str, object]:
@@ -159,6 +158,15 @@ def write_tokens(workload: Workload, packed: bool) -> None:
         row_documents=np.concatenate(rows),
         row_starts=np.cumsum([0, *map(len, rows)]),
     )
+
+
+def _once(note: Path, said: str, write: Callable[[], None]) -> None:
+    """Write unless `note` says that this was written."""
+    if note.exists() and note.read_text() == said:
+        return
+    note.unlink(missing_ok=True)
+    write()
+    note.write_text(said)
 
 
 def _parts(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
