@@ -18,7 +18,16 @@ from components.launch.sweep.table import first_line
 from scripts.benchmark.peers.workload import Workload
 
 OURS = "meshbook"
-COLUMNS = ("arm", "target tokens/s", "ours over it", "of the roof", "peak GiB", "worst loss difference", "verdict")
+COLUMNS = (
+    "arm",
+    "target tokens/s",
+    "spread",
+    "ours over it",
+    "of the roof",
+    "peak GiB",
+    "worst loss difference",
+    "verdict",
+)
 WIDTH = 160
 """Of a table that is not printed to a terminal."""
 
@@ -63,6 +72,12 @@ class Arm:
     def speed(self) -> float:
         """Target tokens per second: the median of its turns."""
         return statistics.median(turn.targets / turn.cost for turn in self.turns)
+
+    @property
+    def spread(self) -> float:
+        """How far its fastest turn is from its slowest, over the median: what is below that is noise."""
+        speeds = [turn.targets / turn.cost for turn in self.turns]
+        return (max(speeds) - min(speeds)) / self.speed
 
     @property
     def tflops(self) -> float:
@@ -163,6 +178,7 @@ class Report:
         return [
             arm.name,
             f"{arm.speed:,.0f}",
+            f"{arm.spread:.0%}",
             f"{ratio(ours.turns, arm.turns):.2f}" if compared and ours is not None else "",
             f"{arm.tflops / statistics.median(self.roofs):.0%}" if self.roofs and not void else "",
             " / ".join(f"{value:.2f}" for value in arm.memory.values()),

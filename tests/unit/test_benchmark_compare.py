@@ -92,14 +92,14 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     report = Report("the command", workload(tmp_path), turn(1.0, [2.0, 1.0]), 1e-4, arms, [2.0, 4.0, 8.0], ["a note"])
     assert report.finish(tmp_path) == 1  # an arm is void
-    # meshbook: 100 and 25 a second, 2 and 0.5 TFLOP/s of a roof of 4; the loop's ratios are 2 and 0.5.
+    # meshbook: 100 and 25 a second, apart by 75 of 62.5, 2 and 0.5 TFLOP/s of a roof of 4; the loop's ratios are 2, 0.5.
     assert [report.cells(each) for each in report.ranked()] == [
-        ["meshbook", "62", "1.00", "31%", "4.00", "0.0e+00", "ok"],
-        ["loop", "50", "1.25", "25%", "2.00", "0.0e+00", "ok"],
-        ["wrong", "200", "", "", "0.50", "5.0e-01", "VOID: losses differ by 5.0e-01, more than 1e-04"],
-        ["absent", "", "", "", "", "", "not measured: no such package"],
+        ["meshbook", "62", "120%", "1.00", "31%", "4.00", "0.0e+00", "ok"],
+        ["loop", "50", "0%", "1.25", "25%", "2.00", "0.0e+00", "ok"],
+        ["wrong", "200", "0%", "", "", "0.50", "5.0e-01", "VOID: losses differ by 5.0e-01, more than 1e-04"],
+        ["absent", "", "", "", "", "", "", "not measured: no such package"],
     ]
-    assert "| loop | 50 | 1.25 | 25% | 2.00 | 0.0e+00 | ok |" in (tmp_path / "compare.md").read_text()
+    assert "| loop | 50 | 0% | 1.25 | 25% | 2.00 | 0.0e+00 | ok |" in (tmp_path / "compare.md").read_text()
     rows = list(csv.DictReader((tmp_path / "compare.csv").open()))
     assert [(row["arm"], row["round"]) for row in rows[:2]] == [("meshbook", "1"), ("meshbook", "2")]
     assert rows[-1]["verdict"] == "no such package"
