@@ -92,7 +92,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     report = Report("the command", workload(tmp_path), turn(1.0, [2.0, 1.0]), 1e-4, arms, [2.0, 4.0, 8.0], ["a note"])
     assert report.finish(tmp_path) == 1  # an arm is void
-    # meshbook: 100 and 25 a second, apart by 75 of 62.5, 2 and 0.5 TFLOP/s of a roof of 4; the loop's ratios are 2, 0.5.
+    # meshbook: 100 and 25 a second, 75 apart; 2 and 0.5 TFLOP/s of a roof of 4; the loop's ratios are 2 and 0.5.
     assert [report.cells(each) for each in report.ranked()] == [
         ["meshbook", "62", "120%", "1.00", "31%", "4.00", "0.0e+00", "ok"],
         ["loop", "50", "0%", "1.25", "25%", "2.00", "0.0e+00", "ok"],
