@@ -198,7 +198,8 @@ class Report:
         work = self.workload
         seconds = "seconds" if work.device == "cuda" else f"processor seconds, {work.threads} thread(s)"
         kinds = {name for arm in self.arms if arm.turns for name in arm.memory}
-        roof = f"roof: {statistics.median(self.roofs):.4g} TFLOP/s in a matrix product" if self.roofs else "no roof"
+        kind = "bfloat16" if work.device == "cuda" else "float32"
+        roof = f"roof: {statistics.median(self.roofs):.4g} TFLOP/s in a {kind} product" if self.roofs else "no roof"
         rounds = max((len(arm.turns) for arm in self.arms), default=0)
         versions = {name: version for arm in self.arms for turn in arm.turns for name, version in turn.versions.items()}
         return [
