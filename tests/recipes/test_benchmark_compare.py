@@ -8,9 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.recipes.test_finetune import ROOT
 
 
+@pytest.mark.skipif(
+    "MESHBOOK_ALL_PARITY" not in os.environ, reason="21 s of a processor; MESHBOOK_ALL_PARITY=1 runs it"
+)
 def test_ours_and_a_bare_loop_train_one_curve(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "scripts/benchmark/compare.py", "full_packed", "--arms", "meshbook,loop"]
     sizes = ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--steps", "3", "--warmup", "1"]
