@@ -29,7 +29,7 @@ test: install
 parity: install
 	rm -f outputs/parity/grid.jsonl
 	MESHBOOK_ALL_PARITY=1 $(BIN)/python -m pytest tests/distributed/test_parity*.py tests/distributed/test_packing.py \
-	    tests/distributed/test_token_loss.py tests/distributed/test_lora.py $(ARGS)
+	    tests/distributed/test_token_loss.py tests/distributed/test_lora.py tests/recipes/test_benchmark_compare.py $(ARGS)
 
 torture: install
 	MESHBOOK_TORTURE=1 MESHBOOK_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)

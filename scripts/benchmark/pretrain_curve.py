@@ -1,0 +1,210 @@
+"""The curve of recipes/pretrain.py on a text file beside a plain PyTorch loop's: the same model, weights and order.
+
+python scripts/benchmark/pretrain_curve.py tinyshakespeare.txt                              # 200 steps of 8 x 256 bytes
+python scripts/benchmark/pretrain_curve.py tinyshakespeare.txt --dtype float64 --steps 50   # what is not rounding
+
+The plain loop is transformers' model, torch's AdamW and clipping, and samples as the documentation of data=text has
+them; of ours it takes the shuffle alone. Writes pretrain_curve.md and .png to --out. Ends with status 1 above --bound.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import yaml
+
+from components.data import SampleOrder
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "llama_2m"
+WORDS, END = 264, 257  # bytes and four special tokens, rounded up to 8; the end of a text
+LR, WARMUP, DECAY, FLOOR = 1e-3, 20, 0.1, 0.1  # of optimizer=adamw_pretrain
+SEED, HELD_OUT = 5, 0.05
+
+
+@dataclass
+class Curve:
+    """What a run tells of its steps."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
+    """Before the first step and after the last."""
+
+    def apart(self, other: Curve) -> dict[str, float]:
+        """Return the worst relative differences."""
+        return {name: _apart(getattr(self, name), getattr(other, name)) for name in ("losses", "norms", "held_out")}
+
+
+def main() -> int:
+    """Run both, and draw them."""
+    parser = ArgumentParser("pretrain_curve.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--bound", type=float, default=1e-3, help="of the losses' relative difference, in any step")
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs/benchmark/pretrain_curve")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory(prefix="pretrain-curve-") as folder:
+        write_model(Path(folder))
+        ours = recipe(options, Path(folder))
+        plain = loop(options, Path(folder) / "model")
+    return report(options, ours, plain)
+
+
+def write_model(folder: Path) -> None:
+    """Write conf/model/llama_2m.yaml's model with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = yaml.safe_load((ROOT / "conf/model" / f"{MODEL}.yaml").read_text())["config"]
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, vocab_size=WORDS))
+    model.save_pretrained(folder / "model")
+
+
+def recipe(options: Namespace, folder: Path) -> Curve:
+    """Run recipes/pretrain.py in a process of its own."""
+    overrides = [
+        *("data=text", f"data.path='{options.text.resolve()}'", "data.pack=false", f"data.eval_fraction={HELD_OUT}"),
+        *(f"model={MODEL}", f"model.path={folder}/model", "model.init=pretrained", f"model.dtype={options.dtype}"),
+        *("parallelism=single", "cluster.device=cpu", f"model.compute_dtype={options.dtype}", f"run.seed={SEED}"),
+        *(f"training.max_steps={options.steps}", "training.log_every=1", "training.eval_every=0"),
+        *(f"training.global_batch_size={options.rows}", f"training.micro_batch_size={options.rows}"),
+        *(f"training.seq_len={options.seq_len}", "generation.samples=0", "checkpoint.last=false"),
+        *("checkpoint.export=false", f"run.dir={folder}/run", f"optimizer.warmup_steps={WARMUP}"),
+        *(f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}", f"optimizer.min_lr_ratio={FLOOR}"),
+    ]
+    threads = {"OMP_NUM_THREADS": str(options.threads)}
+    subprocess.run(
+        [sys.executable, ROOT / "recipes/pretrain.py", *overrides], check=True, cwd=folder, env=os.environ | threads
+    )
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    names = {"losses": "loss", "norms": "grad_norm", "held_out": "eval_loss"}
+    return Curve(**{name: [line[key] for line in lines if key in line] for name, key in names.items()})
+
+
+def loop(options: Namespace, folder: Path) -> Curve:
+    """Train the same in plain PyTorch."""
+    from transformers import AutoModelForCausalLM
+
+    train, held_out = samples(options.text, options.seq_len)
+    dtype = getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").train()
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    order, curve = SampleOrder(len(train), SEED), Curve()
+    curve.held_out.append(mean_loss(model, held_out, options.rows))
+    for step in range(options.steps):
+        rows = [train[index] for index in order.indices(step * options.rows, options.rows)]
+        loss = loss_sum(model, rows) / sum(len(row) - 1 for row in rows)
+        loss.backward()
+        curve.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, options.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.losses.append(loss.item())
+    curve.held_out.append(mean_loss(model, held_out, options.rows))
+    return curve
+
+
+def samples(text: Path, seq_len: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return training and held-out samples, as the documentation of data=text says of one document."""
+    whole = text.read_text(encoding="utf-8")
+    cut = whole.index("\n", round(len(whole) * (1 - HELD_OUT))) + 1
+    sides = []
+    for part in (whole[:cut], whole[cut:]):
+        ids = [*part.encode(), END]
+        sides.append([ids[first : first + seq_len] for first in range(0, len(ids) - 1, seq_len - 1)])
+    return sides[0], sides[1]
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Linear warm-up, then half a cosine down to a tenth."""
+    if step < WARMUP:
+        return LR * (step + 1) / WARMUP
+    done = (step - WARMUP + 1) / (steps - WARMUP)
+    return LR * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def loss_sum(model: torch.nn.Module, rows: Sequence[list[int]]) -> torch.Tensor:
+    """Return the summed loss of rows that are padded on the right, which no real token sees."""
+    length = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])  # (rows, seq)
+    real = torch.tensor([[place < len(row) for place in range(length)] for row in rows])
+    targets = torch.where(real, ids, -100)[:, 1:]
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+@torch.no_grad()
+def mean_loss(model: torch.nn.Module, rows: Sequence[list[int]], at_once: int) -> float:
+    """Return the mean loss of a token over held-out rows."""
+    total = sum(loss_sum(model, rows[i : i + at_once]).item() for i in range(0, len(rows), at_once))
+    return total / sum(len(row) - 1 for row in rows)
+
+
+def report(options: Namespace, ours: Curve, plain: Curve) -> int:
+    """Print, write and draw both curves; return 1 where they differ by more than the bound."""
+    apart = ours.apart(plain)
+    lines = [
+        f"{options.steps} steps of {options.rows} x {options.seq_len} bytes of {options.text.name}, {options.dtype}",
+        f"loss {plain.losses[0]:.4f} to {ours.losses[-1]:.4f} (plain loop {plain.losses[-1]:.4f}), held out "
+        f"{ours.held_out[0]:.4f} to {ours.held_out[-1]:.4f} (plain loop {plain.held_out[-1]:.4f})",
+        f"worst relative difference: losses {apart['losses']:.1e}, gradient norms {apart['norms']:.1e}, "
+        f"held-out losses {apart['held_out']:.1e}; bound of the losses {options.bound:.0e}",
+    ]
+    print("\n".join(lines))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "pretrain_curve.md").write_text("".join(f"- {line}\n" for line in lines))
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no plot: matplotlib is not installed (pip install 'meshbook[plot]')")
+    else:
+        _plot(options.out / "pretrain_curve.png", ours, plain, lines[0])
+    return int(not apart["losses"] <= options.bound)
+
+
+def _plot(file: Path, ours: Curve, plain: Curve, title: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    curves, apart = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    steps = range(1, len(plain.losses) + 1)
+    curves.plot(steps, plain.losses, "k", linewidth=3, alpha=0.3, label="plain PyTorch loop")
+    curves.plot(steps, ours.losses, linewidth=1, label="recipes/pretrain.py")
+    ends = (0, len(plain.losses))
+    curves.plot(ends, ours.held_out, "o", label="held out, pretrain.py")
+    curves.plot(ends, plain.held_out, "kx", label="held out, plain loop")
+    curves.set(ylabel="loss per byte (nats)", title=title)
+    curves.legend()
+    apart.semilogy(steps, [max(_apart([a], [b]), 1e-17) for a, b in zip(ours.losses, plain.losses, strict=True)])
+    apart.set(xlabel="optimizer step", ylabel="relative difference")
+    for axes in (curves, apart):
+        axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=120)
+
+
+def _apart(mine: list[float], theirs: list[float]) -> float:
+    return max(abs(one - other) / abs(other) for one, other in zip(mine, theirs, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
