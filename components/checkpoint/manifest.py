@@ -76,7 +76,8 @@ class Manifest:
             files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
             manifest = cls(**body, files=files)
         except FileNotFoundError as error:
-            raise ManifestError(f"{MANIFEST} is missing") from error
+            missing = f"{MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
+            raise ManifestError(missing) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ManifestError):
                 raise

@@ -224,7 +224,7 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, "auto") is None
     save(tmp_path, 1)
     assert find_checkpoint(tmp_path, "never") is None
-    with pytest.raises(ConfigError, match=r"run.resume=.*step_5: not a whole checkpoint: manifest.json is missing"):
+    with pytest.raises(ConfigError, match=r"run.resume=.*step_5: not a whole checkpoint: there is no such folder"):
         find_checkpoint(tmp_path, str(tmp_path / "checkpoints" / "step_5"))
 
 
