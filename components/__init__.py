@@ -35,7 +35,7 @@ class _LazyPackage(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         spec = self.__spec__
         if spec is None or spec.loader is None:
