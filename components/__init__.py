@@ -31,7 +31,8 @@ class _LazyPackage(ModuleType):
     """A package that is executed when something is asked of it that it does not have yet.
 
     importlib's LazyLoader runs at any access, `__file__` included. But torch, while it is being imported, has
-    `inspect` look at the `__file__` of every module, and a part executed then would find torch half made.
+    `inspect` look at the `__file__` of every module, and a part executed then would find torch half made. Of the names
+    with underscores only `__all__`, which a part itself gives, is worth executing it.
     """
 
     def __getattr__(self, name: str) -> Any:

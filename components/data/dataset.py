@@ -137,8 +137,8 @@ class Dataset(Sequence[Example]):
             start, stop = tokens.starts[long[0]], tokens.stops[long[0]]
             raise ConfigError(
                 f"data.overlong=refuse: a sample of {facts.source} has {before[long[0]]:,} tokens, more than "
-                f"training.seq_len={seq_len:,}; raise it, or set data.overlong to truncate or drop; the "
-                f"sample begins {self._tokenizer.decode(tokens.ids[start : min(start + 40, stop)].tolist())!r}"
+                f"seq_len={seq_len:,}; raise training.seq_len (in evaluate.py evaluation.seq_len), or set data.overlong to "
+                f"truncate or drop; the sample begins {self._tokenizer.decode(tokens.ids[start : min(start + 40, stop)].tolist())!r}"
             )
         fitted, after = shortened(tokens, seq_len, drop=overlong is Overlong.drop)
         if overlong is Overlong.drop:

@@ -101,5 +101,8 @@ def _nothing_left(cfg: DataConfig, facts: Facts, seq_len: int, is_eval: bool) ->
     if is_eval and not holds_out(cfg):
         return "data.eval_fraction=0: nothing is held out; set it, data.eval_split or data.eval_path to evaluate"
     if facts.dropped_without_target or facts.dropped_overlong:
-        return f"training.seq_len={seq_len}: too short for every sample ({facts}); raise it"
+        return (
+            f"seq_len={seq_len}: too short for every sample ({facts}); raise training.seq_len, or in evaluate.py "
+            "evaluation.seq_len"
+        )
     return f"{facts}: too few; to hold out data.eval_fraction={cfg.eval_fraction} takes two different prompts"

@@ -116,13 +116,15 @@ def test_the_figures_are_what_a_small_network_must_have() -> None:
 def test_the_script_tells_what_a_mesh_refuses() -> None:
     cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config={**LLAMA, "num_hidden_layers": 2})
     shapes = [each for each in shapes_of([2], 64, experts=True) if each.name in ("single", "dp_shard 2", "ep 2")]
-    figures = measure_all(cfg, {each.name: (each.parallelism, Load(64), each.world) for each in shapes})
-    single, sharded, refused = table(shapes, figures)[2:]
-    assert re.fullmatch(r"\| single( \| [0-9.]+){5} \|", single)
-    # The peak is whatever it was: gloo may still hold a piece of memory, and this is about the table.
-    ratios = r" \| [0-9.]+ \(0.50\)" * 3 + r" \| [0-9.]+ \(1.00\) \| [0-9.]+ \([0-9.]+\)"
-    assert re.fullmatch(rf"\| dp_shard 2{ratios} \|", sharded)
-    assert refused.startswith("| ep 2 | refused: parallelism.ep=2: ")
+    loads = {each.name: (each.parallelism, Load(64), each.world) for each in shapes}
+    ratios = r" \| [0-9.]+ \(0.50\)" * 3 + r" \| [0-9.]+ \(1.00\) \| [0-9.]+ \(0.[0-9]+\)"
+    for _ in range(5):  # gloo may still hold a piece at the peak: one of five must be below that of one process
+        single, sharded, refused = table(shapes, measure_all(cfg, loads))[2:]
+        assert re.fullmatch(r"\| single( \| [0-9.]+){5} \|", single)
+        assert refused.startswith("| ep 2 | refused: parallelism.ep=2: ")
+        if re.fullmatch(rf"\| dp_shard 2{ratios} \|", sharded):
+            return
+    pytest.fail(sharded)
 
 
 @pytest.mark.parametrize(

@@ -138,15 +138,15 @@ def test_long_samples_are_dropped_or_refused(tmp_path):
         build(long_ones(tmp_path, overlong=Overlong.refuse), seq_len=18)
     assert caught.value.problems == [
         f"data.overlong=refuse: a sample of {tmp_path}/x.jsonl (train) has 19 tokens, more than "
-        "training.seq_len=18; raise it, or set data.overlong to truncate or drop; the "
-        "sample begins 'ppppppp\\naaaaaaaaaa</s>'"
+        "seq_len=18; raise training.seq_len (in evaluate.py evaluation.seq_len), or set data.overlong to "
+        "truncate or drop; the sample begins 'ppppppp\\naaaaaaaaaa</s>'"
     ]
 
 
 @pytest.mark.parametrize("overlong", [Overlong.truncate, Overlong.drop])
 def test_a_length_too_short_for_every_sample(tmp_path, overlong):
     cfg = long_ones(tmp_path, overlong=overlong)
-    with pytest.raises(ConfigError, match=r"training.seq_len=2: too short for every sample .*; raise it"):
+    with pytest.raises(ConfigError, match=r"seq_len=2: too short for every sample .*; raise training.seq_len, or"):
         build(cfg, seq_len=2)
 
 

@@ -32,6 +32,11 @@ for package in map(importlib.import_module, {names}):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_a_part_that_was_not_used_yet_tells_what_it_has() -> None:
+    code = "from components import models; assert 'build_on_meta' in models.__all__"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'components.models' has no attribute 'bulid_on_meta'"):
         _ = importlib.import_module("components.models").bulid_on_meta
