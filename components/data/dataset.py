@@ -135,10 +135,11 @@ class Dataset(Sequence[Example]):
         long = np.flatnonzero(before > seq_len)
         if len(long) and overlong is Overlong.refuse:
             start, stop = tokens.starts[long[0]], tokens.stops[long[0]]
+            begins = self._tokenizer.decode(tokens.ids[start : min(start + 40, stop)].tolist())
             raise ConfigError(
                 f"data.overlong=refuse: a sample of {facts.source} has {before[long[0]]:,} tokens, more than "
-                f"seq_len={seq_len:,}; raise training.seq_len (in evaluate.py evaluation.seq_len), or set data.overlong to "
-                f"truncate or drop; the sample begins {self._tokenizer.decode(tokens.ids[start : min(start + 40, stop)].tolist())!r}"
+                f"seq_len={seq_len:,}; raise training.seq_len (in evaluate.py evaluation.seq_len), or set "
+                f"data.overlong to truncate or drop; the sample begins {begins!r}"
             )
         fitted, after = shortened(tokens, seq_len, drop=overlong is Overlong.drop)
         if overlong is Overlong.drop:
