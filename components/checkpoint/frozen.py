@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from components.config.errors import ConfigError
 from components.models.lora import adapted_layers
+from components.models.names import saved_tensors
 from components.models.shards import Block, Index, is_first_holder, local_blocks, local_part
 from components.models.weight_files import row_blocks
 
@@ -32,8 +33,8 @@ def frozen_fingerprint(model: nn.Module) -> str | None:
     if not adapted_layers(model):
         return None
     total = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+    for name, parameter in saved_tensors(model).items():  # in shards: after a forward they may be whole, and rounded
+        if parameter.requires_grad or not isinstance(parameter, nn.Parameter):
             continue
         if is_first_holder(parameter) if isinstance(parameter, DTensor) else _rank() == 0:
             for block in local_blocks(parameter, name):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from components import checkpoint, distributed, models
+from components import checkpoint, distributed, models, training
 from components.checkpoint.frozen import frozen_fingerprint
 from components.config.compose.frozen import to_yaml
 from components.config.errors import ConfigError
@@ -90,6 +90,22 @@ def test_a_run_goes_on_bit_for_bit_and_on_any_mesh(case: Adapted, tmp_path: Path
             assert told[2] == (losses if mesh == first else pytest.approx(losses, rel=1e-5, abs=0)), mesh
             if mesh == first:
                 assert all(torch.equal(told[3][name], value) for name, value in after.items())
+
+
+def test_a_forward_leaves_the_fingerprint_of_the_frozen_weights() -> None:
+    """An evaluation leaves FSDP's last units whole, in the type of the products, and a stage's on its ranks."""
+    model = ours(CASE)
+
+    def body(rank: int) -> list[tuple[str | None, str | None]]:
+        told = []
+        for mesh in ("dp_shard2_tp2", "pp2_dp_shard2"):
+            run = start(cell_named("llama", mesh, 4), model, dtype=torch.bfloat16)
+            loaded = frozen_fingerprint(run.model)
+            training.evaluate(run.called, next(run.batches), run.settings)
+            told.append((loaded, frozen_fingerprint(run.model)))
+        return told
+
+    assert run_ranks(4, body) == [[(frozen_fingerprint(model),) * 2] * 2] * 4
 
 
 def test_other_base_weights_and_other_parameters_are_refused(tmp_path: Path) -> None:
