@@ -144,16 +144,15 @@ def main(cfg: PretrainConfig) -> None:
                 asked = (*stop.flags(), clock.due())
                 numbers = training.train_step(replica, report.next_batch(batches), optimizer, settings, asked)
             state.step += 1
-            arrived = reader.push(state.step, numbers, began)
-            if arrived is not None:
-                record(arrived)
-                if arrived.must_stop:
-                    status = "preempted" if arrived.preempt else "interrupted"
-                    break
             due_eval = cfg.training.eval_every and state.step % cfg.training.eval_every == 0
             due_save = cfg.checkpoint.every and state.step % cfg.checkpoint.every == 0
-            due_by_time = arrived is not None and arrived.must_save
-            if due_eval or due_save or due_by_time:
+            arrived = reader.push(state.step, numbers, began, drain=bool(due_eval or due_save))
+            record(*arrived)
+            if any(step.must_stop for step in arrived):
+                status = "preempted" if any(step.preempt for step in arrived) else "interrupted"
+                break
+            due_by_time = any(step.must_save for step in arrived)
+            if due_by_time:
                 record(*reader.flush())
             if due_eval and state.step < cfg.training.max_steps:
                 eval_loss = evaluate()

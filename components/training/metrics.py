@@ -54,11 +54,13 @@ class StepReader:
         self.lag = lag
         self._pending: deque[tuple[int, torch.Tensor, float, torch.cuda.Event | None]] = deque()
 
-    def push(self, step: int, vector: torch.Tensor, began: float) -> StepMetrics | None:
-        """Start the copy of `vector` (len(FIELDS),) and return the metrics of step `step - lag`, if there is one.
+    def push(self, step: int, vector: torch.Tensor, began: float, drain: bool = False) -> list[StepMetrics]:
+        """Start the copy of `vector` (len(FIELDS),) and return what has arrived: step `step - lag`, if there is one.
 
         Args:
             began: `time.perf_counter()` when the step began.
+            drain: Wait for the device and return this step too, before an evaluation or a save. Asked for at every
+                step, it hands out every step: a request to stop reaches the loop whatever is due.
         """
         event = None
         if vector.is_cuda:
@@ -67,9 +69,9 @@ class StepReader:
             event = torch.cuda.Event()
             event.record()
             vector = copy
-        arrived = self._pop() if len(self._pending) == self.lag else None
+        arrived = [self._pop()] if len(self._pending) == self.lag else []  # here the host waits for the device
         self._pending.append((step, vector, time.perf_counter() - began, event))
-        return arrived
+        return [*arrived, *self.flush()] if drain else arrived
 
     def flush(self) -> list[StepMetrics]:
         """Wait for the device and return the metrics of every step not yet read."""

@@ -157,9 +157,9 @@ def ours(model: Any, batches: data.TrainBatches) -> Run:
         for step in steps:
             started = time.perf_counter()
             training.set_learning_rate(optimizer, OPTIMIZER, step, 10**9)
-            arrived.append(reader.push(step, training.train_step(replica, next(batches), optimizer, settings), started))
+            arrived += reader.push(step, training.train_step(replica, next(batches), optimizer, settings), started)
         arrived += reader.flush()
-        return time.process_time() - began, [metrics.loss for metrics in arrived if metrics is not None]
+        return time.process_time() - began, [metrics.loss for metrics in arrived]
 
     return run
 

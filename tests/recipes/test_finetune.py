@@ -131,10 +131,18 @@ def test_evaluate_repeats_the_held_out_loss(what: str, alone: tuple[Path, str], 
     assert f"perplexity {math.exp(result(run_dir)['eval_loss']):.3f}"[:14] in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGINT], ids=["preempted", "interrupted"])
-def test_a_stopped_run_goes_on_where_it_was(number: signal.Signals, alone: tuple[Path, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "every"), [(signal.SIGUSR2, 1), (signal.SIGINT, 3)], ids=["preempted", "interrupted"]
+)
+def test_a_stopped_run_goes_on_where_it_was(
+    number: signal.Signals, every: int, alone: tuple[Path, str], tmp_path: Path
+) -> None:
     """Told to stop, it saves and exits 0; typed again, the command ends with the undisturbed curve, bit by bit."""
-    keep_less = ("checkpoint.every=3", "checkpoint.last=false", "checkpoint.export=false")  # a stopped run saves anyway
+    keep_less = (
+        f"checkpoint.every={every}",
+        "checkpoint.last=false",
+        "checkpoint.export=false",
+    )  # a stopped run saves anyway
     command = (*TINY, "parallelism=single", f"run.dir={tmp_path}/run", *keep_less)
     process = start(ROOT / "recipes" / "finetune.py", *command, cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"

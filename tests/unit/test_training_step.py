@@ -171,14 +171,19 @@ def test_the_reader_lags_by_a_fixed_number_of_steps() -> None:
     reader = training.StepReader(lag=2)
     vectors = [torch.tensor([float(i), 1, 7, 0, i == 1, 0, i == 0, 0.5], dtype=torch.float64) for i in range(4)]
     seen = [reader.push(step, vector, began=0.0) for step, vector in enumerate(vectors)]
-    assert seen[:2] == [None, None]
-    assert [m.step for m in seen[2:] if m] == [0, 1]
-    assert seen[2] is not None
-    assert (seen[2].must_stop, seen[2].must_save) == (False, True)
-    assert seen[3] is not None
-    assert (seen[3].must_stop, seen[3].must_save) == (True, False)
+    assert [[m.step for m in arrived] for arrived in seen] == [[], [], [0], [1]]
+    assert (seen[2][0].must_stop, seen[2][0].must_save) == (False, True)
+    assert (seen[3][0].must_stop, seen[3][0].must_save) == (True, False)
     assert [m.loss for m in reader.flush()] == [2.0, 3.0]
     assert reader.flush() == []
+
+
+def test_a_drained_reader_hands_out_every_step() -> None:
+    reader = training.StepReader(lag=1)
+    vector = torch.tensor([1.0, 1, 7, 0, 1, 0, 1, 0.5], dtype=torch.float64)
+    told = [reader.push(step, vector, began=0.0, drain=step % 3 != 0) for step in range(6)]
+    assert [[m.step for m in arrived] for arrived in told] == [[], [0, 1], [2], [], [3, 4], [5]]
+    assert all(m.must_stop for arrived in told for m in arrived)
 
 
 def test_a_stop_request_remembers_and_puts_handlers_back() -> None:
