@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
+from components.config.batch import fit_micro_batches
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import ModelShape
@@ -77,19 +78,10 @@ def layout_of(name: str, base: ParallelismConfig) -> ParallelismConfig | None:
 def plan_mesh(
     name: str, parallelism: ParallelismConfig, cfg: FinetuneConfig, processes: int, shape: ModelShape
 ) -> MeshPlan:
-    """Return the run of `cfg` on a mesh, with the largest micro-batches that the mesh and the schedule of pp allow.
-
-    The size of micro-batches changes no result; the global batch and the rows stay as `cfg` says.
-    """
-    first: list[str] | None = None
-    for size in range(cfg.training.micro_batch_size, 0, -1):
-        training = replace(cfg.training, micro_batch_size=size)
-        planned = replace(cfg, parallelism=parallelism, training=training)
-        problems = validate(planned, processes, shape)
-        if not problems:
-            return MeshPlan(name, planned)
-        first = first or problems
-    return MeshPlan(name, cfg, tuple(first or ()))
+    """Return the run of `cfg` on a mesh, or why there is none; the global batch and the rows stay as `cfg` says."""
+    planned = replace(cfg, parallelism=parallelism)
+    problems = validate(planned, processes, shape)
+    return MeshPlan(name, cfg, tuple(problems)) if problems else MeshPlan(name, fit_micro_batches(planned, processes))
 
 
 def plan_all(cfg: FinetuneConfig, processes: int, shape: ModelShape) -> list[MeshPlan]:

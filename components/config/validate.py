@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from components.config.batch import batch_problems
 from components.config.errors import ConfigError
 from components.config.layouts import (
     AttentionLayout,
     attention_layout,
     local_heads,
-    micro_batch_rule,
     ulysses_divides,
 )
 from components.config.schema.checkpoint import CheckpointConfig
@@ -38,7 +38,7 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
         return error.problems
     problems = model_problems(cfg.parallelism, mesh, shape or ModelShape())
     if isinstance(cfg, FinetuneConfig):
-        problems += _batch_problems(cfg, mesh)
+        problems += batch_problems(cfg.training, cfg.parallelism, mesh)
         problems += _best_problems(cfg.checkpoint, cfg.training)
         problems += _row_problems("training.seq_len", cfg.training.seq_len, cfg.parallelism, mesh)
     if isinstance(cfg, EvaluateConfig):
@@ -239,25 +239,3 @@ def _best_problems(checkpoint: CheckpointConfig, training: TrainingConfig) -> li
             "checkpoint.every or training.eval_every"
         ]
     return []
-
-
-def _batch_problems(cfg: FinetuneConfig, mesh: MeshShape) -> list[str]:
-    samples = cfg.training.micro_batch_size * mesh.dp
-    if cfg.training.global_batch_size % samples == 0:
-        return _schedule_problems(cfg, mesh, cfg.training.global_batch_size // samples)
-    return [
-        f"training.global_batch_size={cfg.training.global_batch_size}: must be a multiple of micro_batch_size x dp = "
-        f"{cfg.training.micro_batch_size} x {mesh.dp} = {samples}; change training.global_batch_size, "
-        "training.micro_batch_size or parallelism.dp_shard"
-    ]
-
-
-def _schedule_problems(cfg: FinetuneConfig, mesh: MeshShape, micro_batches: int) -> list[str]:
-    rule = micro_batch_rule(cfg.parallelism.pp_schedule, mesh.pp, micro_batches) if mesh.pp > 1 else None
-    if rule is None:
-        return []
-    return [
-        f"training.global_batch_size={cfg.training.global_batch_size}: leaves {micro_batches} micro-batches per step, "
-        f"but {rule}; change training.global_batch_size or training.micro_batch_size, or choose "
-        "parallelism.pp_schedule=GPipe"
-    ]

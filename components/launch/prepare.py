@@ -6,9 +6,10 @@ import os
 import sys
 from dataclasses import dataclass, field
 
+from components.config.batch import fit_micro_batches
 from components.config.compose.command_line import compose_from_command_line
 from components.config.schema.cluster import ClusterKind
-from components.config.schema.recipes import RecipeConfig
+from components.config.schema.recipes import FinetuneConfig, RecipeConfig
 from components.launch.preflight import problems_before_start
 from components.launch.processes import device_problems, processes_of, visible_gpus
 from components.launch.rank import Recipe
@@ -59,6 +60,8 @@ def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
     if cfg is None:
         return None
     processes = count_processes(cfg)
+    cfg, asked = fit_micro_batches(cfg, processes), cfg
+    notes += _told_of_batches(asked, cfg)
     if cfg.cluster.dry_run:
         _show(recipe, cfg, processes, notes)
         return None
@@ -67,11 +70,21 @@ def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
     if not _submits(cfg):
         where = f", logs of the other ranks in {directory.logs}" if processes > 1 else ""
         print(f"run {directory.path}: {processes} process{'es' if processes > 1 else ''}{where}", file=sys.stderr)
+        print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
     return Prepared(cfg, directory, processes, notes)
 
 
 def _submits(cfg: RecipeConfig) -> bool:
     return cfg.cluster.kind == ClusterKind.slurm
+
+
+def _told_of_batches(asked: RecipeConfig, cfg: RecipeConfig) -> list[str]:
+    if not (isinstance(asked, FinetuneConfig) and isinstance(cfg, FinetuneConfig)) or asked.training == cfg.training:
+        return []
+    size, fitting = asked.training.micro_batch_size, cfg.training.micro_batch_size
+    return [
+        f"training.micro_batch_size={size}: more than fits on this mesh; {fitting} at a time, which changes no result"
+    ]
 
 
 def _show(recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
@@ -84,5 +97,7 @@ def _show(recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -
     place = cfg.run.dir or f"a new folder in outputs/{recipe.name}"
     print(
         f"cluster.dry_run=true: would start {processes} x {recipe.file}, mesh {cfg.parallelism.resolve(processes)}, "
-        f"run directory {place}"
+        f"run directory {place}",
+        *notes,
+        sep="\n",
     )

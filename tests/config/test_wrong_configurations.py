@@ -234,17 +234,36 @@ def test_all_mistakes_are_told_at_once(commands: Commands, finetune: Path, tmp_p
 def test_a_mistake_is_not_followed_by_its_consequences(
     commands: Commands, finetune: Path, tmp_path: Path, wrong: str, told: str
 ) -> None:
-    """What was meant would have had dp 1; that 4 is too small a batch for dp 4 is not the person's problem."""
-    rest = ["model=tiny", "cluster=local_4proc", "training.global_batch_size=4"]
+    """What was meant would have had dp 1; that 2 is too small a batch for dp 4 is not the person's problem."""
+    rest = ["model=tiny", "cluster=local_4proc", "training.global_batch_size=2"]
     assert_refused(commands.run(finetune, [wrong, *rest], tmp_path), [told], tmp_path)
     alone = commands.run(finetune, rest, tmp_path)
-    assert_refused(alone, ["training.global_batch_size=4", "4 x 4 = 16"], tmp_path)
+    assert_refused(alone, ["training.global_batch_size=2: must be a multiple of dp=4"], tmp_path)
 
 
 def test_nothing_wrong_is_not_refused(commands: Commands, finetune: Path, tmp_path: Path) -> None:
     """The control of everything above."""
     ended = commands.run(finetune, ["model=tiny"], tmp_path)
     assert (ended.status, ended.output) == (0, "started\n")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size"),
+    [
+        (["training.global_batch_size=14"], 2),
+        (["cluster=local_4proc", "training.global_batch_size=12"], 3),
+        (["parallelism=pp2_1f1b", "training.global_batch_size=6"], 3),
+        (["parallelism=pp2_1f1b", "parallelism.pp_schedule=ZBVZeroBubble", "model=llama_2m"], 4),
+    ],
+)
+def test_micro_batches_shrink_to_what_fits_and_it_is_told(
+    commands: Commands, finetune: Path, tmp_path: Path, overrides: list[str], size: int
+) -> None:
+    told = "training.micro_batch_size=4: more than fits" if size < 4 else ""
+    shown = commands.run(finetune, ["model=tiny", "cluster.dry_run=true", *overrides], tmp_path)
+    assert (shown.status, shown.output.count("training.micro_batch_size")) == (0, bool(told)), shown
+    assert told in shown.output
+    assert not told or f"; {size} at a time" in shown.output
 
 
 @pytest.mark.parametrize("name", ["finetune", "evaluate"])

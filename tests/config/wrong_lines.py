@@ -134,15 +134,15 @@ AXES = [
     ),
     ("model=tiny parallelism.pp=4", "parallelism.pp=4: 1F1B makes 4 stages of it", "only 2 layers"),
     (
-        "model=tiny parallelism=pp2_1f1b training.global_batch_size=4",
+        "model=tiny parallelism=pp2_1f1b training.global_batch_size=1",
         *("leaves 1 micro-batches per step", "1F1B needs at least as many micro-batches as stages, 2"),
     ),
     (
-        "model=smollm2_135m parallelism=pp2_1f1b parallelism.pp_schedule=DualPipeV training.global_batch_size=12",
+        "model=smollm2_135m parallelism=pp2_1f1b parallelism.pp_schedule=DualPipeV training.global_batch_size=3",
         *("leaves 3 micro-batches per step", "DualPipeV needs at least as many micro-batches as stages, 4"),
     ),
     (
-        "model=smollm2_135m parallelism=pp2_1f1b parallelism.pp_schedule=Interleaved1F1B training.global_batch_size=20",
+        "model=smollm2_135m parallelism=pp2_1f1b parallelism.pp_schedule=Interleaved1F1B training.global_batch_size=5",
         *("leaves 5 micro-batches per step", "in 2 rounds"),
     ),
     ("parallelism.pp_schedule=1f1b", "must be one of GPipe, 1F1B"),
@@ -294,10 +294,14 @@ MIXTURES = [
     ("data.sources.x.weight=2", "data.sources.x.weight=2: only a mixture has sources; add data=mixture"),
 ]
 BATCH = [
-    ("training.global_batch_size=7", "training.global_batch_size=7", "4 x 1 = 4", "training.micro_batch_size"),
-    ("training.global_batch_size=20 cluster=local_2proc", "training.global_batch_size=20", "4 x 2 = 8"),
-    ("training.micro_batch_size=3", "training.global_batch_size=16", "3 x 1 = 3"),
-    ("parallelism=fsdp2_tp2 cluster.procs_per_node=8 training.micro_batch_size=8", "8 x 4 = 32"),
+    (
+        "training.global_batch_size=7 cluster=local_2proc",
+        *("training.global_batch_size=7: must be a multiple of dp=2", "set training.global_batch_size=8, or"),
+    ),
+    (
+        "parallelism=fsdp2_tp2 cluster.procs_per_node=8 training.global_batch_size=18",
+        *("training.global_batch_size=18: must be a multiple of dp=4", "=20", "parallelism.dp_shard"),
+    ),
 ]
 NOT_BUILT = [
     ("training.max_steps=10,20", "training.max_steps=10,20", "several values"),

@@ -17,7 +17,8 @@ class TrainingConfig:
     global_batch_size: int = 16
     """Sequences per optimizer step, over all processes."""
     micro_batch_size: int = 4
-    """Sequences per forward of one process; accumulation = global / (micro x dp)."""
+    """Sequences per forward of one process, at most: a run takes the largest number that divides its share of the
+    global batch and leaves its pipeline schedule enough of them; accumulation = global / (micro x dp)."""
     seq_len: int = 256
     """Longest sequence in tokens; longer samples are cut."""
     log_every: int = 1

@@ -1,0 +1,52 @@
+"""How a global batch is cut: the same sequences a step on every mesh, in the largest micro-batches that fit it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from components.config.layouts import micro_batch_rule
+from components.config.schema.parallelism import MeshShape, ParallelismConfig
+from components.config.schema.recipes import FinetuneConfig, RecipeConfig
+from components.config.schema.training import TrainingConfig
+
+Config = TypeVar("Config", bound=RecipeConfig)
+
+
+def batch_problems(training: TrainingConfig, parallelism: ParallelismConfig, mesh: MeshShape) -> list[str]:
+    """Return why no micro-batch of any size fits, as sentences."""
+    size, key = training.global_batch_size, "training.global_batch_size"
+    if size % mesh.dp:
+        near = -(-size // mesh.dp) * mesh.dp
+        return [
+            f"{key}={size}: must be a multiple of dp={mesh.dp}, so that each data-parallel rank has as many sequences; "
+            f"set {key}={near}, or change parallelism.dp_shard"
+        ]
+    if fitting_micro_batch(training, parallelism, mesh) is None:
+        rule = micro_batch_rule(parallelism.pp_schedule, mesh.pp, size // mesh.dp)
+        return [
+            f"{key}={size}: leaves {size // mesh.dp} micro-batches per step, but {rule}; change {key}, or choose "
+            "parallelism.pp_schedule=GPipe"
+        ]
+    return []
+
+
+def fitting_micro_batch(training: TrainingConfig, parallelism: ParallelismConfig, mesh: MeshShape) -> int | None:
+    """Return the largest micro-batch, at most `training.micro_batch_size`, that a mesh and its schedule allow."""
+    rows = training.global_batch_size // mesh.dp
+    for size in range(min(training.micro_batch_size, rows), 0, -1):
+        fits = rows % size == 0
+        if fits and (mesh.pp == 1 or micro_batch_rule(parallelism.pp_schedule, mesh.pp, rows // size) is None):
+            return size
+    return None
+
+
+def fit_micro_batches(cfg: Config, world_size: int) -> Config:
+    """Return a valid config with the micro-batches that its mesh of `world_size` ranks takes.
+
+    Their size changes no result, only speed and memory, so that one config runs on every mesh.
+    """
+    if not isinstance(cfg, FinetuneConfig):
+        return cfg
+    size = fitting_micro_batch(cfg.training, cfg.parallelism, cfg.parallelism.resolve(world_size))
+    return replace(cfg, training=replace(cfg.training, micro_batch_size=size or cfg.training.micro_batch_size))
