@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from components.config.errors import ConfigError
+from components.distributed.mesh import share_timeout
 from components.distributed.tensor_parallel import local_parameters, redistribute
 
 
@@ -143,7 +144,9 @@ def _divided_over(mesh: DeviceMesh, placements: list[Placement]) -> DeviceMesh |
     """The ranks among which the experts are divided, as a 1-D mesh; None where each holds them all."""
     axes = [axis for axis, placement in zip(_axes(mesh), placements, strict=True) if placement.is_shard()]
     if len(axes) == 2:
-        return mesh._flatten("ep_tp")
+        flat = mesh._flatten("ep_tp")
+        share_timeout(flat.get_group())
+        return flat
     return mesh[axes[0]] if axes else None
 
 

@@ -103,7 +103,7 @@ class Mesh:
         if len(axes) == 1:
             return self.device_mesh[axes[0]]
         flat = self.device_mesh[axes]._flatten(view)
-        _share_timeout(flat.get_group())
+        share_timeout(flat.get_group())
         return flat
 
 
@@ -122,20 +122,20 @@ def build_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh:
     # FSDP2 makes every parameter a DTensor on one mesh, whether or not there is anything to shard.
     if "dp_shard" not in names and (parallelism.strategy != Strategy.ddp or not names):
         names = [axis for axis in AXES if axis in names or axis == "dp_shard"]
-    unused: dict[Any, Any] = {name: "fake" for name in names if name not in _axes_with_groups(shape)}
+    used = _axes_with_groups(shape)
+    fake: dict[Any, Any] = {name: "fake" for name in names if name not in used}
     device_mesh = init_device_mesh(
         device_type,
         tuple(degrees[name] for name in names),
         mesh_dim_names=tuple(names),
-        backend_override=unused or None,
+        backend_override=fake or None,
     )
-    for name in names:
-        if name not in unused:
-            _share_timeout(device_mesh.get_group(name))
+    for name in used.intersection(names):
+        share_timeout(device_mesh.get_group(name))
     return Mesh(device_mesh, shape, parallelism.sequence_multiple(shape), parallelism.stage_places(shape.pp)[-1])
 
 
-def _share_timeout(group: dist.ProcessGroup) -> None:
+def share_timeout(group: dist.ProcessGroup) -> None:
     """Let collectives of a group end when those of all ranks would: torch gives groups of a mesh its own default."""
     world = _get_default_group()
     if dist.get_backend(world) != dist.Backend.FAKE:
