@@ -46,7 +46,7 @@ def main(cfg: EvaluateConfig) -> None:
     token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, info.device)
     if cfg.model.compile:
         models.compile_layers(model)
-    models.materialize(model, info.device)
+    models.materialize(model, info.device, offload=cfg.parallelism.cpu_offload)
     if cfg.evaluation.checkpoint is None or cfg.peft.adapts:  # checkpoints hold what was trained
         models.fill_weights(model, cfg.model, cfg.run.seed)
     if cfg.evaluation.checkpoint is not None:

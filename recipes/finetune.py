@@ -57,7 +57,7 @@ def main(cfg: FinetuneConfig) -> None:
     models.checkpoint_activations(model, recomputed.policy)
     if cfg.model.compile:
         models.compile_layers(model)
-    models.materialize(model, info.device)
+    models.materialize(model, info.device, offload=cfg.parallelism.cpu_offload)
     found = checkpoint.find_checkpoint(cfg.run.dir, cfg.run.resume)
     if found is None or cfg.peft.adapts:  # checkpoints hold what is trained
         models.fill_weights(model, cfg.model, cfg.run.seed)

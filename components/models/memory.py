@@ -17,16 +17,19 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Give every parameter its memory on `device`, uninitialised, and every buffer its value.
+def materialize(model: PreTrainedModel, device: torch.device | str, *, offload: bool = False) -> None:
+    """Give every parameter its memory on `device`, uninitialised, and every buffer its value there.
 
     For a model from `build_on_meta`, before or after tensor parallelism and `fully_shard`. Only this rank's
     parts are allocated; modules of other pipeline stages may be missing. Buffers, such as rotary frequencies, are in
     no file: they get what the model's own constructor computes on a CPU, the same on every device. Tied parameters
     stay tied.
+
+    Args:
+        offload: Parameters stay in host memory, as FSDP2's CPU offloading wants them; buffers do not.
     """
     tied = tied_names(model)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if offload else device)
     for name, original in tied.items():
         _set(model, name, model.get_parameter(original))
     pairs = level_pairs(device)
@@ -38,7 +41,8 @@ def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
         value = pairs if buffer is pairs else computed.get(name)
         if value is None or value.is_meta:
             raise RuntimeError(f"buffer {name} of {type(model).__name__} is not computed by its constructor")
-        buffer.copy_(value)
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, buffer.to(device).copy_(value))
     # Some models keep computed tensors as plain attributes, which `to_empty` does not see.
     twins = dict(twin.named_modules())
     for name, module in model.named_modules():

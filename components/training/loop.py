@@ -103,7 +103,8 @@ def train_step(
     if settings.router_loss is not None:
         loss_sum += settings.router_loss.step_sum()
     loss_sum = _sum_over_ranks(loss_sum[None])
-    return torch.cat([loss_sum / tokens, norm[None], totals[:1], skipped.double()[None], totals[1:]])
+    norm, skipped = (each.to(settings.device, torch.float64, non_blocking=True)[None] for each in (norm, skipped))
+    return torch.cat([loss_sum / tokens, norm, totals[:1], skipped, totals[1:]])
 
 
 @torch.no_grad()

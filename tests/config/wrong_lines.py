@@ -173,6 +173,11 @@ AXES = [
             "pp_schedule=ZBVZeroBubble",
         ),
     ),
+    ("parallelism=ddp parallelism.cpu_offload=true", "parallelism.cpu_offload=true: only fsdp2 can offload"),
+    (
+        "model=smollm2_135m parallelism=pp2_1f1b parallelism.cpu_offload=true",
+        *("parallelism.cpu_offload=true: stages exchange", "set parallelism.pp=1, not 2"),
+    ),
     (
         "parallelism=ddp parallelism.reshard_after_forward=false",
         *("parallelism.reshard_after_forward=false: only fsdp2", "parallelism.strategy=ddp"),

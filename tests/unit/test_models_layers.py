@@ -107,6 +107,18 @@ def test_a_parameter_without_a_rule_is_refused() -> None:
         initialize_weights(model, 0)
 
 
+def test_offloaded_parameters_are_here_and_their_buffers_on_the_device() -> None:
+    cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=dict(FAMILIES["llama"]))
+    model = build_on_meta(cfg)
+    materialize(model, "meta", offload=True)  # the only other device that is everywhere
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    materialize(model, "cpu")
+    assert torch.equal(
+        model.model.rotary_emb.inv_freq, LlamaForCausalLM(tiny_config("llama")).model.rotary_emb.inv_freq
+    )
+
+
 def train_step(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     ids = torch.arange(48).reshape(2, 24) % 272

@@ -184,6 +184,11 @@ class ParallelismConfig:
             problems.append(
                 f"parallelism.cpu_offload=true: only fsdp2 can offload; parallelism.strategy={self.strategy}"
             )
+        if self.cpu_offload and self.pp > 1:
+            problems.append(
+                f"parallelism.cpu_offload=true: stages exchange their embedding on the device; set parallelism.pp=1, "
+                f"not {self.pp}, or parallelism.cpu_offload=false"
+            )
         problems += at_least("parallelism.prefetch", self.prefetch, 0)
         if not self.reshard_after_forward and self.strategy != Strategy.fsdp2:
             problems.append(
