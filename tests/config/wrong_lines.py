@@ -300,7 +300,8 @@ BATCH = [
     ("parallelism=fsdp2_tp2 cluster.procs_per_node=8 training.micro_batch_size=8", "8 x 4 = 32"),
 ]
 NOT_BUILT = [
-    ("training.max_steps=10,20", "training.max_steps=10,20", "several values"),
+    ("training.max_steps=10,20", "training.max_steps=10,20: is several values, a sweep; add -m, give one value, or"),
+    ("parallelism=ddp,fsdp2", "parallelism=ddp,fsdp2: is several values, a sweep; add -m, give one value, or"),
 ]
 SWEEPS = [
     ("-m", "a sweep needs a key with several values, such as parallelism=ddp,fsdp2", "leave -m out"),
@@ -325,6 +326,9 @@ SYNTAX = [
     ("training.max_steps", "training.max_steps: cannot be read", "KEY=VALUE"),
     ("run.name=a=b", "run.name=a=b: cannot be read", "quote"),
     ("run.name=${nowhere}", "run.name", "nowhere", "${...}"),
+    ("data=jsonl data.path=~/x.jsonl", "~ is not expanded there; write data.path=$HOME/x.jsonl", "'data.path=\"~/..."),
+    ("-m run.dir=~/a,~/b", "~ is not expanded there; write run.dir=$HOME/a,$HOME/b, or quote it"),
+    ("parallelism=~x", "parallelism=~x: cannot be read"),
     ("hydra.run.dir=x", "hydra.run.dir=x", "Hydra only composes"),
     ("=3", "=3: has no key"),
     ("--config-dir nowhere", "--config-dir=nowhere: no such folder"),

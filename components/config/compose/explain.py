@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 NUMBER_WORDS = {"Integer": "a whole number", "Float": "a number"}
 
 UNREADABLE = "cannot be read; write KEY=VALUE, and quote a value with special characters: 'KEY=\"a=b\"'"
-SEVERAL_VALUES = "is several values, a sweep; give one, or write a list as [a,b]"
+SEVERAL_VALUES = "is several values, a sweep; add -m, give one value, or write a list as [a,b]"
+HOME = re.compile(r"(?<![^,\[])~/")
+"""At the beginning of a value, or of one of several: where a shell would not expand it after KEY= either."""
 SOURCES = "data.sources"
 NOT_A_MIXTURE = "only a mixture has sources; add data=mixture, or another option of data that is one"
 
@@ -34,6 +36,14 @@ RESOLUTION = re.compile(r"full_key: (?P<key>\S+)")
 IN_FILE = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config:\n(?P<what>.*)", re.DOTALL)
 UNKNOWN_IN_FILE = re.compile(r"Key '(?P<leaf>[^']*)' not in")
 OPTION = re.compile(r"Could not find '(?P<group>[^']*)/(?P<option>[^']*)'")
+
+
+def unreadable(override: str) -> str:
+    """Return the sentence for an override that Hydra's grammar refuses."""
+    key, _, value = override.partition("=")
+    if (spelt_out := HOME.sub("$HOME/", value)) != value:
+        return f"{override}: ~ is not expanded there; write {key}={spelt_out}, or quote it: '{key}=\"~/...\"'"
+    return f"{override}: {UNREADABLE}"
 
 
 def unknown_key(key: str, value: object, known: Iterable[str]) -> str:

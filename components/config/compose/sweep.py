@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.command_line import addable, read_arguments, read_request
 from components.config.compose.diagnose import diagnose
-from components.config.compose.explain import UNREADABLE, override_parts, unknown_key
+from components.config.compose.explain import override_parts, unknown_key, unreadable
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import Request, option_groups
 from components.config.compose.typed import free_keys, known_keys
@@ -112,7 +112,7 @@ def _parse(overrides: list[str], groups: dict[str, list[str]]) -> list[Override]
         try:
             parsed += parser.parse_overrides([override])
         except HydraException:
-            problems.append(f"{override}: {UNREADABLE}")
+            problems.append(unreadable(override))
     raise_all(problems)
     return parsed
 
