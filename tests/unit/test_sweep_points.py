@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from components.launch.sweep.plan import (
     read_sweep,
     write_note,
 )
-from components.launch.sweep.run import point_command
+from components.launch.sweep.run import point_command, retry
 
 
 def expanded(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> SweepRequest:
@@ -138,6 +139,19 @@ def test_a_new_sweep_takes_no_folder_with_files(tmp_path: Path) -> None:
     path, identity = new_directory("finetune", str(tmp_path / "new"))
     assert path == tmp_path / "new"
     assert identity.startswith("new-")
+
+
+def test_a_sweep_from_elsewhere_is_not_tried_again_and_left_as_it_is(tmp_path: Path) -> None:
+    sweep = replace(made(tmp_path / "a"), folder=tmp_path / "gone")
+    before = sorted(sweep.directory.rglob("*"))
+    with pytest.raises(ConfigError) as caught:
+        retry(sweep, [])
+    plan = sweep.directory / "sweep.json"
+    assert [problem.partition("; ")[0] for problem in caught.value.problems] == [
+        f"{plan}: file=/r.py: the sweep's recipe is not here",
+        f"{plan}: folder={tmp_path}/gone: the sweep's folder in which it was started is not here",
+    ]
+    assert sorted(sweep.directory.rglob("*")) == before
 
 
 def test_two_processes_do_not_work_on_one_sweep(tmp_path: Path) -> None:
