@@ -161,3 +161,7 @@ def test_two_processes_do_not_work_on_one_sweep(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"still running"), locked(tmp_path):
             pass
     assert not is_running(tmp_path)
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be written: Is a directory"), locked(tmp_path):
+        pass
