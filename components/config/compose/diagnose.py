@@ -49,7 +49,7 @@ def diagnose(request: Request, error: Exception, check: Callable[[Any], list[str
     try:
         base = search.choose_options()
     except COMPOSITION_ERRORS:
-        return [explain_file(error, search.keys)]
+        return [explain_file(error, search.keys, search.groups)]
     cfg = search.complete(search.apply_values(base))
     if cfg is not None:
         search.add_independent(check(cfg))

@@ -36,8 +36,8 @@ def report_now(sweep: Sweep) -> int:
             (sweep.directory / name).write_text(text)
         print(f"report: {sweep.directory / 'report.md'}", flush=True)
     except OSError as error:
-        why, again = error.strerror or error, report_command(sweep)
-        print(f"{error.filename or sweep.directory}: cannot be written: {why}; mend that, then: {again}", file=sys.stderr)
+        file, why = error.filename or sweep.directory, error.strerror or error
+        print(f"{file}: cannot be written: {why}; mend that, then: {report_command(sweep)}", file=sys.stderr)
         status = 1
     if any(row.state in ALIVE for row in report.rows):
         print(f"look again: {report_command(sweep, '--watch')}", flush=True)

@@ -92,8 +92,8 @@ def _check_origin(sweep: Sweep) -> None:
     missing += [("folder", sweep.folder, "folder in which it was started")] if not sweep.folder.is_dir() else []
     raise_all(
         [
-            f"{sweep.directory / PLAN}: {key}={path}: the sweep's {what} is not here; try again on the machine where it "
-            f"was started, or set {key} in that file to where it is now"
+            f"{sweep.directory / PLAN}: {key}={path}: the sweep's {what} is not here; try again on the machine where "
+            f"it was started, or set {key} in that file to where it is now"
             for key, path, what in missing
         ]
     )
