@@ -319,6 +319,7 @@ SWEEPS = [
     ("-m run.seed=glob(*)", "run.seed=glob(*)", "only groups have"),
     ("-m run.dir=a,b", "run.dir=a,b", "the folder of the whole sweep"),
     ("-m run.seed=1,2 run.seed=3", "run.seed=1,2: run.seed is given 2 times"),
+    ("-m run.dir=/dev/null/sweep run.seed=1,2 cluster.dry_run=true", "run.dir=/dev/null/sweep: cannot be used"),
     ("-m run.dir=/dev/null/sweep run.seed=1,2", "run.dir=/dev/null/sweep: cannot be used"),
     ("-m parallelism=tp3 run.seed=1,2 cluster=local_2proc", "tp 3 = 3 processes, but there are 2"),
 ]
@@ -337,6 +338,8 @@ PLACES = [
     ("run.resume=nowhere", "run.resume=nowhere: no such checkpoint"),
     ("run.resume=''", "run.resume=''", "auto, never"),
     ("run.dir=/dev/null/run", "run.dir=/dev/null/run: cannot be used", "choose another run.dir"),
+    ("cluster.dry_run=true run.dir=/dev/null/run", "run.dir=/dev/null/run: cannot be used: File exists"),
+    ("cluster.dry_run=true run.resume=/", "run.resume=/: not a whole checkpoint: /state.json"),
     ("cluster.device=cuda", "cluster.device=cuda: no GPU is visible"),
 ]
 TABLE = {
