@@ -11,6 +11,7 @@ import pytest
 from components.config.compose.sweep import SweepRequest, compose_point, expand_sweep, override_of
 from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
+from components.config.schema.data import MixtureDataConfig
 from components.launch.sweep.plan import (
     Note,
     Point,
@@ -64,6 +65,20 @@ def test_free_keys_and_lists_are_swept_too(monkeypatch: pytest.MonkeyPatch) -> N
         (128, ["a", "b"]),
         (128, ["c"]),
     ]
+
+
+def test_a_source_of_a_mixture_is_swept_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = ("+data@data.sources.a=pydocs,gsm8k", "+data@data.sources.b=pydocs", "data.sources.a.weight=2")
+    sweep = expanded(monkeypatch, "model=tiny", "data=mixture", *sources)
+    kinds = []
+    for point in sweep.points:
+        cfg, _ = compose_point(sweep, point, lambda cfg: [])
+        assert cfg is not None
+        assert isinstance(cfg.data, MixtureDataConfig)
+        assert [source.weight for source in cfg.data.sources.values()] == [2, None]
+        kinds.append([str(source.kind) for source in cfg.data.sources.values()])
+    assert kinds == [["docs", "docs"], ["sft", "docs"]]
+    assert [point.values for point in sweep.points] == [{"data@data.sources.a": name} for name in ("pydocs", "gsm8k")]
 
 
 def test_a_value_is_a_problem_of_its_point_and_a_slip_one_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,10 @@ class _Search:
             ConfigLoaderImpl._apply_overrides_to_config([OverridesParser.create().parse_override(override)], cfg)
         except COMPOSITION_ERRORS as error:
             key, _, value = override_parts(override)
-            sources = _values(cfg, "data").get("sources")
+            data = _values(cfg, "data")
+            sources, name = data.get("sources"), key.removeprefix("data.")
+            if sources is not None and key in self.keys and name != key and name not in data:
+                return f"{key}={value}: each source of a mixture has its own; set {SOURCES}.NAME.{name}"
             if sources and key.startswith(f"{SOURCES}.") and key.split(".")[2] not in sources:
                 return no_source(override.lstrip("+"), key.split(".")[2], sources)
             fitting = self._options_with(key, value, cfg)
