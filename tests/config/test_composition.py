@@ -301,7 +301,6 @@ FILES = {
     "experiment/kind": "# @package _global_\ndata: {path: x}\n",
     "data/no_schema": "path: mine.jsonl\n",
     "data/bad_schema": "defaults: [/schema/data/sfft@_here_, _self_]\npath: x\n",
-    "data/mine": "defaults: [mixture, gsmk8@sources.maths, _self_]\n",
     "data/other": "defaults: [mixture, gsm8k@sources.maths, _self_]\nsources: {math: {path: x}}\n",
     "main": "defaults: [schema/finetune, _self_, parallelism: fsdp3, model: tiny, data: pydocs, optimizer: adamw]\n",
 }
@@ -314,7 +313,6 @@ FILES = {
         ("experiment=group", "conf file experiment/group.yaml asks for modle: no such group; did you mean model?"),
         ("experiment=slash", "experiment/slash.yaml asks for experiment/model: no such group; did you mean /model?"),
         ("experiment=kind", "experiment/kind.yaml: data.path: data of the kind docs has no such key (kinds that"),
-        ("data=mine", "conf file data/mine.yaml asks for data=gsmk8: no such option; did you mean gsm8k?"),
         ("data=mixture +data@data.sources.maths=gsmk8", "+data@data.sources.maths=gsmk8: no such option; did you"),
         ("data=no_schema", "data.path: the file must open with defaults: [/schema/data/sft@_here_, _self_] (or chat"),
         ("data=bad_schema", "data/bad_schema.yaml asks for schema/data=sfft: no such option; did you mean sft?"),

@@ -194,18 +194,20 @@ def test_a_checkpoint_is_looked_for_before_the_start(
 ) -> None:
     """As it is loaded: from the folder of the command, and ~ is the home; a folder alone is none."""
     (tmp_path / "empty").mkdir()
-    for wrong in ("/nope", "~/nope", "~nobody/nope", "empty"):
+    for wrong in ("~nobody/nope", "empty"):
         ended = commands.run(evaluate, ["model=tiny", f'evaluation.checkpoint="{wrong}"'], tmp_path)
         told = f"evaluation.checkpoint={wrong}: no such checkpoint; give RUN/checkpoints/step_N"
         assert_refused(ended, [told], tmp_path)
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "manifest.json").write_text("{}")
     (tmp_path / "whole" / "state.json").write_text('{"config": null}')
-    for right in ("whole", "./whole", f"{tmp_path}/whole", "~/whole"):
-        loads = [(evaluate, "evaluation.checkpoint"), (finetune, "run.resume")]
-        for recipe, key in loads if right == "~/whole" else loads[:1]:
-            ended = commands.run(recipe, ["model=tiny", f'{key}="{right}"'], tmp_path, HOME=str(tmp_path))
-            assert (ended.status, ended.output) == (0, "started\n"), ended
+    for recipe, key, right in (
+        (evaluate, "evaluation.checkpoint", "whole"),
+        (evaluate, "evaluation.checkpoint", "~/whole"),
+        (finetune, "run.resume", "~/whole"),
+    ):
+        ended = commands.run(recipe, ["model=tiny", f'{key}="{right}"'], tmp_path, HOME=str(tmp_path))
+        assert (ended.status, ended.output) == (0, "started\n"), ended
 
 
 def test_gpus_are_counted_without_torch(commands: Commands, finetune: Path, tmp_path: Path) -> None:

@@ -335,7 +335,6 @@ SYNTAX = [
     ("run.name=${nowhere}", "run.name", "nowhere", "${...}"),
     ("data=jsonl data.path=~/x.jsonl", "~ is not expanded there; write data.path=$HOME/x.jsonl", "'data.path=\"~/..."),
     ("-m run.dir=~/a,~/b", "~ is not expanded there; write run.dir=$HOME/a,$HOME/b, or quote it"),
-    ("parallelism=~x", "parallelism=~x: cannot be read"),
     ("hydra.run.dir=x", "hydra.run.dir=x", "Hydra only composes"),
     ("=3", "=3: has no key"),
     ("--config-dir nowhere", "--config-dir=nowhere: no such folder"),
