@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from components.config.errors import ConfigError
-from components.config.schema.data import DataConfig, DocsDataConfig, RowsDataConfig, TextDataConfig
+from components.config.schema.data import CustomDataConfig, DataConfig, DocsDataConfig, RowsDataConfig, TextDataConfig
 from components.data import pydocs
 from components.data.examples import IGNORED, Example
 from components.data.files import (
@@ -151,7 +151,8 @@ def kept_of(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
 
     values = np.asarray(hashes, dtype=np.uint64)
     if len(values) == 0:
-        raise ConfigError(f"data: {describe(cfg, is_eval)}: has no rows; name others by data.path or data.split")
+        source = "data.factory" if isinstance(cfg, CustomDataConfig) else "data.path"
+        raise ConfigError(f"data: {describe(cfg, is_eval)}: has no rows; name others by {source} or data.split")
     kept = np.ones(len(values), dtype=bool)
     if held_out_by_hash(cfg) and not ends_are_held_out(cfg, len(values)):
         fraction = cfg.eval_fraction

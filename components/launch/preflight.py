@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,14 @@ from pathlib import Path
 from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
 from components.config.schema.model import WeightInit
-from components.config.schema.recipes import RecipeConfig
+from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.config.secrets import secret_problems
 from components.config.shape import ModelShape, read_shape
 from components.config.validate import validate
 from components.launch.parts import check_files
+
+_MANIFEST = "manifest.json"
+"""What makes a folder a checkpoint."""
 
 
 def problems_before_start(cfg: RecipeConfig, world_size: int) -> list[str]:
@@ -31,11 +35,7 @@ def problems_before_start(cfg: RecipeConfig, world_size: int) -> list[str]:
         problems = error.problems
     problems = validate(cfg, world_size, shape) + problems
     problems += _told(lambda: check_files(cfg.data))
-    if cfg.run.resume not in ("auto", "never") and not Path(cfg.run.resume).is_dir():
-        problems.append(
-            f"run.resume={cfg.run.resume}: no such checkpoint; give auto, never or a folder checkpoints/step_N of a run"
-        )
-    return list(dict.fromkeys(problems))
+    return list(dict.fromkeys(problems + _checkpoint_problems(cfg)))
 
 
 def _model_problems(cfg: RecipeConfig) -> list[str]:
@@ -44,6 +44,20 @@ def _model_problems(cfg: RecipeConfig) -> list[str]:
     if cfg.model.path is not None and cfg.model.init == WeightInit.pretrained:
         return check_weights(cfg.model.path)
     return []
+
+
+def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:
+    """A job waits in a queue first: that a checkpoint is not there is told before. What is in it, its ranks read."""
+    problems = []
+    resume = cfg.run.resume
+    if resume not in ("auto", "never") and not Path(os.path.expanduser(resume)).is_dir():
+        problems.append(
+            f"run.resume={resume}: no such checkpoint; give auto, never or a folder checkpoints/step_N of a run"
+        )
+    checkpoint = cfg.evaluation.checkpoint if isinstance(cfg, EvaluateConfig) else None
+    if checkpoint is not None and not Path(os.path.expanduser(checkpoint), _MANIFEST).is_file():
+        problems.append(f"evaluation.checkpoint={checkpoint}: no such checkpoint; give RUN/checkpoints/step_N")
+    return problems
 
 
 def _told(check: Callable[[], list[str]]) -> list[str]:

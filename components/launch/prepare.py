@@ -14,7 +14,7 @@ from components.launch.preflight import problems_before_start
 from components.launch.processes import device_problems, processes_of, visible_gpus
 from components.launch.rank import Recipe
 from components.launch.record import start_record
-from components.launch.run_directory import RunDirectory, open_run_directory
+from components.launch.run_directory import RunDirectory, check_run_directory, open_run_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
     cfg, asked = fit_micro_batches(cfg, processes), cfg
     notes += _told_of_batches(asked, cfg)
     if cfg.cluster.dry_run:
+        check_run_directory(cfg, recipe.name)
         _show(recipe, cfg, processes, notes)
         return None
     directory = open_run_directory(cfg, recipe.name)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from components.config.schema.recipes import RecipeConfig
 from components.config.schema.run import CONFIG
 from components.launch.changes import check_changes, check_source
 from components.launch.files import aside, read_json, take_lock, write_json, write_text
+from components.launch.folders import check_writable, make, make_new, told_by_path
 from components.launch.slurm.jobs import ENDED, GONE, UNKNOWN, job_states
 
 RECORD, RESULT, LOGS, LOCK = "environment.json", "result.json", "logs", ".lock"
@@ -132,26 +131,47 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
     Raises ConfigError where it holds another run, is in use, or cannot be written; it then made nothing.
     """
     check_source(cfg)
-    path = Path(os.path.expanduser(cfg.run.dir)).absolute() if cfg.run.dir is not None else None
-    try:
-        path, created = (path, _make(path)) if path is not None else _make_new(Path.cwd() / "outputs" / recipe)
-        names = {entry.name for entry in path.iterdir()} - {LOCK, aside(path / CONFIG).name}
-        if names and CONFIG not in names:
-            raise ConfigError(f"run.dir={path}: holds files, but no run; choose another run.dir")
+    path = _place(cfg, recipe)
+    with told_by_path(path):
+        path, created = (path, make(path)) if cfg.run.dir is not None else make_new(path)
+        names = _names(path)
         lock = _lock(path)
-    except OSError as error:
-        place = path or Path.cwd() / "outputs" / recipe
-        raise ConfigError(f"run.dir={place}: cannot be used: {error.strerror}; choose another run.dir") from error
     if CONFIG in names:
         try:
-            if doubt := _refuse_live_job(path):
-                print(f"{path}: {doubt}; do not start this run twice at once", file=sys.stderr)
             _guard(path, cfg, recipe)
         except ConfigError:
             _unlock(lock)
             raise
     cfg.run.dir = str(path)
     return RunDirectory(path, fresh=not names, created=created, lock=lock, attempt=_next_attempt(path))
+
+
+def check_run_directory(cfg: RecipeConfig, recipe: str) -> None:
+    """Raise ConfigError where `open_run_directory` would, as far as that can be told without making anything."""
+    check_source(cfg)
+    path = _place(cfg, recipe)
+    with told_by_path(path):
+        check_writable(path)
+        names = _names(path) if cfg.run.dir is not None and path.is_dir() else set()
+        if (path / LOCK).exists():
+            _unlock(_lock(path))
+    if CONFIG in names:
+        _guard(path, cfg, recipe)
+
+
+def _place(cfg: RecipeConfig, recipe: str) -> Path:
+    """The run directory, or where a new one is to be made."""
+    if cfg.run.dir is None:
+        return Path.cwd() / "outputs" / recipe
+    return Path(os.path.expanduser(cfg.run.dir)).absolute()
+
+
+def _names(path: Path) -> set[str]:
+    """What a run directory holds. Raises ConfigError where that is no run."""
+    names = {entry.name for entry in path.iterdir()} - {LOCK, aside(path / CONFIG).name}
+    if names and CONFIG not in names:
+        raise ConfigError(f"run.dir={path}: holds files, but no run; choose another run.dir")
+    return names
 
 
 @contextmanager
@@ -178,28 +198,6 @@ def held(path: Path) -> Iterator[None]:
 def _next_attempt(path: Path) -> int:
     numbers = [folder.name.rpartition("_")[2] for folder in (path / LOGS).glob("attempt_*")]
     return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
-
-
-def _make_new(parent: Path) -> tuple[Path, list[Path]]:
-    """Make a folder named by time and chance, which no other start has."""
-    while True:
-        path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        created = _make(path)
-        if path in created:
-            return path, created
-
-
-def _make(path: Path) -> list[Path]:
-    """Make a folder with its parents; return those that were missing, outermost first."""
-    missing = [folder for folder in (*reversed(path.parents), path) if not folder.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        path.mkdir()
-    except FileExistsError:
-        if not path.is_dir():
-            raise
-        missing = [folder for folder in missing if folder != path]
-    return missing
 
 
 def _lock(path: Path, mend: str = "choose another run.dir") -> int | None:
@@ -243,6 +241,8 @@ def _refuse_live_job(path: Path, mend: str = "choose another run.dir") -> str | 
 
 def _guard(path: Path, cfg: RecipeConfig, recipe: str) -> None:
     """Raise ConfigError unless the run in `path` may go on as `cfg`."""
+    if doubt := _refuse_live_job(path):
+        print(f"{path}: {doubt}; do not start this run twice at once", file=sys.stderr)
     owner = _recipe_of(path)
     if owner not in (None, recipe):
         raise ConfigError(f"run.dir={path}: holds a run of the recipe {owner}, not {recipe}; choose another run.dir")

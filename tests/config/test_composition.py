@@ -294,6 +294,47 @@ def test_an_option_file_with_a_mistake_is_told(commands: Commands, tmp_path: Pat
     assert "Traceback" not in ended.errors
 
 
+FILES = {
+    "experiment/option": "# @package _global_\ndefaults: [override /model: tinny]\n",
+    "experiment/group": "# @package _global_\ndefaults: [override /modle: tiny]\n",
+    "experiment/slash": "# @package _global_\ndefaults: [override model: tiny]\n",
+    "experiment/kind": "# @package _global_\ndata: {path: x}\n",
+    "data/no_schema": "path: mine.jsonl\n",
+    "data/bad_schema": "defaults: [/schema/data/sfft@_here_, _self_]\npath: x\n",
+    "data/other": "defaults: [mixture, gsm8k@sources.maths, _self_]\nsources: {math: {path: x}}\n",
+    "main": "defaults: [schema/finetune, _self_, parallelism: fsdp3, model: tiny, data: pydocs, optimizer: adamw]\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("experiment=option", "file experiment/option.yaml asks for model=tinny: no such option; did you mean tiny"),
+        ("experiment=group", "conf file experiment/group.yaml asks for modle: no such group; did you mean model?"),
+        ("experiment=slash", "experiment/slash.yaml asks for experiment/model: no such group; did you mean /model?"),
+        ("experiment=kind", "experiment/kind.yaml: data.path: data of the kind docs has no such key (kinds that"),
+        ("data=mixture +data@data.sources.maths=gsmk8", "+data@data.sources.maths=gsmk8: no such option; did you"),
+        ("data=no_schema", "data.path: the file must open with defaults: [/schema/data/sft@_here_, _self_] (or chat"),
+        ("data=bad_schema", "data/bad_schema.yaml asks for schema/data=sfft: no such option; did you mean sft?"),
+        ("data=other", "data.sources.math.path: the mixture has no source math; add it to the defaults: OPTION@sourc"),
+        ("--config-name main", "conf file main.yaml asks for parallelism=fsdp3: no such option; did you mean fsdp2?"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_file_is_not_one_of_the_command_line(
+    commands: Commands, tmp_path: Path, line: str, told: str
+) -> None:
+    for name, text in FILES.items():
+        (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "conf" / f"{name}.yaml").write_text(text)
+    (tmp_path / "recipe.py").write_text(
+        "from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n"
+        "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None: ...\nmain()\n"
+    )
+    ended = commands.run(tmp_path / "recipe.py", line.split(" "), tmp_path)
+    assert (ended.status, len(ended.errors.splitlines())) == (2, 1)
+    assert told in ended.errors
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_key_misspelt_is_recognised(name: str) -> None:
     """One letter of the last word left out: for nine of ten keys the right one is suggested, none is accepted."""

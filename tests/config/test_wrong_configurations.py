@@ -189,6 +189,27 @@ def test_the_other_recipe_is_as_strict(commands: Commands, evaluate: Path, tmp_p
     assert_refused(ended, ["training.max_steps=3: no such key"], tmp_path)
 
 
+def test_a_checkpoint_is_looked_for_before_the_start(
+    commands: Commands, finetune: Path, evaluate: Path, tmp_path: Path
+) -> None:
+    """As it is loaded: from the folder of the command, and ~ is the home; a folder alone is none."""
+    (tmp_path / "empty").mkdir()
+    for wrong in ("~nobody/nope", "empty"):
+        ended = commands.run(evaluate, ["model=tiny", f'evaluation.checkpoint="{wrong}"'], tmp_path)
+        told = f"evaluation.checkpoint={wrong}: no such checkpoint; give RUN/checkpoints/step_N"
+        assert_refused(ended, [told], tmp_path)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "manifest.json").write_text("{}")
+    (tmp_path / "whole" / "state.json").write_text('{"config": null}')
+    for recipe, key, right in (
+        (evaluate, "evaluation.checkpoint", "whole"),
+        (evaluate, "evaluation.checkpoint", "~/whole"),
+        (finetune, "run.resume", "~/whole"),
+    ):
+        ended = commands.run(recipe, ["model=tiny", f'{key}="{right}"'], tmp_path, HOME=str(tmp_path))
+        assert (ended.status, ended.output) == (0, "started\n"), ended
+
+
 def test_gpus_are_counted_without_torch(commands: Commands, finetune: Path, tmp_path: Path) -> None:
     arguments = ["model=tiny", "cluster.procs_per_node=2"]
     ended = commands.run(finetune, arguments, tmp_path, CUDA_VISIBLE_DEVICES="0")

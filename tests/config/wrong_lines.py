@@ -285,6 +285,8 @@ MIXTURES = [
         f"{TWO_SOURCES} data.sources.web.weight=2",
         "data.sources.web.weight=2: the mixture has no source web; add it: +data@data.sources.web=OPTION",
     ),
+    ("data=mixture data.path=x", "data.path=x: each source of a mixture has its own; set data.sources.NAME.path"),
+    (f"{TWO_SOURCES} data.path=x", "data.path=x: each source of a mixture has its own; set data.sources.NAME.path"),
     (f"{TWO_SOURCES} data.max_samples=9", "data.max_samples=9", "set data.sources.NAME.max_samples"),
     ("data.weight=2", "data.weight=2.0: only sources of a mixture have weights; leave it out"),
     (f"{TWO_SOURCES} data.sources.docs.cache=x", "data.sources.docs.cache=x: all sources have one; leave it out"),
@@ -309,7 +311,8 @@ BATCH = [
     ),
 ]
 NOT_BUILT = [
-    ("training.max_steps=10,20", "training.max_steps=10,20", "several values"),
+    ("training.max_steps=10,20", "training.max_steps=10,20: is several values, a sweep; add -m, give one value, or"),
+    ("parallelism=ddp,fsdp2", "parallelism=ddp,fsdp2: is several values, a sweep; add -m, give one value, or"),
 ]
 SWEEPS = [
     ("-m", "a sweep needs a key with several values, such as parallelism=ddp,fsdp2", "leave -m out"),
@@ -327,6 +330,11 @@ SWEEPS = [
     ("-m run.seed=glob(*)", "run.seed=glob(*)", "only groups have"),
     ("-m run.dir=a,b", "run.dir=a,b", "the folder of the whole sweep"),
     ("-m run.seed=1,2 run.seed=3", "run.seed=1,2: run.seed is given 2 times"),
+    (
+        "-m data=mixture +data@data.sources.a=pydocs,gsm8k +data@data.sources.a=pydocs",
+        "+data@data.sources.a=pydocs,gsm8k: data@data.sources.a is given 2 times; give it once",
+    ),
+    ("-m run.dir=/dev/null/sweep run.seed=1,2 cluster.dry_run=true", "run.dir=/dev/null/sweep: cannot be used"),
     ("-m run.dir=/dev/null/sweep run.seed=1,2", "run.dir=/dev/null/sweep: cannot be used"),
     ("-m parallelism=tp3 run.seed=1,2 cluster=local_2proc", "tp 3 = 3 processes, but there are 2"),
 ]
@@ -334,6 +342,8 @@ SYNTAX = [
     ("training.max_steps", "training.max_steps: cannot be read", "KEY=VALUE"),
     ("run.name=a=b", "run.name=a=b: cannot be read", "quote"),
     ("run.name=${nowhere}", "run.name", "nowhere", "${...}"),
+    ("data=jsonl data.path=~/x.jsonl", "~ is not expanded there; write data.path=$HOME/x.jsonl", "'data.path=\"~/..."),
+    ("-m run.dir=~/a,~/b", "~ is not expanded there; write run.dir=$HOME/a,$HOME/b, or quote it"),
     ("hydra.run.dir=x", "hydra.run.dir=x", "Hydra only composes"),
     ("=3", "=3: has no key"),
     ("--config-dir nowhere", "--config-dir=nowhere: no such folder"),
@@ -342,6 +352,8 @@ PLACES = [
     ("run.resume=nowhere", "run.resume=nowhere: no such checkpoint"),
     ("run.resume=''", "run.resume=''", "auto, never"),
     ("run.dir=/dev/null/run", "run.dir=/dev/null/run: cannot be used", "choose another run.dir"),
+    ("cluster.dry_run=true run.dir=/dev/null/run", "run.dir=/dev/null/run: cannot be used: File exists"),
+    ("cluster.dry_run=true run.resume=/", "run.resume=/: not a whole checkpoint: /state.json"),
     ("cluster.device=cuda", "cluster.device=cuda: no GPU is visible"),
 ]
 TABLE = {

@@ -248,7 +248,10 @@ def test_own_function_gives_the_samples_of_each_split():
         ),
         (custom("NOT_A_FUNCTION"), "is a int, not a function"),
         (custom("build_wrongly"), "sample 1 has 3 input_ids and 2 labels; labels are aligned with input_ids"),
-        (custom("build_examples", split="none"), r":build_examples \(none\): has no rows"),
+        (
+            custom("build_examples", split="none"),
+            r"build_examples \(none\): has no rows; name others by data.factory or",
+        ),
     ],
 )
 def test_what_goes_wrong_with_an_own_function(cfg, problem):

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,9 @@ from components.config.errors import ConfigError
 from components.config.schema import EvaluateConfig, FinetuneConfig, ModelConfig, PeftConfig, WeightInit
 from components.config.schema.data import DocsDataConfig, MixtureDataConfig
 from components.config.schema.run import RunConfig
-from components.launch import run_directory
+from components.launch import folders
 from components.launch.record import start_record
-from components.launch.run_directory import RunDirectory, attempt_logs, held, open_run_directory
+from components.launch.run_directory import RunDirectory, attempt_logs, check_run_directory, held, open_run_directory
 
 RECORD = {"recipe": "finetune"}
 
@@ -64,8 +65,8 @@ def test_a_new_directory_is_named_by_recipe_and_time(tmp_path: Path) -> None:
 def test_two_starts_of_the_same_moment_get_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second draws the same time and the same hex at first."""
     drawn = iter(["aaaa", "aaaa", "bbbb"])
-    monkeypatch.setattr(run_directory.time, "strftime", lambda form: "20260101-000000")
-    monkeypatch.setattr(run_directory.secrets, "token_hex", lambda count: next(drawn))
+    monkeypatch.setattr(folders.time, "strftime", lambda form: "20260101-000000")
+    monkeypatch.setattr(folders.secrets, "token_hex", lambda count: next(drawn))
     names = [start(config()).path.name for _ in range(2)]
     assert names == ["20260101-000000-aaaa", "20260101-000000-bbbb"]
 
@@ -292,6 +293,57 @@ def test_a_directory_in_use_is_refused_by_name(tmp_path: Path) -> None:
         open_run_directory(config("mine"), "finetune")
     end(first)
     start(config("mine"))
+
+
+def test_what_a_start_would_refuse_is_told_by_a_look_that_makes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(cfg: FinetuneConfig, recipe: str = "finetune") -> str:
+        before = sorted(tmp_path.rglob("*"))
+        try:
+            check_run_directory(cfg, recipe)
+        except ConfigError as error:
+            return str(error)
+        finally:
+            assert sorted(tmp_path.rglob("*")) == before
+        return ""
+
+    (tmp_path / "file").write_text("")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("x")
+    assert (told(config()), told(config("new/one"))) == ("", "")
+    assert "run.dir=" + str(tmp_path / "file/below") + ": cannot be used: File exists" in told(config("file/below"))
+    assert "holds files, but no run" in told(config("thesis"))
+    first = start(config("mine"))
+    assert "is in use by a run that is still going" in told(config("mine"))
+    end(first)
+    assert told(config("mine")) == ""
+    end(start(config("mine")))  # the look has let go of the lock
+    other = config("mine")
+    change_seed(other)
+    assert f"run.seed=7: the run in run.dir={tmp_path / 'mine'} began with 42" in told(other)
+    assert "holds a run of the recipe finetune" in told(config("mine"), "pretrain")
+    other.run.dir, other.run.resume = "here", str(tmp_path / "thesis")
+    assert f"run.resume={tmp_path / 'thesis'}: not a whole checkpoint" in told(other)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_place_without_permission_is_told_by_a_look() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # of which others may see the way, unlike that of tmp_path
+        Path(folder).chmod(0o555)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                if os.getuid() == 0:  # whom no mode keeps out
+                    os.setuid(65534)
+                check_run_directory(config(f"{folder}/run"), "finetune")
+            except ConfigError as error:
+                status = 0 if "cannot be used: Permission denied; choose another run.dir" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert os.listdir(folder) == []
 
 
 def test_a_refused_start_frees_the_directory() -> None:

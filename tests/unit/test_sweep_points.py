@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from components.config.compose.sweep import SweepRequest, compose_point, expand_sweep, override_of
 from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
+from components.config.schema.data import MixtureDataConfig
 from components.launch.sweep.plan import (
     Note,
     Point,
@@ -22,7 +24,7 @@ from components.launch.sweep.plan import (
     read_sweep,
     write_note,
 )
-from components.launch.sweep.run import point_command
+from components.launch.sweep.run import point_command, retry
 
 
 def expanded(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> SweepRequest:
@@ -63,6 +65,20 @@ def test_free_keys_and_lists_are_swept_too(monkeypatch: pytest.MonkeyPatch) -> N
         (128, ["a", "b"]),
         (128, ["c"]),
     ]
+
+
+def test_a_source_of_a_mixture_is_swept_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = ("+data@data.sources.a=pydocs,gsm8k", "+data@data.sources.b=pydocs", "data.sources.a.weight=2")
+    sweep = expanded(monkeypatch, "model=tiny", "data=mixture", *sources)
+    kinds = []
+    for point in sweep.points:
+        cfg, _ = compose_point(sweep, point, lambda cfg: [])
+        assert cfg is not None
+        assert isinstance(cfg.data, MixtureDataConfig)
+        assert [source.weight for source in cfg.data.sources.values()] == [2, None]
+        kinds.append([str(source.kind) for source in cfg.data.sources.values()])
+    assert kinds == [["docs", "docs"], ["sft", "docs"]]
+    assert [point.values for point in sweep.points] == [{"data@data.sources.a": name} for name in ("pydocs", "gsm8k")]
 
 
 def test_a_value_is_a_problem_of_its_point_and_a_slip_one_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +156,19 @@ def test_a_new_sweep_takes_no_folder_with_files(tmp_path: Path) -> None:
     assert identity.startswith("new-")
 
 
+def test_a_sweep_from_elsewhere_is_not_tried_again_and_left_as_it_is(tmp_path: Path) -> None:
+    sweep = replace(made(tmp_path / "a"), folder=tmp_path / "gone")
+    before = sorted(sweep.directory.rglob("*"))
+    with pytest.raises(ConfigError) as caught:
+        retry(sweep, [])
+    plan = sweep.directory / "sweep.json"
+    assert [problem.partition("; ")[0] for problem in caught.value.problems] == [
+        f"{plan}: file=/r.py: the sweep's recipe is not here",
+        f"{plan}: folder={tmp_path}/gone: the sweep's folder in which it was started is not here",
+    ]
+    assert sorted(sweep.directory.rglob("*")) == before
+
+
 def test_two_processes_do_not_work_on_one_sweep(tmp_path: Path) -> None:
     assert not is_running(tmp_path)
     with locked(tmp_path):
@@ -147,3 +176,7 @@ def test_two_processes_do_not_work_on_one_sweep(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"still running"), locked(tmp_path):
             pass
     assert not is_running(tmp_path)
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be written: Is a directory"), locked(tmp_path):
+        pass

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from components.launch.slurm.jobs import GONE, UNKNOWN
 from components.launch.sweep.plan import Note, Point, Sweep, locked, write_note
-from components.launch.sweep.report import exit_status
+from components.launch.sweep.report import exit_status, report_now
 from components.launch.sweep.rows import Row, read_rows, state_with_job
 from components.launch.sweep.table import print_table, read_report, to_csv, to_markdown
 
@@ -110,6 +110,20 @@ def test_markdown_and_csv_say_the_same(tmp_path: Path) -> None:
     assert (second["tokens_per_second"], second["mfu"], second["best"]) == ("900.25", "", "False")
     assert (second["parallelism"], second["peak_memory_gib"], second["status"]) == ("fsdp2", "1.0", "ok")
     assert exit_status(report) == 0
+
+
+def test_a_report_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = Made(tmp_path / "sweep", ("a",))
+    made.ended(0, status="ok")
+    assert report_now(made.sweep) == 0
+    (made.sweep.directory / "report.csv").unlink()
+    (made.sweep.directory / "report.csv").mkdir()
+    capsys.readouterr()
+    assert report_now(made.sweep) == 1
+    told = capsys.readouterr()
+    assert f"{made.sweep.directory}/report.csv: cannot be written: Is a directory; mend that, then: " in told.err
+    assert "0_a" in told.out
+    assert "report: " not in told.out
 
 
 def test_the_point_that_disagrees_is_flagged_although_it_is_the_first(tmp_path: Path) -> None:

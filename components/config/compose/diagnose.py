@@ -18,12 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 from components.config.compose.explain import (
     SEVERAL_VALUES,
     SOURCES,
-    UNREADABLE,
     explain_file,
     explain_override,
     explain_value,
     no_source,
     override_parts,
+    unreadable,
 )
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import Request, option_groups
@@ -49,7 +49,7 @@ def diagnose(request: Request, error: Exception, check: Callable[[Any], list[str
     try:
         base = search.choose_options()
     except COMPOSITION_ERRORS:
-        return [explain_file(error, search.keys)]
+        return [explain_file(error, search.keys, search.groups)]
     cfg = search.complete(search.apply_values(base))
     if cfg is not None:
         search.add_independent(check(cfg))
@@ -81,15 +81,24 @@ class _Search:
             base = self.request.compose(chosen)
             self.options = chosen
         except COMPOSITION_ERRORS:
-            base = self.request.compose([])
+            self.request.compose([])  # where this is refused, no option is to blame
             for override in chosen:
-                try:
-                    base = self.request.compose([*self.options, override])
-                    self.options.append(override)
-                except COMPOSITION_ERRORS as error:
-                    self.problems.append(explain_override(override, error, self.keys, self.groups))
+                if problem := self._unusable(override):
+                    self.problems.append(problem)
                     self.bad_options.add(override_parts(override)[0])
+                else:
+                    self.options.append(override)
+            base = self.request.compose(self.options)
         return base
+
+    def _unusable(self, option: str) -> str | None:
+        if problem := _misspelt(option):
+            return problem
+        try:
+            self.request.compose([*self.options, option])
+        except COMPOSITION_ERRORS as error:
+            return explain_override(option, error, self.keys, self.groups)
+        return None
 
     def apply_values(self, base: DictConfig) -> DictConfig:
         """Set the values that Hydra takes, one at a time."""
@@ -127,17 +136,16 @@ class _Search:
         self.problems += [problem for problem in problems if not any(_concerns([problem], section) for section in bad)]
 
     def _refused(self, override: str, cfg: DictConfig) -> str | None:
+        if problem := _misspelt(override):
+            return problem
         try:
-            parsed = OverridesParser.create().parse_override(override)
-        except HydraException:
-            return f"{override.lstrip('+')}: {UNREADABLE}"
-        if parsed.is_sweep_override():
-            return f"{override}: {SEVERAL_VALUES}"
-        try:
-            ConfigLoaderImpl._apply_overrides_to_config([parsed], cfg)
+            ConfigLoaderImpl._apply_overrides_to_config([OverridesParser.create().parse_override(override)], cfg)
         except COMPOSITION_ERRORS as error:
             key, _, value = override_parts(override)
-            sources = _values(cfg, "data").get("sources")
+            data = _values(cfg, "data")
+            sources, name = data.get("sources"), key.removeprefix("data.")
+            if sources is not None and key in self.keys and name != key and name not in data:
+                return f"{key}={value}: each source of a mixture has its own; set {SOURCES}.NAME.{name}"
             if sources and key.startswith(f"{SOURCES}.") and key.split(".")[2] not in sources:
                 return no_source(override.lstrip("+"), key.split(".")[2], sources)
             fitting = self._options_with(key, value, cfg)
@@ -160,6 +168,15 @@ class _Search:
         return sorted(
             fitting, key=lambda option: (UNSET not in found[option].values(), option not in value, len(option))
         )
+
+
+def _misspelt(override: str) -> str | None:
+    """What is wrong with an override whatever the config: it cannot be read, or is several."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return unreadable(override.lstrip("+"))
+    return f"{override}: {SEVERAL_VALUES}" if parsed.is_sweep_override() else None
 
 
 def _values(cfg: DictConfig, section: str) -> dict[str, Any]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from typing import get_type_hints
+
+from components.config.schema.data import DATA_KINDS, DataConfig
 
 NUMBER_WORDS = {"Integer": "a whole number", "Float": "a number"}
 
 UNREADABLE = "cannot be read; write KEY=VALUE, and quote a value with special characters: 'KEY=\"a=b\"'"
-SEVERAL_VALUES = "is several values, a sweep; give one, or write a list as [a,b]"
+SEVERAL_VALUES = "is several values, a sweep; add -m, give one value, or write a list as [a,b]"
+HOME = re.compile(r"(?<![^,\[])~/")
+"""At the beginning of a value, or of one of several: where a shell would not expand it after KEY= either."""
 SOURCES = "data.sources"
 NOT_A_MIXTURE = "only a mixture has sources; add data=mixture, or another option of data that is one"
 
@@ -32,8 +37,17 @@ VALUE_RULES = (
 
 RESOLUTION = re.compile(r"full_key: (?P<key>\S+)")
 IN_FILE = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config:\n(?P<what>.*)", re.DOTALL)
-UNKNOWN_IN_FILE = re.compile(r"Key '(?P<leaf>[^']*)' not in")
-OPTION = re.compile(r"Could not find '(?P<group>[^']*)/(?P<option>[^']*)'")
+UNKNOWN_IN_FILE = re.compile(r"Key '(?P<leaf>[^']*)' not in '(?P<schema>[^']*)'")
+OPTION = re.compile(r"(In '(?P<file>[^']*)': )?Could not (find|load) '(?P<group>[^']*)/(?P<option>[^']*)'")
+NO_GROUP = re.compile(r"(In '(?P<file>[^']*)': )?Could not override '(?P<group>[^'@]*)")
+
+
+def unreadable(override: str) -> str:
+    """Return the sentence for an override that Hydra's grammar refuses."""
+    key, _, value = override.partition("=")
+    if (spelt_out := HOME.sub("$HOME/", value)) != value:
+        return f"{override}: ~ is not expanded there; write {key}={spelt_out}, or quote it: '{key}=\"~/...\"'"
+    return f"{override}: {UNREADABLE}"
 
 
 def unknown_key(key: str, value: object, known: Iterable[str]) -> str:
@@ -111,11 +125,11 @@ def explain_override(
         fitting: Where the chosen option of the section lacks the key: those that have it, the likeliest first.
     """
     text = f"{error} {error.__cause__ or ''}"
-    if IN_FILE.search(text) or NOT_YAML.search(text):
-        return explain_file(error, keys)
     key, assigned, value = override_parts(override)
+    if IN_FILE.search(text) or NOT_YAML.search(text) or _asks_for_another(key, value, text):
+        return explain_file(error, keys, groups, f"{key}/{value}")
     if found := OPTION.search(text):
-        return _unknown_option(key, value, found["group"], found["option"], keys, groups)
+        return f"{override}: {_no_option(found['option'], groups[key])}"
     if "Multiple values for" in text or "already at" in text:
         return f"{override}: there is one already; write {key}={value} without the plus"
     if "Could not override" in text and f"@{SOURCES}." in override:
@@ -136,20 +150,64 @@ def explain_override(
     return f"{override}: {explain_value(error)}"
 
 
-def explain_file(error: Exception, keys: list[str]) -> str:
-    """Return one sentence for an error that is no override's, but lies in a file of a conf/ folder."""
+def explain_file(error: Exception, keys: list[str], groups: dict[str, list[str]], chosen: str | None = None) -> str:
+    """Return one sentence for an error that is no override's, but lies in a file of a conf/ folder.
+
+    Args:
+        error: What Hydra raised.
+        keys: Every dotted key of the schema.
+        groups: Options of every config group.
+        chosen: The file that was chosen on the command line: Hydra names the main config where that one overrides.
+    """
     if broken := NOT_YAML.search(str(error)):
         return f"{broken['file']}, line {broken['line']}: is not YAML: {broken['what']}"
+    if asked := OPTION.search(str(error)) or NO_GROUP.search(str(error)):
+        return _of_defaults(asked, groups, chosen)
     found = IN_FILE.search(str(error))
     if found is None:
         return explain_value(error)
     where, key = f"conf file {found['file']}.yaml", RESOLUTION.search(found["what"])
     named = f"{where}: {key['key']}" if key else where
-    if key is not None and key["key"].startswith(SOURCES):
-        return f"{key['key']}: {NOT_A_MIXTURE}"
-    if UNKNOWN_IN_FILE.search(found["what"]):
-        return f"{named}: no such key{did_you_mean(nearest_key(key['key'], keys) if key else None)}"
+    if unknown := UNKNOWN_IN_FILE.search(found["what"]):
+        return _unknown_in_file(named, key["key"] if key else "", unknown, keys)
     return f"{named}: {_rule(found['what'])}"
+
+
+def _unknown_in_file(named: str, key: str, unknown: re.Match[str], keys: list[str]) -> str:
+    """The sentence for a key that a file sets and its section lacks: of data, perhaps because of its kind."""
+    if unknown["leaf"] == "sources":
+        return f"{SOURCES}: {NOT_A_MIXTURE}"
+    fitting = [str(kind) for kind, schema in DATA_KINDS.items() if unknown["leaf"] in get_type_hints(schema)]
+    kind = next((kind for kind, schema in DATA_KINDS.items() if schema.__name__ == unknown["schema"]), None)
+    if kind is not None and fitting:
+        return f"{named}: data of the kind {kind} has no such key (kinds that have it: {', '.join(fitting)})"
+    if unknown["schema"] != DataConfig.__name__ or not fitting:
+        return f"{named}: no such key{did_you_mean(nearest_key(key, keys))}"
+    if key.startswith(f"{SOURCES}."):
+        name = key.split(".")[2]
+        return f"{named}: the mixture has no source {name}; add it to the defaults: OPTION@sources.{name}"
+    others = f" (or {', '.join(fitting[1:])} for {fitting[0]})" if fitting[1:] else ""
+    return f"{named}: the file must open with defaults: [/schema/data/{fitting[0]}@_here_, _self_]{others}"
+
+
+def _asks_for_another(key: str, value: str, text: str) -> bool:
+    """Whether Hydra could not find another option or group than the one typed: then a file asks for it."""
+    option, group = OPTION.search(text), NO_GROUP.search(text)
+    if option is not None:
+        return option["group"] != key or option["option"] not in re.split(r"[\[\], ]+", value)
+    return group is not None and group["group"] != key
+
+
+def _of_defaults(asked: re.Match[str], groups: dict[str, list[str]], chosen: str | None) -> str:
+    """The sentence for a defaults list that asks for what there is not."""
+    file = asked["file"] if chosen is None or "/" in (asked["file"] or "") else chosen
+    where, group, option = f"conf file {file}.yaml", asked["group"], asked.groupdict().get("option")
+    named = group if option is None else f"{group}={option}"
+    if options := (list(map(str, DATA_KINDS)) if group == "schema/data" else groups.get(group)):
+        return f"{where} asks for {named}: {_no_option(option or '', options)}"
+    inner = group.rpartition("/")[2]  # without a slash before it, a group is looked for in the file's own folder
+    like = f"/{inner}" if inner != group and inner in groups else nearest(group, groups)
+    return f"{where} asks for {named}: no such group{did_you_mean(like)}"
 
 
 def override_parts(override: str) -> tuple[str, bool, str]:
@@ -158,13 +216,8 @@ def override_parts(override: str) -> tuple[str, bool, str]:
     return key.partition("@")[0].strip(), bool(assigned), value
 
 
-def _unknown_option(
-    key: str, value: str, group: str, option: str, keys: list[str], groups: dict[str, list[str]]
-) -> str:
-    options = groups.get(group, [])
-    if not options:
-        return unknown_key(key, value, [*keys, *groups])
-    return f"{key}={value}: no such option{did_you_mean(nearest(option, options))} (there are: {', '.join(options)})"
+def _no_option(option: str, options: list[str]) -> str:
+    return f"no such option{did_you_mean(nearest(option, options))} (there are: {', '.join(options)})"
 
 
 def _nearest_choice(text: str, choices: str | None) -> str:

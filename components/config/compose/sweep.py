@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.command_line import addable, read_arguments, read_request
 from components.config.compose.diagnose import diagnose
-from components.config.compose.explain import UNREADABLE, override_parts, unknown_key
+from components.config.compose.explain import override_parts, unknown_key, unreadable
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import Request, option_groups
 from components.config.compose.typed import free_keys, known_keys
@@ -68,7 +68,7 @@ def expand_sweep(name: str, schema: type[RecipeConfig], recipe_dir: Path) -> Swe
         + _sweep_problems(parsed, [given for given in swept if given not in unknown], groups)
     )
     products = BasicSweeper.split_arguments(swept, None)[0]
-    typed = [(override_parts(given)[0], given) for given in arguments.overrides]
+    typed = [(_place_of(given), given) for given in arguments.overrides]
     return SweepRequest(
         request=request,
         run_dir=next((given for key, given in reversed(typed) if key == "run.dir"), None),
@@ -112,19 +112,19 @@ def _parse(overrides: list[str], groups: dict[str, list[str]]) -> list[Override]
         try:
             parsed += parser.parse_overrides([override])
         except HydraException:
-            problems.append(f"{override}: {UNREADABLE}")
+            problems.append(unreadable(override))
     raise_all(problems)
     return parsed
 
 
 def _sweep_problems(parsed: list[Override], swept: list[Override], groups: dict[str, list[str]]) -> list[str]:
-    problems, keys = [], [override.key_or_group for override in parsed]
+    problems, places = [], [_place_of(override.input_line or "") for override in parsed]
     for override in swept:
-        key, typed = override.key_or_group, override.input_line
+        key, typed = override.key_or_group, override.input_line or ""
         if key == "run.dir":
             problems.append(f"{typed}: is the folder of the whole sweep, with a folder for each point in it; give one")
-        if keys.count(key) > 1:
-            problems.append(f"{typed}: {key} is given {keys.count(key)} times; give it once")
+        if (count := places.count(_place_of(typed))) > 1:
+            problems.append(f"{typed}: {_place_of(typed)} is given {count} times; give it once")
         if isinstance(override.value(), RangeSweep) and not override.value().step:  # type: ignore[union-attr]
             problems.append(f"{typed}: a range with a step of 0 never ends; write range(START,STOP,STEP)")
         elif not override.is_discrete_sweep():
@@ -137,11 +137,16 @@ def _sweep_problems(parsed: list[Override], swept: list[Override], groups: dict[
 
 def _point(typed: list[tuple[str, str]], product: list[str]) -> PointRequest:
     """Put one value of each swept key in its place; what is not swept stays as it was typed."""
-    chosen = {override_parts(override)[0]: override for override in product}
+    chosen = {_place_of(override): override for override in product}
     return PointRequest(
         overrides=tuple(chosen.get(key, given) for key, given in typed if key != "run.dir"),
         values={key: override_parts(override)[2] for key, override in chosen.items()},
     )
+
+
+def _place_of(override: str) -> str:
+    """The key of an override, or its group with the package: a mixture has one group in several places."""
+    return override.partition("=")[0].lstrip("+~").strip()
 
 
 def _given(arguments: Namespace, *names: str) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ class ClusterConfig:
     device: Device = Device.auto
     """auto, cpu or cuda. Under Slurm auto asks for a GPU per process, cpu for none."""
     dry_run: bool = False
-    """Check everything, show what would start, and start nothing."""
+    """Check all that can be checked without writing a file, show what would start, and start nothing."""
     startup_timeout_minutes: float = 10.0
     """How long a process waits for the others to appear."""
     collective_timeout_minutes: float = 30.0

@@ -14,9 +14,11 @@ from components.config.schema.checks import raise_all
 from components.config.schema.cluster import ClusterKind
 from components.config.schema.logging import WandbMode
 from components.config.schema.recipes import RecipeConfig
+from components.launch.folders import check_writable, told_by_path
 from components.launch.preflight import problems_before_start
 from components.launch.processes import device_problems, processes_of, visible_gpus
 from components.launch.rank import Recipe
+from components.launch.run_directory import check_run_directory
 from components.launch.sweep.plan import Point, Sweep, new_directory, point_name
 from components.launch.sweep.run import point_command, run_points
 
@@ -105,20 +107,21 @@ def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems:
 
 
 def _make(sweep: Sweep) -> None:
-    try:
+    with told_by_path(sweep.directory):
         sweep.directory.mkdir(parents=True, exist_ok=True)
         sweep.write()
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir={sweep.directory}: cannot be used: {error.strerror}; choose another run.dir"
-        ) from error
 
 
 def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[list[str]]) -> int:
     """List the points, and start nothing; a job's script is shown by the point's own launcher."""
+    with told_by_path(sweep.directory):
+        check_writable(sweep.directory)
     print(f"cluster.dry_run=true: a sweep of {len(sweep.points)} points in {sweep.directory}")
     failed = False
     for point, cfg, found in zip(sweep.points, configs, problems, strict=True):
+        if not found and cfg is not None and cfg.cluster.kind == ClusterKind.local:
+            cfg.run.dir = str(sweep.run_dir(point))
+            found = _place_problems(cfg, sweep.recipe)
         if found or cfg is None:
             failed = True
             print(f"{point.name}: invalid: {'; '.join(found)}", flush=True)
@@ -128,6 +131,14 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
         else:
             print(f"{point.name}: would start {point.processes} x {sweep.file}, mesh {point.mesh}", flush=True)
     return int(failed)
+
+
+def _place_problems(cfg: RecipeConfig, recipe: str) -> list[str]:
+    try:
+        check_run_directory(cfg, recipe)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _show_configs(recipe: Recipe, request: SweepRequest) -> int:

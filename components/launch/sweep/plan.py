@@ -142,8 +142,15 @@ def new_directory(recipe: str, given: str | None) -> tuple[Path, str]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the sweep's lock, which ends with this process. Raises ConfigError where another process holds it."""
-    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    """Hold the sweep's lock, which ends with this process.
+
+    Raises ConfigError where another process holds it, and where the folder cannot be written.
+    """
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"{directory}: cannot be written: {why}; mend that, or start a sweep elsewhere") from error
     try:
         for left in reversed(range(_LOCK_TRIES)):
             if not _is_locked(descriptor):

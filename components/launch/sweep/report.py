@@ -21,16 +21,24 @@ WIDTH = 200
 
 
 def report_now(sweep: Sweep) -> int:
-    """Print the table, write report.md, report.csv and report.png, and return the exit status."""
+    """Print the table, write report.md, report.csv and report.png, and return the exit status.
+
+    1 too where the disk does not take the report, which is told.
+    """
     report = read_report(sweep)
     console = _console()
     print_table(report, console)
-    for name, text in (("report.md", to_markdown(report)), ("report.csv", to_csv(report))):
-        (sweep.directory / name).write_text(text)
     status = exit_status(report)
     if why_not := _plot(report):
         print(why_not)
-    print(f"report: {sweep.directory / 'report.md'}", flush=True)
+    try:
+        for name, text in (("report.md", to_markdown(report)), ("report.csv", to_csv(report))):
+            (sweep.directory / name).write_text(text)
+        print(f"report: {sweep.directory / 'report.md'}", flush=True)
+    except OSError as error:
+        file, why = error.filename or sweep.directory, error.strerror or error
+        print(f"{file}: cannot be written: {why}; mend that, then: {report_command(sweep)}", file=sys.stderr)
+        status = 1
     if any(row.state in ALIVE for row in report.rows):
         print(f"look again: {report_command(sweep, '--watch')}", flush=True)
     return status
@@ -49,12 +57,12 @@ def watch(sweep: Sweep) -> int:
         time.sleep(WATCH_EVERY)
 
 
-def report_command(sweep: Sweep, option: str) -> str:
+def report_command(sweep: Sweep, *options: str) -> str:
     """Return the line that a person types for the table, from where they are."""
     here = Path.cwd()
     paths = (CONF.parent / "scripts" / "sweep_report.py", sweep.directory)
     shown = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths]
-    return shlex.join(["python", *shown, option])
+    return shlex.join(["python", *shown, *options])
 
 
 def exit_status(report: Report) -> int:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from components.config.compose.sweep import override_of
 from components.config.errors import ConfigError
+from components.config.schema.checks import raise_all
 from components.launch.context import without_ranks
 from components.launch.local import POLL, signals_kept
 from components.launch.memory import killed_for_memory
 from components.launch.rank import EXIT_INTERRUPTED, die_with
-from components.launch.sweep.plan import Note, Point, Sweep, is_running, locked, write_note
+from components.launch.sweep.plan import PLAN, Note, Point, Sweep, is_running, locked, write_note
 from components.launch.sweep.report import report_command, report_now
 from components.launch.sweep.rows import ALIVE, NOT_BAD, STATES, Row, read_rows
 from components.launch.sweep.table import first_line
@@ -61,8 +62,8 @@ def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
 def retry(sweep: Sweep, states: Sequence[str]) -> int:
     """Run the points again that are in one of `states`, in their run directories, and return the exit status.
 
-    A run that has saved continues; empty `states` stands for every state that is not ok or on its way.
-    Raises ConfigError for an unknown state, and where the sweep is still running.
+    A run that has saved continues; empty `states` stands for every state that is not ok or on its way. Raises
+    ConfigError for an unknown state, where the sweep is still running, and where its recipe or its folder is not here.
     """
     may_retry = [state for state in STATES if state not in ALIVE]
     if unknown := [state for state in states if state not in may_retry]:
@@ -75,6 +76,7 @@ def retry(sweep: Sweep, states: Sequence[str]) -> int:
     if not points:
         print(f"nothing to do again: no point is {' or '.join(wanted)}")
         return report_now(sweep)
+    _check_origin(sweep)
     return run_points(sweep, points)
 
 
@@ -82,6 +84,19 @@ def point_command(sweep: Sweep, point: Point) -> list[str]:
     """Return the command that runs a point; no shell ever reads it."""
     run_dir = override_of("run.dir", str(sweep.run_dir(point)))
     return [sys.executable, str(sweep.file), *sweep.options, *point.overrides, run_dir]
+
+
+def _check_origin(sweep: Sweep) -> None:
+    """Raise ConfigError where the points cannot start as they did at first: a sweep may be looked at anywhere."""
+    missing = [("file", sweep.file, "recipe")] if not sweep.file.is_file() else []
+    missing += [("folder", sweep.folder, "folder in which it was started")] if not sweep.folder.is_dir() else []
+    raise_all(
+        [
+            f"{sweep.directory / PLAN}: {key}={path}: the sweep's {what} is not here; try again on the machine where "
+            f"it was started, or set {key} in that file to where it is now"
+            for key, path, what in missing
+        ]
+    )
 
 
 def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:

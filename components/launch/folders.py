@@ -1,0 +1,53 @@
+"""Folders: made with their parents, or only looked at; what refuses is told by its path."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from components.config.errors import ConfigError
+
+
+def make_new(parent: Path) -> tuple[Path, list[Path]]:
+    """Make a folder named by time and chance, which no other start has."""
+    while True:
+        path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        created = make(path)
+        if path in created:
+            return path, created
+
+
+def make(path: Path) -> list[Path]:
+    """Make a folder with its parents; return those that were missing, outermost first."""
+    missing = [folder for folder in (*reversed(path.parents), path) if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        missing = [folder for folder in missing if folder != path]
+    return missing
+
+
+@contextmanager
+def told_by_path(path: Path) -> Iterator[None]:
+    """Raise ConfigError for what the file system says of a run directory."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"run.dir={path}: cannot be used: {error.strerror}; choose another run.dir") from error
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError where a folder, there or to be made, cannot be written, as far as its modes and its mount tell."""
+    nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not nearest.is_dir():
+        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
