@@ -142,6 +142,14 @@ class HashedFile(io.BufferedWriter):
         self._hash(view)
         return count
 
+    def fileno(self) -> int:
+        """Return the descriptor; what was written is with the system by then, not in Python's buffer.
+
+        torch asks for it to fsync and does not flush before: of a file shorter than the buffer nothing was there yet.
+        """
+        self.flush()
+        return super().fileno()
+
     def _hash(self, left: memoryview) -> None:
         while left:
             if self._size % BLOCK_BYTES == 0:
@@ -162,7 +170,6 @@ def write_json(path: Path, value: Any) -> dict[str, FileRecord]:
     records: dict[str, FileRecord] = {}
     with HashedFile(path, records) as file:
         file.write(json.dumps(value).encode())
-        file.flush()
         os.fsync(file.fileno())
     return records
 

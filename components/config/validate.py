@@ -12,6 +12,7 @@ from components.config.layouts import (
 )
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.cluster import Device
+from components.config.schema.data import DataConfig, MixtureDataConfig, RowsDataConfig
 from components.config.schema.model import NO_FLEX_BACKWARD, Attention, Float8, LossMethod
 from components.config.schema.parallelism import (
     SPLIT_BACKWARD,
@@ -44,8 +45,7 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
     if isinstance(cfg, EvaluateConfig):
         problems += _row_problems("evaluation.seq_len", cfg.evaluation.seq_len, cfg.parallelism, mesh)
     problems += _peft_problems(cfg)
-    if cfg.data.weight is not None:
-        problems.append(f"data.weight={cfg.data.weight}: only sources of a mixture have weights; leave it out")
+    problems += _data_problems(cfg.data)
     if mesh.pp > 1 and cfg.model.compile and cfg.parallelism.pp_schedule in SPLIT_BACKWARD:
         problems.append(
             f"parallelism.pp_schedule={cfg.parallelism.pp_schedule}: splits the backward, which compiled layers do in "
@@ -58,6 +58,29 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
         *_attention_problems(cfg, mesh),
         *_float8_problems(cfg, mesh),
     ]
+
+
+def _data_problems(data: DataConfig) -> list[str]:
+    """What a source of a mixture may do, but not all the data: have a weight, and hold nothing out."""
+    problems = []
+    if data.weight is not None:
+        problems.append(f"data.weight={data.weight}: only sources of a mixture have weights; leave it out")
+    sources = data.sources if isinstance(data, MixtureDataConfig) else {"": data}
+    if any(
+        each.eval_fraction or each.eval_split is not None or getattr(each, "eval_path", None)
+        for each in sources.values()
+    ):
+        return problems
+    rule = "nothing is held out, but there is always an evaluation at the end"
+    if isinstance(data, MixtureDataConfig):
+        problems.append(
+            f"data.sources: {', '.join(sources)} have eval_fraction=0: {rule}; set data.sources.NAME.eval_fraction of "
+            "one above 0, or its eval_split"
+        )
+    else:
+        other = "data.eval_split or data.eval_path" if isinstance(data, RowsDataConfig) else "data.eval_split"
+        problems.append(f"data.eval_fraction={data.eval_fraction}: {rule}; set it above 0, or set {other}")
+    return problems
 
 
 def _attention_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:

@@ -28,7 +28,7 @@ from components.data import examples, text
 from components.data.examples import Example
 from components.data.rows import Conversation, Document
 from components.data.sides import Said, Side, characters_of, first_prompts, held_out_by_hash, most_samples
-from components.data.token_file import read_tokens, write_tokens
+from components.data.token_file import read_tokens, remove_forgotten, write_tokens
 from components.data.tokens import Tokens, flattened
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ FORMAT = 1
 """Of the entries; raised when their layout changes."""
 WORTH_BYTES = 1_000_000
 """A source of less is tokenized again in about a second, and leaves nothing on disk."""
+KEPT_SECONDS = 30 * 24 * 3600
+"""An entry that was not read for so long goes when another one is made."""
 CODE = Path(__file__).parent
 """What makes samples of a source."""
 _ENCODED_AT_ONCE = 1000  # conversations or documents: bounds the memory for their text, and occupies all cores
@@ -127,6 +129,9 @@ def _make(work: _Work, entry: Path | None = None, content: str = "") -> Made:
             write_tokens(entry, _parts(work, content), told)
         except OSError as error:
             logger.warning("data.cache=%s: %s; the tokenized samples are not kept", entry.parent, error)
+        else:
+            with contextlib.suppress(OSError):
+                remove_forgotten(entry.parent, KEPT_SECONDS)
         if (made := _read(entry)) is not None:
             return made
     return Made(flattened(chain.from_iterable(_encoded(work))), prompts, work.side.bad_rows)
@@ -172,6 +177,8 @@ def _read(entry: Path) -> Made | None:
     found = read_tokens(entry)
     if found is None:
         return None
+    with contextlib.suppress(OSError):  # a folder that only can be read
+        os.utime(entry)  # so its time of change is that of its last use: file systems seldom record reading
     told = json.loads(found[1])
     return Made(found[0], told["prompts"], told["bad_rows"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +14,7 @@ from components.config.schema.checks import raise_all
 from components.config.schema.data import CustomDataConfig, DataConfig, MixtureDataConfig, of_source
 from components.data.cache import tokenize
 from components.data.dataset import Dataset, Facts
-from components.data.examples import Example
+from components.data.examples import IGNORED, Example
 from components.data.mixture import MixtureDataset
 from components.data.packed import PackedDataset
 from components.data.sides import Side, describe, hash_of_prompt, held_out_by_hash, holds_out, kept_of, split_of
@@ -93,8 +93,26 @@ def _custom_examples(
                 f"data.factory={cfg.factory}: sample {number} has {len(ids)} input_ids and "
                 f"{len(labels)} labels; labels are aligned with input_ids, -100 where there is no loss"
             )
-        examples.append(Example([int(token) for token in ids], [int(label) for label in labels]))
+        examples.append(_checked(f"data.factory={cfg.factory}: sample {number}", ids, labels, len(tokenizer)))
     return examples
+
+
+def _checked(where: str, ids: Sequence[int], labels: Sequence[int], size: int) -> Example:
+    """Return a sample, each of whose values is a token of a tokenizer of `size` tokens, or marks a place without loss.
+
+    Another mark than IGNORED would be trained on as if it were a token, or stop a GPU far from here.
+    """
+    import numpy as np
+
+    inputs, targets = (np.asarray(values, dtype=np.int64) for values in (ids, labels))  # (seq,) each
+    marked = f"{IGNORED} where there is no loss, or "
+    for name, values, besides in (("input_ids", inputs, ""), ("labels", targets[targets != IGNORED], marked)):
+        if len(strange := values[(values < 0) | (values >= size)]):
+            raise ConfigError(
+                f"{where} has {strange[0]} among its {name}; must be {besides}at least 0 and below {size:,}, the "
+                "number of the tokenizer's tokens"
+            )
+    return Example(inputs.tolist(), targets.tolist())
 
 
 def _nothing_left(cfg: DataConfig, facts: Facts, seq_len: int, is_eval: bool) -> str:

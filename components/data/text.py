@@ -54,8 +54,8 @@ def part_of(document: Document, fraction: float, is_eval: bool) -> Document:
     cut = document.text.find("\n", round(len(document.text) * (1 - fraction))) + 1
     if cut in (0, len(document.text)):
         raise ConfigError(
-            f"{document.where}: data.eval_fraction={fraction} of it cannot be held out: no line begins there; set "
-            "data.eval_path, or data.eval_fraction=0 with training.eval_every=0"
+            f"{document.where}: data.eval_fraction={fraction} of it cannot be held out: no line begins there; "
+            "set data.eval_path"
         )
     return Document(document.where, document.text[cut:] if is_eval else document.text[:cut])
 

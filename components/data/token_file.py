@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
+import re
 import tempfile
+import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +22,8 @@ from components.data.tokens import Tokens
 logger = logging.getLogger(__name__)
 
 _COPIED_AT_ONCE = 1 << 22  # bytes
+_ENTRY, _ASIDE = re.compile(r"[0-9a-f]{32}\.safetensors"), re.compile(r"\.[0-9a-f]{32}\.tmp")
+_WRITTEN_WITHIN = 24 * 3600  # seconds: whoever writes a file aside has long renamed it
 
 
 def write_tokens(file: Path, parts: Iterable[Tokens], told: str) -> None:
@@ -74,6 +79,22 @@ def read_tokens(file: Path) -> tuple[Tokens, str] | None:
     except (OSError, ValueError, LookupError, TypeError) as error:
         logger.warning("%s is damaged (%r): it is made again", file, error)
     return None
+
+
+def remove_forgotten(folder: Path, seconds: float) -> None:
+    """Remove files of tokens that were not touched for `seconds`, and what writers left that were killed.
+
+    A run that has mapped such a file goes on: on Linux its pages stay until the last process of the machine lets go.
+    (Over NFS they do not stay for another machine, which then must have begun to read before those `seconds`.)
+
+    Raises OSError: the folder cannot be listed.
+    """
+    now = time.time()
+    for file in folder.iterdir():
+        limit = seconds if _ENTRY.fullmatch(file.name) else _WRITTEN_WITHIN if _ASIDE.fullmatch(file.name) else math.inf
+        with contextlib.suppress(OSError):  # gone by now, or somebody else's
+            if now - file.stat().st_mtime > limit:
+                file.unlink()
 
 
 def _write_whole(whole: IO[bytes], parts: dict[str, tuple[str, int, IO[bytes]]], told: str) -> None:

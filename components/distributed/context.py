@@ -208,7 +208,7 @@ class GatheredAttention(_Attention):
             sees: The window, and where the document of each token of the whole row begins, (batch, seq).
         """
         window, first = sees
-        key, value = self._gather(torch.stack([key, value]))  # (batch, kv heads, seq, head_dim) each
+        key, value = self._gather(key, value)  # (batch, kv heads, seq, head_dim) each
         outputs = []
         for queries, chunk in zip(query.chunk(2, dim=2), own_chunks(self.mesh), strict=True):
             start, end = (queries.shape[2] * number for number in (chunk, chunk + 1))  # nothing from `end` on is seen
@@ -222,13 +222,20 @@ class GatheredAttention(_Attention):
             outputs.append(output)
         return torch.cat(outputs, dim=1)
 
-    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(2, batch, heads, seq / cp, head_dim) -> (2, batch, heads, seq, head_dim) in the order of the row."""
-        cp = self.mesh.size()
-        gathered = _Gather.apply(tensor.contiguous(), self.mesh.get_group())
-        two, batch, heads, tokens, width = tensor.shape
-        parts = gathered.view(cp, two * batch, heads, 2, tokens // 2, width)
-        return in_row_order(parts, dim=3).reshape(two, batch, heads, cp * tokens, width)
+    def _gather(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(batch, heads, seq / cp, head_dim) each -> (batch, heads, seq, head_dim) each, in the order of the row.
+
+        One collective for both. Values may be narrower than keys (DeepSeek's latent attention).
+        """
+        cp, widths = self.mesh.size(), [key.shape[-1], value.shape[-1]]
+        both = torch.cat([key, value], dim=-1)  # (batch, heads, seq / cp, both head_dims)
+        batch, heads, tokens, width = both.shape
+        gathered = _Gather.apply(both.contiguous(), self.mesh.get_group())
+        parts = gathered.view(cp, batch, heads, 2, tokens // 2, width).split(widths, dim=-1)
+        whole_key, whole_value = (
+            in_row_order(part, dim=3).reshape(batch, heads, cp * tokens, part.shape[-1]) for part in parts
+        )
+        return whole_key, whole_value
 
 
 class _Gather(torch.autograd.Function):

@@ -12,8 +12,9 @@ generation.py  generate: answers to prompts
 export.py      export_run, export_model, export_stored: a folder that transformers loads
 
 shards.py tells which part of a tensor a rank holds, gather.py brings the parts of all ranks together, twin.py tells
-what transformers made before anything was sharded, names.py which tensors are saved, weight_files.py writes them;
-gguf.py, safetensors.py and hub.py read files and explain why they cannot.
+what transformers made before anything was sharded, names.py which tensors are saved, weight_files.py writes them,
+new_folder.py lets a folder appear once it is complete; gguf.py, safetensors.py and hub.py read files and explain why
+they cannot.
 
 The names below are imported at first use; transformers is imported by what needs it.
 """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,10 +14,10 @@ from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig
 from components.models.gather import WRITER, gathered_tensors, told_by_writer, writer_rank
 from components.models.lora import ADAPTER_PARAMETERS, quantized_layers, row_norms, scaling_of
+from components.models.new_folder import NewFolder
 from components.models.nf4 import unpacking
 from components.models.shards import Index
 from components.models.twin import meta_twin
-from components.models.weight_files import replace_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -66,18 +64,18 @@ def write_adapter(
     """Write `folder` from whole adapters under the model's names. Raises OSError."""
     from safetensors.torch import save_file
 
-    tmp = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
-    tmp.mkdir(parents=True)
+    made = NewFolder(folder)
     try:
+        made.begin()
         stored = {_name_in_file(name): tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(stored, tmp / "adapter_model.safetensors", {"format": "pt"})
-        config.save_pretrained(tmp)  # type: ignore[attr-defined]
-        tokenizer.save_pretrained(tmp)
+        save_file(stored, made.path / "adapter_model.safetensors", {"format": "pt"})
+        config.save_pretrained(made.path)  # type: ignore[attr-defined]
+        tokenizer.save_pretrained(made.path)
         base = config.base_model_name_or_path or "a model from scratch"  # type: ignore[attr-defined]
-        (tmp / "README.md").write_text(CARD.format(name=folder.name, base=base, text=card.strip()))
-        replace_folder(tmp, folder)
+        (made.path / "README.md").write_text(CARD.format(name=folder.name, base=base, text=card.strip()))
+        made.publish()
     except BaseException:
-        shutil.rmtree(tmp, ignore_errors=True)
+        made.abandon()
         raise
 
 

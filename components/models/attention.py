@@ -70,7 +70,7 @@ def attention_kernel(
         return f"attention: {cfg.attention}, transformers' own with its masks"
     query, key, value = _like_those_of(config, dtype, device)
     dropout = float(getattr(config, "attention_dropout", 0.0))
-    if packed and has_kernel(query, dropout):
+    if packed and has_kernel(query, value, dropout):
         return f"attention: {cfg.attention}, documents by torch's kernel for unequal lengths (varlen_attn)"
     needs = {
         "documents": packed,
@@ -175,7 +175,7 @@ def causal_sdpa(
     queries, keys = query.shape[2], key.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < keys else None
     if attention_mask is None and documents is not None:
-        if has_kernel(query, kwargs.get("dropout", 0.0)):
+        if has_kernel(query, value, kwargs.get("dropout", 0.0)):
             return attend_by_kernel(query, key, value, documents, window, kwargs.get("scaling")), None
         attention_mask = documents.mask(keys, window)
     elif attention_mask is None and window is not None:

@@ -59,12 +59,12 @@ class Documents:
         return ((place <= place[:, None]) & (place >= first[:, :, None]))[:, None]
 
 
-def has_kernel(query: torch.Tensor, dropout: float) -> bool:
-    """Whether torch's kernel for unequal lengths takes these queries: on accelerators, in half precision."""
+def has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+    """Whether torch's kernel for unequal lengths takes these: on accelerators, in half precision, all of one width."""
     if query.device.type not in ("cuda", "meta") or dropout:
         return False
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0 and _torch_has_windows()
+    half, width = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
+    return half and value.shape[-1] == width and width <= 256 and width % 8 == 0 and _torch_has_windows()
 
 
 def attend_by_kernel(
@@ -78,7 +78,7 @@ def attend_by_kernel(
     """Attend within documents, to the left, without a mask: the work is that of the documents, not of the rows.
 
     Args:
-        query: (batch, heads, seq, head_dim) of whole rows; key and value may have fewer heads.
+        query: (batch, heads, seq, head_dim) of whole rows; key and value may have fewer heads, all of one width.
         window: How many tokens are seen, the token itself counted; None: all of the document.
 
     Returns (batch, seq, heads, head_dim).

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import secrets
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,9 +15,10 @@ from components.config.schema.peft import PeftConfig, PeftExport
 from components.models.adapter_files import Merge, export_adapter
 from components.models.gather import WRITER, gathered_tensors, told_by_writer, writer_rank
 from components.models.names import saved_tensors
+from components.models.new_folder import NewFolder
 from components.models.shards import Index
 from components.models.twin import meta_twin
-from components.models.weight_files import WeightFiles, replace_folder, row_blocks
+from components.models.weight_files import WeightFiles, row_blocks
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -71,8 +70,24 @@ def export_model(
     """
     folder = Path(folder)
     export = _Export(model, folder, dtype, shard_bytes)
-    merge = Merge(model)
-    problem = None
+    try:
+        problem = told_by_writer(_write(export, model, tokenizer, card))
+    except BaseException:
+        export.abandon()  # of the other ranks nothing is there
+        raise
+    if problem is not None:
+        raise OSError(f"{folder}: the export could not be written: {problem}")
+    return folder
+
+
+def _write(export: _Export, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str) -> str | None:
+    """Gather and write everything; return the writer's problem. A collective."""
+    merge, problem, is_writer = Merge(model), None, writer_rank() == WRITER
+    try:
+        if is_writer:
+            export.begin()
+    except OSError as error:
+        problem = str(error)
     for name, full in gathered_tensors(model, merge.order(export.tensors)):
         if problem is not None or full is None or merge.take(name, full):
             continue  # after a failure the others still give their parts, so that nobody waits for anybody
@@ -81,17 +96,14 @@ def export_model(
             merge.forget(name)
         except (OSError, ValueError) as error:
             problem = str(error)
-    if writer_rank() == WRITER and problem is None:
-        try:
+    try:
+        if is_writer and problem is None:
             export.finish(model, tokenizer, card)
-        except (OSError, ValueError) as error:
-            problem = str(error)
-    if writer_rank() == WRITER and problem is not None:
-        export.abandon()
-    problem = told_by_writer(problem)
+    except (OSError, ValueError) as error:
+        problem = str(error)
     if problem is not None:
-        raise OSError(f"{folder}: the export could not be written: {problem}")
-    return folder
+        export.abandon()
+    return problem
 
 
 def export_stored(
@@ -117,6 +129,7 @@ def export_stored(
     """
     export = _Export(model, Path(folder), dtype, shard_bytes)
     try:
+        export.begin()
         for name in export.tensors:
             export.add(name, partial(read, name))
         export.finish(model, tokenizer, card)
@@ -134,19 +147,21 @@ class _Export:
         twin = meta_twin(model)
         self.tensors = saved_tensors(twin)
         """What is exported, in the model's order, on the meta device."""
-        self._folder, self._dtype = folder, dtype
-        self._tmp = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+        self._made, self._dtype = NewFolder(folder), dtype
         self._to_disk = _disk_form(twin)
         self._stored: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in self.tensors.items():
             self.tensors[name] = tensor.detach().to(dtype or tensor.dtype)
             self._stored[name] = self._to_disk(name, self.tensors[name])
         planned = {name: tensor for made in self._stored.values() for name, tensor in made.items()}
-        self._files = WeightFiles(self._tmp, planned, shard_bytes)
+        self._files = WeightFiles(self._made.path, planned, shard_bytes)
+
+    def begin(self) -> None:
+        """Make room, and the folder under another name. Raises OSError."""
+        self._made.begin()
 
     def add(self, name: str, read: Callable[[Index], torch.Tensor]) -> None:
         """Write a tensor of the model, of which `read` returns blocks. Raises OSError, ValueError."""
-        self._tmp.mkdir(parents=True, exist_ok=True)
         if name not in self.tensors:
             raise ValueError(f"{name} is not a tensor of the model as transformers builds it")
         whole, made = self.tensors[name], self._stored[name]
@@ -161,13 +176,13 @@ class _Export:
     def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
         """Write the rest and put the folder under its name. Raises OSError, ValueError."""
         self._files.finish()
-        _write_configs(model, tokenizer, self._tmp, self._dtype, _card(self._folder.name, card))
-        replace_folder(self._tmp, self._folder)
+        _write_configs(model, tokenizer, self._made.path, self._dtype, _card(self._made.folder.name, card))
+        self._made.publish()
 
     def abandon(self) -> None:
         """Leave nothing behind."""
         self._files.close()
-        shutil.rmtree(self._tmp, ignore_errors=True)
+        self._made.abandon()
 
     def _typed(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self._dtype or value.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,15 +104,6 @@ class WeightFiles:
             self._open = (index, file, places)
             file.write(header)
         return self._open[1], self._open[2][name]
-
-
-def replace_folder(made: Path, folder: Path) -> None:
-    """Put a complete folder under its name, in place of what is there. Raises OSError."""
-    old = made.with_name(f"{made.name}-old")
-    if folder.exists():
-        folder.rename(old)
-    made.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def row_blocks(tensor: torch.Tensor) -> Iterator[Index]:

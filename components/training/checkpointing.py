@@ -14,6 +14,7 @@ from torch import nn
 from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.distributed.apply_tp import decoder_layers
+from components.distributed.expert import experts_modules
 from components.distributed.init import get_local_world_size_preinit
 from components.distributed.mesh import Mesh
 from components.models.activations import layer_bytes
@@ -110,25 +111,34 @@ def _gathered_bytes(
 ) -> int:
     """What is held besides the shards: parameters in the type of the products, gradients that wait for their sum."""
     stored = next(each.dtype for each in model.parameters() if each.is_floating_point())
-    whole, gradients = _gathered(model, compute_dtype)
+    shards = _shards(model, cfg, mesh)
+    whole, gradients = _gathered(model, compute_dtype, shards)
     if cfg.parallelism.strategy != Strategy.fsdp2:
         return 0 if compute_dtype == stored else whole
-    stack = [_gathered(layer, compute_dtype) for layer in decoder_layers(model).values()]
+    stack = [_gathered(layer, compute_dtype, shards) for layer in decoder_layers(model).values()]
     layers = max(1, sum(bytes_ > 0 for bytes_, _ in stack))
     in_layers, of_layers = (sum(each) for each in zip(*stack, strict=True))
     held = 2 * in_layers // layers + whole - in_layers if cfg.parallelism.reshard_after_forward else whole
     waiting = gradients if accumulation > 1 and cfg.parallelism.defer_grad_sync else 2 * of_layers // layers
-    return mesh.size("fsdp") * (held + waiting)
+    return held + waiting
 
 
-def _gathered(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of this rank's parts of the parameters in the type of the products, and of the gradients of those trained.
+def _shards(model: nn.Module, cfg: FinetuneConfig, mesh: Mesh) -> dict[nn.Parameter, int]:
+    """Return of how many ranks' parts each parameter is put together; an expert's are on fewer ranks than the rest."""
+    if cfg.parallelism.strategy != Strategy.fsdp2:
+        return dict.fromkeys(model.parameters(), 1)
+    experts = [each for module in experts_modules(model).values() for each in module.parameters()]
+    return dict.fromkeys(model.parameters(), mesh.size("fsdp")) | dict.fromkeys(experts, mesh.size("efsdp"))
+
+
+def _gathered(module: nn.Module, dtype: torch.dtype, shards: dict[nn.Parameter, int]) -> tuple[int, int]:
+    """Bytes of the gathered parameters in the type of the products, and of the gradients of those that are trained.
 
     Packed weights stay bytes.
     """
-    parts = [(local_part(each).numel(), each) for each in module.parameters()]
-    held = sum(size * (dtype.itemsize if each.is_floating_point() else 1) for size, each in parts)
-    return held, sum(size * max(4, dtype.itemsize) for size, each in parts if each.requires_grad)
+    wholes = [(local_part(each).numel() * shards[each], each) for each in module.parameters()]
+    held = sum(size * (dtype.itemsize if each.is_floating_point() else 1) for size, each in wholes)
+    return held, sum(size * max(4, dtype.itemsize) for size, each in wholes if each.requires_grad)
 
 
 def _memory(device: torch.device) -> int:

@@ -185,6 +185,8 @@ def test_the_other_recipe_is_as_strict(commands: Commands, evaluate: Path, tmp_p
     assert_refused(ended, ["peft.method=lora: without evaluation.checkpoint", "step_N", "peft=none"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "evaluation.step_timeout_seconds=0.5"], tmp_path)
     assert_refused(ended, ["evaluation.step_timeout_seconds=0.5: must be 0 (wait for ever)"], tmp_path)
+    ended = commands.run(evaluate, ["model=tiny", "data.eval_split=null", "data.eval_fraction=0"], tmp_path)
+    assert_refused(ended, ["data.eval_fraction=0.0: nothing is held out"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "training.max_steps=3"], tmp_path)
     assert_refused(ended, ["training.max_steps=3: no such key"], tmp_path)
 
@@ -263,9 +265,11 @@ def test_a_mistake_is_not_followed_by_its_consequences(
 
 
 def test_nothing_wrong_is_not_refused(commands: Commands, finetune: Path, tmp_path: Path) -> None:
-    """The control of everything above."""
-    ended = commands.run(finetune, ["model=tiny"], tmp_path)
-    assert (ended.status, ended.output) == (0, "started\n")
+    """The control of everything above; of a mixture, one source that holds something out is enough."""
+    two = ["data=mixture", *(f"+data@data.sources.{name}=pydocs" for name in "ab")]
+    for data in ([], [*two, "data.sources.a.eval_split=null", "data.sources.a.eval_fraction=0"]):
+        ended = commands.run(finetune, ["model=tiny", *data], tmp_path)
+        assert (ended.status, ended.output) == (0, "started\n")
 
 
 @pytest.mark.parametrize(

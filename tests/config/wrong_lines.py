@@ -93,6 +93,13 @@ OUT_OF_RANGE = [
     ("model=tiny_moe model.router_aux_coef=-0.1", "model.router_aux_coef=-0.1: must be at least 0"),
     ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: must be two numbers"),
     ("data.eval_fraction=1.5", "data.eval_fraction=1.5"),
+    (
+        "data.eval_split=null data.eval_fraction=0 training.eval_every=0",
+        *(
+            "data.eval_fraction=0.0: nothing is held out, but there is always an evaluation at the end",
+            "set it above 0",
+        ),
+    ),
     ("data.pack=true model.attention=eager", "model.attention=eager: is not told where", "set model.attention=sdpa or"),
     ("cluster.procs_per_node=0", "cluster.procs_per_node=0", "1 or more"),
     ("cluster.nodes=2", "cluster.nodes=2", "set cluster.nodes=1"),
@@ -288,6 +295,11 @@ MIXTURES = [
     ("data=mixture data.path=x", "data.path=x: each source of a mixture has its own; set data.sources.NAME.path"),
     (f"{TWO_SOURCES} data.path=x", "data.path=x: each source of a mixture has its own; set data.sources.NAME.path"),
     (f"{TWO_SOURCES} data.max_samples=9", "data.max_samples=9", "set data.sources.NAME.max_samples"),
+    (
+        f"{TWO_SOURCES} data.sources.maths.eval_split=null data.sources.maths.eval_fraction=0 "
+        "data.sources.docs.eval_split=null data.sources.docs.eval_fraction=0",
+        *("data.sources: maths, docs have eval_fraction=0", "set data.sources.NAME.eval_fraction of one above 0"),
+    ),
     ("data.weight=2", "data.weight=2.0: only sources of a mixture have weights; leave it out"),
     (f"{TWO_SOURCES} data.sources.docs.cache=x", "data.sources.docs.cache=x: all sources have one; leave it out"),
     (f"{TWO_SOURCES} +data@data.sources.code=pysource", "data.sources.code.pack=true: all sources are packed or none"),

@@ -22,9 +22,12 @@ MODELS: dict[str, dict[str, Any]] = {
                     "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": {**MOE_MODELS["mixtral"], "sliding_window": 7},
     "gpt2": DENSE["gpt2"],
+    "deepseek_v3": {**SMALL, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None,
+                    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+                    "first_k_dense_replace": 2},
 }  # fmt: skip
 """With windows shorter than documents; and one whose positions are learned: rotary ones are relative, and so the same
-wherever a document begins."""
+wherever a document begins; and one whose values are narrower than its keys, without experts."""
 
 Step = tuple[float, dict[str, torch.Tensor]]
 """Loss and gradients."""

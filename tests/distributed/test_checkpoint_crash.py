@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import resource
@@ -173,11 +174,13 @@ def test_a_full_disk_is_told_on_every_rank_and_leaves_the_last_one(tmp_path: Pat
 
 
 def test_everything_is_on_disk_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a loss of power would show: every file and the folder are synced, the manifest last, then the rename."""
-    sync, rename, events = os.fsync, os.rename, []
+    """What a loss of power would show: every file, whole, and the folder are synced, the manifest last, then the
+    rename. Files of less than 8 KiB too: Python holds those back until they are flushed or closed."""
+    sync, rename, events, sizes = os.fsync, os.rename, [], {}
 
     def synced(descriptor: int) -> None:
         events.append(Path(os.readlink(f"/proc/self/fd/{int(descriptor)}")).name)
+        sizes[events[-1]] = os.fstat(descriptor).st_size
         sync(descriptor)
 
     def renamed(old: Path, new: Path) -> None:
@@ -186,7 +189,11 @@ def test_everything_is_on_disk_before_it_is_published(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "rename", renamed)
-    path = save(tmp_path, 1)
+    model = nn.Linear(4, 4)
+    path = save_checkpoint(tmp_path, 1, model, torch.optim.SGD(model.parameters()), {}, CheckpointConfig())
+    written = {file.name: file.stat().st_size for file in path.iterdir()}
+    assert min(written.values()) < io.DEFAULT_BUFFER_SIZE
+    assert {name: sizes[name] for name in written} == written
     published = events.index("rename")
     assert set(events[: published - 1]) == {file.name for file in path.iterdir()}
     assert events[published - 2] == "manifest.json"

@@ -36,6 +36,7 @@ FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
 GATHER, ULYSSES = ({**ONE, "cp": 2, "cp_attention": way} for way in ("all_gather", "ulysses"))
 SP = {**ONE, "tp": 2, "sequence_parallel": True}
 PP = {**ONE, "pp": 2}
+TRAINED = ("mistral", "mixtral", "gpt2", "deepseek_v3")
 SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
     2: [
         *[(GATHER, "mixtral", ""), (ULYSSES, "mistral", ""), (ULYSSES, "mixtral", "full"), (GATHER, "gpt2", "full")],
@@ -43,6 +44,7 @@ SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
         *[(SP, "mixtral", ""), (FSDP2, "mistral", "full"), ({**ONE, "ep": 2}, "mixtral", "full")],
         *[({"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}, "mistral", "")],
         *[({**PP, "pp_schedule": "ZBVZeroBubble"}, "mistral", "")],
+        *[(GATHER, "deepseek_v3", ""), (ULYSSES, "deepseek_v3", "")],
     ],
     4: [
         *[({**GATHER, "pp": 2}, "mixtral", ""), ({**GATHER, "ep": 2}, "mixtral", ""), ({**SP, "cp": 2}, "mistral", "")],
@@ -62,7 +64,7 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
     model: Any = copy.deepcopy(plain).train()
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, config, torch.float64)
-    cfg = ModelConfig(path="made here", router_aux_coef=AUX if hasattr(model.config, "num_experts_per_tok") else None)
+    cfg = ModelConfig(path="made here", router_aux_coef=AUX if model.config.model_type == "mixtral" else None)
     loss = training.attach_router_loss(model, cfg, mesh)
     if recompute:
         models.checkpoint_activations(model, ActivationCheckpointing.full)
@@ -77,7 +79,7 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
 @pytest.mark.parametrize("world_size", SHAPES)
 def test_packed_rows_train_as_their_documents_do_on_every_mesh(world_size: int) -> None:
     rows = packed()
-    built = {name: build(name, torch.float64, MODELS[name]) for name in ("mistral", "mixtral", "gpt2")}
+    built = {name: build(name, torch.float64, MODELS[name]) for name in TRAINED}
     expected = {name: reference(model, documents(rows), AUX * (name == "mixtral")) for name, model in built.items()}
     samples = list(rows._samples)
     held_out = {name: reference(model, samples)[0] for name, model in built.items()}

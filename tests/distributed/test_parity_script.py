@@ -56,7 +56,7 @@ def test_a_mesh_that_disagrees_and_one_that_dies(tmp_path: Path) -> None:
     job = [*JOB, "--processes", "2", "--steps", "1", "--meshes", "dp_shard2"]
     (tmp_path / "conf" / "data").mkdir(parents=True)
     for name in ("build", "bad"):
-        text = f"defaults:\n  - /schema/data/custom@_here_\n  - _self_\nfactory: mine:{name}\neval_fraction: 0.0\n"
+        text = f"defaults:\n  - /schema/data/custom@_here_\n  - _self_\nfactory: mine:{name}\neval_split: held\n"
         (tmp_path / "conf" / "data" / f"custom_{name}.yaml").write_text(text)
     for name, words in (("build", "loss off by"), ("bad", "failed: a process died")):
         ended = run(*job, f"data=custom_{name}", "--out", name, cwd=tmp_path)

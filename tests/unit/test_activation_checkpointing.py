@@ -12,8 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import models
-from components.config.schema.parallelism import ActivationCheckpointing
+from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
+from components.config.schema.training import TrainingConfig
+from components.distributed.mesh import Mesh
 from components.models.activations import LayerBytes, layer_bytes
+from components.training.checkpointing import estimate
 from tests.distributed.parity import MODELS, MOE_MODELS
 
 NONE, SELECTIVE, FULL = (ActivationCheckpointing(name) for name in ("none", "selective", "full"))
@@ -77,6 +82,24 @@ def test_the_estimate_is_what_a_layer_keeps(name: str) -> None:
     assert estimated.none == pytest.approx(kept[1] - kept[0], rel=0.02)
     assert estimated.full == 2 * 64 * 128 * 2
     assert estimated.full < estimated.selective < estimated.none
+
+
+def test_experts_are_gathered_over_fewer_ranks_than_the_rest() -> None:
+    """The same local parameters on 8 ranks: with ep 4 each rank gathers the experts of 2, and all else of 8."""
+    model = build("mixtral")
+    experts = sum(each.numel() for name, each in model.named_parameters() if "experts" in name)
+    cfg = FinetuneConfig(
+        model=ModelConfig(path="made here"),
+        data=DocsDataConfig(),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=8, seq_len=64),
+        parallelism=ParallelismConfig(reshard_after_forward=False),
+    )
+    needs = []
+    for degrees in ({"dp_shard": 8}, {"dp_shard": 2, "ep": 4}):
+        mesh = Mesh(None, MeshShape(**degrees))  # type: ignore[arg-type] # sizes alone count
+        needs.append(estimate(model, cfg, mesh, torch.device("cpu"), torch.float32)[FULL])
+    gathered, waiting = experts * 4, 2 * experts * 4 // 2  # gradients of two layers, of two
+    assert needs[0] - needs[1] == (8 - 2) * (gathered + waiting)
 
 
 def test_what_tp_and_types_divide_and_multiply() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -84,6 +85,33 @@ def test_what_is_kept_is_what_was_made(tmp_path: Path, made: list[int]) -> None:
     assert np.array_equal(stored["ids"], expected.tokens.ids)
     assert len(made_by(cfg, is_eval=True).tokens.starts) == 2
     assert made == [38, 38, 2]
+
+
+def test_what_nobody_reads_goes_when_another_entry_is_made(tmp_path: Path, made: list[int]) -> None:
+    cfg = source(tmp_path, 200)
+    first = made_by(cfg)
+    folder, day = tmp_path / "cache", 24 * 3600
+    (entry,) = entries(folder)
+    ages = {
+        "0" * 32 + ".safetensors": 31, "1" * 32 + ".safetensors": 29, f".{'2' * 32}.tmp": 2, f".{'3' * 32}.tmp": 0.5,
+        "model.safetensors": 99, f"{'4' * 32}.lock": 99, ".mine.tmp": 99, entry.name: 31,
+    }  # fmt: skip
+    now = time.time()
+    for name, days in ages.items():
+        (folder / name).touch()
+        os.utime(folder / name, (now - days * day,) * 2)
+    made_by(cfg)  # it is read
+    assert entry.stat().st_mtime > now - 60
+    os.utime(entry, (now - 29 * day,) * 2)
+    made_by(cfg, is_eval=True)
+    left = {file.name for file in folder.iterdir()} - ages.keys()
+    assert len(left) == 1
+    assert {name for name in ages if not (folder / name).exists()} == {"0" * 32 + ".safetensors", f".{'2' * 32}.tmp"}
+    os.utime(entry, (now - 31 * day,) * 2)
+    (folder / left.pop()).unlink()
+    made_by(cfg, is_eval=True)
+    assert not entry.exists()
+    assert same(first, made_by(replace(cfg, cache=None)))  # what is mapped can be read on
 
 
 def test_whatever_changes_the_tokens_gives_another_key(tmp_path: Path, made: list[int], monkeypatch: Any) -> None:

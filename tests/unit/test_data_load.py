@@ -225,6 +225,14 @@ def build_wrongly(tokenizer, seq_len: int, split: str) -> list[Example]:
     return [Example([1, 2], [1, 2]), Example([1, 2, 3], [1, 2])]
 
 
+def build_beyond(tokenizer, seq_len: int, split: str) -> list[Example]:
+    """A second sample that is as the split says: of an id or a label that PLAIN, of 263 tokens, lacks."""
+    ids, labels = [1, 2, 262], [IGNORED, 2, 262]
+    wrong = {"id": ([1, 263, 262], labels), "below": ([1, 2, -100], labels)}
+    wrong |= {"label": (ids, [IGNORED, 2, 263]), "foreign": (ids, [-1, -1, 262])}
+    return [Example(ids, labels), Example(*wrong[split])]
+
+
 def custom(function: str, **values) -> CustomDataConfig:
     return CustomDataConfig(factory=f"{__name__}:{function}", **values)
 
@@ -252,6 +260,10 @@ def test_own_function_gives_the_samples_of_each_split():
             custom("build_examples", split="none"),
             r"build_examples \(none\): has no rows; name others by data.factory or",
         ),
+        (custom("build_beyond", split="id"), r"data.factory=\S+: sample 1 has 263 among its input_ids; .* below 263,"),
+        (custom("build_beyond", split="below"), "sample 1 has -100 among its input_ids; must be at least 0 and below"),
+        (custom("build_beyond", split="label"), "sample 1 has 263 among its labels; must be -100 .*, or at least 0"),
+        (custom("build_beyond", split="foreign"), "sample 1 has -1 among its labels; must be -100 where"),
     ],
 )
 def test_what_goes_wrong_with_an_own_function(cfg, problem):

@@ -14,6 +14,7 @@ from components.config.errors import ConfigError
 from components.config.schema import ModelConfig
 from components.config.schema.model import Attention, WeightInit
 from components.models.attention import attention_kernel
+from components.models.documents import has_kernel
 from tests.tiny_models import SIZES, VOCAB
 
 CPU = torch.device("cpu")
@@ -26,9 +27,11 @@ def config(attention: str, **values: Any) -> ModelConfig:
     )  # fmt: skip
 
 
-def told(attention: str, dtype: torch.dtype = torch.float32, packed: bool = False, **values: Any) -> str:
+def told(
+    attention: str, dtype: torch.dtype = torch.float32, packed: bool = False, device: torch.device = CPU, **values: Any
+) -> str:
     cfg = config(attention, **values)
-    return attention_kernel(models.build_on_meta(cfg), cfg, dtype, CPU, packed)
+    return attention_kernel(models.build_on_meta(cfg), cfg, dtype, device, packed)
 
 
 class Attended(TorchDispatchMode):
@@ -53,6 +56,26 @@ def test_what_attends_is_told_with_its_reason() -> None:
     assert told("sdpa", **windows).endswith(f"on cpu and a mask, for windows {flash}")
     assert told("sdpa", attention_dropout=0.1).endswith("on cpu and dropout 0.1 torch's kernel math")
     assert told("eager") == "attention: eager, transformers' own with its masks"
+
+
+def test_documents_have_a_kernel_where_values_are_as_wide_as_keys() -> None:
+    """On the meta device, which stands for a GPU; values of DeepSeek's latent attention are narrower."""
+    for width, half, dropout, expected in (
+        (64, torch.bfloat16, 0.0, True),
+        (48, torch.bfloat16, 0.0, False),
+        (64, torch.float32, 0.0, False),
+        (64, torch.float16, 0.1, False),
+    ):
+        query, value = (torch.empty(1, 4, 16, each, dtype=half, device="meta") for each in (64, width))
+        assert has_kernel(query, value, dropout) == expected
+        assert not has_kernel(query.to("meta", torch.float64), value, dropout)
+    meta = torch.device("meta")
+    assert told("sdpa", torch.bfloat16, True, meta).endswith("by torch's kernel for unequal lengths (varlen_attn)")
+    latent = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    cfg = config("sdpa")
+    cfg.config = {"model_type": "deepseek_v3", **SIZES, **latent, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+    said = attention_kernel(models.build_on_meta(cfg), cfg, torch.bfloat16, meta, packed=True)
+    assert "heads of 16 in bfloat16 on meta and a mask, for documents" in said
 
 
 def test_the_flash_kernel_alone_gives_what_torch_would_choose() -> None:

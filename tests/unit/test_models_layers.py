@@ -35,6 +35,8 @@ from components.models import (
     load_tokenizer,
     materialize,
 )
+from components.models.new_folder import NewFolder
+from components.models.weight_files import WeightFiles
 from tests.tiny_models import FAMILIES, logits, reference, tiny_config, tiny_folder
 
 FULL, ALTERNATE = ActivationCheckpointing.full, ActivationCheckpointing.alternate
@@ -263,7 +265,8 @@ def test_an_export_has_the_names_that_transformers_writes(family: str, tmp_path:
     assert AutoTokenizer.from_pretrained(narrow).pad_token_id == 258
 
 
-def test_an_export_that_fails_leaves_nothing_and_harms_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("a bug"), KeyboardInterrupt()])
+def test_an_export_that_fails_leaves_nothing_and_harms_nothing(error: BaseException, tmp_path: Path) -> None:
     model = from_scratch("llama")
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "older").touch()
@@ -272,8 +275,51 @@ def test_an_export_that_fails_leaves_nothing_and_harms_nothing(tmp_path: Path) -
         bos_token_id = eos_token_id = pad_token_id = None
 
         def save_pretrained(self, folder: Path) -> None:
-            raise OSError("disk full")
+            raise error
 
-    with pytest.raises(OSError, match=r"export: the export could not be written: disk full"):
+    said = r"export: the export could not be written: disk full" if isinstance(error, OSError) else None
+    with pytest.raises(type(error), match=said):
         export_model(model, Unsaveable(), tmp_path / "export")
     assert [path.name for path in tmp_path.rglob("*")] == ["export", "older"]
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_killed_exports_left_goes_when_the_next_begins(there: bool, tmp_path: Path) -> None:
+    """Killed in the middle; and between the two renames, when what was published has another name."""
+    others = {"export.tmp-mine/x", "export-step_3.tmp-0123abcd/x", "adapter.tmp-0123abcd/x", "my export.tmp-0123abcd/x"}
+    for name in {*others, "export.tmp-0123abcd/x", "export.tmp-89abcdef/x", "export.tmp-89abcdef-old/older"}:
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    if there:
+        (tmp_path / "export").mkdir()
+        (tmp_path / "export" / "newer").touch()
+    made = NewFolder(tmp_path / "export")
+    made.begin()
+    assert list(made.path.iterdir()) == []
+    assert files_below(tmp_path) == {*others, "export/newer" if there else "export/older"}
+    (made.path / "newest").touch()
+    made.publish()
+    assert files_below(tmp_path) == {*others, "export/newest"}
+    assert len(list(tmp_path.iterdir())) == len(others) + 1
+
+
+def test_of_two_exports_at_once_the_later_is_published_and_the_other_fails(tmp_path: Path) -> None:
+    first, second = (NewFolder(tmp_path / "export") for _ in range(2))
+    planned = {"a": torch.ones(2), "b": torch.ones(2)}
+    first.begin()
+    files = WeightFiles(first.path, planned, 8)
+    files.write("a", [torch.ones(2)])
+    second.begin()
+    (second.path / "whole").touch()
+    with pytest.raises(FileNotFoundError):
+        files.write("b", [torch.ones(2)])
+    second.publish()
+    with pytest.raises(FileNotFoundError):  # had it been in its last file
+        first.publish()
+    first.abandon()
+    assert files_below(tmp_path) == {"export/whole"}
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]

@@ -127,6 +127,7 @@ def test_the_peft_library_and_transformers_load_what_is_exported(
 def test_one_of_the_two_exports_can_be_left_out(export: str, folders: list[str], tmp_path: Path) -> None:
     model = adapted("llama", peft := replace(LORA, export=export))
     cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"])
+    (tmp_path / f"{folders[0]}.tmp-0123abcd").mkdir()  # of an attempt that was killed
     made = models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, peft)
     assert [path.name for path in made] == [path.name for path in tmp_path.iterdir()] == folders
 

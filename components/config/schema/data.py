@@ -61,7 +61,8 @@ class DataConfig:
     pack: bool = False
     """Several samples per row of seq_len tokens, each seeing only itself; sizes in sequences then count rows."""
     cache: str | None = "~/.cache/meshbook"
-    """Folder that keeps tokenized samples for the next run and for other processes; null: they are kept in memory."""
+    """Folder that keeps tokenized samples for the next run and for other processes, until none has read them for 30
+    days; null: they are kept in memory."""
     weight: float | None = None
     """Of a source of a mixture: its share of the rows, relative to the weights of the others; null: 1."""
 
