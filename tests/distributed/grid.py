@@ -170,7 +170,12 @@ def run_cells(
 
 
 def expected_curve(model: str, layers: int, dtype: torch.dtype) -> Curve:
-    return reference(case_of(model, dtype), build_model(model, layers, dtype))
+    """One process in float64, for meshes in float32 too: a process in float32 rounds as much as they do.
+
+    An 8-layer qwen3_moe in float32 is 1e-5 off after four steps, and as far from itself with another number of threads.
+    """
+    case = replace(case_of(model, torch.float64), steps=STEPS[dtype])
+    return reference(case, build_model(model, layers, torch.float64))
 
 
 def case_of(model: str, dtype: torch.dtype) -> Case:
