@@ -20,7 +20,6 @@ from components.config.schema.parallelism import (
     ContextAttention,
     MeshShape,
     ParallelismConfig,
-    Strategy,
     UnevenHeads,
 )
 from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, RecipeConfig
@@ -118,11 +117,6 @@ def _float8_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
             f"{key}: layers that parallelism.tp={mesh.tp} divides are computed from their weights alone; set "
             "model.float8=none, or parallelism.tp=1"
         )
-    if cfg.parallelism.strategy == Strategy.megatron_fsdp:
-        problems.append(
-            f"{key}: parallelism.strategy=megatron_fsdp was never tried with it; set parallelism=fsdp2, or "
-            "model.float8=none"
-        )
     peft = getattr(cfg, "peft", None)
     if peft is not None and peft.adapts:
         problems.append(f"{key}: layers with adapters are not computed in float8; set model.float8=none, or peft=none")
@@ -159,8 +153,6 @@ def _loss_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
     if cfg.model.loss not in (LossMethod.chunked, LossMethod.liger):
         return []
     problems = []
-    if cfg.parallelism.strategy == Strategy.megatron_fsdp:
-        problems.append(f"{asked}: megatron_fsdp gathers the head's weight for logits only; set model.loss=logits")
     if cfg.model.loss == LossMethod.liger:
         if cfg.cluster.device == Device.cpu:
             problems.append(
@@ -184,11 +176,6 @@ def _peft_problems(cfg: RecipeConfig) -> list[str]:
     if peft is None or not peft.adapts:
         return []
     problems = []
-    if cfg.parallelism.strategy == Strategy.megatron_fsdp:
-        problems.append(
-            f"peft.method={peft.method}: parallelism.strategy=megatron_fsdp was never tried with frozen weights; set "
-            "parallelism=fsdp2, or peft=none"
-        )
     if isinstance(cfg, EvaluateConfig) and cfg.evaluation.checkpoint is None:
         problems.append(
             f"peft.method={peft.method}: without evaluation.checkpoint there are no trained adapters to evaluate; set "

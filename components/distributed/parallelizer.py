@@ -82,10 +82,6 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
     The model should be on the meta device, to be materialised and loaded shard by shard afterwards.
     Raises ConfigError for a model without a plan under tp > 1 and for sizes that tp does not divide.
     """
-    if parallelism.strategy == Strategy.megatron_fsdp and not HAVE_NVFSDP:
-        raise ConfigError(
-            "parallelism.strategy=megatron_fsdp: install the extra first: pip install 'meshbook[megatron]'"
-        )
     config = getattr(model, "config", None)
     shape = ModelShape(**shape_of_config(config.to_dict())) if config is not None else ModelShape()
     if problems := model_problems(parallelism, mesh.shape, shape):

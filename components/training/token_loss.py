@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from components.config.errors import ConfigError
 from components.config.schema.model import LossMethod
-from components.config.schema.parallelism import SPLIT_BACKWARD, Strategy
+from components.config.schema.parallelism import SPLIT_BACKWARD
 from components.config.schema.recipes import FinetuneConfig, RecipeConfig
 from components.distributed.mesh import Mesh
 from components.distributed.stages import Stages, shallow_copy
@@ -68,8 +68,6 @@ def attach_token_loss(
     name = _head_name(model)
     head = None if last is None else last._modules.get(name)
     try:
-        if cfg.parallelism.strategy == Strategy.megatron_fsdp:
-            raise _NotPossibleError("megatron_fsdp gathers the head's weight for logits only")
         if head is not None:
             _check_head(head)
         change = _change_of_logits(model, name)

@@ -42,10 +42,6 @@ MESH = [
         "model.float8=rowwise: layers with adapters are not computed in float8", "set model.float8=none, or peft=none",
     ),
     (
-        model(**EIGHT), {"parallelism": ParallelismConfig(strategy="megatron_fsdp")}, 1,
-        "model.float8=rowwise: parallelism.strategy=megatron_fsdp was never tried with it", "set parallelism=fsdp2, or",
-    ),
-    (
         model(**EIGHT), {"parallelism": ParallelismConfig(pp=2, pp_schedule="ZBVZeroBubble")}, 2,
         "model.float8=rowwise: parallelism.pp_schedule=ZBVZeroBubble splits the backward", "schedule=Interleaved1F1B",
     ),

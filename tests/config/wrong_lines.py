@@ -44,7 +44,7 @@ WRONG_TYPE = [
     ("training=3", "training=3: is a section with keys"),
 ]
 WRONG_CHOICE = [
-    ("parallelism.strategy=fsdp", "must be one of single, ddp, fsdp2, megatron_fsdp", "did you mean fsdp2?"),
+    ("parallelism.strategy=fsdp", "must be one of single, ddp, fsdp2", "did you mean fsdp2?"),
     ("model.router_aux=hf", "must be one of none, sequence"),
     ("model.compute_dtype=fp16", "must be one of auto, bfloat16, float32, float64"),
     ("cluster.device=gpu", "must be one of auto, cpu, cuda"),
@@ -134,7 +134,7 @@ AXES = [
         *("cp 3 cannot share the 4 heads and 2 kv heads", "parallelism.cp_attention=all_gather"),
     ),
     ("parallelism=ddp parallelism.cp=2", "parallelism.cp=2: strategy ddp has no such axis"),
-    ("parallelism.strategy=megatron_fsdp parallelism.cp=2", "parallelism.cp=2: strategy megatron_fsdp has no such"),
+    ("parallelism.strategy=ddp parallelism.cp=2", "parallelism.cp=2: strategy ddp has no such"),
     (
         "model=tiny parallelism=pp2_1f1b parallelism.pp_schedule=Interleaved1F1B",
         *("parallelism.pp=2: Interleaved1F1B makes 4 stages of it", "the model has only 2 layers"),
@@ -199,10 +199,6 @@ AXES = [
     ("logging.profile.start=0", "logging.profile.start=0: must be at least 1"),
     ("training.gc_every=-1", "training.gc_every=-1: must be at least 0"),
     ("model.loss=fused", "model.loss=fused", "must be one of auto, logits, chunked, liger"),
-    (
-        "parallelism=megatron_fsdp model.loss=chunked",
-        *("model.loss=chunked: megatron_fsdp gathers the head's weight for logits only", "model.loss=logits"),
-    ),
     ("parallelism.stages_per_rank=1", "parallelism.stages_per_rank=1: must be 2 or more"),
     ("parallelism.cp_attention=ring", "parallelism.cp_attention=ring", "must be one of auto, ulysses, all_gather"),
 ]
@@ -214,7 +210,7 @@ EXPERTS = [
     ),
     ("model=tiny_moe parallelism=fsdp2_ep4 model.config.num_experts=6", "parallelism.ep=4", "6 experts"),
     ("model=tiny_moe parallelism=ddp parallelism.ep=2", "parallelism.ep=2: strategy ddp has no such axis"),
-    ("model=tiny_moe parallelism=megatron_fsdp parallelism.ep=2", "parallelism.ep=2", "parallelism.strategy=fsdp2"),
+    ("model=tiny_moe parallelism=ddp parallelism.ep=2", "parallelism.ep=2", "parallelism.strategy=fsdp2"),
     ("model=tiny_moe parallelism=fsdp2_ep2 cluster.procs_per_node=3", "3 processes cannot be divided by ep 2 = 2"),
 ]
 PEFT = [
@@ -228,10 +224,6 @@ PEFT = [
     ("peft=lora peft.targets=[]", "peft.targets=[]: name at least one layer, or all-linear"),
     ("peft=lora peft.targets=[all-linear,q_proj]", "all-linear stands alone; leave it or the other names out"),
     ("peft=lora peft.export=gguf", "peft.export=gguf: must be one of adapter, merged, both"),
-    (
-        "peft=lora parallelism=megatron_fsdp",
-        *("peft.method=lora: parallelism.strategy=megatron_fsdp was never tried", "parallelism=fsdp2, or peft=none"),
-    ),
 ]
 KERNELS = [
     ("model.attention=flash", "model.attention=flash: must be one of sdpa, sdpa_flash, eager, "),

@@ -1,8 +1,9 @@
 """One loss curve on every mesh: every product of the six axes on 2, 4 and 8 processes, each against one process.
 
 float64: every parameter's gradient of the first step, within 1e-10 relative. float32: loss and gradient norm of five
-steps, within 1e-5 relative of what one process computes in float64. Replicas: bit-equal after the last step. A part of the grid that covers every axis, every
-pair of axes and every model is always tested; `make parity` tests all of it and writes outputs/parity/grid.md.
+steps, within 1e-5 relative of what one process computes in float64. Replicas: bit-equal after the last step. A part of
+the grid that covers every axis, every pair of axes and every model is always tested; `make parity` tests all of it and
+writes outputs/parity/grid.md.
 """
 
 from __future__ import annotations

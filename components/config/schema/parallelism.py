@@ -22,12 +22,11 @@ AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 
 
 class Strategy(StrEnum):
-    """single: one process; ddp: replicate; fsdp2: shard with FSDP2; megatron_fsdp: shard with Megatron-FSDP."""
+    """single: one process; ddp: replicate; fsdp2: shard with FSDP2."""
 
     single = "single"
     ddp = "ddp"
     fsdp2 = "fsdp2"
-    megatron_fsdp = "megatron_fsdp"
 
 
 PipelineSchedule = StrEnum(
@@ -125,7 +124,7 @@ class ParallelismConfig:
     """Degrees of the mesh axes (one may be -1: what is left of the processes), and how the model uses them."""
 
     strategy: Strategy = Strategy.fsdp2
-    """single, ddp, fsdp2 or megatron_fsdp."""
+    """single, ddp or fsdp2."""
     pp: int = 1
     """Pipeline stages."""
     dp_replicate: int = 1
@@ -225,7 +224,6 @@ class ParallelismConfig:
         replicating = {
             Strategy.single: (),
             Strategy.ddp: ("dp_replicate",),
-            Strategy.megatron_fsdp: ("dp_replicate", "dp_shard", "tp"),
         }
         if self.strategy not in replicating:
             return []
