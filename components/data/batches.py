@@ -100,7 +100,7 @@ class Padding:
     multiple: int = 1
     """Lengths are rounded up to a multiple of this: lcm(2 x cp, tp)."""
     length: int | None = None
-    """Every micro-batch has this length: seq_len under pp, whose schedules want one shape."""
+    """Every micro-batch has this length: that of packed rows."""
     token_id: int = 0
     """Input at padded positions; any token of the vocabulary will do."""
     documents: int = 0
@@ -214,17 +214,16 @@ def eval_batches(
     dp_rank: int = 0,
     dp_size: int = 1,
     padding: Padding | None = None,
-    multiple: int = 1,
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro-batches of one pass over `dataset`, in its order.
 
-    Every sample is in exactly one micro-batch of one dp rank. Every rank yields the same number of them, a
-    multiple of `multiple` (pp schedules take several at a time), so that the collectives of a forward match:
-    the last are filled up with rows of padding alone, whose labels are all -100 and add nothing to a sum.
+    Every sample is in exactly one micro-batch of one dp rank. Every rank yields the same number of them, so that the
+    collectives of a forward match: the last are filled up with rows of padding alone, whose labels are all -100 and add
+    nothing to a sum.
     """
     _check_rank(dp_rank, dp_size)
     rows_at_once = micro_batch_size * dp_size
-    count = -(-len(dataset) // (rows_at_once * multiple)) * multiple
+    count = -(-len(dataset) // rows_at_once)
     padding = (padding or Padding()).of(dataset)
     for number in range(count):
         start = number * rows_at_once + dp_rank * micro_batch_size

@@ -134,7 +134,7 @@ AXES = [
         *("cp 3 cannot share the 4 heads and 2 kv heads", "parallelism.cp_attention=all_gather"),
     ),
     ("parallelism=ddp parallelism.cp=2", "parallelism.cp=2: strategy ddp has no such axis"),
-    ("parallelism.strategy=ddp parallelism.cp=2", "parallelism.cp=2: strategy ddp has no such"),
+    ("parallelism=ddp parallelism.cp=2", "parallelism.cp=2: strategy ddp has no such"),
     (
         "model=tiny parallelism=pp2_1f1b parallelism.pp_schedule=Interleaved1F1B",
         *("parallelism.pp=2: Interleaved1F1B makes 4 stages of it", "the model has only 2 layers"),
