@@ -112,8 +112,8 @@ def test_what_is_counted_and_told_is_the_model_not_its_bytes() -> None:
     assert str(counts) == f"{others}, {in_bits:,} frozen in NF4"
     assert counts.local_bytes < others.local_bytes
     assert model_flops(packed) == model_flops(plain)
-    held, waiting = _gathered(packed, torch.bfloat16)
-    more, alike = _gathered(plain, torch.bfloat16)
+    held, waiting = _gathered(packed, torch.bfloat16, dict.fromkeys(packed.parameters(), 1))
+    more, alike = _gathered(plain, torch.bfloat16, dict.fromkeys(plain.parameters(), 1))
     blocks = [layer.weight.numel() for layer in quantized_layers(packed).values()]
     assert (more - held, waiting) == (2 * in_bits - sum(blocks), alike)
 
