@@ -130,8 +130,9 @@ def build_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh:
         mesh_dim_names=tuple(names),
         backend_override=fake or None,
     )
-    for name in used.intersection(names):
-        share_timeout(device_mesh.get_group(name))
+    for name in names:
+        if name in used:
+            share_timeout(device_mesh.get_group(name))
     return Mesh(device_mesh, shape, parallelism.sequence_multiple(shape), parallelism.stage_places(shape.pp)[-1])
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.tensor import Shard
 
 from components import distributed
 from components.config.schema.parallelism import ParallelismConfig
-from tests.distributed.parity import build
+from components.distributed.expert import _divided_over
 from tests.harness import join_world, run_ranks
 
 SECONDS = 4.0
@@ -40,17 +39,13 @@ def test_a_rank_that_never_comes_is_not_waited_for(name: str) -> None:
 
 def test_the_group_of_experts_has_the_timeout_too() -> None:
     """Experts over ep and tp together have a group that is no view of the mesh."""
-    experts = build("qwen3_moe", torch.float32)
+    layout = ParallelismConfig(dp_shard=2, ep=2, tp=2)
 
-    def body(rank: int) -> set[timedelta]:
+    def body(rank: int) -> timedelta:
         join_world(timedelta(seconds=40))
-        mesh = distributed.build_mesh(ParallelismConfig(dp_shard=2, ep=2, tp=2), "cpu")
-        distributed.parallelize(copy.deepcopy(experts), mesh, ParallelismConfig(dp_shard=2, ep=2, tp=2), torch.float32)
-        assert "ep_tp" in {group.group_desc.removeprefix("mesh_") for group in _world.pg_map}
-        return {
-            group._get_backend(torch.device("cpu")).options._timeout
-            for group, (backend, _) in _world.pg_map.items()
-            if "fake" not in backend
-        }
+        experts = _divided_over(distributed.build_mesh(layout, "cpu").device_mesh["ep", "tp"], [Shard(0), Shard(0)])
+        assert experts is not None
+        assert experts.size() == 4
+        return experts.get_group()._get_backend(torch.device("cpu")).options._timeout
 
-    assert run_ranks(8, body, init=False, timeout=120) == [{timedelta(seconds=40)}] * 8
+    assert run_ranks(8, body, init=False, timeout=120) == [timedelta(seconds=40)] * 8
