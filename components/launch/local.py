@@ -48,7 +48,7 @@ GRACE = 2.0
 """Seconds that the others have to fail by themselves, and to say of what, before they get SIGTERM."""
 REFUSED_GRACE = 1.0
 """The same where a person's mistake was found: there is nothing to save, so SIGKILL follows at once."""
-STACKS_AFTER, STACKS_WITHIN = 1.0, 1.0
+STACKS_AFTER, STACKS_WITHIN = 1.0, 3.0
 """The same where the run stood still, until SIGUSR1 asks for stacks; and from there to SIGKILL."""
 KILL_AFTER = 5.0
 """Seconds from SIGTERM, which ranks take as save and stop, to SIGKILL."""

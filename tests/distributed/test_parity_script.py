@@ -58,7 +58,8 @@ def test_a_mesh_that_disagrees_and_one_that_dies(tmp_path: Path) -> None:
     for name in ("build", "bad"):
         text = f"defaults:\n  - /schema/data/custom@_here_\n  - _self_\nfactory: mine:{name}\neval_split: held\n"
         (tmp_path / "conf" / "data" / f"custom_{name}.yaml").write_text(text)
-    for name, words in (("build", "loss off by"), ("bad", "failed: a process died")):
+    wrong = {"build": "loss off by", "bad": "failed: a process died"}
+    for name, words in list(wrong.items())[: None if EVERYTHING else 1]:
         ended = run(*job, f"data=custom_{name}", "--out", name, cwd=tmp_path)
         assert ended.returncode == 1, ended.stdout + ended.stderr
         assert words in ended.stdout
