@@ -19,6 +19,7 @@ from os import environ
 from pathlib import Path
 from typing import NoReturn
 
+from components.config.batch import fit_micro_batches
 from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import CONF, option_groups
@@ -131,6 +132,7 @@ def main() -> int:
         options.processes = options.processes or (gpus if on_gpus else 4)
         raise_all(device_problems(cfg, options.processes, gpus))
         plans = plan(options, overrides, cfg)
+        cfg = fit_micro_batches(cfg, 1)  # for the reference
     except ConfigError as error:
         tell_problems(error.problems)
         return EXIT_INVALID
