@@ -35,7 +35,7 @@ torture: install
 	MESHBOOK_TORTURE=1 MESHBOOK_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)
 	MESHBOOK_TORTURE=1 $(BIN)/python -m pytest -s tests/distributed/test_checkpoint_*.py tests/distributed/test_lora_checkpoint.py \
 	    tests/unit/test_no_pickle_is_read.py \
-	    tests/recipes/test_launch_hangs.py tests/recipes/test_non_finite.py tests/recipes/test_chaos.py $(ARGS)
+	    tests/recipes/test_launch_hangs.py tests/recipes/test_launch_axes.py tests/recipes/test_non_finite.py tests/recipes/test_chaos.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

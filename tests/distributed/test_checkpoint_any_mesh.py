@@ -21,7 +21,7 @@ from tests.distributed.tiny_runs import build, cell_named, global_order, start, 
 from tests.harness import run_ranks
 
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
-pytestmark = pytest.mark.timeout(3600 if TORTURE else 300)
+pytestmark = pytest.mark.timeout(3600)
 BEFORE, AFTER = 3, 5
 """Steps before the save, and after it."""
 

@@ -76,7 +76,7 @@ def spoiled(command: Command, disk: Disk | None, kind: str, point: str) -> Attem
     if kind == "full":
         disk.fill()
     else:
-        until(lambda: disk.remount("ro"), 10)
+        until(lambda: disk.remount("ro"), 60)
     os.kill(ranks["rank0"], signal.SIGCONT)
     return attempt
 
@@ -91,7 +91,7 @@ def test_a_run_on_a_spoiled_disk(kind: str, point: str, quiet: dict[str, Any], t
         began = time.monotonic()
         status = attempt.wait(ENDS_WITHIN + (60 if disk is None else 0))  # the armed one has yet to start
         seconds = time.monotonic() - began
-        until(lambda: not any(map(alive, ranks)), 5)
+        until(lambda: not any(map(alive, ranks)), 30)
         entries = list_checkpoints(command.run_dir, CheckpointConfig())
         assert [problem for entry in entries for problem in check_contents(entry)] == []
         assert entries, "the last good checkpoint is gone"

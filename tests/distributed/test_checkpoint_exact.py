@@ -24,7 +24,7 @@ from tests.distributed.tiny_runs import TinyRun, build, cell_named, start
 from tests.harness import run_ranks
 
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
-pytestmark = pytest.mark.timeout(3600 if TORTURE else 300)
+pytestmark = pytest.mark.timeout(3600)
 RESUMES, AFTER = (20, 20) if TORTURE else (1, 4)
 """Resumes on each mesh, and the steps that are compared after each."""
 DROPOUT = 0.1

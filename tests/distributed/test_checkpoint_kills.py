@@ -190,7 +190,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
-@pytest.mark.timeout(3600 if TORTURE else 300)
+@pytest.mark.timeout(3600)
 def test_killed_runs_go_on_by_themselves_and_come_out_the_same(folder: Path) -> None:
     dice = random.Random(5)
     at_points = [Kill(target, point) for point in POINTS for target in TARGETS]
@@ -208,7 +208,7 @@ def test_killed_runs_go_on_by_themselves_and_come_out_the_same(folder: Path) -> 
     assert sum(torment.done.values()) == KILLS
 
 
-@pytest.mark.timeout(3600 if TORTURE else 300)
+@pytest.mark.timeout(3600)
 def test_a_kill_inside_the_save_loses_nothing(folder: Path) -> None:
     """Two ranks save; one or both are killed at a random moment of it. The checkpoint before is never lost."""
     times, dice = 500 if TORTURE else 38, random.Random(6)

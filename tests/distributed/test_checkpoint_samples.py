@@ -21,7 +21,7 @@ from components.data.examples import Example
 from tests.harness import start_ranks
 
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
-pytestmark = pytest.mark.timeout(3600 if TORTURE else 300)
+pytestmark = pytest.mark.timeout(3600)
 SAMPLES, BATCH, KILLS = (1_000_000, 2_000, 50) if TORTURE else (20_000, 400, 4)
 STEPS = SAMPLES // BATCH
 SAVE_EVERY = 4

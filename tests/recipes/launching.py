@@ -35,6 +35,8 @@ def main(cfg: FinetuneConfig) -> None:
 FOOTER = '\nif __name__ == "__main__":\n    main()\n'
 
 TWO = "cluster.procs_per_node=2"
+PATIENCE = 240.0
+"""Seconds after which a test gives up, many times what a busy machine needs."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ class Started:
         """Send a signal to the launcher alone."""
         self.process.send_signal(number)
 
-    def wait(self, timeout: float = 60.0) -> Done:
+    def wait(self) -> Done:
         """Wait for the end."""
-        output, errors = self.process.communicate(timeout=timeout)
+        output, errors = self.process.communicate(timeout=PATIENCE)
         return Done(self.process.returncode, output, errors, time.monotonic() - self._began)
 
 
@@ -140,12 +142,12 @@ class Bench:
 
     def assert_nobody_left(self) -> None:
         """No process of this folder remains (a killed one needs a moment to go)."""
-        until(lambda: not self.processes(), seconds=5)
+        until(lambda: not self.processes())
 
 
-def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
+def until(condition: Callable[[], bool]) -> None:
     """Wait for a condition."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

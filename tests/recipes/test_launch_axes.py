@@ -5,6 +5,7 @@ The recipe is recipes/finetune.py itself, copied, with a few lines planted that 
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests.recipes.launching import TWO, Bench
 
+TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 BEFORE = "    # Optimizer, over the sharded parameters\n"
 PLANTED = """
@@ -43,7 +45,7 @@ def struck(bench: Bench, axis: str, rank: int, act: str, *arguments: str) -> tup
     assert BEFORE in text
     bench.recipe.write_text(text.replace(BEFORE, PLANTED.format(rank=rank, act=act) + BEFORE))
     model, mesh = AXES[axis]
-    done = bench.start(mesh, TWO, *SHORT, *arguments, model=model).wait(timeout=240)
+    done = bench.start(mesh, TWO, *SHORT, *arguments, model=model).wait()
     assert done.status == 1, done.errors
     (when,) = bench.notes("struck")
     seconds = time.time() - float(when)
@@ -52,19 +54,19 @@ def struck(bench: Bench, axis: str, rank: int, act: str, *arguments: str) -> tup
     return done.errors, seconds
 
 
-@pytest.mark.parametrize(("axis", "rank"), [("pp2", 1), ("ep2", 0)])
+@pytest.mark.parametrize(("axis", "rank"), [("pp2", 1), *([("ep2", 0)] if TORTURE else [])])
 def test_a_killed_rank_ends_the_run_and_is_named_last(axis: str, rank: int, bench: Bench) -> None:
     errors, seconds = struck(bench, axis, rank, KILL)
     told, where = errors.rstrip("\n").splitlines()[-2:]
     assert told == f"rank {rank} was ended by SIGKILL (out of memory, or killed by a person)"
     assert where.startswith("logs: ")
-    assert seconds < 15
+    assert seconds < 30
 
 
-@pytest.mark.parametrize(("axis", "rank"), [("pp2", 0), ("ep2", 1)])
+@pytest.mark.parametrize(("axis", "rank"), [("ep2", 1), *([("pp2", 0)] if TORTURE else [])])
 def test_a_rank_that_hangs_ends_the_run_when_the_collective_times_out(axis: str, rank: int, bench: Bench) -> None:
     errors, seconds = struck(bench, axis, rank, HANG, f"cluster.collective_timeout_minutes={TIMEOUT / 60}")
     told = errors.rstrip("\n").splitlines()[-2]
     assert told.startswith(f"rank {1 - rank} ")  # the one that noticed; it may have been slow to go and told to
     assert f"Timed out waiting {TIMEOUT * 1000}ms" in told
-    assert seconds < TIMEOUT + 15
+    assert seconds < TIMEOUT + 30

@@ -109,7 +109,7 @@ def test_a_rank_whose_agent_was_killed_before_it_began_ends_and_leaves_nothing(b
         bound.bind(("127.0.0.1", 0))
         agent = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
         place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": str(bound.getsockname()[1])}
-        done = bench.start(environment={**agent, **place}).wait(timeout=20)
+        done = bench.start(environment={**agent, **place}).wait()
     assert done.status == 1
     assert done.errors == "torchrun's agent ended before this rank could start\n"
     assert [entry.name for entry in bench.folder.iterdir()] == ["tried.py"]

@@ -56,7 +56,7 @@ SHORT = (
 )
 TIMEOUT = 6
 """Seconds: more than the tiny model ever takes for a step on a busy machine."""
-BOUND = 2 * TIMEOUT + 5
+BOUND = 2 * TIMEOUT + 15
 AFTER = {"start": 1, "step": 9, "evaluation": 7, "save": 2}
 """At which call each moment is struck."""
 
@@ -89,7 +89,7 @@ def plant(bench: Bench, rank: int, moment: str, act: str) -> None:
 def hang(bench: Bench, rank: int, moment: str, act: str, *arguments: str) -> Hung:
     """Run until the watchdog ends it; nobody may be left."""
     plant(bench, rank, moment, act)
-    done = bench.start(*SHORT, f"training.step_timeout_seconds={TIMEOUT}", *arguments).wait(timeout=240)
+    done = bench.start(*SHORT, f"training.step_timeout_seconds={TIMEOUT}", *arguments).wait()
     ended = time.time()
     assert done.status == EXIT_HUNG, done.errors
     told, where = done.errors.rstrip("\n").splitlines()[-2:]
@@ -152,7 +152,7 @@ def test_an_evaluation_that_stands_still_is_ended(bench: Bench) -> None:
     late = "        if info.rank == 1: time.sleep(1e6)\n"
     bench.recipe.write_text(text.replace(before, late + before))
     small = ("data.max_samples=64", "data.max_eval_samples=8", "generation.samples=0", "cluster.device=cpu")
-    done = bench.start(TWO, *small, f"evaluation.step_timeout_seconds={TIMEOUT}").wait(timeout=120)
+    done = bench.start(TWO, *small, f"evaluation.step_timeout_seconds={TIMEOUT}").wait()
     assert done.status == EXIT_HUNG, done.errors
     told = done.errors.splitlines()[-2]
     assert told.startswith("no progress for ")
@@ -164,19 +164,19 @@ def test_an_evaluation_that_stands_still_is_ended(bench: Bench) -> None:
 
 
 def test_what_goes_on_slowly_is_left_alone(bench: Bench) -> None:
-    """A start, a step, an evaluation and a save that each take far longer than the timeout, but never stand still."""
+    """A start, a step, an evaluation and a save that each take longer than the timeout, but never stand still."""
     plant(bench, 1, "step", "pass")
     slow = """struck.append(moment)
-        if moment in ("step", "evaluation") and state.step >= 2: time.sleep(0.9)"""
+        if moment in ("step", "evaluation") and state.step >= 2: time.sleep(0.6)"""
     text = bench.recipe.read_text().replace("struck.append(moment)", slow)
-    writes = "for _ in range(14): time.sleep(0.5); (Path(__file__).parent / 'bulk').write_bytes(bytes(2**21))"
+    writes = "for _ in range(10): time.sleep(0.5); (Path(__file__).parent / 'bulk').write_bytes(bytes(2**21))"
     text = text.replace('strike("save")\n', f"{writes} if info.rank == 1 else None\n")
     assert text.count(LOOP) == 1
-    bench.recipe.write_text(text.replace(LOOP, f"    if info.rank == 1: time.sleep(10)\n{LOOP}"))
+    bench.recipe.write_text(text.replace(LOOP, f"    if info.rank == 1: time.sleep(6)\n{LOOP}"))
     done = bench.start(
         *(TWO, *SHORT, "training.step_timeout_seconds=3", "training.max_steps=3", "training.global_batch_size=16"),
         *("data.max_eval_samples=16", "checkpoint.every=0", "checkpoint.export=false"),
-    ).wait(timeout=240)
+    ).wait()
     assert done.status == 0, done.errors
     assert bench.result()["status"] == "ok"
 

@@ -52,7 +52,7 @@ def start(bench: Bench, mesh: str, *poisoned: int) -> Done:
     assert text.count(OPTIMIZER) == 1
     bench.recipe.write_text(text.replace(OPTIMIZER, PLANTED + OPTIMIZER))
     (bench.folder / "poison").write_text(json.dumps(poisoned))
-    done = bench.start(f"parallelism={mesh}", TWO, *SHORT).wait(timeout=240)
+    done = bench.start(f"parallelism={mesh}", TWO, *SHORT).wait()
     bench.assert_nobody_left()
     return done
 

@@ -26,7 +26,7 @@ def under_limit(mib: int) -> tuple[str, ...]:
 
 
 def test_an_allocation_beyond_the_limit_of_a_process(bench: Bench) -> None:
-    bench.write(f"if RANK == int(os.environ['WORLD_SIZE']) - 1:\n    bytearray({2048 * MIB})\ntime.sleep(60)")
+    bench.write(f"if RANK == int(os.environ['WORLD_SIZE']) - 1:\n    bytearray({2048 * MIB})\ntime.sleep(600)")
     for processes in ("1", "2"):
         done = bench.start(
             f"cluster.procs_per_node={processes}", f"run.dir={processes}", command=under_limit(1024)
@@ -65,7 +65,7 @@ def test_a_rank_that_the_kernel_kills_for_memory(bench: Bench, memory_group: Pat
     bench.write(f"""
         if RANK == 1:
             taken = b"x" * {512 * MIB}
-        time.sleep(60)
+        time.sleep(600)
     """)
     command = ("sh", "-c", f'echo $$ > {memory_group}/cgroup.procs && exec "$@"', "sh", sys.executable)
     done = bench.start(TWO, "run.dir=mine", command=command).wait()

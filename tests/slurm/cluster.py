@@ -44,8 +44,8 @@ from tests.slurm.configuration import NODES
 SCRIPT = Path(__file__).with_name("namespaces.sh")
 IDENTITIES = range(1, 10)  # of the clusters that tests start; 0 is left to the one that is brought up by hand
 ENDED = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
-PATIENCE = 60.0
-"""Seconds that a command may take."""
+PATIENCE = 240.0
+"""Seconds after which a test gives up: many times what a busy machine needs."""
 
 Job = dict[str, str]
 
@@ -110,7 +110,7 @@ class Cluster:
         try:
             for node in NODES:
                 self.boot(node)
-            self.wait_for_nodes("idle", seconds=60)
+            self.wait_for_nodes("idle")
         except BaseException:
             self.stop()
             raise
@@ -137,7 +137,7 @@ class Cluster:
         init = self._init("cluster")
         if init:
             os.kill(init, signal.SIGKILL)
-        until(lambda: not self._init("cluster"), 10, lambda: "the cluster's processes do not end")
+        until(lambda: not self._init("cluster"), lambda: "the cluster's processes do not end")
         if self._process:
             self._process.wait()
             self._process = None
@@ -153,7 +153,7 @@ class Cluster:
         init = self._init("node", node)
         if init:
             os.kill(init, signal.SIGKILL)
-        until(lambda: not self._init("node", node), 10, lambda: f"{node} does not end")
+        until(lambda: not self._init("node", node), lambda: f"{node} does not end")
 
     def boot(self, node: str) -> None:
         """Power a node on. Returns at once; `wait_for_nodes` says when it is there."""
@@ -169,7 +169,7 @@ class Cluster:
             os.close(request)
             return True
 
-        until(open_request, 10, lambda: f"cluster {self.identity} does not come up\n{self._complaints()}")
+        until(open_request, lambda: f"cluster {self.identity} does not come up\n{self._complaints()}")
 
     def cut(self, node: str) -> None:
         """Pull a node's network cable. What runs there goes on."""
@@ -205,7 +205,7 @@ class Cluster:
         listed = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %t", check=False).stdout
         return dict(line.split() for line in listed.splitlines())
 
-    def wait_for_nodes(self, states: str | Collection[str], seconds: float, nodes: Iterable[str] = NODES) -> None:
+    def wait_for_nodes(self, states: str | Collection[str], nodes: Iterable[str] = NODES) -> None:
         """Wait until each of these nodes is in one of these states, as `node_states` names them."""
         wanted, awaited = _as_set(states), set(nodes)
 
@@ -214,7 +214,7 @@ class Cluster:
                 raise ClusterError(f"cluster {self.identity} ended\n{self._complaints()}")
             return {name for name, now in self.node_states().items() if now in wanted} >= awaited
 
-        until(there, seconds, lambda: f"nodes are {self.node_states()}, not {sorted(wanted)}\n{self._complaints()}")
+        until(there, lambda: f"nodes are {self.node_states()}, not {sorted(wanted)}\n{self._complaints()}")
 
     def jobs(self, job_id: str | int = "") -> list[Job]:
         """Return every job, or those of one array, as scontrol shows them: {"JobId": "1", "JobState": "RUNNING"}."""
@@ -228,7 +228,7 @@ class Cluster:
         (only,) = self.jobs(job_id)
         return only
 
-    def wait_for(self, job_id: str | int, states: str | Collection[str], seconds: float) -> Job:
+    def wait_for(self, job_id: str | int, states: str | Collection[str], seconds: float = PATIENCE) -> Job:
         """Wait until a job is in one of these states; raises `ClusterError` when it ended otherwise, or time is up."""
         wanted = _as_set(states)
 
@@ -238,14 +238,14 @@ class Cluster:
                 raise ClusterError(f"job {job_id} did not get {sorted(wanted)}: {self.job(job_id)}")
             return now in wanted
 
-        until(there, seconds, lambda: f"job {job_id} is not {sorted(wanted)} after {seconds} s: {self.job(job_id)}")
+        until(there, lambda: f"job {job_id} is not {sorted(wanted)} after {seconds} s: {self.job(job_id)}", seconds)
         return self.job(job_id)
 
     def cancel(self, *job_ids: str | int) -> None:
-        """Cancel jobs; Slurm kills what has not ended KillWait (10 s) later."""
+        """Cancel jobs; Slurm kills what has not ended KillWait (20 s) later."""
         self.run("scancel", *map(str, job_ids))
 
-    def reset(self, seconds: float = 60) -> None:
+    def reset(self) -> None:
         """Cancel every job, bring every node back and wait until all are idle."""
         self.run("scancel", "--user=root")
         for node in NODES:
@@ -253,7 +253,7 @@ class Cluster:
                 self.heal(node)
             else:
                 self.boot(node)
-        self.wait_for_nodes("idle", seconds)
+        self.wait_for_nodes("idle")
 
     def _init(self, verb: str, node: str = "") -> int | None:
         """Process id of the init of the cluster or of a node, None when it is down."""
@@ -287,7 +287,7 @@ def _as_set(states: str | Collection[str]) -> set[str]:
     return {states} if isinstance(states, str) else set(states)
 
 
-def until(condition: Callable[[], bool], seconds: float, complaint: Callable[[], str]) -> None:
+def until(condition: Callable[[], bool], complaint: Callable[[], str], seconds: float = PATIENCE) -> None:
     """Wait for a condition; raises `ClusterError` with the complaint when it does not come true in time."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -44,7 +44,7 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 EnforcePartLimits=ALL
 
-KillWait=10
+KillWait=20
 SlurmdTimeout=10
 MessageTimeout=10
 ReturnToService=2
@@ -59,7 +59,7 @@ JobCompType=jobcomp/filetxt
 JobCompLoc={base}/log/jobcomp.txt
 
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE GraceTime=30
 PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=30 PriorityTier=10 PreemptMode=OFF
 """
 _NODE = "NodeName={name} NodeAddr={address} CPUs={cpus} Boards=1 SocketsPerBoard=2 CoresPerSocket={cores} \

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.slurm.cluster import Cluster, Job
+from tests.slurm.cluster import PATIENCE, Cluster, Job
 
 PROJECT = Path(__file__).resolve().parents[2]
 FINETUNE = PROJECT / "recipes" / "finetune.py"
@@ -102,16 +102,16 @@ class Login:
             env=inherited | {"CUDA_VISIBLE_DEVICES": ""} | (environment or {}),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
             check=False,
         )
         return Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 
-    def ended(self, answer: Answer, states: str | Collection[str] = "COMPLETED", seconds: float = 120) -> Job:
+    def ended(self, answer: Answer, states: str | Collection[str] = "COMPLETED") -> Job:
         """Wait until the job of a submission has ended like this; its log is in the error otherwise."""
         assert answer.status == 0, answer.errors
         try:
-            return self.cluster.wait_for(answer.job, states, seconds)
+            return self.cluster.wait_for(answer.job, states)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{log_of(answer.run_dir)}") from None
 

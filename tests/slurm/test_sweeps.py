@@ -35,7 +35,7 @@ def test_five_shapes_of_which_one_is_invalid_and_one_does_not_fit(login: Login) 
     )
     assert answer.status == 1, answer.errors  # tp3 could not be submitted
     sweep = login.folder / "sweep"
-    until(lambda: " submitted" not in (said := report(login, sweep).stdout) and " running" not in said, 60, str)
+    until(lambda: " submitted" not in (said := report(login, sweep).stdout) and " running" not in said, str)
     done = report(login, sweep)
     assert done.returncode == 1
     states = _states(sweep)
@@ -49,7 +49,7 @@ def test_five_shapes_of_which_one_is_invalid_and_one_does_not_fit(login: Login) 
     (login.folder / "fits").touch()
     again = report(login, sweep, "--retry", "oom")
     assert "4_fsdp2_cp2" in again.stdout, again.stderr
-    until(lambda: _states(sweep, report(login, sweep).stdout)["4_fsdp2_cp2"] == "ok", 60, str)
+    until(lambda: _states(sweep, report(login, sweep).stdout)["4_fsdp2_cp2"] == "ok", str)
     assert _states(sweep)["3_tp3"] == "invalid"
 
 

@@ -125,7 +125,7 @@ def test_a_billionth_sample_is_resumed_without_walking_there():
     place = 2 * (10**9 + 7) + 10**9
     batches.load_state_dict({"seed": 1, "epoch": 2, "sample": place, "size": 10**9 + 7, "fingerprint": ""})
     (batch,) = next(batches)
-    assert time.perf_counter() - began < 0.05
+    assert time.perf_counter() - began < 5  # a walk would take minutes
     assert batch["input_ids"][:, 1].tolist() == SampleOrder(10**9 + 7, 1).indices(place, 4)
 
 

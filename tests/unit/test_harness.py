@@ -66,7 +66,7 @@ def test_every_fate_of_a_rank_is_told_apart_and_its_children_go_with_it(tmp_path
             time.sleep(600)
         return "fine"
 
-    outcomes = start_ranks(5, body, timeout=2.0, init=False)
+    outcomes = start_ranks(5, body, timeout=5.0, init=False)
     assert [outcome.ok for outcome in outcomes] == [True, False, False, False, False]
     assert outcomes[0].result == "fine"
     assert outcomes[1].exception == "SystemExit: 3"

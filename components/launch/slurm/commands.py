@@ -11,7 +11,7 @@ from components.config.errors import ConfigError
 from components.launch.context import without_ranks
 
 TIMEOUT = 75.0
-"""Seconds that a controller may take to answer; a command looks for slurm.conf for 60 s, and then says so."""
+"""Seconds that a controller may take to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,12 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def ask(command: Sequence[str], script: str = "") -> Answer:
     """Run a command of Slurm's with `script` as its input.
 
-    Raises ConfigError where it is not installed or the controller does not answer.
+    Raises ConfigError where it is not installed, where SLURM_CONF is no file (it would look for a minute), or where the
+    controller does not answer.
     """
+    conf = os.environ.get("SLURM_CONF")
+    if conf and not os.path.isfile(conf):
+        raise ConfigError(f"SLURM_CONF={conf}: no such file; unset it, or set it to the cluster's slurm.conf")
     try:
         done = subprocess.run(
             command,
