@@ -47,7 +47,7 @@ def test_a_run_writes_no_secret_it_could_see(bench: Bench) -> None:
         "checkpoint.export=false", "data.max_samples=16", "data.max_eval_samples=4", "generation.samples=0",
         "logging.wandb.mode=offline", "logging.wandb.tags=[a_tag]", "cluster.device=cpu",
         environment=HELD | {"WANDB_SAVE_CODE": "true", "OMP_NUM_THREADS": "1"},
-    ).wait(240)  # fmt: skip
+    ).wait()  # fmt: skip
     assert done.status == 0, done.errors
     (run,) = bench.run_directories()
     assert files_with(run, "a_tag") >= {"wandb", "config.yaml", "environment.json"}, "the search finds nothing"

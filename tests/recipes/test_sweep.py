@@ -196,7 +196,7 @@ def test_a_run_that_takes_no_notice_is_killed_by_the_third_ctrl_c(bench: Bench) 
     for _ in range(3):
         started.signal(signal.SIGINT)
         time.sleep(0.3)  # equal signals that wait together are one
-    done = started.wait(20)
+    done = started.wait()
     assert done.status == 130
     bench.assert_nobody_left()
 
