@@ -16,7 +16,7 @@ PURPOSES = {
     "dp_shard": "dense parameters gathered, gradients reduce-scattered",
     "ep": "tokens to their experts",
     "cp": "keys and values, statistics of routers",
-    "tp": "activations inside layers",
+    "tp": "activations inside layers, gradients of what all hold whole",
     "dp": "sums over ranks that see different samples",
     "dp_cp": "sums over ranks that see different tokens",
     "fsdp": "dense parameters gathered, gradients reduce-scattered",

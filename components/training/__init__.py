@@ -5,7 +5,7 @@ loss.py       the sum of token losses, and reduce_loss
 token_loss.py the loss without logits (chunked_loss.py): a model that takes targets
 router.py     the auxiliary loss of a mixture of experts' routers
 sync.py       get_sync_ctx: which backward reduces gradients
-gradients.py  the norm of all gradients over mixed meshes, clipping
+gradients.py  one gradient for the replicas over tp, the norm of all gradients over mixed meshes, clipping
 optim.py      AdamW with decay groups, learning-rate schedules, updates that skip non-finite gradients
 precision.py  the type of matrix products
 kernels.py    what a run attends by, and what float8 changes of its loss

@@ -1,4 +1,4 @@
-"""The norm of all gradients, each element of the model counted once whatever the mesh, and clipping by it."""
+"""What happens between the backward and the optimizer: one gradient for all replicas, the global norm, clipping."""
 
 from __future__ import annotations
 
@@ -9,12 +9,32 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 
+def equalize_replicas(parameters: Iterable[torch.Tensor]) -> None:
+    """Give every tp rank the first one's gradients of what all of them hold whole, in place.
+
+    Norms, and attention whose heads tp does not divide, are computed by every tp rank from the same input: but for
+    rounding their gradients are equal. GPU kernels may add in another order each time, and without this the replicas,
+    and the factor of clipping, would drift apart. One broadcast per type of gradient; the host does not wait.
+    """
+    shared: dict[tuple[dist.ProcessGroup, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in (parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)):
+        axes = gradient.device_mesh.mesh_dim_names or ()
+        if "tp" in axes and gradient.placements[axes.index("tp")].is_replicate():
+            key = gradient.device_mesh.get_group("tp"), gradient.dtype
+            shared.setdefault(key, []).append(gradient.to_local())
+    for (group, _), gradients in shared.items():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.broadcast(flat, group=group, group_src=0)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(own) for part, own in zip(parts, gradients, strict=True)])
+
+
 def gradient_norm(parameters: Iterable[torch.Tensor], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the global L2 norm of the gradients as a float64 scalar on their device, equal on every rank.
 
     Gradients may be plain or lie on different meshes: what an axis shards is summed over it, what it replicates is
-    counted once. One small collective per mesh axis that
-    shards anything; the host does not wait. Raises ValueError for a gradient that is still a partial sum.
+    counted once. One small collective per mesh axis that shards anything; the host does not wait. Raises ValueError
+    for a gradient that is still a partial sum.
 
     Args:
         stages: The ranks of the other pipeline stages, whose parameters are others.

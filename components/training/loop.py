@@ -21,7 +21,7 @@ from components.config.schema.model import DOCUMENTS
 from components.distributed.context import shard_rows
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline import Pipeline, pad_to_longest
-from components.training.gradients import clip_gradients, gradient_norm
+from components.training.gradients import clip_gradients, equalize_replicas, gradient_norm
 from components.training.loss import count_targets, next_tokens, token_loss_sum
 from components.training.optim import step_if_finite
 from components.training.router import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
@@ -94,6 +94,7 @@ def train_step(
         loss_sum = _forward_backward(model, batches, tokens, counts, settings)
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    equalize_replicas(parameters)
     norm = gradient_norm(parameters, model.group if isinstance(model, Pipeline) else None)
     clip_gradients(parameters, norm, settings.max_grad_norm)
     skipped = step_if_finite(optimizer, norm)

@@ -1,0 +1,89 @@
+"""Replicas over tp stay equal to the bit where their gradients are not, as where GPU kernels add in another order.
+
+A CPU adds in one order, so unevenness is planted: each rank computes the gradients of norms, and of attention whose
+heads tp does not divide, a millionth apart.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from components.training import loop
+from tests.distributed.parity import Case, build, reference, run_case
+from tests.harness import run_ranks
+
+TP2 = {"strategy": "fsdp2", "dp_shard": 1, "tp": 2}
+FSDP2_TP2 = {"strategy": "fsdp2", "dp_shard": 2, "tp": 2}
+PP2_TP2 = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2, "tp": 2}
+CASES = {2: [TP2], 4: [FSDP2_TP2, {**FSDP2_TP2, "sequence_parallel": True}, PP2_TP2]}
+
+
+class _Uneven(torch.autograd.Function):
+    """The same weight, and a gradient that differs from rank to rank."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * (1 + 1e-6 * int(os.environ["RANK"]))
+
+
+class _UnevenNorm(LlamaRMSNorm):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, hidden)
+        return F.rms_norm(hidden, hidden.shape[-1:], _Uneven.apply(self.weight), self.variance_epsilon)
+
+
+class _UnevenLinear(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, in) -> (batch, seq, out)
+        return F.linear(hidden, _Uneven.apply(self.weight), self.bias)
+
+
+def uneven(name: str) -> nn.Module:
+    """A model whose norms and attention compute uneven gradients."""
+    model = build(name, torch.float64)
+    for path, module in model.named_modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.__class__ = _UnevenNorm
+        elif isinstance(module, nn.Linear) and "self_attn" in path:
+            module.__class__ = _UnevenLinear
+    return model
+
+
+def drifted(cases: list[Case]) -> list[list[str]]:
+    """Run the cases on this rank; return the names of the parameters whose replicas differ after the last step."""
+    expected = [reference(case) for case in cases]
+    found = []
+    for case, one in zip(cases, expected, strict=True):
+        curve, different = run_case(case, uneven(case.model))
+        assert curve.losses == pytest.approx(one.losses, rel=1e-4)
+        found.append(different)
+    return found
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_replicas_stay_equal_where_their_gradients_are_not(world: int) -> None:
+    cases = [Case("llama_uneven_heads", shape, 2, 3) for shape in CASES[world]]
+
+    def body(rank: int) -> list[list[str]]:
+        return drifted(cases)
+
+    assert run_ranks(world, body, timeout=120) == [[[] for _ in cases]] * world
+
+
+def test_without_that_they_drift() -> None:
+    def body(rank: int) -> list[list[str]]:
+        loop.equalize_replicas = lambda parameters: None
+        return drifted([Case("llama_uneven_heads", TP2, 2, 3)])
+
+    for (names,) in run_ranks(2, body):
+        assert {"model.norm.weight", "model.layers.0.self_attn.q_proj.weight"} <= set(names)
+        assert "model.layers.0.mlp.up_proj.weight" not in names  # divided: no replica
