@@ -52,6 +52,7 @@ class StepReader:
 
     def __init__(self, lag: int = 1) -> None:
         self.lag = lag
+        self._waited = 0.0  # for steps that were drained: the next step's, as its wait for the one before would be
         self._pending: deque[tuple[int, torch.Tensor, float, torch.cuda.Event | None]] = deque()
 
     def push(self, step: int, vector: torch.Tensor, began: float, drain: bool = False) -> list[StepMetrics]:
@@ -70,12 +71,16 @@ class StepReader:
             event.record()
             vector = copy
         arrived = [self._pop()] if len(self._pending) == self.lag else []  # here the host waits for the device
-        self._pending.append((step, vector, time.perf_counter() - began, event))
+        self._pending.append((step, vector, time.perf_counter() - began + self._waited, event))
+        self._waited = 0.0
         return [*arrived, *self.flush()] if drain else arrived
 
     def flush(self) -> list[StepMetrics]:
         """Wait for the device and return the metrics of every step not yet read."""
-        return [self._pop() for _ in range(len(self._pending))]
+        began = time.perf_counter()
+        arrived = [self._pop() for _ in range(len(self._pending))]
+        self._waited += time.perf_counter() - began
+        return arrived
 
     def _pop(self) -> StepMetrics:
         step, vector, seconds, event = self._pending.popleft()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +186,26 @@ def test_a_drained_reader_hands_out_every_step() -> None:
     told = [reader.push(step, vector, began=0.0, drain=step % 3 != 0) for step in range(6)]
     assert [[m.step for m in arrived] for arrived in told] == [[], [0, 1], [2], [], [3, 4], [5]]
     assert all(m.must_stop for arrived in told for m in arrived)
+
+
+class SlowVector(torch.Tensor):
+    """A step's numbers, for which the host waits."""
+
+    def tolist(self) -> Any:
+        time.sleep(0.05)
+        return super().tolist()
+
+
+@pytest.mark.parametrize("every", [1, 3])  # an evaluation or a save after so many steps
+def test_time_that_the_host_waits_for_a_drained_step_is_time_of_steps(every: int) -> None:
+    reader = training.StepReader(lag=1)
+    seen = []
+    for step in range(6):
+        began = time.perf_counter()
+        vector = torch.tensor([1.0, 1, 7, 0, 0, 0, 0, 0.5], dtype=torch.float64).as_subclass(SlowVector)
+        seen += reader.push(step, vector, began, drain=step % every == every - 1)
+    assert [m.step for m in seen] == list(range(6))
+    assert all(m.seconds >= 0.05 for m in seen[1:])  # for the one before, which nobody waits for in the first
 
 
 def test_a_stop_request_remembers_and_puts_handlers_back() -> None:
