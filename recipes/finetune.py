@@ -137,7 +137,8 @@ def main(cfg: FinetuneConfig) -> None:
     profile = observability.StepProfile(cfg.logging.profile, cfg.run.dir, report.say)
     saver = checkpoint.Saver(cfg.run.dir, model, optimizer, cfg.checkpoint, report.say)
     with report, training.StopRequest() as stop, watch, saver, training.GarbageOffTheStep(cfg.training.gc_every) as gc:
-        first_eval_loss = eval_loss = evaluate()
+        eval_loss = evaluate()
+        state.begin(eval_loss)
         show_generations()
         while state.step < cfg.training.max_steps:
             began = time.perf_counter()
@@ -185,7 +186,7 @@ def main(cfg: FinetuneConfig) -> None:
                 peak_memory_bytes=observability.peak_memory_bytes(info.device),
                 first_loss=state.first_loss,
                 last_loss=state.last_loss,
-                first_eval_loss=first_eval_loss,
+                first_eval_loss=state.first_eval_loss,
                 eval_loss=eval_loss,
                 skipped_steps=state.skipped,
             )

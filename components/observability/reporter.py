@@ -123,9 +123,13 @@ class Reporter:
         self.console.print(text, markup=False)
 
     def continue_from(self, step: int) -> None:
-        """Drop what metrics.jsonl says of later steps: they are done again, and the file stays one curve."""
+        """Drop what metrics.jsonl says of later steps: they are done again, and the file stays one curve.
+
+        So is the evaluation of this step, with which an attempt begins.
+        """
         if self.enabled and self._metrics.exists():
-            kept = [line for line in self._lines() if json.loads(line)["step"] <= step]
+            told = [(line, json.loads(line)) for line in self._lines()]
+            kept = [line for line, each in told if each["step"] < step + ("eval_loss" not in each)]
             replacement = self._metrics.with_suffix(".tmp")
             with _named(replacement):
                 replacement.write_text("".join(f"{line}\n" for line in kept))

@@ -34,6 +34,13 @@ class TrainState:
     """Loss of the first step."""
     last_loss: float | None = None
     """Loss of the last step that was read."""
+    first_eval_loss: float | None = None
+    """Held-out loss before the first step; None: not known."""
+
+    def begin(self, eval_loss: float) -> None:
+        """Take the held-out loss with which an attempt begins: the run's first, unless it goes on."""
+        if self.step == 0:
+            self.first_eval_loss = eval_loss
 
     def record(self, metrics: StepMetrics) -> None:
         """Count a step whose numbers have arrived."""

@@ -39,6 +39,7 @@ def test_a_run_with_adapters_is_resumed_and_evaluated(tmp_path: Path) -> None:
     run(finetune, FinetuneConfig, resumed, *TRAINING, f"run.resume={at}2", "checkpoint.export=false")
     assert curve(resumed) == curve(whole)[2:]
     assert result(resumed)["eval_loss"] == result(whole)["eval_loss"] < result(whole)["first_eval_loss"]
+    assert result(resumed)["first_eval_loss"] == result(whole)["first_eval_loss"]  # of the run, like first_loss
     assert (whole / "export" / "model.safetensors").exists()
     run(evaluate, EvaluateConfig, shown, f"evaluation.checkpoint={at}4", "evaluation.seq_len=128")
     assert result(shown)["eval_loss"] == pytest.approx(result(whole)["eval_loss"], rel=1e-6)
