@@ -44,7 +44,10 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        answers = [_continue(model, tokenizer, prompt, max_new_tokens, forward) for prompt in prompts]
+        # Compiled layers are not used: they would be compiled anew for every layer and state of a growing cache, and
+        # after eight times refuse, be it in the training that follows.
+        with torch.compiler.set_stance("force_eager"):
+            answers = [_continue(model, tokenizer, prompt, max_new_tokens, forward) for prompt in prompts]
     finally:
         model.train(was_training)
     return [str(tokenizer.decode(answer, skip_special_tokens=True)).strip() for answer in answers]
@@ -94,7 +97,9 @@ def _likeliest(logits: torch.Tensor) -> int:
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     if tokenizer.chat_template is None:
-        return tokenizer.encode(prompt)
+        tokens = tokenizer.encode(prompt)
+        # Some tokenizers end every text: behind that end there is nothing to continue.
+        return tokens[:-1] if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id else tokens
     messages = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer.encode(text, add_special_tokens=False)

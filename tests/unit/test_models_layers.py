@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -193,6 +194,26 @@ def test_generation_is_greedy_decoding(cached: bool, family: str, tmp_path: Path
     texts = generate(model, tokenizer, [PROMPT, PROMPT], 12, None if cached else without_cache(model))
     assert texts == [tokenizer.decode(told, skip_special_tokens=True).strip()] * 2
     assert model.training
+
+
+def test_generation_leaves_compiled_layers_alone(tmp_path: Path) -> None:
+    model, tokenizer, told = greedy(tiny_folder(tmp_path, "llama"))
+    compile_layers(model, backend="eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    (text,) = generate(model, tokenizer, [PROMPT], 12)
+    assert text == tokenizer.decode(told, skip_special_tokens=True).strip()
+    # One for every layer and state of the cache would be more than torch compiles before it refuses any.
+    assert not torch._dynamo.utils.counters["stats"]
+
+
+def test_a_prompt_is_continued_by_a_tokenizer_that_ends_every_text(tmp_path: Path) -> None:
+    model, tokenizer, told = greedy(tiny_folder(tmp_path, "llama"))
+    end = tokenizer.eos_token
+    ends = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = ends
+    assert tokenizer.encode(PROMPT)[-1] == tokenizer.eos_token_id
+    assert generate(model, tokenizer, [PROMPT], 12) == [tokenizer.decode(told, skip_special_tokens=True).strip()]
 
 
 @pytest.mark.parametrize("cached", [True, False])
