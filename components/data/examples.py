@@ -118,8 +118,11 @@ class _Renderer:
         if self.template and "strftime_now" in self.template:
             # A template that writes today's date would give a run other tokens when it resumes tomorrow.
             self.template = _FIXED_CLOCK + self.template
+        self.ends_texts = False
+        """Whether the tokenizer ends every text with the end-of-text token: prompts too, and answers a second time."""
         if self.template is None:
             self._check_end_of_text()
+            self.ends_texts = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
         self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special.update(tokenizer.all_special_ids)
 
@@ -144,7 +147,8 @@ class _Renderer:
         if not texts:
             return []
         plain = self.template is None
-        return self.tokenizer(texts, add_special_tokens=plain, return_attention_mask=False, verbose=False)["input_ids"]
+        ids = self.tokenizer(texts, add_special_tokens=plain, return_attention_mask=False, verbose=False)["input_ids"]
+        return [each[:-1] for each in ids] if plain and self.ends_texts else ids
 
     def end_of_turn(self, ids: list[int], start: int) -> int:
         """Return the end of an answer: after its last special token, where only whitespace follows that."""

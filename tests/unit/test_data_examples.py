@@ -180,6 +180,16 @@ def test_plain_text_is_prompt_newline_answer_end():
     assert targets(tokenizer, several) == ["b</s>", "d</s>"]
 
 
+def test_plain_text_of_a_tokenizer_that_ends_every_text_has_each_end_once():
+    conversation = chat("a", "b", "c", "d", system="s")
+    plain, ends = (byte_tokenizer(eos="</s>", bos=True) for _ in range(2))
+    ends.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[(token, ends.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    )
+    assert ends.decode(ends("a")["input_ids"]) == "<s>a</s>"
+    assert only(ends, conversation) == only(plain, conversation)
+
+
 def test_a_tokenizer_that_can_mark_no_end_is_refused():
     with pytest.raises(ConfigError, match=r"no chat template and its end-of-text token is None.*model.tokenizer"):
         only(byte_tokenizer(eos=None), chat("a", "b"))
