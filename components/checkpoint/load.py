@@ -148,7 +148,7 @@ def _newest_first(folder: Path, resume: str) -> list[Path]:
     for path in candidates(folder):
         try:
             serial = Manifest.read(path).serial
-            if resume == AUTO or _began_from(path) == resume:
+            if resume == AUTO or _same_place(_began_from(path), resume):
                 whole.append((serial, path))
         except ManifestError as error:
             _warn(path, [str(error)])
@@ -162,6 +162,13 @@ def _began_from(path: Path) -> str | None:
         return yaml.safe_load(config or "")["run"]["resume"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         return None
+
+
+def _same_place(begun: str | None, resume: str) -> bool:
+    """Whether both name one folder, however each is written: with a slash at its end, from here or from the root."""
+    if begun in (None, AUTO, NEVER):
+        return False
+    return Path(str(begun)).expanduser().resolve() == Path(resume).expanduser().resolve()
 
 
 def _check_model(path: Path, mine: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:

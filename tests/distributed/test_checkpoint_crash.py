@@ -243,6 +243,8 @@ def test_a_run_that_began_from_a_checkpoint_does_not_begin_again(tmp_path: Path)
     (run_dir / "config.yaml").write_text(f"run:\n  resume: {origin}\n")
     since = save(run_dir, 6)
     assert find_checkpoint(run_dir, origin) == since
+    assert find_checkpoint(run_dir, f"{origin}/") == since  # as a shell completes it
+    assert find_checkpoint(run_dir, os.path.relpath(origin)) == since
     assert find_checkpoint(run_dir, str(earlier)) == earlier
     (since / "state.json").write_text("[]")
     assert find_checkpoint(run_dir, origin) == Path(origin)
