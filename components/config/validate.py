@@ -13,6 +13,7 @@ from components.config.layouts import (
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.cluster import Device
 from components.config.schema.data import DataConfig, MixtureDataConfig, RowsDataConfig
+from components.config.schema.logging import ProfileConfig
 from components.config.schema.model import NO_FLEX_BACKWARD, Attention, Float8, LossMethod
 from components.config.schema.parallelism import (
     SPLIT_BACKWARD,
@@ -40,6 +41,7 @@ def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None
     if isinstance(cfg, FinetuneConfig):
         problems += batch_problems(cfg.training, cfg.parallelism, mesh)
         problems += _best_problems(cfg.checkpoint, cfg.training)
+        problems += _profile_problems(cfg.logging.profile, cfg.training.max_steps, world_size)
         problems += _row_problems("training.seq_len", cfg.training.seq_len, cfg.parallelism, mesh)
     if isinstance(cfg, EvaluateConfig):
         problems += _row_problems("evaluation.seq_len", cfg.evaluation.seq_len, cfg.parallelism, mesh)
@@ -249,3 +251,21 @@ def _best_problems(checkpoint: CheckpointConfig, training: TrainingConfig) -> li
             "checkpoint.every or training.eval_every"
         ]
     return []
+
+
+def _profile_problems(profile: ProfileConfig, max_steps: int, world_size: int) -> list[str]:
+    """A trace is written when its last step is done, by the ranks that are there."""
+    if not profile.enabled:
+        return []
+    problems = []
+    if (last := profile.start + profile.steps - 1) > max_steps:
+        problems.append(
+            f"logging.profile.start={profile.start}: the trace of {profile.steps} steps ends with step {last}, but "
+            f"training.max_steps={max_steps}; change logging.profile.start or logging.profile.steps"
+        )
+    if absent := [rank for rank in profile.ranks if rank >= world_size]:
+        problems.append(
+            f"logging.profile.ranks={profile.ranks}: there is no rank {absent[0]} of {world_size}; change "
+            "logging.profile.ranks"
+        )
+    return problems

@@ -196,6 +196,15 @@ AXES = [
     ("parallelism.prefetch=-1", "parallelism.prefetch=-1: must be at least 0"),
     ("logging.peak_tflops=0", "logging.peak_tflops=0", "must be greater than 0"),
     ("logging.profile.enabled=true logging.profile.ranks=[]", "logging.profile.ranks=[]: nobody would record"),
+    (
+        "logging.profile.enabled=true logging.profile.ranks=[0,7]",
+        "there is no rank 7 of ",
+        "change logging.profile.ranks",
+    ),
+    (
+        "logging.profile.enabled=true training.max_steps=11",
+        *("logging.profile.start=10: the trace of 3 steps ends with step 12", "training.max_steps=11", "profile.steps"),
+    ),
     ("logging.profile.start=0", "logging.profile.start=0: must be at least 1"),
     ("training.gc_every=-1", "training.gc_every=-1: must be at least 0"),
     ("model.loss=fused", "model.loss=fused", "must be one of auto, logits, chunked, liger"),
