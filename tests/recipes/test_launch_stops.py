@@ -92,6 +92,12 @@ def test_one_process_raises_as_python_does(bench: Bench) -> None:
     assert bench.result()["status"] == "failed"
 
 
+def test_a_status_that_main_itself_ends_with_is_kept(bench: Bench) -> None:
+    bench.write("sys.exit(3)")
+    assert bench.run().status == 3
+    assert bench.result() == {"status": "failed", "error": "rank 0: exited with status 3"}
+
+
 def test_out_of_memory_has_a_status_of_its_own(bench: Bench) -> None:
     bench.write("class OutOfMemoryError(RuntimeError): ...\nraise OutOfMemoryError('tried to allocate')")
     for arguments in ([], [TWO]):
