@@ -287,6 +287,7 @@ def test_a_recipe_of_ones_own_with_a_config_of_ones_own(commands: Commands, tmp_
         ("learning_rates: 1\n", "optimizer/mine.yaml: optimizer.learning_rates: no such key"),
         ("lr: fast\n", "optimizer/mine.yaml: optimizer.lr: must be a number"),
         ("lr: [1\n", "mine.yaml, line 2: is not YAML: expected ',' or ']'"),
+        ("lr: 1: 2\n", "mine.yaml, line 1: is not YAML: mapping values are not allowed here"),
         ("- lr\n", "mine"),
     ],
 )
