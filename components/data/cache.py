@@ -93,7 +93,11 @@ def tokenize(side: Side, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, se
     if size < WORTH_BYTES:
         return _make(work)
     key = _key([content, tokenizer_hash, side.is_eval, held_out_by_hash(cfg), most, work.seq_len], cfg)
-    entry = Path(cfg.cache).expanduser() / f"{key}.safetensors"
+    try:
+        entry = Path(cfg.cache).expanduser() / f"{key}.safetensors"
+    except RuntimeError as error:  # the user of a container often has no home
+        logger.warning("data.cache=%s: %s; the tokenized samples are not kept", cfg.cache, error)
+        return _make(work)
     if (known := _read(entry)) is not None:
         return known
     with _alone(entry.with_suffix(".lock")):

@@ -204,12 +204,13 @@ def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
         return EXIT_INTERRUPTED
     if failure is None:
         return _stopped(ranks, directory)
-    tell_failure(failure, directory.logs)
     report = failure.report
     if report is not None and report.kind == Kind.config:
         directory.discard(report.message)
+        tell_failure(failure, directory.logs)
         return EXIT_INVALID
-    directory.conclude(_status(ranks, failure), failure.error)
+    directory.conclude(_status(ranks, failure), failure.error)  # first: the output may have no reader any more
+    tell_failure(failure, directory.logs)
     return EXIT_HUNG if report is not None and report.stood_still else 1
 
 

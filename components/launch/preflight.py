@@ -50,10 +50,8 @@ def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:
     """A job waits in a queue first: that a checkpoint is not there is told before. What is in it, its ranks read."""
     problems = []
     resume = cfg.run.resume
-    if resume not in ("auto", "never") and not Path(os.path.expanduser(resume)).is_dir():
-        problems.append(
-            f"run.resume={resume}: no such checkpoint; give auto, never or a folder checkpoints/step_N of a run"
-        )
+    if resume not in ("auto", "never") and not Path(os.path.expanduser(resume), _MANIFEST).is_file():
+        problems.append(f"run.resume={resume}: no such checkpoint; give auto, never or RUN/checkpoints/step_N")
     checkpoint = cfg.evaluation.checkpoint if isinstance(cfg, EvaluateConfig) else None
     if checkpoint is not None and not Path(os.path.expanduser(checkpoint), _MANIFEST).is_file():
         problems.append(f"evaluation.checkpoint={checkpoint}: no such checkpoint; give RUN/checkpoints/step_N")

@@ -107,6 +107,10 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
         directory.conclude("interrupted", "stopped by SIGINT before it could save")
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            directory.conclude("failed", f"rank {rank}: exited with status {error.code}")
+        raise
     except Exception as error:
         write_report(directory.logs, rank, error)
         directory.conclude(status_of(type(error).__name__, str(error)), f"rank {rank}: {type(error).__name__}: {error}")

@@ -39,11 +39,23 @@ def recipe(name: str) -> Callable[[Callable[[Any], object]], Callable[[], NoRetu
 def _start(name: str, main: Callable[[Any], object]) -> int:
     from components.launch.failures import tell_problems
 
+    _open_closed_streams()
     try:
         return _run(_describe(name, main))
     except ConfigError as error:
         tell_problems(error.problems)
         return EXIT_INVALID
+
+
+def _open_closed_streams() -> None:
+    """Let input and output that were closed (`>&-`) lead nowhere: the next file or socket would be taken for them."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _run(described: Recipe) -> int:

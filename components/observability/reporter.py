@@ -83,6 +83,22 @@ class Interval:
         return self.seconds_at_peak / max(self.seconds, 1e-9) or None
 
 
+class _Output(Console):
+    """The terminal, or whatever reads the output; where that ends (`| head`, `| tee` by Ctrl-C), the run does not."""
+
+    def on_broken_pipe(self) -> None:
+        """Go on in silence: rich would leave the program here, with nothing saved and nothing said."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what Python still holds of the output goes there
+        try:
+            print("nobody reads the output any more; the run goes on, and metrics.jsonl tells how", file=sys.stderr)
+            sys.stderr.flush()
+        except BrokenPipeError:  # 2>&1 |
+            os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
+
+
 class Reporter:
     """One line per log step, a progress bar on a terminal, one JSON object per line in metrics.jsonl.
 
@@ -92,7 +108,7 @@ class Reporter:
     def __init__(self, logging: LoggingConfig, run_dir: str, *, enabled: bool, total_steps: int = 0) -> None:
         self.enabled = enabled
         width = None if sys.stdout.isatty() else 120  # a log file has no width of its own
-        self.console = Console(quiet=not enabled, highlight=False, soft_wrap=True, width=width)
+        self.console = _Output(quiet=not enabled, highlight=False, soft_wrap=True, width=width)
         self._run_dir, self._plot = Path(run_dir), logging.plot
         self._metrics = self._run_dir / "metrics.jsonl"
         self._wandb = WandbRun(logging.wandb, run_dir, self.console) if enabled else None

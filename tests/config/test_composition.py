@@ -10,6 +10,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 
+from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.diagnose import diagnose
 from components.config.compose.explain import nearest_key
 from components.config.compose.frozen import from_container, from_yaml, read_frozen, to_yaml
@@ -212,6 +213,15 @@ def test_cfg_job_prints_the_config_and_starts_nothing(commands: Commands, tmp_pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["stand_in.py"]
 
 
+def test_a_folder_that_was_removed_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setattr("sys.argv", ["finetune.py"])
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="the folder of this command was removed"):
+        compose_from_command_line("finetune", FinetuneConfig, tmp_path, lambda cfg: [])
+
+
 def test_own_conf_folders_are_searched(commands: Commands, tmp_path: Path) -> None:
     """./conf and the one beside the recipe add options; their paths may hold anything."""
     here, there = tmp_path / "it's, here", tmp_path / "there"
@@ -277,6 +287,7 @@ def test_a_recipe_of_ones_own_with_a_config_of_ones_own(commands: Commands, tmp_
         ("learning_rates: 1\n", "optimizer/mine.yaml: optimizer.learning_rates: no such key"),
         ("lr: fast\n", "optimizer/mine.yaml: optimizer.lr: must be a number"),
         ("lr: [1\n", "mine.yaml, line 2: is not YAML: expected ',' or ']'"),
+        ("lr: 1: 2\n", "mine.yaml, line 1: is not YAML: mapping values are not allowed here"),
         ("- lr\n", "mine"),
     ],
 )

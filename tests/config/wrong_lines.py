@@ -366,7 +366,11 @@ PLACES = [
     ("run.resume=''", "run.resume=''", "auto, never"),
     ("run.dir=/dev/null/run", "run.dir=/dev/null/run: cannot be used", "choose another run.dir"),
     ("cluster.dry_run=true run.dir=/dev/null/run", "run.dir=/dev/null/run: cannot be used: File exists"),
-    ("cluster.dry_run=true run.resume=/", "run.resume=/: not a whole checkpoint: /state.json"),
+    (
+        "cluster.dry_run=true run.resume=/",
+        "run.resume=/: no such checkpoint",
+        "give auto, never or RUN/checkpoints/step_N",
+    ),
     ("cluster.device=cuda", "cluster.device=cuda: no GPU is visible"),
 ]
 TABLE = {

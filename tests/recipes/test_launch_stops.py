@@ -6,13 +6,14 @@ import json
 import os
 import pty
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.recipes.launching import TWO, Bench, Started, until
+from tests.recipes.launching import PATIENCE, TWO, Bench, Started, until
 
 FOREVER = "while True:\n    time.sleep(0.05)\n"
 TRAP = """
@@ -90,6 +91,21 @@ def test_one_process_raises_as_python_does(bench: Bench) -> None:
     assert done.status == 1
     assert last_lines(done.errors, 1) == ["ValueError: no such luck"]
     assert bench.result()["status"] == "failed"
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_output_that_was_closed_leads_nowhere(bench: Bench, processes: str) -> None:
+    bench.write("print('said', file=sys.stderr)\nnote('up', sys.stdout.isatty())\nos.write(1, b'said')")
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, str(bench.recipe)]
+    command = [*closed, f"cluster.procs_per_node={processes}"]
+    assert subprocess.run(command, cwd=bench.folder, check=False, timeout=PATIENCE).returncode == 0
+    bench.await_notes("up", int(processes))
+
+
+def test_a_status_that_main_itself_ends_with_is_kept(bench: Bench) -> None:
+    bench.write("sys.exit(3)")
+    assert bench.run().status == 3
+    assert bench.result() == {"status": "failed", "error": "rank 0: exited with status 3"}
 
 
 def test_out_of_memory_has_a_status_of_its_own(bench: Bench) -> None:

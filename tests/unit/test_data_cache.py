@@ -173,6 +173,11 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog:
         assert f"data.cache={folder}" in caplog.text
 
 
+def test_a_user_without_a_home_costs_a_warning(tmp_path: Path, caplog: Any) -> None:
+    assert len(made_by(source(tmp_path, cache="~no-such-user/cache")).tokens.starts) == 38
+    assert "data.cache=~no-such-user/cache: Could not determine home directory" in caplog.text
+
+
 def test_a_little_text_leaves_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "WORTH_BYTES", 1_000_000)
     made_by(source(tmp_path))

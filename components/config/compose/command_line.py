@@ -83,10 +83,12 @@ def read_request(arguments: Namespace, name: str, schema: type[Config], recipe_d
 def _refuse_options(arguments: Namespace) -> None:
     """Raise ConfigError for what Hydra can do and a recipe does not let it do, and for a folder that it cannot bear."""
     problems = []
-    if "${" in os.getcwd():
-        problems.append(
-            f"{os.getcwd()!r}: Hydra reads ${{ in the name of a folder as a reference; start from another one"
-        )
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the folder of this command was removed; cd to one that is there") from error
+    if "${" in folder:
+        problems.append(f"{folder!r}: Hydra reads ${{ in the name of a folder as a reference; start from another one")
     if arguments.experimental_rerun:
         problems.append("--experimental-rerun: a run continues when its run.dir is given again; leave it out")
     for override in arguments.overrides:

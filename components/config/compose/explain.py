@@ -18,7 +18,9 @@ HOME = re.compile(r"(?<![^,\[])~/")
 SOURCES = "data.sources"
 NOT_A_MIXTURE = "only a mixture has sources; add data=mixture, or another option of data that is one"
 
-NOT_YAML = re.compile(r'(?P<what>expected .*|found .*|could not .*)\n\s*in "(?P<file>.*)", line (?P<line>\d+)')
+NOT_YAML = re.compile(
+    r'(?P<what>expected .*|found .*|could not .*|mapping values .*)\n\s*in "(?P<file>.*)", line (?P<line>\d+)'
+)
 
 VALUE_RULES = (
     (r"could not be converted to (?P<wanted>\w+)", "must be {wanted}"),

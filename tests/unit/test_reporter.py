@@ -1,0 +1,35 @@
+"""The reader of the output may leave (`| head`, a `tee` that Ctrl-C ends too); the run and its numbers do not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.config.schema.logging import LoggingConfig
+from components.observability import Reporter
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
+def test_a_reader_that_leaves_does_not_end_the_run(
+    both: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipes = [os.pipe() for _ in range(1 + both)]
+    for reader, _ in pipes:
+        os.close(reader)
+    streams = [os.fdopen(writer, "w") for _, writer in pipes]
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    if both:
+        monkeypatch.setattr(sys, "stderr", streams[1])
+    report = Reporter(LoggingConfig(plot=False), str(tmp_path), enabled=True)
+    for step in (0, 1):
+        report.say("a line that nobody reads")
+        report.evaluation(step=step, eval_loss=2.0, tokens=3)
+    for stream in streams:
+        print("nor this one", file=stream, flush=True)
+        stream.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    if not both:
+        assert capsys.readouterr().err.count("nobody reads the output any more; the run goes on") == 1
