@@ -24,6 +24,7 @@ from components.distributed.tensor_parallel import (
     KVHeadSlice,
     ReplicatedParameters,
     ShardSequence,
+    TransformersStyle,
     convert_output,
     sharded_fraction,
 )
@@ -77,6 +78,8 @@ def apply_tensor_parallel(
         style = styles.get(name) or ReplicatedParameters(partial_grad=name in partial_norms)
         if is_laid_out(module):
             continue  # experts, over ep and tp
+        if isinstance(style, TransformersStyle):
+            style.config = model.config.get_text_config()  # type: ignore[operator,union-attr]
         if is_adapted(module):
             style = adapted_style(name, style)
         if name in styles or any(True for _ in module.parameters(recurse=False)):

@@ -1,8 +1,10 @@
 """Cutting a Hugging Face causal LM into pipeline stages without rewriting it.
 
 A stage runs the model's own forward; where another stage's modules would be stand parameterless stand-ins that hand
-hidden states on. The embeddings belong to the first stage, what follows the decoder layers to the last. What is left
-of the model itself keeps the names it always had, so loading, optimizer, checkpoints and export need not know.
+hidden states on. The embeddings belong to the first stage, what follows the decoder layers to the last. What the
+forward itself does before and after the layers (scale embeddings, a norm without parameters) must happen once: what a
+stage is given goes straight into its first layer, and what it gives straight out of its last. What is left of the
+model itself keeps the names it always had, so loading, optimizer, checkpoints and export need not know.
 """
 
 from __future__ import annotations
@@ -23,6 +25,37 @@ class Absent(nn.Module):
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """(batch, seq, hidden) -> the same."""
+        return hidden
+
+
+class Entrance(nn.Module):
+    """Stands where the layer before a stage's first would be, and returns what the stage was given.
+
+    So nothing that the forward does before its layers is done to it again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """Return the hidden states that came from the stage before: (batch, seq, hidden)."""
+        return self.given
+
+
+class Exit(nn.Module):
+    """Stands where the layer after a stage's last would be, and keeps what the stage gives.
+
+    So nothing that the forward does after its layers is done to it before the last stage.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Keep the hidden states for the stage after, (batch, seq, hidden), and return them."""
+        self.taken = hidden
         return hidden
 
 
@@ -177,8 +210,14 @@ class _Anatomy:
 def _stage(anatomy: _Anatomy, index: int, ranges: list[range]) -> nn.Module:
     """The model with nothing of other stages in it; before the last stage, the inner model is all of it."""
     first, last = index == 0, index == len(ranges) - 1
-    inner = shallow_copy(anatomy.inner)
-    _leave(inner, anatomy.layers_name, anatomy.layers, set(ranges[index]))
+    inner, own = shallow_copy(anatomy.inner), ranges[index]
+    _leave(inner, anatomy.layers_name, anatomy.layers, set(own))
+    entrance = None if first else Entrance()
+    leaving = None if last else Exit()
+    if entrance is not None:
+        inner._modules[anatomy.layers_name][own[0] - 1] = entrance
+    if leaving is not None:
+        inner._modules[anatomy.layers_name][own[-1] + 1] = leaving
     for name in [] if first else anatomy.before:
         inner._modules[name] = _stand_in(anatomy, name)
     for name in [] if last else anatomy.after:
@@ -187,13 +226,14 @@ def _stage(anatomy: _Anatomy, index: int, ranges: list[range]) -> nn.Module:
     if last:
         stage = shallow_copy(anatomy.root)
         stage._modules[anatomy.inner_name] = inner
-    stage.forward = partial(_forward, stage.forward, first)
+    stage.forward = partial(_forward, stage.forward, entrance, leaving)
     return stage
 
 
 def _forward(
     compute: Any,
-    first: bool,
+    entrance: Entrance | None,
+    leaving: Exit | None,
     inputs: torch.Tensor,
     position_ids: torch.Tensor,
     targets: Any = None,
@@ -201,8 +241,14 @@ def _forward(
     **options: Any,
 ) -> torch.Tensor:
     """Run a stage; what the loss needs goes to every stage of a rank, and only the last one's own forward takes it."""
-    given = {"input_ids": inputs} if first else {"inputs_embeds": inputs}
+    given = {"input_ids": inputs} if entrance is None else {"inputs_embeds": inputs}
+    if entrance is not None:
+        entrance.given = inputs
     output = compute(**given, position_ids=position_ids, use_cache=False, **options)[0]
+    if entrance is not None:
+        entrance.given = None
+    if leaving is not None:
+        output, leaving.taken = leaving.taken, None
     # Schedules that split the backward detach what a stage returns, in place; a view cannot be.
     return output.clone() if output._is_view() else output
 
