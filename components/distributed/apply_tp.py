@@ -31,7 +31,9 @@ from components.distributed.tensor_parallel import (
 from components.distributed.tp_plan import (
     AttentionLayout,
     Plan,
+    check_covered,
     check_divisible,
+    fit_activations,
     fit_attention,
     matching,
     read_heads,
@@ -60,9 +62,11 @@ def apply_tensor_parallel(
         strict: A path that matches nothing is an error (a user's plan); else it is told (a model's own plan).
         stages: Pipeline stages that the model is cut into afterwards; whole sequences travel between them.
     """
-    plan = fit_attention(model, plan, tp_mesh.size())
+    plan = fit_activations(model, fit_attention(model, plan, tp_mesh.size()))
     notes = _notes(model, plan, tp_mesh.size(), strict)
     check_divisible(model, plan, tp_mesh.size())
+    if not strict:
+        check_covered(model, plan, tp_mesh.size())
     ties = _tied_names(model)
     styles = {name: style for path, style in plan.items() for name, _ in matching(model, path)}
     layers = decoder_layers(model)

@@ -170,8 +170,14 @@ def causal_sdpa(
         attention_mask: None in training; a mask that somebody else made is taken as it is.
         documents: Of packed rows; None: a row is one document.
 
-    Returns ((batch, seq, heads, head_dim), None).
+    Returns ((batch, seq, heads, head_dim), None). Raises ConfigError for a mask of numbers: a model that makes one
+    (Doge) adds it to the causal mask, and here was given none.
     """
+    if attention_mask is not None and attention_mask.is_floating_point():
+        raise ConfigError(
+            f"model.attention=sdpa: {type(module).__name__} makes a mask of its own on top of transformers' causal "
+            "one; set model.attention=eager"
+        )
     queries, keys = query.shape[2], key.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < keys else None
     if attention_mask is None and documents is not None:
