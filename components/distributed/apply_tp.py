@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,7 +84,7 @@ def apply_tensor_parallel(
         if is_laid_out(module):
             continue  # experts, over ep and tp
         if isinstance(style, TransformersStyle):
-            style.config = model.config.get_text_config()  # type: ignore[operator,union-attr]
+            style.config = _text_config(model)
         if is_adapted(module):
             style = adapted_style(name, style)
         if name in styles or any(True for _ in module.parameters(recurse=False)):
@@ -100,6 +101,11 @@ def apply_tensor_parallel(
             parallelize_module(ordered[stage[-1]], tp_mesh, GatherSequence(), src_data_rank=None)
     _retie(model, ties)
     return Applied(sharded_fraction(list(model.parameters())), notes)
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -88,12 +88,12 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]
         for name, module in found.items()
         if (foreign := _foreign_parameters(module))
     ]
-    problems += [
-        f"parallelism.ep={ep}: {name} of {kind} is not told which experts each token chose, so that tokens cannot "
-        "travel to them; set parallelism.ep=1 and parallelism.tp=1"
-        for name, module in found.items()
-        if not _takes_choices(module)
-    ]
+    untold = next((name for name, module in found.items() if not _takes_choices(module)), None)
+    if untold is not None:
+        problems.append(
+            f"parallelism.ep={ep}: {untold} of {kind} is not told which experts each token chose, so that tokens "
+            "cannot travel to them; set parallelism.ep=1 and parallelism.tp=1"
+        )
     if problems:
         raise ConfigError(problems)
     for module in found.values():
