@@ -8,6 +8,7 @@ packed rows a keyword says where their documents are; it reaches attention throu
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -117,7 +118,15 @@ def _what_it_needs(model: PreTrainedModel) -> str:
         return f"has layers of {', '.join(sorted(others))}, which see more than their document; set"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         return "attends to both sides; set"
+    if getattr(config, "sliding_window", None) and not any(map(_is_told_of_windows, model.modules())):
+        return "keeps its sliding window in a mask that its attention is not told of; set"
     return ""
+
+
+def _is_told_of_windows(module: nn.Module) -> bool:
+    """Whether a module's forward hands the width of its window on, by the keyword that attention functions take."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return any(isinstance(const, tuple) and "sliding_window" in const for const in getattr(code, "co_consts", ()))
 
 
 class _Packed:
