@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,13 +25,16 @@ from components.distributed.tensor_parallel import (
     KVHeadSlice,
     ReplicatedParameters,
     ShardSequence,
+    TransformersStyle,
     convert_output,
     sharded_fraction,
 )
 from components.distributed.tp_plan import (
     AttentionLayout,
     Plan,
+    check_covered,
     check_divisible,
+    fit_activations,
     fit_attention,
     matching,
     read_heads,
@@ -59,9 +63,11 @@ def apply_tensor_parallel(
         strict: A path that matches nothing is an error (a user's plan); else it is told (a model's own plan).
         stages: Pipeline stages that the model is cut into afterwards; whole sequences travel between them.
     """
-    plan = fit_attention(model, plan, tp_mesh.size())
+    plan = fit_activations(model, fit_attention(model, plan, tp_mesh.size()))
     notes = _notes(model, plan, tp_mesh.size(), strict)
     check_divisible(model, plan, tp_mesh.size())
+    if not strict:
+        check_covered(model, plan, tp_mesh.size())
     ties = _tied_names(model)
     styles = {name: style for path, style in plan.items() for name, _ in matching(model, path)}
     layers = decoder_layers(model)
@@ -77,6 +83,8 @@ def apply_tensor_parallel(
         style = styles.get(name) or ReplicatedParameters(partial_grad=name in partial_norms)
         if is_laid_out(module):
             continue  # experts, over ep and tp
+        if isinstance(style, TransformersStyle):
+            style.config = _text_config(model)
         if is_adapted(module):
             style = adapted_style(name, style)
         if name in styles or any(True for _ in module.parameters(recurse=False)):
@@ -93,6 +101,11 @@ def apply_tensor_parallel(
             parallelize_module(ordered[stage[-1]], tp_mesh, GatherSequence(), src_data_rank=None)
     _retie(model, ties)
     return Applied(sharded_fraction(list(model.parameters())), notes)
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -118,6 +118,14 @@ class _Attention:
 
         return AttentionInterface()[CAUSAL_SDPA]
 
+    def refuse(self, module: nn.Module, mask: torch.Tensor | None) -> None:
+        """Raise ConfigError for a mask: transformers makes none for this attention, so the model made it."""
+        if mask is not None:
+            raise ConfigError(
+                f"parallelism.cp={self.mesh.size()}: {type(module).__name__} makes a mask of its own, of parts of "
+                "rows; set parallelism.cp=1"
+            )
+
 
 class UlyssesAttention(_Attention):
     """All-to-all: from a part of every row with all heads to whole rows with some heads, and back."""
@@ -132,6 +140,7 @@ class UlyssesAttention(_Attention):
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attend over whole rows. query: (batch, heads, seq / cp, head_dim) -> (batch, seq / cp, heads, head_dim)."""
+        self.refuse(module, attention_mask)
         cp = self.mesh.size()
         if key.shape[1] % cp:  # fewer kv heads than ranks: each rank needs the one that its query heads share
             key, value = (tensor.repeat_interleave(cp // tensor.shape[1], dim=1) for tensor in (key, value))
@@ -181,6 +190,7 @@ class GatheredAttention(_Attention):
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attend over whole rows. query: (batch, heads, seq / cp, head_dim) -> (batch, seq / cp, heads, head_dim)."""
+        self.refuse(module, attention_mask)
         kv_heads = key.shape[1]
         pieces = next(count for count in range(min(self.mesh.size(), kv_heads), 0, -1) if kv_heads % count == 0)
         documents = options.pop(DOCUMENTS, None)

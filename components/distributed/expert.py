@@ -8,6 +8,7 @@ implementation transformers chose for it, on rows that each name one local exper
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,12 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]
         for name, module in found.items()
         if (foreign := _foreign_parameters(module))
     ]
+    untold = next((name for name, module in found.items() if not _takes_choices(module)), None)
+    if untold is not None:
+        problems.append(
+            f"parallelism.ep={ep}: {untold} of {kind} is not told which experts each token chose, so that tokens "
+            "cannot travel to them; set parallelism.ep=1 and parallelism.tp=1"
+        )
     if problems:
         raise ConfigError(problems)
     for module in found.values():
@@ -123,6 +130,12 @@ def _count(module: nn.Module) -> int:
 def _foreign_parameters(module: nn.Module) -> list[str]:
     own = {name for name, _ in module.named_parameters(recurse=False)}
     return [name for name, _ in module.named_parameters() if name not in own]
+
+
+def _takes_choices(module: nn.Module) -> bool:
+    """Whether a module's forward takes hidden states, the chosen experts and their weights."""
+    given = [each.kind for each in inspect.signature(type(module).forward).parameters.values()]
+    return len(given) > 3 or inspect.Parameter.VAR_POSITIONAL in given
 
 
 def _axes(mesh: DeviceMesh) -> tuple[str, ...]:

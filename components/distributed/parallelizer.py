@@ -23,7 +23,7 @@ from components.config.layouts import local_heads
 from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConfig, Strategy
 from components.config.shape import ModelShape, shape_of_config
 from components.config.validate import model_problems
-from components.distributed.apply_tp import apply_tensor_parallel
+from components.distributed.apply_tp import apply_tensor_parallel, decoder_layers
 from components.distributed.context import use_context_parallel
 from components.distributed.expert import apply_expert_parallel, experts_modules
 from components.distributed.fsdp import (
@@ -86,6 +86,8 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
     shape = ModelShape(**shape_of_config(config.to_dict())) if config is not None else ModelShape()
     if problems := model_problems(parallelism, mesh.shape, shape):
         raise ConfigError(problems)
+    if parallelism.strategy == Strategy.fsdp2:
+        _refuse_shared_layers(model)
     notes: tuple[str, ...] = ()
     fraction, stages = 0.0, None
     stored = next(each.dtype for each in model.parameters() if each.is_floating_point())  # others are packed
@@ -123,6 +125,19 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
             )
             prefetch_layers(module, parallelism.prefetch)
     return Layout(fraction, notes, stages)
+
+
+def _refuse_shared_layers(model: nn.Module) -> None:
+    """FSDP shards layer by layer, and pipelines cut between layers: two of them cannot share a parameter."""
+    holders: dict[int, str] = {}
+    for name, layer in decoder_layers(model).items():
+        for parameter in layer.parameters():
+            other = holders.setdefault(id(parameter), name)
+            if other != name:
+                raise ConfigError(
+                    f"parallelism.strategy=fsdp2: {other} and {name} of {type(model).__name__} share parameters, which "
+                    "can neither be sharded layer by layer nor cut into stages; set parallelism.strategy=ddp"
+                )
 
 
 def _apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, shape: ModelShape) -> str:

@@ -1,12 +1,15 @@
 """Cutting a Hugging Face causal LM into pipeline stages without rewriting it.
 
 A stage runs the model's own forward; where another stage's modules would be stand parameterless stand-ins that hand
-hidden states on. The embeddings belong to the first stage, what follows the decoder layers to the last. What is left
-of the model itself keeps the names it always had, so loading, optimizer, checkpoints and export need not know.
+hidden states on. The embeddings belong to the first stage, what follows the decoder layers to the last. What the
+forward itself does before and after the layers (scale embeddings, a norm without parameters) must happen once: what a
+stage is given goes straight into its first layer, and what it gives straight out of its last. What is left of the
+model itself keeps the names it always had, so loading, optimizer, checkpoints and export need not know.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,22 +19,7 @@ from torch import nn
 
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
-
-
-class Absent(nn.Module):
-    """Stands where another stage's module would be, and returns its first argument."""
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """(batch, seq, hidden) -> the same."""
-        return hidden
-
-
-class NothingAdded(nn.Module):
-    """Stands for learned positions, which the first stage has added already."""
-
-    def forward(self, positions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return a zero that can be added to anything."""
-        return torch.zeros((), device=positions.device)
+from components.distributed.stand_ins import Absent, Entrance, Exit, NothingAdded
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +89,7 @@ def cut_into_stages(model: nn.Module, places: list[int], place: int, dtype: torc
     stages = tuple(Stage(index, _stage(anatomy, index, ranges)) for index in own)
     first, last = 0 in own, len(places) - 1 in own
     kept = {layer for index in own for layer in ranges[index]}
-    _leave(anatomy.inner, anatomy.layers_name, anatomy.layers, kept)
+    _leave(anatomy.inner, anatomy.layers_name, anatomy.layers, kept, {})
     for name in [] if first else anatomy.before:
         anatomy.inner._modules[name] = _stand_in(anatomy, name)
     for name in [] if last else anatomy.after:
@@ -177,8 +165,14 @@ class _Anatomy:
 def _stage(anatomy: _Anatomy, index: int, ranges: list[range]) -> nn.Module:
     """The model with nothing of other stages in it; before the last stage, the inner model is all of it."""
     first, last = index == 0, index == len(ranges) - 1
-    inner = shallow_copy(anatomy.inner)
-    _leave(inner, anatomy.layers_name, anatomy.layers, set(ranges[index]))
+    inner, own = shallow_copy(anatomy.inner), ranges[index]
+    entrance = None if first else Entrance()
+    leaving = None if last else Exit()
+    borders = {own[0] - 1: entrance, own[-1] + 1: leaving}
+    _leave(inner, anatomy.layers_name, anatomy.layers, set(own), borders)
+    if entrance is not None:
+        check = partial(_check_arrival, type(anatomy.root).__name__, entrance)
+        anatomy.layers[own[0]].register_forward_pre_hook(check, with_kwargs=True, prepend=True)
     for name in [] if first else anatomy.before:
         inner._modules[name] = _stand_in(anatomy, name)
     for name in [] if last else anatomy.after:
@@ -187,13 +181,24 @@ def _stage(anatomy: _Anatomy, index: int, ranges: list[range]) -> nn.Module:
     if last:
         stage = shallow_copy(anatomy.root)
         stage._modules[anatomy.inner_name] = inner
-    stage.forward = partial(_forward, stage.forward, first)
+    stage.forward = partial(_forward, stage.forward, entrance, leaving)
     return stage
+
+
+def _check_arrival(kind: str, entrance: Entrance, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Hook of a stage's first layer: what the entrance gave must have arrived."""
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if entrance.given is not None and (hidden is None or hidden.shape != entrance.given.shape):
+        raise ConfigError(
+            f"parallelism.pp: the layers of {kind} return more than hidden states, so that no stand-in can take the "
+            "place of those of other stages; set parallelism.pp=1"
+        )
 
 
 def _forward(
     compute: Any,
-    first: bool,
+    entrance: Entrance | None,
+    leaving: Exit | None,
     inputs: torch.Tensor,
     position_ids: torch.Tensor,
     targets: Any = None,
@@ -201,8 +206,14 @@ def _forward(
     **options: Any,
 ) -> torch.Tensor:
     """Run a stage; what the loss needs goes to every stage of a rank, and only the last one's own forward takes it."""
-    given = {"input_ids": inputs} if first else {"inputs_embeds": inputs}
+    given = {"input_ids": inputs} if entrance is None else {"inputs_embeds": inputs}
+    if entrance is not None:
+        entrance.given = inputs
     output = compute(**given, position_ids=position_ids, use_cache=False, **options)[0]
+    if entrance is not None:
+        entrance.given = None
+    if leaving is not None:
+        output, leaving.taken = leaving.taken, None
     # Schedules that split the backward detach what a stage returns, in place; a view cannot be.
     return output.clone() if output._is_view() else output
 
@@ -218,9 +229,12 @@ def _refuse_idle_stages(layers: list[nn.Module], ranges: list[range]) -> None:
         )
 
 
-def _leave(inner: nn.Module, name: str, layers: list[nn.Module], kept: set[int]) -> None:
+def _leave(
+    inner: nn.Module, name: str, layers: list[nn.Module], kept: set[int], borders: Mapping[int, nn.Module | None]
+) -> None:
     """Layers keep their numbers: models look up what kind of layer each is by them."""
-    inner._modules[name] = nn.ModuleList(layer if i in kept else Absent() for i, layer in enumerate(layers))
+    left = [layer if i in kept else borders.get(i) or Absent() for i, layer in enumerate(layers)]
+    inner._modules[name] = nn.ModuleList(left)
 
 
 def _stand_in(anatomy: _Anatomy, name: str) -> nn.Module:

@@ -80,12 +80,16 @@ class TransformersStyle(ParallelStyle):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        self.config: Any = None
+        """The model's, for styles that must know more than the module (where MLA's projection is split)."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # The registry is empty until this module, which fills it, is imported.
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
         style = ALL_PARALLEL_STYLES[self.name]
+        if self.config is not None:
+            module.config = self.config
         for name, _ in list(module.named_parameters(recurse=False)):
             style.shard_param(module, name, device_mesh)
         style.install_forward(module, device_mesh)

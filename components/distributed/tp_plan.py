@@ -207,6 +207,22 @@ def fit_attention(model: nn.Module, plan: Plan, tp: int) -> Plan:
     return fitted
 
 
+def fit_activations(model: nn.Module, plan: Plan) -> Plan:
+    """Return the plan with the activations that published plans forget: those with parameters of their own.
+
+    A number that all features share, beside a layer that takes each rank's part of them (xIELU), has on each rank the
+    gradient of that part.
+    """
+    fitted = dict(plan)
+    for parent in {path.rpartition(".")[0] for path, style in plan.items() if _takes_a_part(style)}:
+        for name, module in matching(model, parent):
+            for leaf, child in module.named_children():
+                own = list(child.parameters())
+                if own and all(each.numel() == 1 for each in own) and not _planned(plan, f"{name}.{leaf}"):
+                    fitted[f"{parent}.{leaf}"] = ReplicatedParameters(partial_grad=True)
+    return fitted
+
+
 def check_divisible(model: nn.Module, plan: Plan, tp: int) -> None:
     """Raise ConfigError naming every linear layer whose sharded size tp does not divide."""
     problems: dict[str, str] = {}
@@ -226,6 +242,25 @@ def check_divisible(model: nn.Module, plan: Plan, tp: int) -> None:
         raise ConfigError([f"{problem}; change parallelism.tp" for problem in problems.values()])
 
 
+def check_covered(model: nn.Module, plan: Plan, tp: int) -> None:
+    """Raise ConfigError for a module that a model's own plan leaves out and that cannot be computed by every rank."""
+    problems: dict[str, str] = {}
+    for path, style in plan.items():
+        parent = path.rpartition(".")[0] if _cuts_heads(path, style) else None
+        for name, module in matching(model, parent) if parent else []:
+            for norm in ("q_norm", "k_norm"):
+                if any(each.dim() > 1 for each in getattr(module, norm, nn.Identity()).parameters()):
+                    problems.setdefault(
+                        f"{parent}.{norm}", f"{name}.{norm} has a weight for each head, and tp divides heads"
+                    )
+    for name, module in model.named_modules():
+        # Mixers of tokens read the weight of their convolution themselves.
+        if isinstance(module, nn.Conv1d) and not _planned(plan, name):
+            problems.setdefault("", f"{name} is a convolution, which the plan of {type(model).__name__} leaves out")
+    if problems:
+        raise ConfigError([f"parallelism.tp={tp}: {text}; set parallelism.tp=1" for text in problems.values()])
+
+
 def matching(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of every module that a plan's path names; `*` stands for one part of the name."""
     pattern = re.compile("[^.]+".join(re.escape(part) for part in path.split("*")))
@@ -235,6 +270,10 @@ def matching(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 def _cuts_heads(path: str, style: ParallelStyle) -> bool:
     leaf = path.rpartition(".")[2]
     return leaf in ("q_proj", "k_proj", "v_proj") and getattr(style, "output_layouts", None) == (Shard(-1),)
+
+
+def _takes_a_part(style: ParallelStyle) -> bool:
+    return isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),)
 
 
 def _planned(plan: Plan, name: str) -> bool:

@@ -8,6 +8,7 @@ packed rows a keyword says where their documents are; it reaches attention throu
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -117,7 +118,15 @@ def _what_it_needs(model: PreTrainedModel) -> str:
         return f"has layers of {', '.join(sorted(others))}, which see more than their document; set"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         return "attends to both sides; set"
+    if getattr(config, "sliding_window", None) and not any(map(_is_told_of_windows, model.modules())):
+        return "keeps its sliding window in a mask that its attention is not told of; set"
     return ""
+
+
+def _is_told_of_windows(module: nn.Module) -> bool:
+    """Whether a module's forward hands the width of its window on, by the keyword that attention functions take."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return any(isinstance(const, tuple) and "sliding_window" in const for const in getattr(code, "co_consts", ()))
 
 
 class _Packed:
@@ -170,8 +179,14 @@ def causal_sdpa(
         attention_mask: None in training; a mask that somebody else made is taken as it is.
         documents: Of packed rows; None: a row is one document.
 
-    Returns ((batch, seq, heads, head_dim), None).
+    Returns ((batch, seq, heads, head_dim), None). Raises ConfigError for a mask of numbers: a model that makes one
+    (Doge) adds it to the causal mask, and here was given none.
     """
+    if attention_mask is not None and attention_mask.is_floating_point():
+        raise ConfigError(
+            f"model.attention=sdpa: {type(module).__name__} makes a mask of its own on top of transformers' causal "
+            "one; set model.attention=eager"
+        )
     queries, keys = query.shape[2], key.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < keys else None
     if attention_mask is None and documents is not None:

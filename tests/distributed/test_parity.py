@@ -9,8 +9,10 @@ writes outputs/parity/grid.md.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +20,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from components.config.errors import ConfigError
 from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import AXES, ContextAttention, PipelineSchedule
 from scripts.parity_shapes import all_layouts, layout_of, mesh_shapes, name_of
 from tests.distributed import grid
 from tests.distributed.grid import Cell, Finding, cell, cells, run_cells
 from tests.distributed.grid_record import record
-from tests.distributed.parity import Case, Curve, relative
+from tests.distributed.parity import SMALL, Case, Curve, build, reference, relative, run_case
+from tests.harness import run_ranks
 
 FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
 DDP = {"strategy": "ddp", "dp_shard": 1, "dp_replicate": -1}
@@ -201,3 +205,53 @@ def test_the_whole_grid(world: int, model: str) -> None:
             work = [(each, dtype) for each in legal[start : start + AT_ONCE]]
             problems.append(problems_of(run_cells(world, work, timeout=3500)))
     assert not any(problems), "\n".join(problems)
+
+
+PP = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "olmo": ({}, PP),  # its last norm has no parameters
+    "granite": ({"embedding_multiplier": 2.0}, PP),  # scaled by the forward itself
+    "phimoe": ({"sliding_window": 4, "num_local_experts": 2, "router_jitter_noise": 0.0}, FSDP2),  # only in its mask
+    "apertus": ({}, TP),  # all features share the numbers of its activation
+    "deepseek_v2": ({**LATENT, "num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 2}, TP),
+}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "cohere": ({"use_qk_norm": True}, TP, "self_attn.q_norm has a weight for each head, and tp divides heads"),
+    "jamba": ({"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}, TP,
+              "model.layers.0.mamba.conv1d is a convolution, which the plan of JambaForCausalLM leaves out"),
+    "llama4_text": ({"num_local_experts": 2, "head_dim": 12}, TP, "is not told which experts each token chose"),
+    "zamba2": ({"num_hidden_layers": 4, "mamba_d_state": 4, "n_mamba_heads": 8, "hybrid_layer_ids": [1, 3],
+                "num_mem_blocks": 1, "layers_block_type": ["mamba", "hybrid"] * 2}, FSDP2,
+               "model.layers.1 and model.layers.3 of Zamba2ForCausalLM share parameters"),
+    "doge": ({"sliding_window": None}, FSDP2, "makes a mask of its own on top of transformers' causal one"),
+}  # fmt: skip
+
+
+def test_families_that_hide_something() -> None:
+    """What a forward does beside its modules happens once; what cannot be divided is refused by name."""
+
+    def of(name: str, values: dict[str, Any]) -> nn.Module:
+        # DeepSeek turns its queries in complex numbers of float32; the router of PhiMoE is not the one we know.
+        dtype = torch.float32 if name in ("deepseek_v2", "phimoe") else torch.float64
+        return build(name, dtype, {**SMALL, **values, "model_type": name})
+
+    built = {name: of(name, values) for name, (values, _) in FAMILIES.items()}
+    trained = {
+        name: Case(name, mesh, 1 + ("pp" in mesh), 1, next(built[name].parameters()).dtype)
+        for name, (_, mesh) in FAMILIES.items()
+    }
+    expected = {name: reference(case, of(name, FAMILIES[name][0])) for name, case in trained.items()}
+    refused = {name: of(name, values) for name, (values, _, _) in REFUSED.items()}
+
+    def on_rank(rank: int) -> list[str]:
+        found = []
+        for name, case in trained.items():
+            found += check(case, expected[name], *run_case(case, built[name]))
+        for name, (_, mesh, words) in REFUSED.items():
+            with pytest.raises(ConfigError, match=re.escape(words)):
+                run_case(Case(name, mesh, 1, 1), refused[name])
+        return found
+
+    problems = sorted({line for lines in run_ranks(2, on_rank, timeout=60) for line in lines})
+    assert not problems, "\n".join(problems)
