@@ -91,7 +91,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 240.0,
     env: RankEnvironment | None = None,
     init: bool = True,
 ) -> list[Any]:

@@ -75,10 +75,7 @@ def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrained
             f"model.attention={cfg.attention}: {_first_line(error)}; install it or set model.attention=sdpa"
         ) from error
     except ValueError as error:
-        raise ConfigError(
-            f"model.path={cfg.path}: {config.model_type} with model.attention={cfg.attention} cannot be built as a "
-            f"causal LM: {_first_line(error)}"
-        ) from error
+        raise ConfigError(_why_not_built(cfg, config.model_type, _first_line(error))) from error
     _load_generation_config(model, cfg)
     model.config.use_cache = False
     if DType.float64 in (cfg.dtype, cfg.compute_dtype):
@@ -87,6 +84,13 @@ def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrained
     if not use_causal_sdpa(model, flash=cfg.attention == Attention.sdpa_flash):
         logger.info("attention: %s with transformers' own masks; the host waits once per forward", cfg.attention)
     return model.train()
+
+
+def _why_not_built(cfg: ModelConfig, model_type: str, said: str) -> str:
+    if "does not support" in said and cfg.attention != Attention.eager:
+        return f"model.attention={cfg.attention}: {model_type} of transformers has none; set model.attention=eager"
+    built = f"{model_type} with model.attention={cfg.attention}"
+    return f"model.path={cfg.path}: {built} cannot be built as a causal LM: {said}"
 
 
 def model_shape(model: PreTrainedModel | PreTrainedConfig) -> ModelShape:

@@ -253,5 +253,5 @@ def test_families_that_hide_something() -> None:
                 run_case(Case(name, mesh, 1, 1), refused[name])
         return found
 
-    problems = sorted({line for lines in run_ranks(2, on_rank, timeout=60) for line in lines})
+    problems = sorted({line for lines in run_ranks(2, on_rank, timeout=240) for line in lines})
     assert not problems, "\n".join(problems)

@@ -96,6 +96,8 @@ def test_attention_that_is_not_installed_is_refused() -> None:
     cfg.attention = Attention.flash_attention_2
     with pytest.raises(ConfigError, match=r"model.attention=flash_attention_2: .*set model.attention=sdpa"):
         build_on_meta(cfg)
+    with pytest.raises(ConfigError, match=r"model.attention=sdpa: gemma2 .* has none; set model.attention=eager"):
+        build_on_meta(scratch(model_type="gemma2"))
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
