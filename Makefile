@@ -29,13 +29,13 @@ test: install
 parity: install
 	rm -f outputs/parity/grid.jsonl
 	MESHBOOK_ALL_PARITY=1 $(BIN)/python -m pytest tests/distributed/test_parity*.py tests/distributed/test_packing.py \
-	    tests/distributed/test_token_loss.py tests/distributed/test_lora.py tests/recipes/test_benchmark_compare.py $(ARGS)
+	    tests/distributed/test_token_loss.py tests/distributed/test_lora.py tests/distributed/test_expert.py \
+	    tests/recipes/test_benchmark_compare.py $(ARGS)
 
 torture: install
 	MESHBOOK_TORTURE=1 MESHBOOK_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)
 	MESHBOOK_TORTURE=1 $(BIN)/python -m pytest -s tests/distributed/test_checkpoint_*.py tests/distributed/test_lora_checkpoint.py \
-	    tests/unit/test_no_pickle_is_read.py \
-	    tests/recipes/test_launch_hangs.py tests/recipes/test_launch_axes.py tests/recipes/test_non_finite.py tests/recipes/test_chaos.py $(ARGS)
+	    tests/distributed/test_stage_state.py tests/unit/test_no_pickle_is_read.py tests/recipes $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

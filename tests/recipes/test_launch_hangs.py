@@ -138,6 +138,7 @@ def test_a_rank_that_keeps_the_gil_is_missed(bench: Bench) -> None:
     assert "in strike" in (hung.logs / "rank_1.log").read_text()
 
 
+@pytest.mark.skipif(not TORTURE, reason="as with two: make torture")
 def test_one_process_in_an_endless_loop_is_ended(bench: Bench) -> None:
     hung = hang(bench, 0, "step", SPIN, "parallelism=single")
     assert hung.seconds < BOUND

@@ -17,6 +17,8 @@ from tests.distributed.forked_runs import Attempt, descendants, until
 from tests.distributed.test_checkpoint_kills import saving_run
 from tests.recipes.test_no_secret_is_written import CANARY, HELD, files_with
 
+TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
+
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 """127.0.0.1, ::1 and ::ffff:127.0.0.1 as /proc/net/tcp and tcp6 have them."""
 STARTS = [
@@ -27,7 +29,7 @@ STARTS = [
 """MESHBOOK_FAULT of each start of the same command, and how it ends."""
 
 
-@pytest.mark.parametrize("elastic", [False, True], ids=["launcher", "torchrun"])
+@pytest.mark.parametrize("elastic", [False, *([True] if TORTURE else [])])
 def test_nobody_else_learns_anything(elastic: bool, tmp_path: Path) -> None:
     command = saving_run(tmp_path, "run", elastic)
     replaced = ("checkpoint.export", "logging.wandb.mode")
