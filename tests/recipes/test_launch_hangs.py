@@ -56,7 +56,7 @@ SHORT = (
 )
 TIMEOUT = 6
 """Seconds: more than the tiny model ever takes for a step on a busy machine."""
-BOUND = 2 * TIMEOUT + 15
+BOUND = 2 * TIMEOUT + 5
 AFTER = {"start": 1, "step": 9, "evaluation": 7, "save": 2}
 """At which call each moment is struck."""
 

@@ -36,7 +36,7 @@ def test_a_killed_rank_ends_the_run_and_is_named_last(bench: Bench) -> None:
     bench.await_notes("up", 2)
     began = time.monotonic()
     done = started.wait()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 15
     assert done.status == 1
     (run,) = bench.run_directories()
     assert last_lines(done.errors) == [
@@ -80,7 +80,7 @@ def test_an_exception_is_told_once_with_its_rank_and_traceback(bench: Bench, ran
     assert told == f"rank {rank} exited with status 1: ValueError: no such luck"
     assert where.startswith("logs: ")
     assert "components/launch" not in done.errors.partition("Traceback")[2]
-    assert done.seconds < 60
+    assert done.seconds < 15
     assert bench.result() == {"status": "failed", "error": f"rank {rank}: ValueError: no such luck"}
     bench.assert_nobody_left()
 
@@ -135,7 +135,7 @@ def test_a_mistake_that_one_rank_finds_does_not_wait_for_the_others(bench: Bench
     done = started.wait()
     assert done.status == 2
     assert last_lines(done.errors, 1) == ["a=1: wrong"]
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 8
     bench.assert_nobody_left()
 
 
@@ -157,7 +157,7 @@ def test_a_rank_that_hangs_in_its_own_end_is_told_all_the_same(bench: Bench) -> 
     done = bench.run(TWO)
     assert done.status == 1
     assert "ValueError: and then it hangs" in last_lines(done.errors)[0]
-    assert done.seconds < 60
+    assert done.seconds < 15
     bench.assert_nobody_left()
 
 
@@ -225,7 +225,7 @@ def test_the_second_ctrl_c_ends_everything_at_once(bench: Bench) -> None:
     os.write(terminal, b"\x03")
     status, shown = end_of(pid, terminal)
     assert status == 130
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 5
     assert "interrupted twice" in shown
     assert bench.result()["status"] == "interrupted"
     bench.assert_nobody_left()

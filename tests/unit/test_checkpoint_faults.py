@@ -47,7 +47,7 @@ def test_a_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "slow=0.1:after_shards")
     began = time.monotonic()
     fault_point("after_shards")
-    assert time.monotonic() - began >= 0.1
+    assert 0.1 <= time.monotonic() - began < 5
     assert os.environ[VARIABLE] == ""
 
 
