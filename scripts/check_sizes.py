@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE_LINES, FILE_LINES, FUNCTION_LINES, NESTING, ARGUMENTS = 200, 300, 60, 5, 7
+RECIPE_LINES, FILE_LINES, FUNCTION_LINES, NESTING, ARGUMENTS = 200, 500, 80, 5, 7
 SEED_SIGNATURES = {"fsdp2_strategy_parallelize", "nvfsdp_strategy_parallelize"}
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.AsyncFor, ast.AsyncWith)
 
