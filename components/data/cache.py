@@ -2,8 +2,8 @@
 
 The key is a hash of the source's content, of the config that chooses among it, of the tokenizer with its chat template,
 and of this code: whatever changes gives another key. One process makes an entry, aside and renamed; others that start
-at once wait for it. All map it into memory, which they share and which the system may take back: neither the source nor
-its tokens need fit.
+at once wait for it. All read samples from it as they need them, through the page cache that they share: neither the
+source nor its tokens need fit in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Tokens in a safetensors file: written piece by piece, read by mapping it into memory."""
+"""Tokens in a safetensors file: written piece by piece, read in slices with pread."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -11,19 +12,53 @@ import re
 import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 import xxhash
 
-from components.data.tokens import Tokens
+from components.data.tokens import VALUES_AT_ONCE, Tokens
+
+if TYPE_CHECKING:
+    import numpy as np
 
 logger = logging.getLogger(__name__)
 
 _COPIED_AT_ONCE = 1 << 22  # bytes
 _ENTRY, _ASIDE = re.compile(r"[0-9a-f]{32}\.safetensors"), re.compile(r"\.[0-9a-f]{32}\.tmp")
 _WRITTEN_WITHIN = 24 * 3600  # seconds: whoever writes a file aside has long renamed it
+
+
+class StoredColumn:
+    """A one-dimensional array in an open file, read in slices.
+
+    The file is not mapped: a mapped file that is truncated ends its reader with SIGBUS and no message. The page cache
+    is shared by all processes either way.
+    """
+
+    def __init__(self, file: _OpenFile, dtype: type[np.generic], offset: int, length: int) -> None:
+        import numpy as np
+
+        self.dtype = np.dtype(dtype)
+        self._file, self._offset, self._length = file, offset, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        import numpy as np
+
+        start, stop, step = part.indices(self._length)
+        if step != 1:
+            raise ValueError(f"step {step}: a stored column is read in contiguous slices")
+        values = np.empty(max(stop - start, 0), self.dtype)
+        self._file.read_into(values.view(np.uint8).data, self._offset + start * self.dtype.itemsize)
+        return values
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype, copy=False)
 
 
 def write_tokens(file: Path, parts: Iterable[Tokens], told: str) -> None:
@@ -43,8 +78,8 @@ def write_tokens(file: Path, parts: Iterable[Tokens], told: str) -> None:
         written = 0
         ends.write(np.zeros(1, np.int64).data)
         for part in parts:
-            ids.write(part.ids.data)
-            labels.write(part.labels.data)
+            ids.write(part.ids[:].data)
+            labels.write(part.labels[:].data)
             ends.write((part.stops + written).data)
             written += len(part.ids)
         with aside.open("wb") as whole:
@@ -55,24 +90,25 @@ def write_tokens(file: Path, parts: Iterable[Tokens], told: str) -> None:
 
 
 def read_tokens(file: Path) -> tuple[Tokens, str] | None:
-    """Return what was written, the tokens mapped; None: it is not there, or damaged, which is logged."""
+    """Return what was written, ids and labels left in the file; None: it is not there, or damaged, which is logged."""
     import numpy as np
 
     try:
-        with file.open("rb") as content:
-            size = int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(size)) if size < file.stat().st_size else {}
-        arrays: dict[str, Any] = {}
+        content = _OpenFile(file)
+        size = int.from_bytes(content.read(8, 0), "little")
+        header = json.loads(content.read(size, 8)) if size < content.size else {}
+        columns: dict[str, StoredColumn] = {}
         for name, dtype in (("ends", np.int64), ("ids", np.int32), ("labels", np.int32)):
             begin, end = header[name]["data_offsets"]
-            shape = ((end - begin) // np.dtype(dtype).itemsize,)
-            arrays[name] = np.memmap(file, dtype, "r", 8 + size + begin, shape) if shape[0] else np.zeros(0, dtype)
+            columns[name] = StoredColumn(content, dtype, 8 + size + begin, (end - begin) // np.dtype(dtype).itemsize)
         said = header["__metadata__"]
         digest = xxhash.xxh3_128(said["told"].encode())
-        for array in arrays.values():
-            digest.update(array.data)
+        for column in columns.values():
+            for start in range(0, len(column), VALUES_AT_ONCE):
+                digest.update(column[start : start + VALUES_AT_ONCE].data)
         if said["hash"] == digest.hexdigest():
-            return Tokens(arrays["ids"], arrays["labels"], arrays["ends"][:-1], arrays["ends"][1:]), said["told"]
+            ends = columns["ends"][:]
+            return Tokens(columns["ids"], columns["labels"], ends[:-1], ends[1:]), said["told"]
         logger.warning("%s is damaged: it is made again", file)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -84,8 +120,8 @@ def read_tokens(file: Path) -> tuple[Tokens, str] | None:
 def remove_forgotten(folder: Path, seconds: float) -> None:
     """Remove files of tokens that were not touched for `seconds`, and what writers left that were killed.
 
-    A run that has mapped such a file goes on: on Linux its pages stay until the last process of the machine lets go.
-    (Over NFS they do not stay for another machine, which then must have begun to read before those `seconds`.)
+    A run that has opened such a file continues: on Linux its content stays until the machine's last process closes it.
+    (Over NFS it does not stay for another machine, which then must have begun to read before those `seconds`.)
 
     Raises OSError: the folder cannot be listed.
     """
@@ -95,6 +131,39 @@ def remove_forgotten(folder: Path, seconds: float) -> None:
         with contextlib.suppress(OSError):  # gone by now, or somebody else's
             if now - file.stat().st_mtime > limit:
                 file.unlink()
+
+
+class _OpenFile:
+    """A file kept open for reading until nothing refers to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read(self, count: int, offset: int) -> bytes:
+        """Return `count` bytes. Raises OSError where the file is shorter."""
+        content = bytearray(count)
+        self.read_into(memoryview(content), offset)
+        return bytes(content)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer`. Raises OSError naming the file where it is shorter or cannot be read."""
+        filled = 0
+        while filled < len(buffer):
+            try:
+                count = os.preadv(self._descriptor, [buffer[filled:]], offset + filled)
+            except OSError as error:
+                raise OSError(error.errno, f"token cache: {error.strerror}", str(self._path)) from error
+            if count == 0:
+                raise OSError(
+                    errno.EIO,
+                    f"token cache truncated: it has {offset + filled:,} bytes, at least {offset + len(buffer):,} were "
+                    "written; start the run again, which rebuilds it",
+                    str(self._path),
+                )
+            filled += count
 
 
 def _write_whole(whole: IO[bytes], parts: dict[str, tuple[str, int, IO[bytes]]], told: str) -> None:

@@ -1,10 +1,10 @@
-"""Tokenized samples end to end in flat arrays: what a `Dataset` keeps, in memory or mapped from a file."""
+"""Tokenized samples end to end in flat arrays: what a `Dataset` keeps, in memory or in a file."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import xxhash
 
@@ -13,16 +13,28 @@ from components.data.examples import IGNORED, Example
 if TYPE_CHECKING:
     import numpy as np
 
-_COUNTED_AT_ONCE = 1 << 20  # tokens
+VALUES_AT_ONCE = 1 << 20
+"""Values of a column that are read at once, where all of them are."""
 
 # numpy is imported where it is used: who only looks at files on a login node needs none of it.
 
 
-class Tokens(NamedTuple):
-    """Sample i is at `[starts[i] : stops[i]]` of both arrays; `trimmed` has been applied to each. 8 bytes per token."""
+class Column(Protocol):
+    """Integers in an array in memory, or in a file that each slice is read from."""
 
-    ids: np.ndarray  # (tokens,) int32
-    labels: np.ndarray  # (tokens,) int32
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
+
+
+class Tokens(NamedTuple):
+    """Sample i is at `[starts[i] : stops[i]]` of both columns, after `trimmed`. 8 bytes per token."""
+
+    ids: Column  # (tokens,) int32
+    labels: Column  # (tokens,) int32
     starts: np.ndarray  # (samples,) int64
     stops: np.ndarray  # (samples,) int64
 
@@ -42,9 +54,9 @@ class Tokens(NamedTuple):
         import numpy as np
 
         digest = xxhash.xxh3_128()
-        for part in (self.ids, self.labels):
-            for run in self.runs:
-                digest.update(part[run].data)
+        for column in (self.ids, self.labels):
+            for piece in self._pieces:
+                digest.update(column[piece].data)
         digest.update(np.concatenate([[0], np.cumsum(self.stops - self.starts)]).astype(np.int64).data)
         return digest.hexdigest()
 
@@ -53,12 +65,14 @@ class Tokens(NamedTuple):
         """Tokens that carry the loss."""
         import numpy as np
 
-        pieces = (
-            self.labels[start : min(start + _COUNTED_AT_ONCE, run.stop)]
-            for run in self.runs
-            for start in range(run.start, run.stop, _COUNTED_AT_ONCE)
-        )
-        return sum(int(np.count_nonzero(piece != IGNORED)) for piece in pieces)
+        return sum(int(np.count_nonzero(self.labels[piece] != IGNORED)) for piece in self._pieces)
+
+    @property
+    def _pieces(self) -> Iterator[slice]:
+        """The runs, in slices of at most VALUES_AT_ONCE tokens."""
+        for run in self.runs:
+            for start in range(run.start, run.stop, VALUES_AT_ONCE):
+                yield slice(start, min(start + VALUES_AT_ONCE, run.stop))
 
 
 def flattened(examples: Iterable[Example]) -> Tokens:

@@ -23,6 +23,7 @@ from components.data.batches import BatchPlan, TrainBatches
 from components.data.examples import IGNORED, Example, encode_conversations
 from components.data.load import build_dataset
 from components.data.sides import Side
+from components.data.token_file import StoredColumn
 from components.models.tokenizer import byte_tokenizer
 
 ONE = BatchPlan(global_batch_size=1, micro_batch_size=1)
@@ -77,7 +78,7 @@ def test_what_is_kept_is_what_was_made(tmp_path: Path, made: list[int]) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     again = made_by(cfg)
     assert same(again, expected)
-    assert isinstance(again.tokens.ids, np.memmap)
+    assert isinstance(again.tokens.ids, StoredColumn)  # it stays in the file
     assert made == [38, 38]
     (entry,) = entries(folder)
     stored = load_file(entry)
@@ -223,6 +224,33 @@ def test_of_processes_that_start_at_once_one_tokenizes(tmp_path: Path) -> None:
     assert len({each for each in said if isinstance(each, int)}) == 1
     assert len({each for each in said if isinstance(each, str)}) == 1
     assert len(entries(tmp_path / "cache")) == 1
+
+
+def read_truncated(cfg: SftDataConfig, told: Any) -> None:
+    """Truncate a cache entry that this process reads, and report what reading a sample raises."""
+    cache.WORTH_BYTES = 0
+    dataset = build_dataset(cfg, byte_tokenizer(), seq_len=1 << 20, split="train")
+    (entry,) = entries(Path(str(cfg.cache)))
+    os.truncate(entry, 4096)
+    try:
+        dataset[len(dataset) - 1]
+    except OSError as error:
+        told.put(str(error))
+
+
+def test_a_cache_truncated_while_it_is_read_fails_with_its_name(tmp_path: Path) -> None:
+    context = get_context("fork")
+    told = context.SimpleQueue()
+    cfg = source(tmp_path, 2000, eval_fraction=0.0)
+    process = context.Process(target=read_truncated, args=(cfg, told))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0  # a mapped file ends the process with SIGBUS instead
+    message = told.get()
+    (entry,) = entries(tmp_path / "cache")
+    assert str(entry) in message
+    assert "truncated" in message
+    assert len(made_by(cfg).tokens.starts) == 2000  # the next start rebuilds it
 
 
 def growth(cfg: SftDataConfig, told: Any) -> None:
