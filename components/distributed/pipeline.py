@@ -137,15 +137,15 @@ class Pipeline:
         key = (micro_batches, rows, seq, gives_loss)
         if self._built[0] != key:
             built = [self._torch_stage(stage, rows, seq, gives_loss) for stage in self._stages.own]
-            self._built = (
-                key,
-                get_schedule_class(self._name)(
-                    built[0] if self._name in SINGLE_STAGE else built,
-                    n_microbatches=micro_batches,
-                    loss_fn=self._token_loss,
-                    scale_grads=False,
-                ),
+            schedule = get_schedule_class(self._name)(
+                built[0] if self._name in SINGLE_STAGE else built,
+                n_microbatches=micro_batches,
+                loss_fn=self._token_loss,
+                scale_grads=False,
             )
+            if self._built[0]:
+                _skip_shape_vote(schedule)
+            self._built = (key, schedule)
         return self._built[1]
 
     def _torch_stage(self, stage: Stage, rows: int, seq: int, gives_loss: bool) -> PipelineStage:
@@ -242,6 +242,23 @@ def pad_to_longest(batches: Sequence[Batch]) -> list[Batch]:
         {name: F.pad(batch[name], (0, longest - batch[name].shape[1]), value=value) for name, value in fill.items()}
         for batch in batches
     ]
+
+
+def _skip_shape_vote(schedule: Any) -> None:
+    """Let a schedule take shapes as stated, without asking the other stages.
+
+    Before its first step a schedule of torch 2.13 lets the stages vote on whether all state their shapes, which also
+    connects neighbors, and reads the result: the host waits for the device. The first schedule of a run has done that;
+    for those of other shapes the outcome is known. Older versions of torch do not vote.
+    """
+    if hasattr(schedule, "_warmup_p2p"):
+        from torch.distributed.pipelining.stage import InferenceMode
+
+        def take_stated(stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        schedule._warmup_p2p = take_stated
 
 
 def _quotient(loss: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -47,13 +47,13 @@ def gradient_norm(parameters: Iterable[torch.Tensor], stages: dist.ProcessGroup 
         by_groups.setdefault(tuple(group.group_name for group in groups), []).append(local_part(gradient))
     if not by_groups:
         raise ValueError("no parameter has a gradient; was the backward run?")
-    squares = torch.stack([_sum_of_squares(gradients) for gradients in by_groups.values()])  # (kinds of layout,)
+    squares = {names: _sum_of_squares(gradients) for names, gradients in by_groups.items()}
     for name, group in process_groups.items():
-        rows = [index for index, names in enumerate(by_groups) if name in names]
-        part = squares[rows]
+        sharded = [names for names in squares if name in names]
+        part = torch.stack([squares[names] for names in sharded])  # indexing by a list would copy it to the device
         dist.all_reduce(part, group=group)
-        squares[rows] = part
-    total = squares.sum()
+        squares.update(zip(sharded, part.unbind(), strict=True))
+    total = torch.stack(list(squares.values())).sum()
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total.sqrt()

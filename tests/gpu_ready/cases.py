@@ -1,0 +1,139 @@
+"""Cases for `server.py`: runs put together as recipes do, on fake CUDA tensors, as one rank of any world.
+
+Each is called in a process of its own and returns plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.stage import InferenceMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from components import data, distributed, models, training
+from components.config.schema import FinetuneConfig, ModelConfig, OptimizerConfig, ParallelismConfig, PeftConfig
+from components.config.schema.data import DocsDataConfig
+from components.config.schema.model import WeightInit
+from components.config.schema.parallelism import ActivationCheckpointing, Strategy
+from tests.distributed.packed import ROWS, SEQ_LEN, packed
+from tests.gpu_ready.device import FakeCuda, Record
+
+CUDA = torch.device("cuda", 0)
+LAYERS = 2
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@dataclass
+class FakeRun:
+    """What a recipe has when its loop begins."""
+
+    cfg: FinetuneConfig
+    replica: Any
+    optimizer: torch.optim.Optimizer
+    settings: training.StepSettings
+    batches: data.TrainBatches
+
+
+def import_all() -> None:
+    """Import what cases import late, so that forked processes find it."""
+    import torch._dynamo  # noqa: F401
+    import transformers.models.gemma3.modeling_gemma3
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    distributed.parallelize, models.materialize, training.train_step  # noqa: B018
+
+
+def config_of(model: dict[str, Any], axes: dict[str, Any], peft: str = "none", pack: bool = False) -> FinetuneConfig:
+    """Return the config of a run; axes: the `parallelism` section, `strategy` included."""
+    values = {"config": {**CONFIG, **model.pop("config", {})}, **model}
+    axes = {"dp_shard": 1, **axes, "strategy": Strategy(axes.get("strategy", "fsdp2"))}
+    return FinetuneConfig(
+        model=ModelConfig(init=WeightInit.random, tokenizer="bytes", **values),
+        data=DocsDataConfig(pack=pack),
+        parallelism=ParallelismConfig(**axes),
+        peft=PeftConfig(method=peft),
+    )
+
+
+@contextmanager
+def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[FakeRun]:
+    """Put a run together in the order of recipes/finetune.py, on the fake device; collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    with FakeCuda():
+        mesh = distributed.build_mesh(cfg.parallelism, "cuda")
+        compute_dtype, _ = training.compute_dtype(cfg.model, CUDA)
+        model = models.build_on_meta(cfg.model, cfg.model.config["vocab_size"])
+        models.add_adapters(model, cfg.peft)
+        layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
+        token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, CUDA)
+        if cfg.parallelism.activation_checkpointing != ActivationCheckpointing.auto:
+            models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
+        models.materialize(model, CUDA)
+        replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+        settings = training.StepSettings(
+            device=CUDA,
+            defer_grad_sync=cfg.parallelism.defer_grad_sync,
+            mesh=mesh,
+            autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
+            token_loss=token_loss,
+        )
+        plan = data.BatchPlan(
+            global_batch_size=ROWS * mesh.size("dp"),
+            micro_batch_size=2,
+            dp_rank=mesh.rank("dp"),
+            dp_size=mesh.size("dp"),
+        )
+        rows = packed(count=200)
+        padding = data.Padding(multiple=mesh.sequence_multiple)
+        source = rows if cfg.data.pack else [example for row in rows for example in row.examples]
+        batches = data.TrainBatches(source, plan, seed=5, padding=padding)
+        yield FakeRun(cfg, replica, training.build_optimizer(model, OptimizerConfig()), settings, batches)
+
+
+@contextmanager
+def schedules_that_do_not_vote() -> Iterator[None]:
+    """Within the context, which is the first step of a run, pipeline stages do not vote on shapes: nobody answers."""
+
+    def take_stated(schedule: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    votes = _PipelineSchedule._warmup_p2p
+    _PipelineSchedule._warmup_p2p = take_stated
+    yield
+    _PipelineSchedule._warmup_p2p = votes
+
+
+def step(
+    axes: dict[str, Any], world: int = 1, rank: int = 0, *, model: dict[str, Any] | None = None, peft: str = "none",
+    pack: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Do two optimizer steps, the first of which makes the optimizer's state; return the record of the second."""
+    with fake_run(config_of(model or {}, axes, peft, pack), world, rank) as run:
+        with schedules_that_do_not_vote():
+            training.train_step(run.replica, run.batches.at(0), run.optimizer, run.settings)
+        given = run.batches.at(1)
+        with Record() as seen:
+            vector = training.train_step(run.replica, given, run.optimizer, run.settings)
+        states = [each for state in run.optimizer.state.values() for each in state.values()]
+        devices = {each.device.type for each in [vector, *states, *run.optimizer.param_groups[0]["params"]]}
+    return {
+        "waits": dict(seen.waits),
+        "masks": dict(seen.masks),
+        "operators": dict(seen.operators),
+        "longest": seen.longest,
+        "key_heads": sorted(seen.key_heads),
+        "devices": sorted(devices),
+        "micro_batches": len(given),
+        "seq": SEQ_LEN,
+    }

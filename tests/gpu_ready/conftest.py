@@ -1,0 +1,66 @@
+"""The stub library, built once per test session, and the process that loads it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SOURCE = Path(__file__).parent / "cuda_stub.cpp"
+
+Run = Callable[..., Any]
+"""(name of a function of cases.py, **its arguments) -> what it returned; AssertionError with its traceback."""
+
+
+@pytest.fixture(scope="session")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the stub against torch's own headers; one of several pytest workers does it for all."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to compile the CUDA stub with; install g++")
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    library, root = shared / "libcuda_stub.so", Path(torch.__path__[0])
+    with (shared / "cuda_stub.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            command = [
+                compiler, "-std=c++20", "-O0", "-shared", "-fPIC", str(SOURCE), f"-I{root}/include",
+                f"-I{root}/include/torch/csrc/api/include", f"-L{root}/lib", "-lc10", "-ltorch_cpu",
+                f"-Wl,-rpath,{root}/lib", "-o", f"{library}.part",
+            ]  # fmt: skip
+            subprocess.run(command, check=True)
+            os.replace(f"{library}.part", library)
+    return library
+
+
+@pytest.fixture(scope="session")
+def fake_cuda(stub: Path) -> Iterator[Run]:
+    """Return a function that runs a case on fake CUDA tensors, in a process of its own."""
+    command = [sys.executable, "-m", "tests.gpu_ready.server", str(stub)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=SOURCE.parents[2]
+    ) as server:
+
+        def run(case: str, **arguments: Any) -> Any:
+            server.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
+            server.stdin.flush()
+            line = server.stdout.readline()
+            answer = json.loads(line) if line else {"error": "the server of fake CUDA tensors is gone"}
+            assert "error" not in answer, answer["error"]
+            return answer["result"]
+
+        yield run
+        server.stdin.close()
+        server.wait(30)

@@ -1,0 +1,87 @@
+// Makes a CPU build of torch accept fake CUDA tensors: autograd, streams, AdamW, FSDP2 and the choice of an attention
+// kernel ask for a device guard, for CUDA hooks and for a dispatch entry that only CUDA builds register. Nothing is
+// computed. Load it before torch is imported; torch.cuda.is_available() stays False.
+#include <ATen/Context.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+using namespace c10;
+
+namespace {
+
+Device here() {
+  return Device(DeviceType::CUDA, 0);
+}
+
+struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  Device exchangeDevice(Device) const override { return here(); }
+  Device getDevice() const override { return here(); }
+  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, here()); }
+  Stream getDefaultStream(Device) const override { return Stream(Stream::DEFAULT, here()); }
+  Stream getNewStream(Device, int) const override { return Stream(Stream::DEFAULT, here()); }
+  Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::DEFAULT, here()); }
+  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+};
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+// The rules of a CUDA build that matter here: flash takes half precision without a mask, efficient takes both, neither
+// takes float64; math takes everything.
+int64_t choose_kernel(
+    const at::Tensor& query,
+    const at::Tensor&,
+    const at::Tensor& value,
+    const std::optional<at::Tensor>& mask,
+    double,
+    bool,
+    std::optional<double>,
+    bool) {
+  const auto& context = at::globalContext();
+  const auto dtype = query.scalar_type();
+  const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
+  const bool masked = mask.has_value() && mask->defined();
+  const bool same_width = query.sym_size(-1) == value.sym_size(-1);
+  auto chosen = at::SDPBackend::error;
+  if (context.userEnabledFlashSDP() && half && !masked && same_width && query.sym_size(-1) <= 256) {
+    chosen = at::SDPBackend::flash_attention;
+  } else if (context.userEnabledMemEfficientSDP() && (half || dtype == at::kFloat)) {
+    chosen = at::SDPBackend::efficient_attention;
+  } else if (context.userEnabledMathSDP()) {
+    chosen = at::SDPBackend::math;
+  }
+  return static_cast<int64_t>(chosen);
+}
+
+} // namespace
+
+namespace at {
+
+// The registry looks for at::CUDAHooks.
+struct CUDAHooks : CUDAHooksInterface {
+  CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex current_device() const override { return 0; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(DeviceIndex) const override {}
+  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  int getNumGPUs() const override { return 1; }
+};
+
+REGISTER_CUDA_HOOKS(CUDAHooks);
+
+namespace native {
+REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &choose_kernel)
+} // namespace native
+
+} // namespace at

@@ -1,0 +1,114 @@
+"""A fake CUDA device: CUDA tensors have shapes and no values, CPU tensors stay real. And a record of what ran on it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+HOST_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal"}
+"""Operators whose result the host must read from the device."""
+
+
+class FakeCuda(FakeTensorMode):
+    """Makes every CUDA tensor fake; what the host computes of CPU tensors it really computes."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, FakeTensor) or _is_cuda(leaf) for leaf in leaves):
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Record(TorchDispatchMode):
+    """What one rank asks of its device."""
+
+    operators: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    """Operator and line of the project at which the host waits for the device."""
+    masks: Counter[str] = field(default_factory=Counter)
+    """Shapes of the masks that attention took."""
+    longest: list[Any] = field(default_factory=list)
+    """(max_q, max_k) of each call of the kernel for unequal lengths."""
+    key_heads: set[int] = field(default_factory=set)
+    """Heads of the keys that this kernel took."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        self.operators[name] += 1
+        if name in HOST_WAITS and any(map(_is_cuda, tree_leaves((args, kwargs)))):
+            self.waits[f"{name} at {_line()}"] += 1
+        if _is_blocking_copy(name, args, kwargs):
+            self.waits[f"blocking copy at {_line()}"] += 1
+        if "scaled_dot_product" in name and "backward" not in name:
+            mask = args[3] if len(args) > 3 and isinstance(args[3], torch.Tensor) else None
+            if mask is not None:
+                self.masks[str(tuple(mask.shape))] += 1
+        if name == "_varlen_attn":
+            self.longest.append((args[5], args[6]))
+            self.key_heads.add(args[1].shape[1])
+        return func(*args, **kwargs)
+
+
+def install() -> None:
+    """Let torch's Python believe in the device. Call it once, after every import and before the first fake tensor."""
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: True
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.Tensor.pin_memory = lambda self, *_: self
+    torch.cuda.get_rng_state = lambda device=0: torch.zeros(16, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda state, device=0: None
+    cpu = torch.cpu
+    cpu.Stream.record_event = lambda self, event=None: event or cpu.Event()  # type: ignore[method-assign]
+    handle = SimpleNamespace(
+        Stream=cpu.Stream, stream=cpu.stream, current_stream=cpu.current_stream, Event=cpu.Event,
+        current_device=lambda: 0, device_count=lambda: 1, is_initialized=lambda: True, set_device=lambda _: None,
+    )  # fmt: skip
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed") and hasattr(module, "_get_device_handle"):
+            module._get_device_handle = lambda device_type="cuda": handle  # type: ignore[attr-defined]
+
+
+def _is_cuda(leaf: Any) -> bool:
+    device = leaf if isinstance(leaf, torch.device) else getattr(leaf, "device", None)
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _is_blocking_copy(name: str, args: Any, kwargs: Any) -> bool:
+    if name == "_to_copy":
+        target, source = kwargs.get("device"), args[0].device
+        non_blocking = kwargs.get("non_blocking", False)
+    elif name in ("copy_", "_foreach_copy_"):
+        pair = (args[0], args[1]) if name == "copy_" else (args[0][0], args[1][0])
+        target, source = (each.device for each in pair)
+        non_blocking = (args[2] if len(args) > 2 else None) or kwargs.get("non_blocking", False)
+    else:
+        return False
+    return target is not None and {target.type, source.type} == {"cpu", "cuda"} and not non_blocking
+
+
+def _line() -> str:
+    frame = sys._getframe(2)
+    while frame is not None and "/components/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is None:
+        return "torch"
+    return f"components/{frame.f_code.co_filename.partition('/components/')[2]}:{frame.f_lineno}"
