@@ -34,6 +34,9 @@ class Head:
     """Ranks that have the other words of the vocabulary (tp); None: this rank has all."""
     first_word: int = 0
     """The first word that this rank has."""
+    largest_shard: int = 0
+    """Vocabulary rows of the largest shard over `group`. All ranks derive the number of chunks from it: each chunk is a
+    collective."""
     after: Callable[[torch.Tensor], torch.Tensor] | None = None
     """What the model does to its logits, word by word (Gemma's softcapping, Cohere's scale); None: nothing."""
     backward_twice: bool = False
@@ -138,7 +141,8 @@ def _over_chunks(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """Return the loss and the gradients of hidden, weight and bias, as far as they are wanted."""
     exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    chunks = max(1, -(-len(hidden) // chunk_tokens(len(weight), hidden.device)))
+    vocabulary = len(weight) if head.group is None else head.largest_shard
+    chunks = max(1, -(-len(hidden) // chunk_tokens(vocabulary, hidden.device)))
     loss = torch.zeros((), dtype=exact, device=hidden.device)
     # What chunks add up to is kept exact; one chunk alone is one product, which is rounded once anyway.
     summed = exact if chunks > 1 else weight.dtype

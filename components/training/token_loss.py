@@ -144,8 +144,9 @@ class _TakesTargets:
             if mesh.mesh_dim_names != ("tp",):
                 raise RuntimeError(f"the head is used before its weight was gathered: it lies on {mesh}")
             if place.is_shard():
-                first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
-                how = replace(how, group=mesh.get_group(), first_word=first)
+                largest = -(-weight.shape[0] // mesh.size())  # the last shards may be smaller
+                first = mesh.get_local_rank() * largest
+                how = replace(how, group=mesh.get_group(), first_word=first, largest_shard=largest)
                 hidden = as_replicated(hidden, mesh)
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()
         rows: Any = hidden
