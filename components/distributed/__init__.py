@@ -13,6 +13,7 @@ Mesh and layout
     expert.py          expert parallel: experts on ranks of their own, tokens sent to them
     pipeline.py        pipeline parallel: stages (stages.py) under torch's schedules
     fsdp.py            sharded parameters, summed gradients
+    gradient_sync.py   get_sync_ctx: the micro-batches whose backward reduces gradients
     mesh_groups.py  groups_of_mesh: the process groups and what each is for
     traffic.py         record_traffic, StepTraffic: calls and bytes of every collective, by group
 Helpers that work in a single process too

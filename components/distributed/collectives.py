@@ -1,4 +1,4 @@
-"""Collectives on values and objects, most of which work in a single process too (seed page 002, OLMo-core).
+"""Collectives on values and objects, most of which work in a single process too (seed pages 001 and 002).
 
 Numbers are exact (float64, int64), arguments are never changed, a root is a rank *within the group*, and
 values that do not go together raise MismatchError on every rank instead of hanging or aborting. Before
@@ -86,6 +86,45 @@ def all_reduce_value(
         reduced = reduced.to(torch.int64)
     dist.all_reduce(reduced, op=op, group=group)
     return cast(Value, reduced)
+
+
+def reduce_loss(
+    loss_store: list[torch.Tensor],
+    total_num_tokens: torch.Tensor,
+    per_token_loss: bool = True,
+    dp_group: dist.ProcessGroup | None = None,
+    *,
+    check_finite: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum losses and their denominator over micro-batches and ranks in one all-reduce (seed page 001, NeMo AutoModel).
+
+    Args:
+        loss_store: Sums of token losses, one scalar per micro-batch; may be empty (a rank without data).
+        total_num_tokens: Target tokens of this rank's micro-batches: local, not yet reduced.
+        per_token_loss: True: the denominator is the number of tokens; False: the number of micro-batches.
+        dp_group: Ranks to sum over (dp x cp); None: this rank alone.
+        check_finite: Raise for a loss that is not finite, for which the host waits for the device. False: the sum is
+            returned as it is, and the host does not wait.
+
+    Returns (loss, denominator), each of shape (1,) and detached: the loss in float64, the denominator in int64. The
+    mean is their quotient. Raises FloatingPointError naming the ranks whose loss is not finite.
+    """
+    device = total_num_tokens.device
+    losses = [loss.detach().to(device=device, dtype=torch.float64).reshape(()) for loss in loss_store]
+    total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=device)
+    count = total_num_tokens.detach().sum().double() if per_token_loss else torch.full_like(total, len(losses))
+    size, rank = (dist.get_world_size(dp_group), dist.get_rank(dp_group)) if dp_group is not None else (1, 0)
+    packed = torch.stack([total, count])  # (2,)
+    if check_finite:
+        broken = torch.zeros(size, dtype=torch.float64, device=device)
+        broken[rank] = (~torch.isfinite(total)).double()
+        packed = torch.cat([packed.nan_to_num(0, 0, 0), broken])  # (2 + ranks,)
+    if size > 1:
+        dist.all_reduce(packed, group=dp_group)
+    culprits = packed[2:].nonzero().flatten().tolist() if check_finite else []
+    if culprits:
+        raise FloatingPointError(f"the loss of rank {', '.join(map(str, culprits))} of {size} is not finite")
+    return packed[:1], packed[1:2].to(torch.int64)
 
 
 def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:

@@ -1,16 +1,15 @@
 """Distributed helpers, most of which work in a single process too: seed pages 001 (NeMo) and 002 (OLMo-core).
 
-    ranks         get_rank get_global_rank get_local_rank get_fs_local_rank get_world_size
-                  get_local_world_size get_num_nodes validate_env_vars             (ranks.py)
-    values        synchronize_value synchronize_flag all_reduce_value broadcast_object
-                  all_gather all_gather_object                                     (collectives.py)
-    waiting       barrier barrier_and_log _barrier_with_timeout _create_gloo_group (barriers.py)
-    taking turns  FirstRankPerNode do_n_at_a_time                                  (first_rank.py, turns.py)
-    start         init_distributed                                                 (process_group.py)
-    further       dp_eval_sample_shard get_mesh_coordinates
-                  backend_supports_cpu backend_supports_cuda                       (backends.py)
-
-`get_sync_ctx` and `reduce_loss` of page 001 live in components.training.
+ranks         get_rank get_global_rank get_local_rank get_fs_local_rank get_world_size
+              get_local_world_size get_num_nodes validate_env_vars             (ranks.py)
+values        synchronize_value synchronize_flag all_reduce_value broadcast_object
+              all_gather all_gather_object reduce_loss                         (collectives.py)
+gradients     get_sync_ctx                                                     (gradient_sync.py)
+waiting       barrier barrier_and_log _barrier_with_timeout _create_gloo_group (barriers.py)
+taking turns  FirstRankPerNode do_n_at_a_time                                  (first_rank.py, turns.py)
+start         init_distributed                                                 (process_group.py)
+further       dp_eval_sample_shard get_mesh_coordinates
+              backend_supports_cpu backend_supports_cuda                       (backends.py)
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from components.distributed.collectives import (
     all_gather_object,
     all_reduce_value,
     broadcast_object,
+    reduce_loss,
     synchronize_flag,
     synchronize_value,
 )
@@ -42,6 +42,7 @@ from components.distributed.environment import (
     read_rank_variables,
 )
 from components.distributed.first_rank import FirstRankPerNode
+from components.distributed.gradient_sync import get_sync_ctx
 from components.distributed.groups import is_distributed
 from components.distributed.process_group import (
     RENDEZVOUS_TIMEOUT,
@@ -84,10 +85,12 @@ __all__ = [
     "get_mesh_coordinates",
     "get_num_nodes",
     "get_rank",
+    "get_sync_ctx",
     "get_world_size",
     "init_distributed",
     "is_distributed",
     "logger",
+    "reduce_loss",
     "synchronize_flag",
     "synchronize_value",
     "validate_env_vars",

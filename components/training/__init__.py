@@ -1,10 +1,10 @@
 """How one optimizer step is done right; when to log, evaluate, save and stop is the recipe's business.
 
 loop.py       train_step and evaluate: one division by the global number of target tokens
-loss.py       the sum of token losses, and reduce_loss
+loss.py       the sum of token losses; re-exports reduce_loss (distributed/collectives.py)
 token_loss.py the loss without logits (chunked_loss.py): a model that takes targets
 router.py     the auxiliary loss of a mixture of experts' routers
-sync.py       get_sync_ctx: which backward reduces gradients
+sync.py       re-exports get_sync_ctx (distributed/gradient_sync.py)
 gradients.py  one gradient for the replicas over tp, the norm of all gradients over mixed meshes, clipping
 optim.py      AdamW with decay groups, learning-rate schedules, updates that skip non-finite gradients
 precision.py  the type of matrix products

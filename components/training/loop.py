@@ -22,7 +22,7 @@ from components.distributed.context import shard_rows
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline import Pipeline, pad_to_longest
 from components.training.gradients import clip_gradients, equalize_replicas, gradient_norm
-from components.training.loss import count_targets, next_tokens, token_loss_sum
+from components.training.loss import count_targets, next_tokens, reduce_loss, token_loss_sum
 from components.training.optim import step_if_finite
 from components.training.router import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
 from components.training.sync import get_sync_ctx
@@ -79,9 +79,9 @@ def train_step(
     if isinstance(model, Pipeline):
         micro_batches = pad_to_longest(micro_batches)
     batches = [_local_part(batch, settings, settings.router_loss) for batch in micro_batches]
-    counted = torch.stack([count_targets(batch["targets"]) for batch in batches]).sum()
+    counted = torch.stack([count_targets(batch["targets"]) for batch in batches]).sum() * _counts(settings)
     flags = torch.tensor((*asked, work), dtype=torch.float64).to(settings.device, non_blocking=True)
-    totals = _sum_over_ranks(torch.cat([(counted * _counts(settings))[None], flags]))  # tokens, flags, work
+    totals = _sum_over_ranks(torch.cat([counted[None], flags]))  # tokens, flags, work
     tokens = totals[0].clamp(min=1)
     if settings.router_loss is not None:
         settings.router_loss.start_step(tokens)
@@ -100,12 +100,13 @@ def train_step(
     skipped = step_if_finite(optimizer, norm)
     optimizer.zero_grad(set_to_none=True)
 
-    loss_sum = loss_sum * _counts(settings)
+    losses = [loss_sum * _counts(settings)]
     if settings.router_loss is not None:
-        loss_sum += settings.router_loss.step_sum()
-    loss_sum = _sum_over_ranks(loss_sum[None])
+        losses.append(settings.router_loss.step_sum())
+    # No check, which would make the host wait: a loss that is not finite shows in the metrics.
+    loss, count = reduce_loss(losses, counted, dp_group=_all_ranks(), check_finite=False)
     norm, skipped = (each.to(settings.device, torch.float64, non_blocking=True)[None] for each in (norm, skipped))
-    return torch.cat([loss_sum / tokens, norm, totals[:1], skipped, totals[1:]])
+    return torch.cat([loss / count.clamp(min=1), norm, count, skipped, totals[1:]])
 
 
 @torch.no_grad()
@@ -117,17 +118,20 @@ def evaluate(model: nn.Module | Pipeline, batches: Iterable[MicroBatch], setting
     module = model.module if isinstance(model, Pipeline | DistributedDataParallel) else model
     was_training = module.training
     module.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=settings.device)  # loss, tokens
+    loss_sum, tokens = (torch.zeros((), dtype=torch.float64, device=settings.device) for _ in range(2))
     for batch in batches:
         most, batch = _most_targets(batch, settings), _local_part(batch, settings)
         if isinstance(model, Pipeline):
             loss = model.loss(batch, settings.of_logits, most)
         else:
             loss = _forward(module, batch, most, settings)
-        totals += torch.stack([loss.double(), count_targets(batch["targets"])])
+        loss_sum += loss
+        tokens += count_targets(batch["targets"])
     module.train(was_training)
-    loss, tokens = _sum_over_ranks(totals * _counts(settings)).tolist()
-    return (loss / tokens if tokens else float("nan")), int(tokens)
+    counts = _counts(settings)
+    reduced = reduce_loss([loss_sum * counts], tokens * counts, dp_group=_all_ranks(), check_finite=False)
+    total, count = torch.cat(reduced).tolist()
+    return (total / count if count else float("nan")), int(count)
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -196,6 +200,10 @@ def _autocast(settings: StepSettings) -> AbstractContextManager[None]:
 
 
 def _sum_over_ranks(vector: torch.Tensor) -> torch.Tensor:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(vector)
+    if (ranks := _all_ranks()) is not None:
+        dist.all_reduce(vector, group=ranks)
     return vector
+
+
+def _all_ranks() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None

@@ -81,8 +81,19 @@ def means_of_means() -> None:
 
 def local_divisor() -> None:
     """The number of target tokens is not summed over ranks."""
-    right = loop._sum_over_ranks
-    loop._sum_over_ranks = lambda vector: vector if len(vector) > 1 else right(vector)  # the loss alone is summed
+    loop._sum_over_ranks = lambda vector: vector
+
+
+def loss_is_not_reduced() -> None:
+    """reduce_loss sums over this rank alone, so that each rank logs the mean of its own samples."""
+    right = loop.reduce_loss
+    loop.reduce_loss = lambda losses, tokens, dp_group, check_finite: right(losses, tokens, check_finite=check_finite)
+
+
+def gradients_are_not_synchronized() -> None:
+    """get_sync_ctx defers the reduction of gradients in the last micro-batch too."""
+    right = loop.get_sync_ctx
+    loop.get_sync_ctx = lambda model, is_optim_step, defer: right(model, False, True)
 
 
 def data_is_repeated() -> None:
@@ -132,6 +143,8 @@ BUGS: list[tuple[Callable[[], None], str, str, str]] = [
     (embedding_is_untied, "llama_tied", "tp2", "lm_head.weight is no parameter"),
     (means_of_means, "llama", "dp_shard2", "gradient"),
     (local_divisor, "llama", "dp_shard2", "gradient"),
+    (loss_is_not_reduced, "llama", "dp_shard2", "loss"),
+    (gradients_are_not_synchronized, "llama", "ddp2", "gradient"),
     (data_is_repeated, "llama", "dp_shard2", "loss"),
     (rows_in_wrong_order, "llama", "cp2", "loss"),
     (positions_of_another_rank, "llama", "cp2", "loss"),

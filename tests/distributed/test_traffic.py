@@ -195,8 +195,8 @@ def test_bytes_of_a_step_are_those_of_the_parameters() -> None:
     """By hand: FSDP pads the rows of every parameter to a multiple of the ranks, and moves whole units.
 
     The embedding and the first layer are gathered a second time in the backward; the last layer and the root (final
-    norm, head) were kept. Sums over ranks: tokens, three flags and the work, then the loss; the norm over what is
-    sharded.
+    norm, head) were kept. Sums over ranks: tokens, three flags and the work, then the loss and its tokens; the norm
+    over what is sharded.
     """
     sizes: dict[str, dict[int, int]] = {}  # unit -> ranks that share it -> bytes of a part
     for name, parameter in build("llama", torch.float32).named_parameters():
@@ -218,7 +218,7 @@ def test_bytes_of_a_step_are_those_of_the_parameters() -> None:
         assert once == {
             ("dp_shard = world", "all_gather"): (6, part[4] + again[4]),
             ("dp_shard = world", "reduce_scatter"): (4, 4 * part[4]),
-            ("dp_shard = world", "all_reduce"): (3, 40 + 8 + 8),
+            ("dp_shard = world", "all_reduce"): (3, 40 + 16 + 8),
         }
         assert twice["dp_shard = world", "all_gather"] == (12, 2 * (part[4] + again[4]))
         assert twice["dp_shard = world", "reduce_scatter"] == (4, 4 * part[4])  # in the last micro-batch only
@@ -227,11 +227,11 @@ def test_bytes_of_a_step_are_those_of_the_parameters() -> None:
             ("dp_shard", "reduce_scatter"): (4, 2 * part[2]),
             ("dp_replicate", "all_reduce"): (4, part[2]),
             ("dp_shard", "all_reduce"): (1, 8),
-            ("world", "all_reduce"): (2, 40 + 8),
+            ("world", "all_reduce"): (2, 40 + 16),
         }
         assert ddp.pop(("dp_replicate = world", "broadcast"))[1] < 500  # the order of DDP's buckets, once
         calls, moved = ddp.pop(("dp_replicate = world", "all_reduce"))
-        assert moved == part[1] + 40 + 8
+        assert moved == part[1] + 40 + 16
         assert calls >= 3
         assert ddp == {}
 

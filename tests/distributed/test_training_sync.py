@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from components.distributed.gradient_sync import _param_groups
+from components.distributed.traffic import record_traffic
 from components.training import get_sync_ctx, reduce_loss
-from components.training.sync import _param_groups
 from tests.harness import run_ranks
 
 SyncContext = Callable[[nn.Module, bool, bool], AbstractContextManager[None]]
@@ -148,6 +149,28 @@ def test_ours_holds_where_the_published_fails() -> None:
 
     REDUCE_CHECKS.sort(key=lambda check: check is reduce_takes_an_empty_store)  # last: it breaks the group
     assert run_ranks(2, on_rank, timeout=60) == [[], []]
+
+
+def test_an_unchecked_loss_is_summed_as_it_is() -> None:
+    """What the training loop asks of reduce_loss: no exception, no host sync, two numbers in one collective."""
+    meta = torch.zeros((), dtype=torch.float64, device="meta")  # on which a host sync raises
+    assert reduce_loss([meta], meta, check_finite=False)[0].shape == (1,)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        reduce_loss([meta], meta)
+
+    def on_rank(rank: int) -> dict[str, tuple[int, int]]:
+        values = [1.0, 2.0, float("nan")][rank], [1.0, 2.0, float("inf")][rank], [1.0, 2.0, 4.0][rank]
+        sums = [
+            reduce_loss([torch.tensor(value)], torch.tensor([rank]), dp_group=dist.group.WORLD, check_finite=False)
+            for value in values
+        ]
+        assert [count.item() for _, count in sums] == [3, 3, 3]
+        assert [str(loss.item()) for loss, _ in sums] == ["nan", "inf", "7.0"]
+        with record_traffic() as traffic:
+            reduce_loss([torch.tensor(1.0)], torch.tensor(1), dp_group=dist.group.WORLD, check_finite=False)
+        return {operation: (volume.calls, volume.bytes) for (_, operation), volume in traffic.volumes.items()}
+
+    assert run_ranks(3, on_rank) == [{"all_reduce": (1, 16)}] * 3
 
 
 def test_ddp_defers_and_a_mean_is_a_mean() -> None:

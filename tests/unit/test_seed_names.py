@@ -32,8 +32,12 @@ FUNCTIONS = [
     (UTILS, "_create_gloo_group", ""),
     (UTILS, "barrier_and_log", "string"),
     (UTILS, "dp_eval_sample_shard", "distributed_config, dp_rank, dp_size"),
-    ("components.training.sync", "get_sync_ctx", "model, is_optim_step, defer_fsdp_grad_sync"),
-    ("components.training.loss", "reduce_loss", "loss_store, total_num_tokens, per_token_loss=True, dp_group=None"),
+    (UTILS, "get_sync_ctx", "model, is_optim_step, defer_fsdp_grad_sync"),
+    (
+        UTILS,
+        "reduce_loss",
+        "loss_store, total_num_tokens, per_token_loss=True, dp_group=None, *, check_finite=True",
+    ),
     # page 002, OLMo-core distributed.utils
     (UTILS, "init_distributed", "backend='nccl', timeout=timedelta(seconds=1800), shared_filesytem=True, **kwargs"),
     (UTILS, "validate_env_vars", ""),
@@ -126,6 +130,17 @@ def test_the_data_of_the_pages() -> None:
     """Seed pages 001 (logger) and 004 (HAVE_NVFSDP)."""
     assert importlib.import_module(UTILS).logger.name == UTILS
     assert isinstance(importlib.import_module(PARALLELIZER).HAVE_NVFSDP, bool)
+
+
+def test_training_reexports_the_functions_of_page_001() -> None:
+    """DESIGN 9: one definition below components/distributed, three homes."""
+    utils = importlib.import_module(UTILS)
+    for name, home in (("get_sync_ctx", "sync"), ("reduce_loss", "loss")):
+        function = getattr(utils, name)
+        assert function.__module__.startswith("components.distributed.")
+        assert getattr(importlib.import_module(f"components.training.{home}"), name) is function
+        assert getattr(importlib.import_module("components.training"), name) is function
+        assert getattr(importlib.import_module("components.training.loop"), name) is function
 
 
 def test_the_package_lends_its_names_and_keeps_the_ambiguous_ones() -> None:
