@@ -1,9 +1,10 @@
-"""What decoder layers keep for the backward: which results are worth keeping, and how many bytes each policy keeps."""
+"""What decoder layers keep for the backward: the operators whose outputs are kept, and the bytes each policy keeps."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.models.twin import own_class
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KEPT = (
-    "mm",
-    "addmm",
-    "_grouped_mm",
-    "_scaled_mm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
+    "aten::mm",
+    "aten::addmm",
+    "aten::_grouped_mm",
+    "aten::_scaled_mm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "torch_attn::_varlen_attn",
 )
-"""Operators of aten that are dear to recompute: products with matrices, and attention; all else is cheap."""
+"""Operators whose outputs are kept under `selective`: matmuls and attention. Everything else is cheap to recompute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,15 @@ class LayerBytes:
 
 
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a checkpoint that keeps results of `KEPT` and recomputes all others."""
-    return create_selective_checkpoint_contexts(_policy)
+    """Return the forward and recompute contexts of a checkpoint that keeps the outputs of `KEPT` operators.
+
+    torch's `create_selective_checkpoint_contexts` does not do, for two reasons. It keeps aliases, and the version
+    counters that guard them are not shared by every alias (a linear layer returns an `_unsafe_view` of its matmul), so
+    a layer that changes such an output in place is recomputed from the changed values. And it expects every operator of
+    the recomputation in the forward, which FSDP's hooks around a nested unit do not satisfy.
+    """
+    outputs = _KeptOutputs()
+    return _KeepOutputs(outputs), _ReuseOutputs(outputs)
 
 
 def layer_bytes(
@@ -75,13 +83,152 @@ def layer_bytes(
     )
 
 
-def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+def _is_kept(operator: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether the output of this call is kept.
+
+    Attention with dropout is not: skipping it in the recomputation would shift the random numbers of later dropouts.
+    """
+    schema = getattr(operator, "_schema", None)
+    if schema is None or schema.name not in KEPT or schema.is_mutable:
+        return False
+    return not next((value for name, value in _arguments(schema, args, kwargs) if name == "dropout_p"), 0.0)
 
 
-def _is_kept(operator: Any) -> bool:
-    namespace, _, name = getattr(operator, "_schema", operator).name.partition("::")
-    return namespace == "aten" and name in KEPT
+def _arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of each argument of a call that was passed."""
+    yield from zip((each.name for each in schema.arguments), args, strict=False)
+    yield from kwargs.items()
+
+
+def _written_tensors(operator: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a call changes in place."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    written = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+    for name, value in _arguments(schema, args, kwargs):
+        if name in written:
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _storages(tensor: torch.Tensor) -> list[int]:
+    """Return the identity of the storage of a tensor, or of each inner tensor of a subclass such as DTensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor.untyped_storage()._cdata]
+    inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # DTensor names its mesh too
+    return [storage for each in inner if isinstance(each, torch.Tensor) for storage in _storages(each)]
+
+
+class _KeptTensor:
+    """A tensor kept from the forward for the recomputation."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached below autograd's in-place tracking, so that it shares the version counter without holding the graph.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self._tensor = tensor.detach()
+        self._version = self._tensor._version
+
+    def copy(self) -> None:
+        """Stop sharing memory with the forward."""
+        self.check()
+        self._tensor = self._tensor.clone()
+        self._version = self._tensor._version
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor, unchanged since the forward."""
+        self.check()
+        return self._tensor
+
+    def check(self) -> None:
+        """Raise RuntimeError if the tensor was changed in place by something that torch's dispatcher does not show."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "a kernel outside torch's dispatcher changed the output of a matmul or of attention in place, so "
+                "parallelism.activation_checkpointing=selective would give wrong gradients; set it to full or none"
+            )
+
+
+class _KeptOutputs:
+    """Outputs of one forward of a layer, in the order of the calls of each operator."""
+
+    def __init__(self) -> None:
+        self.of: defaultdict[Any, deque[Any]] = defaultdict(deque)
+        self.in_storage: defaultdict[int, list[_KeptTensor]] = defaultdict(list)
+
+    def keep(self, operator: Any, output: Any) -> None:
+        """Add the output of a call."""
+        self.of[operator].append(tree_map_only(torch.Tensor, self._hold, output))
+
+    def copy_storage(self, storage: int) -> None:
+        """Copy what is kept in a storage that is about to change."""
+        for kept in self.in_storage.pop(storage, ()):
+            kept.copy()
+
+    def _hold(self, tensor: torch.Tensor) -> _KeptTensor:
+        kept = _KeptTensor(tensor)
+        for storage in _storages(tensor):
+            self.in_storage[storage].append(kept)
+        return kept
+
+
+class _KeepOutputs(TorchDispatchMode):
+    """Keeps the outputs of `KEPT` operators in the forward, and copies one before it is changed in place."""
+
+    def __init__(self, outputs: _KeptOutputs) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions inside the layer stay compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._outputs.in_storage:
+            for tensor in _written_tensors(func, args, kwargs):
+                for storage in _storages(tensor):
+                    self._outputs.copy_storage(storage)
+        output = func(*args, **kwargs)
+        if _is_kept(func, args, kwargs):
+            self._outputs.keep(func, output)
+        return output
+
+    def __exit__(self, *exception: Any) -> None:
+        """Copy what somebody outside the layer still holds, since its changes would not be seen."""
+        super().__exit__(*exception)
+        probe = torch.empty(0)  # counted beside its tensors: the reference that asking for the count takes
+        asking = torch._C._storage_Use_Count(_storages(probe)[0]) - 1
+        for storage, kept in list(self._outputs.in_storage.items()):
+            if torch._C._storage_Use_Count(storage) > len(kept) + asking:
+                self._outputs.copy_storage(storage)
+        self._outputs.in_storage.clear()
+
+
+class _ReuseOutputs(TorchDispatchMode):
+    """Returns the kept outputs in the recomputation and runs all other operators."""
+
+    def __init__(self, outputs: _KeptOutputs) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions inside the layer stay compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _is_kept(func, args, kwargs):
+            return func(*args, **kwargs)
+        waiting = self._outputs.of[func]
+        if not waiting:
+            raise RuntimeError(
+                f"{func} ran more often in the recomputation of a layer than in its forward: the layer depends on "
+                "state that changed in between, or its backward ran twice; set "
+                "parallelism.activation_checkpointing=full"
+            )
+        return tree_map_only(_KeptTensor, _KeptTensor.take, waiting.popleft())
 
 
 class _Products(TorchDispatchMode):
@@ -93,7 +240,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _is_kept(func):
+        if _is_kept(func, args, kwargs or {}):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self._count(leaf)
