@@ -30,6 +30,7 @@ from components.checkpoint.tensors import (
     read_tensors,
 )
 from components.config.errors import ConfigError
+from components.config.safe_yaml import load_yaml
 from components.distributed import all_gather_object, broadcast_object
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ def _began_from(path: Path) -> str | None:
     """What run.resume was for the run that saved a checkpoint; None where that is not known."""
     try:
         config = json.loads((path / STATE).read_text())["config"]
-        return yaml.safe_load(config or "")["run"]["resume"]
+        return load_yaml(config or "")["run"]["resume"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         return None
 

@@ -12,6 +12,7 @@ import yaml
 
 from components.config.compose.frozen import to_yaml
 from components.config.errors import ConfigError
+from components.config.safe_yaml import load_yaml
 from components.config.schema.checks import raise_all
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig
@@ -34,7 +35,10 @@ def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
         ConfigError: With each key whose change would silently change what the run computes (its batches, its data, its
             seed, its model) and that run.accept_changes does not name.
     """
-    then = _flat(yaml.safe_load(before))
+    try:
+        then = _flat(load_yaml(before))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}: its config cannot be read: {error}") from error
     now = _flat(yaml.safe_load(to_yaml(cfg)))
     changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key) and key not in _OF_THE_START]
     raise_all(
@@ -69,7 +73,7 @@ def _check_adapters(cfg: EvaluateConfig, checkpoint: str) -> None:
     """Weights tell their rank; by what they are scaled, and how they are used, only the config tells."""
     try:
         stored = json.loads((Path(checkpoint).expanduser() / _STATE).read_text())["config"]
-        then = _flat({"peft": asdict(PeftConfig()), **yaml.safe_load(stored)})
+        then = _flat({"peft": asdict(PeftConfig()), **load_yaml(stored)})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return  # whoever loads it says what is wrong with it
     now = _flat({"peft": asdict(cfg.peft)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -56,14 +56,28 @@ def find_safetensors(files: ModelFiles, revision: str | None) -> list[Path]:
             "safetensors, or set model.init=random to start from scratch"
         )
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        named = list(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"{index}: not an index of safetensors files: {error!r}") from error
+    if outside := [name for name in named if not _is_inside(name)]:
+        raise ConfigError(
+            f"{index}: names {outside[0]!r}, but weight files must be named by a path inside the folder; correct the "
+            "index, or do not use a model from this source"
+        )
+    names = sorted(set(named))
     paths = [_find(files, name, revision) for name in names]
     missing = [name for name, path in zip(names, paths, strict=True) if path is None]
     if missing:
         raise ConfigError(f"model.path={files.name_or_folder}: {INDEX_FILE} names {', '.join(missing)}: no such file")
     return [path for path in paths if path is not None]
+
+
+def _is_inside(name: object) -> bool:
+    """Whether a name is a path inside the folder. Links are not followed: files of the hub's cache are links."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _find(files: ModelFiles, name: str, revision: str | None) -> Path | None:

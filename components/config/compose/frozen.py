@@ -14,6 +14,7 @@ from components.config.compose.explain import explain_resolution
 from components.config.compose.texts import literal
 from components.config.compose.typed import typed
 from components.config.errors import ConfigError
+from components.config.safe_yaml import check_expansion, load_yaml
 from components.config.schema.recipes import RecipeConfig
 
 Config = TypeVar("Config", bound=RecipeConfig)
@@ -48,7 +49,7 @@ def read_section(path: Path, name: str, schema: type[Section]) -> Section:
     Raises ConfigError where the file cannot be read, has no such section, or it is none of `schema`.
     """
     try:
-        loaded = yaml.safe_load(path.read_text())
+        loaded = load_yaml(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as the config of a run: {error}") from error
     if not isinstance(loaded, dict) or name not in loaded:
@@ -60,8 +61,12 @@ def read_section(path: Path, name: str, schema: type[Section]) -> Section:
 
 
 def from_yaml(text: str, schema: type[Config]) -> Config:
-    """Return the config that `to_yaml` wrote. Raises ConfigError and what YAML's parser raises."""
-    loaded = OmegaConf.create(text)
+    """Return the config that `to_yaml` wrote. Raises ConfigError and yaml.YAMLError."""
+    check_expansion(text)
+    try:
+        loaded = OmegaConf.create(text)
+    except ValueError as error:
+        raise yaml.YAMLError(str(error)) from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError("not the config of a run: no keys")
     return from_container(loaded, schema)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from components.config.errors import ConfigError
+from components.config.safe_yaml import YamlLimitError, check_expansion
 from components.config.schema.data import DATA_KINDS
 from components.config.schema.recipes import RecipeConfig
 
@@ -65,7 +67,7 @@ def config_folders(
     """Return the folders to search, the one that holds <name>.yaml first.
 
     They are those `before`, this project's conf/, ./conf and the conf/ beside the recipe where they exist, and
-    those `after`. Raises ConfigError where none holds <name>.yaml.
+    those `after`. Raises ConfigError where none holds <name>.yaml, or a file expands without reasonable bound.
     """
     own = [path.resolve() for path in (Path.cwd() / "conf", recipe_dir / "conf") if path.is_dir()]
     folders = list(dict.fromkeys([*before, CONF, *own, *after]))
@@ -73,7 +75,22 @@ def config_folders(
     if main is None:
         places = ", ".join(map(str, folders))
         raise ConfigError(f"{name}.yaml: there is no such config in {places}; add it, or see --config-dir")
+    for folder in folders:
+        if folder != CONF:
+            _check_aliases(folder)
     return tuple(dict.fromkeys([main, *folders]))
+
+
+def _check_aliases(folder: Path) -> None:
+    """Reject a folder one of whose files Hydra could not read in any time; other errors are left to Hydra."""
+    for file in sorted(folder.rglob("*.yaml")):
+        with suppress(OSError, UnicodeDecodeError, YAMLError):
+            text = file.read_text()
+            if "*" in text:
+                try:
+                    check_expansion(text)
+                except YamlLimitError as error:
+                    raise ConfigError(f"{file}: {error}; write the values out, or remove the file") from error
 
 
 def option_groups(folders: Iterable[Path]) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from components.config.errors import EXIT_INVALID
+from components.config.safe_yaml import load_yaml
 from components.launch.failures import describe
 from components.launch.files import read_json
 from components.launch.memory import is_out_of_memory
@@ -200,7 +201,7 @@ def _progress(run_dir: Path) -> str:
 
 def _config(run_dir: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load((run_dir / CONFIG).read_text())
+        config = load_yaml((run_dir / CONFIG).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -1,0 +1,113 @@
+"""YAML that expands without bound: refused within seconds, in every file that is read as YAML."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.config.safe_yaml import YamlLimitError, load_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+LEVELS = ["a: &a [x, x, x, x, x, x, x, x, x, x]"] + [
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+]
+BOMB = "\n".join([*LEVELS, "run: {name: *i, resume: *i}", "peft: *i", "training: {max_steps: *i}"])
+"""A billion values in 600 bytes."""
+
+READERS = """
+import contextlib, sys
+from pathlib import Path
+from components.checkpoint.load import _began_from
+from components.config.compose.frozen import read_frozen, read_section
+from components.config.errors import ConfigError
+from components.config.schema import FinetuneConfig
+from components.config.schema.run import RunConfig
+from components.launch.changes import check_changes
+from components.launch.sweep.rows import _config
+from components.observability.card import model_card
+
+folder = Path(sys.argv[1])
+file = folder / "config.yaml"
+for read in (
+    lambda: read_frozen(file, FinetuneConfig),
+    lambda: read_section(file, "run", RunConfig),
+    lambda: check_changes(file.read_text(), None, str(file)),
+):
+    try:
+        read()
+    except ConfigError as error:
+        print(error)
+print(_config(folder), _began_from(folder), "max_steps" in model_card(folder, {}, "1"))
+"""
+
+
+def limited() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+
+
+def ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder)}
+    return subprocess.run(
+        [sys.executable, *command],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=limited,
+        cwd=folder,
+        env=environment,
+    )
+
+
+def test_an_alias_bomb_in_a_run_directory_is_refused_within_seconds(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(BOMB)
+    (tmp_path / "state.json").write_text(json.dumps({"config": BOMB}))
+    read = ended(["-c", READERS, str(tmp_path)], tmp_path)
+    assert read.returncode == 0, read.stderr
+    *refusals, rest = read.stdout.splitlines()
+    assert len(refusals) == 3
+    for refusal in refusals:
+        assert refusal.startswith(str(tmp_path / "config.yaml"))
+        assert "more than 100,000 values, with its aliases expanded" in refusal
+    assert rest == "{} None False"
+
+
+def test_an_alias_bomb_among_the_options_is_refused_within_seconds(tmp_path: Path) -> None:
+    option = tmp_path / "conf" / "experiment" / "mine.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text(BOMB)
+    read = ended([str(ROOT / "recipes/finetune.py"), "experiment=mine", "cluster.dry_run=true"], tmp_path)
+    assert read.returncode == 2, read.stderr
+    assert f"{option}: more than 100,000 values" in read.stderr
+    assert "Traceback" not in read.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: &a [*a]", "a: &a {b: {c: *a}}", "[" * 101 + "]" * 101, "[" * 100_000, "[" + "1," * 100_000 + "1]"],
+    ids=["itself", "deep inside itself", "nested", "open", "long"],
+)
+def test_what_cannot_be_expanded_is_refused(text: str) -> None:
+    with pytest.raises(YamlLimitError):
+        load_yaml(text)
+
+
+@pytest.mark.parametrize(
+    "text", [f"a: {'9' * 5000}", "a: 2026-99-99", "a: *b", "a: [", "a: \x00", "!!python/name:os.system"]
+)
+def test_every_other_error_is_a_yaml_error(text: str) -> None:
+    with pytest.raises(yaml.YAMLError):
+        load_yaml(text)
+
+
+def test_aliases_within_reason_are_kept() -> None:
+    text = "a: &a {b: 1, c: [x, y]}\nd: [*a, *a]\ne:\n  <<: *a\n  b: &n 2\nf: [*n]\n---\n"
+    assert load_yaml(text.removesuffix("---\n")) == yaml.safe_load(text.removesuffix("---\n"))
+    assert load_yaml("") is None
