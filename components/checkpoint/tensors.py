@@ -71,6 +71,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Tensors) -> 
         NotImplementedError: State that has neither the parameter's shape nor none.
     """
     tensors: Tensors = {}
+    optimizer.state_dict()  # runs the hooks that complete the state: of a skipped step, some is put back late
     for full_name, parameter in parameters.items():
         name = full_name.removeprefix(MODEL)
         for quantity, value in optimizer.state.get(parameter, {}).items():

@@ -7,6 +7,7 @@ router.py     the auxiliary loss of a mixture of experts' routers
 sync.py       re-exports get_sync_ctx (distributed/gradient_sync.py)
 gradients.py  one gradient for the replicas over tp, the norm of all gradients over mixed meshes, clipping
 optim.py      AdamW with decay groups, learning-rate schedules, updates that skip non-finite gradients
+masked_step.py  such an update for any optimizer
 precision.py  the type of matrix products
 kernels.py    what a run attends by, and what float8 changes of its loss
 metrics.py    numbers of a step, read a fixed number of steps later, so that the host never waits

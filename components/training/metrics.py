@@ -43,6 +43,26 @@ class StepMetrics:
         return self.preempt or self.interrupt
 
 
+class HostCopy:
+    """A copy of a device tensor on its way to the host, started at once and read when the device has long passed it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+            tensor = copy
+        self._tensor = tensor
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor on the host, waiting for the copy if it is not there yet."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tensor
+
+
 class StepReader:
     """Hands a step's vector to the host `lag` steps after it was made.
 
@@ -53,7 +73,7 @@ class StepReader:
     def __init__(self, lag: int = 1) -> None:
         self.lag = lag
         self._waited = 0.0  # for steps that were drained: the next step's, as its wait for the one before would be
-        self._pending: deque[tuple[int, torch.Tensor, float, torch.cuda.Event | None]] = deque()
+        self._pending: deque[tuple[int, HostCopy, float]] = deque()
 
     def push(self, step: int, vector: torch.Tensor, began: float, drain: bool = False) -> list[StepMetrics]:
         """Start the copy of `vector` (len(FIELDS),) and return what has arrived: step `step - lag`, if there is one.
@@ -63,15 +83,9 @@ class StepReader:
             drain: Wait for the device and return this step too, before an evaluation or a save. Asked for at every
                 step, it hands out every step: a request to stop reaches the loop whatever is due.
         """
-        event = None
-        if vector.is_cuda:
-            copy = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-            copy.copy_(vector, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            vector = copy
+        copy = HostCopy(vector)
         arrived = [self._pop()] if len(self._pending) == self.lag else []  # here the host waits for the device
-        self._pending.append((step, vector, time.perf_counter() - began + self._waited, event))
+        self._pending.append((step, copy, time.perf_counter() - began + self._waited))
         self._waited = 0.0
         return [*arrived, *self.flush()] if drain else arrived
 
@@ -83,10 +97,8 @@ class StepReader:
         return arrived
 
     def _pop(self) -> StepMetrics:
-        step, vector, seconds, event = self._pending.popleft()
-        if event is not None:
-            event.synchronize()
-        values = dict(zip(FIELDS, vector.tolist(), strict=True))
+        step, copy, seconds = self._pending.popleft()
+        values = dict(zip(FIELDS, copy.read().tolist(), strict=True))
         return StepMetrics(
             step=step,
             loss=values["loss"],

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from components.config.schema.optimizer import OptimizerConfig, Schedule
+from components.training.masked_step import masked_step
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -62,12 +63,23 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig,
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor:
     """Update the weights unless `norm` is not finite; return 1 where the update was skipped, else 0 (a scalar).
 
-    The fused kernel takes the flag on the device, so that neither weights nor moments nor step counters change and the
-    host does not wait. Without the kernel (the meta device) nothing can be masked, and nothing is computed either.
+    The decision is taken on the device and the host does not wait. Adam's fused kernels read it themselves; any other
+    optimizer's weights, moments and step counters are put back by `masked_step`.
     """
     skipped = (~torch.isfinite(norm)).to(torch.float32)
-    if optimizer.param_groups[0]["fused"]:
+    if _reads_the_decision(optimizer):
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
-    optimizer.step()
+        optimizer.step()
+    else:
+        masked_step(optimizer, skipped)
     return skipped
+
+
+def _reads_the_decision(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step by fused kernels leaves everything as it is where `found_inf` is set.
+
+    Not so SGD's: a skipped first step leaves its momentum uninitialized. A subclass may do anything around the kernel.
+    """
+    fused = all(group["fused"] for group in optimizer.param_groups if "fused" in group)
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and fused

@@ -1,0 +1,198 @@
+"""Steps with non-finite gradients leave no trace, whatever the optimizer: compare with one that never saw them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from components import training
+from components.config.schema import OptimizerConfig
+from components.training.optim import step_if_finite
+
+Parameters = Iterable[torch.Tensor]
+
+
+class Homemade(torch.optim.Optimizer):
+    """Holds its state in every way that users' optimizers do: numbers, lists, replaced tensors, values of a group."""
+
+    def __init__(self, params: Parameters, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "calls": 0, "largest": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["calls"] += 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                state["mean"] = 0.9 * state["mean"] + parameter.grad if "mean" in state else parameter.grad.clone()
+                state.setdefault("history", []).append(parameter.grad.clone())
+                state["history"] = state["history"][-2:]
+                group["largest"] = torch.maximum(group["largest"], torch.tensor(float(state["step"])))
+                scale = group["lr"] / (state["step"] + group["calls"])
+                parameter.sub_(scale * (state["mean"] + sum(state["history"])))
+
+
+OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd_momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "sgd_foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=False),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "muon": lambda p: torch.optim.Muon(p, lr=0.1),
+    "homemade": lambda p: Homemade(p, lr=0.1),
+}
+FINITE = (False, True, False, False, True, True, False)
+"""Which steps have finite gradients."""
+
+
+def trained(
+    name: str,
+    build: Callable[[], nn.Module],
+    grad: Callable[[nn.Module, int], None],
+    skips: bool,
+    poisoned: bool = True,
+) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
+    """Take the steps of FINITE with a learning rate of each step's own, or the finite ones alone by a plain step."""
+    model = build()
+    optimizer, skipped = OPTIMIZERS[name](model.parameters()), []
+    for step, finite in enumerate(FINITE):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (step + 1)
+        grad(model, step)
+        if skips:
+            if poisoned and not finite:
+                first = training.gradients.local_part(next(model.parameters()).grad)
+                first.view(-1)[:1] = math.nan if step else math.inf
+            norm = training.gradient_norm(model.parameters())
+            training.clip_gradients(model.parameters(), norm, 1.0)
+            skipped.append(step_if_finite(optimizer, norm).item())
+        elif finite:
+            training.clip_gradients(model.parameters(), training.gradient_norm(model.parameters()), 1.0)
+            optimizer.step()
+    return model, optimizer, skipped
+
+
+def flat_state(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The leaves of the optimizer's state dict, tensors as lists of this rank's values."""
+    leaves, _ = tree_flatten(optimizer.state_dict())
+    return [training.gradients.local_part(leaf).tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def compare(
+    name: str, build: Callable[[], nn.Module], grad: Callable[[nn.Module, int], None], poisoned: bool = True
+) -> list[str]:
+    """Return what skipped steps left behind; `poisoned`: this rank is the one whose gradients are not finite."""
+    expected, reference, _ = trained(name, build, grad, skips=False)
+    model, optimizer, skipped = trained(name, build, grad, skips=True, poisoned=poisoned)
+    problems = [] if skipped == [not finite for finite in FINITE] else [f"{name}: skipped {skipped}"]
+    for (key, got), want in zip(model.named_parameters(), expected.parameters(), strict=True):
+        if not torch.equal(training.gradients.local_part(got), training.gradients.local_part(want)):
+            problems.append(f"{name}: {key} differs")
+    for group in (*optimizer.param_groups, *reference.param_groups):
+        group["lr"] = 0.0
+    if flat_state(optimizer) != flat_state(reference):
+        problems.append(f"{name}: the state is {flat_state(optimizer)}, not {flat_state(reference)}")
+    return problems
+
+
+def matrices() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 5, bias=False))
+
+
+def fill_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_skipped_steps_leave_no_trace(name: str) -> None:
+    problems = compare(name, matrices, fill_gradients)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("name", ["sgd_fused", "adagrad", "homemade"])
+def test_state_that_is_read_after_a_skipped_step_is_that_of_before(name: str) -> None:
+    """A checkpoint reads it there: what a skipped first step created is gone, and a counter is what it was."""
+    model = matrices()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    fresh = flat_state(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    step_if_finite(optimizer, training.gradient_norm(model.parameters()))
+    assert flat_state(optimizer) == fresh
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_state_that_was_loaded_is_not_undone() -> None:
+    model, other = matrices(), matrices()
+    optimizer, source = (OPTIMIZERS["adagrad"](each.parameters()) for each in (model, other))
+    fill_gradients(other, 0)
+    source.step()
+    loaded = source.state_dict()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    step_if_finite(optimizer, training.gradient_norm(model.parameters()))
+    optimizer.load_state_dict(loaded)
+    assert flat_state(optimizer) == flat_state(source)
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "rmsprop", "muon", "adamw_foreach"])
+def test_the_host_does_not_wait(name: str) -> None:
+    """The meta device has no values to wait for: reading one raises."""
+    model = matrices().to("meta")
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        assert step_if_finite(optimizer, training.gradient_norm(model.parameters())).is_meta
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "muon"])
+def test_a_training_step_without_a_fused_kernel_skips(name: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = matrices()
+
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+            hidden = torch.nn.functional.one_hot(input_ids, 4).float() * self.factor
+            return type("Output", (), {"logits": self.layers(hidden)})
+
+        factor = 1.0
+
+    model = Model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    tokens = torch.tensor([[0, 1, 2, 3]])
+    vectors, weights = [], []
+    for factor in (1.0, math.nan, 1.0):
+        model.factor = factor
+        settings = training.StepSettings(torch.device("cpu"))
+        vectors.append(training.train_step(model, [{"input_ids": tokens, "labels": tokens}], optimizer, settings))
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert [bool(vector[training.metrics.FIELDS.index("skipped")]) for vector in vectors] == [False, True, False]
+    assert all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(weights[1], weights[2], strict=True))
+
+
+def test_the_optimizer_of_recipes_needs_no_copies() -> None:
+    """Its kernel takes the decision on the device."""
+    model = matrices()
+    optimizer = training.build_optimizer(model, OptimizerConfig())
+    fill_gradients(model, 0)
+    step_if_finite(optimizer, training.gradient_norm(model.parameters()))
+    assert optimizer.found_inf.item() == 0  # type: ignore[attr-defined]
