@@ -5,4 +5,6 @@ compose.py   Hydra's composition, merged strictly into the schema, then real dat
 validate.py  the rules that need several sections and the number of processes
 shape.py     what decides divisibility in a model (heads, layers, ...), read from files without transformers
 errors.py    ConfigError: a person's mistake
+run_files.py    files of a run directory, written whole and without following links
+metrics_log.py  metrics.jsonl: its checksums, and what is damaged in it
 """

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING
 
 import xxhash
 
+from components.config.run_files import PRIVATE, open_new
 from components.data.tokens import VALUES_AT_ONCE, Tokens
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def write_tokens(file: Path, parts: Iterable[Tokens], told: str) -> None:
             labels.write(part.labels[:].data)
             ends.write((part.stops + written).data)
             written += len(part.ids)
-        with aside.open("wb") as whole:
+        with open_new(aside, PRIVATE) as whole:  # it holds the samples
             _write_whole(whole, {"ends": ("I64", 8, ends), "ids": ("I32", 4, ids), "labels": ("I32", 4, labels)}, told)
             whole.flush()
             os.fsync(whole.fileno())

@@ -15,7 +15,7 @@ from components.launch.context import rank_and_size
 from components.launch.failures import tell_problems
 from components.launch.parts import exchange_text_from_rank_zero
 from components.launch.prepare import Prepared, prepare
-from components.launch.rank import Recipe, die_with, run_here
+from components.launch.rank import Recipe, die_with, restrict_new_files, run_here
 from components.launch.run_directory import RunDirectory
 
 AGENT = "TORCHELASTIC_RUN_ID"
@@ -27,7 +27,6 @@ def run_external(recipe: Recipe) -> int:
 
     Where rank 0 refuses or only answers (`--cfg job`), every rank ends with rank 0's status.
     """
-    os.umask(0o077)  # what a rank writes is its owner's alone
     if AGENT in os.environ:
         die_with(os.getppid())
         if _agent_is_gone():  # before that: it would hold the run directory, and wait for ranks that never come
@@ -64,7 +63,9 @@ def _follow(recipe: Recipe) -> int:
         lock=None,
         attempt=note["attempt"],
     )
-    return run_here(recipe, from_yaml(note["config"], recipe.schema), directory)
+    cfg = from_yaml(note["config"], recipe.schema)
+    restrict_new_files(cfg)
+    return run_here(recipe, cfg, directory)
 
 
 def _agent_is_gone() -> bool:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from components.config.errors import ConfigError
+from components.config.run_files import PRIVATE, read_regular, replace_json
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 LOST_PEER_TYPES = ("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailure")
@@ -112,11 +113,9 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         node=os.environ.get("SLURMD_NODENAME", ""),
     )
     target = error_file(logs, rank)
-    temporary = target.with_suffix(".tmp")
     try:
         with suppress(FileNotFoundError):  # a refused run: another rank has said so, and the directory is gone
-            temporary.write_text(json.dumps(asdict(report)))
-            temporary.replace(target)
+            replace_json(target, asdict(report), PRIVATE)
     except OSError as refused:
         told = f"rank {rank}: {report.type}: {report.message}\n{target} could not be written: {refused}"
         with suppress(OSError):  # the output may go to the same disk
@@ -127,8 +126,11 @@ def read_reports(logs: Path) -> dict[int, Report]:
     """Return the reports of the ranks that have written one, by rank."""
     reports = {}
     for file in logs.glob("rank_*.error.json"):
-        values = json.loads(file.read_text())
-        reports[values["rank"]] = Report(**{**values, "kind": Kind(values["kind"])})
+        try:
+            values = json.loads(read_regular(file))
+            reports[values["rank"]] = Report(**{**values, "kind": Kind(values["kind"])})
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            print(f"{file}: cannot be read: {error!r}", file=sys.stderr, flush=True)
     return reports
 
 

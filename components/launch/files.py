@@ -8,31 +8,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+from components.config.run_files import BY_UMASK, read_regular, replace_json, replace_text
+
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, mode: int = BY_UMASK) -> None:
     """Write a file in one rename, so that nobody reads half of it."""
-    temporary = aside(path)
-    temporary.write_text(text)
-    temporary.replace(path)
+    replace_text(path, text, mode)
 
 
-def aside(path: Path) -> Path:
-    """Where a file is written first: all that a process which is killed at once may leave."""
-    return path.with_name(f".{path.name}.tmp")
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write an object in one rename."""
-    write_text(path, json.dumps(values, indent=2) + "\n")
+def write_json(path: Path, values: dict[str, Any], mode: int = BY_UMASK) -> None:
+    """Write an object as strict JSON in one rename."""
+    replace_json(path, values, mode)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return an object from a file; empty where there is none that can be read."""
     try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError):
+        values = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import IO
 
 from components.config.errors import EXIT_HUNG, EXIT_INVALID
+from components.config.run_files import PRIVATE, open_append
 from components.config.schema.recipes import RecipeConfig
 from components.launch.context import LAUNCHER_PID, WORKER, LocalRank, without_ranks
 from components.launch.failures import (
@@ -142,7 +143,7 @@ class _Ranks:
         if rank == 0:
             yield None
             return
-        with log_file(self.directory.logs, rank).open("ab") as log:
+        with open_append(log_file(self.directory.logs, rank), PRIVATE) as log:
             yield log
 
     def _pass_on(self, number: int) -> None:

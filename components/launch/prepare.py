@@ -12,7 +12,7 @@ from components.config.schema.cluster import ClusterKind
 from components.config.schema.recipes import FinetuneConfig, RecipeConfig
 from components.launch.preflight import problems_before_start
 from components.launch.processes import device_problems, processes_of, visible_gpus
-from components.launch.rank import Recipe
+from components.launch.rank import Recipe, restrict_new_files
 from components.launch.record import start_record
 from components.launch.run_directory import RunDirectory, check_run_directory, open_run_directory
 
@@ -37,7 +37,6 @@ def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
 
     Raises ConfigError with every problem, and SystemExit for an option that Hydra does not know.
     """
-    os.umask(0o077)  # what a run writes is its owner's alone
     gpus = visible_gpus(os.environ)
     notes: list[str] = []
 
@@ -66,6 +65,7 @@ def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
         check_run_directory(cfg, recipe.name)
         _show(recipe, cfg, processes, notes)
         return None
+    restrict_new_files(cfg)
     directory = open_run_directory(cfg, recipe.name)
     directory.freeze(cfg, start_record(recipe.name, recipe.file, processes, directory.attempt))
     if not _submits(cfg):

@@ -17,6 +17,7 @@ from typing import Any
 
 from components.config.compose.frozen import read_frozen
 from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.run_files import PRIVATE, create_marker, open_append
 from components.config.schema.recipes import RecipeConfig
 from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR, WORKER, rank_and_size
 from components.launch.failures import STOOD_STILL, log_file, tell_problems, write_report
@@ -61,7 +62,6 @@ def run_worker(recipe: Recipe) -> int:
         die_with(int(os.environ[LAUNCHER_PID]))
     else:
         keep_stop_signals()
-    os.umask(0o077)
     rank, run_dir = rank_and_size(os.environ)[0], Path(os.environ[RUN_DIR])
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -72,19 +72,21 @@ def run_worker(recipe: Recipe) -> int:
         if isinstance(error, KeyboardInterrupt):
             return
         write_report(logs, rank, error.with_traceback(_from_main(recipe, trace)))
-        with suppress(OSError), log_file(logs, rank).open("a") as log:  # a full disk may be what it tells of
-            traceback.print_exception(error, file=log)
+        with suppress(OSError), open_append(log_file(logs, rank), PRIVATE) as log:  # the disk may be full
+            log.write("".join(traceback.format_exception(error)).encode())
 
     sys.excepthook = record
     try:
-        recipe.main(read_frozen(run_dir / CONFIG, recipe.schema))
+        cfg = read_frozen(run_dir / CONFIG, recipe.schema)
+        restrict_new_files(cfg)
+        recipe.main(cfg)
     except ConfigError as error:
         write_report(logs, rank, error)
         return EXIT_INVALID
     for number in STOP_SIGNALS:  # the run is over: there is nothing left to stop, only an exit status to lose
         signal.signal(number, signal.SIG_IGN)
     if rank == 0 and not by_launcher and read_result(run_dir).get("status") == "preempted":
-        (run_dir / REQUEUE).touch()
+        create_marker(run_dir / REQUEUE)
     return 0
 
 
@@ -118,6 +120,12 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
     return 0
 
 
+def restrict_new_files(cfg: RecipeConfig) -> None:
+    """Let this process create files for its owner only, if the run is private; otherwise the user's umask decides."""
+    if cfg.run.private:
+        os.umask(0o077)
+
+
 def report_hang(error: BaseException) -> None:
     """Keep what is known of a run that stands still, for a thread that ends this rank right after: main cannot raise.
 
@@ -126,8 +134,8 @@ def report_hang(error: BaseException) -> None:
     """
     run_dir, rank = Path(os.environ[RUN_DIR]), int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
-    with suppress(OSError), log_file(logs, rank).open("a") as log:
-        print(error, file=log, flush=True)
+    with suppress(OSError), open_append(log_file(logs, rank), PRIVATE) as log:
+        log.write(f"{error}\n".encode())
         faulthandler.dump_traceback(log)
     write_report(logs, rank, error)
     if WORKER not in os.environ and _first_to_tell(logs):
@@ -153,7 +161,7 @@ def _from_main(recipe: Recipe, trace: TracebackType | None) -> TracebackType | N
 
 def _write_to(log: Path) -> None:
     """Let all output of this process, of its libraries too, go to a file."""
-    with log.open("ab") as file:
+    with open_append(log, PRIVATE) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 

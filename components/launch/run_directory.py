@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import filecmp
 import os
 import shutil
 import sys
@@ -12,16 +12,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.config.compose.frozen import read_frozen, to_yaml
+from components.config.compose.frozen import from_yaml, frozen_text, intact_copy, read_intact
 from components.config.errors import ConfigError
+from components.config.run_files import (
+    PRIVATE,
+    keep_only_file,
+    keep_only_folder,
+    read_regular,
+    replace_bytes,
+    set_aside,
+    temporaries,
+    temporary_of,
+)
 from components.config.schema.recipes import RecipeConfig
 from components.config.schema.run import CONFIG
 from components.launch.changes import check_changes, check_source
-from components.launch.files import aside, read_json, take_lock, write_json, write_text
+from components.launch.files import read_json, take_lock, write_json, write_text
 from components.launch.folders import check_writable, make, make_new, told_by_path
 from components.launch.slurm.jobs import ENDED, GONE, UNKNOWN, job_states
 
 RECORD, RESULT, LOGS, LOCK = "environment.json", "result.json", "logs", ".lock"
+CHECKPOINTS = "checkpoints"
 CODE, SCRIPT, JOB_ID, REQUEUE = "code", "job.sbatch", "job_id", "requeue"
 """Of a Slurm job: its copy of the code, its batch script, its number, and the wish to be started again."""
 OWN_NAMES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_ID}
@@ -60,26 +71,40 @@ class RunDirectory:
             raise ConfigError(f"run.dir={self.path}: cannot be written: {why}; make room, or choose another") from error
 
     def _freeze(self, cfg: RecipeConfig, record: dict[str, Any]) -> None:
+        for left in temporaries(self.path):
+            if not left.is_dir() or left.is_symlink():
+                left.unlink(missing_ok=True)
+        keep_only_folder(self.path / LOGS)
         if self.attempt > 0:
-            before = attempt_logs(self.path, self.attempt - 1)
-            before.mkdir(parents=True, exist_ok=True)
-            for name in (CONFIG, RECORD):
-                if (self.path / name).exists():
-                    shutil.copyfile(self.path / name, before / name)
-            if (self.path / RESULT).exists():
-                (self.path / RESULT).replace(before / RESULT)
+            self._keep_last_attempt()
+        keep_only_file(self.path / REQUEUE)
         (self.path / REQUEUE).unlink(missing_ok=True)
-        write_text(self.path / CONFIG, to_yaml(cfg))
-        write_json(self.path / RECORD, record)
         self.logs.mkdir(parents=True)
-        link = self.path / LOGS / ".latest"
-        link.unlink(missing_ok=True)
-        link.symlink_to(self.logs.name)
-        link.replace(self.path / LOGS / "latest")
+        for folder in (self.path, self.logs):  # a copy of each, should the first be damaged
+            keep_only_file(folder / RECORD)
+            write_text(folder / CONFIG, frozen_text(cfg))
+            write_json(folder / RECORD, record, PRIVATE)
+        try:
+            _point_latest(self.path / LOGS / "latest", self.logs)
+        except OSError as error:  # a convenience for people: never a reason to stop
+            print(f"{self.path / LOGS / 'latest'} does not show this attempt: {error}", file=sys.stderr)
+
+    def _keep_last_attempt(self) -> None:
+        """Move what the attempt before left to its logs."""
+        before = attempt_logs(self.path, self.attempt - 1)
+        keep_only_folder(before, links=False)
+        before.mkdir(parents=True, exist_ok=True)
+        for name in (CONFIG, RECORD):
+            if not os.path.lexists(before / name) and (self.path / name).is_file():
+                replace_bytes(before / name, read_regular(self.path / name), PRIVATE)
+        if os.path.lexists(self.path / RESULT):
+            if os.path.lexists(before / RESULT):
+                set_aside(before / RESULT, "in the way of a newer one")
+            (self.path / RESULT).replace(before / RESULT)
 
     def conclude(self, status: str, error: str) -> None:
         """Write result.json, unless the recipe has written one; say so where the disk does not take it."""
-        if (self.path / RESULT).exists():
+        if (self.path / RESULT).is_file():
             return
         try:
             write_result(self.path, {"status": status, "error": error})
@@ -109,15 +134,20 @@ def write_result(run_dir: Path, values: dict[str, Any]) -> None:
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
-    """Return result.json; empty where there is none yet."""
-    result = run_dir / RESULT
-    return json.loads(result.read_text()) if result.exists() else {}
+    """Return result.json; empty where there is none yet, or none that can be read."""
+    return read_json(run_dir / RESULT)
 
 
 def job_of(run_dir: Path) -> str | None:
     """Return the number of the job that was submitted for a directory; None where there was none."""
-    file = run_dir / JOB_ID
-    return file.read_text().strip() or None if file.exists() else None
+    try:
+        return read_regular(run_dir / JOB_ID).decode(errors="replace").strip() or None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir / JOB_ID}: the number of the run's job cannot be read: {error.strerror}"
+        ) from error
 
 
 def attempt_logs(run_dir: Path, attempt: int) -> Path:
@@ -136,9 +166,12 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
         path, created = (path, make(path)) if cfg.run.dir is not None else make_new(path)
         names = _names(path)
         lock = _lock(path)
-    if CONFIG in names:
+    if names:
         try:
-            _guard(path, cfg, recipe)
+            stored = _stored_config(path)
+            _guard(path, stored, cfg, recipe)
+            with told_by_path(path):
+                stored.restore(path)
         except ConfigError:
             _unlock(lock)
             raise
@@ -155,8 +188,8 @@ def check_run_directory(cfg: RecipeConfig, recipe: str) -> None:
         names = _names(path) if cfg.run.dir is not None and path.is_dir() else set()
         if (path / LOCK).exists():
             _unlock(_lock(path))
-    if CONFIG in names:
-        _guard(path, cfg, recipe)
+    if names:
+        _guard(path, _stored_config(path), cfg, recipe)
 
 
 def _place(cfg: RecipeConfig, recipe: str) -> Path:
@@ -167,11 +200,44 @@ def _place(cfg: RecipeConfig, recipe: str) -> Path:
 
 
 def _names(path: Path) -> set[str]:
-    """What a run directory holds. Raises ConfigError where that is no run."""
-    names = {entry.name for entry in path.iterdir()} - {LOCK, aside(path / CONFIG).name}
-    if names and CONFIG not in names:
-        raise ConfigError(f"run.dir={path}: holds files, but no run; choose another run.dir")
+    """Return the names in a run directory. Raises ConfigError if it holds no run."""
+    ours = {LOCK, *(left.name for left in temporaries(path))}
+    names = {entry.name for entry in path.iterdir()} - ours
+    if names and CONFIG not in names and intact_copy(path) is None:
+        lost = f" ({CONFIG} is missing, and no copy of it is intact)" if names & {LOGS, CHECKPOINTS} else ""
+        raise ConfigError(f"run.dir={path}: holds files, but no run{lost}; choose another run.dir")
     return names
+
+
+@dataclass(frozen=True)
+class _StoredConfig:
+    """The config that a run was started with before."""
+
+    text: str
+    copy: Path | None = None
+    """Where the text comes from if config.yaml is missing or damaged."""
+    why: str = ""
+
+    def restore(self, path: Path) -> None:
+        """Put the copy in the place of config.yaml, and keep what is there."""
+        if self.copy is None:
+            return
+        if os.path.lexists(path / CONFIG):
+            set_aside(path / CONFIG, "damaged")
+        write_text(path / CONFIG, self.text)
+        print(f"{path / CONFIG}: restored from {self.copy}: {self.why}", file=sys.stderr)
+
+
+def _stored_config(path: Path) -> _StoredConfig:
+    """Return config.yaml, or its newest intact copy. Raises ConfigError if there is neither."""
+    try:
+        return _StoredConfig(read_intact(path / CONFIG))
+    except ConfigError as error:
+        found = intact_copy(path)
+        if found is None:
+            raise ConfigError(f"run.dir={path}: {error}; restore it, or choose another run.dir") from error
+        why = "missing" if not os.path.lexists(path / CONFIG) else "it was damaged, or edited by hand"
+        return _StoredConfig(found[1], found[0], why)
 
 
 @contextmanager
@@ -197,12 +263,31 @@ def held(path: Path) -> Iterator[None]:
 
 def _next_attempt(path: Path) -> int:
     numbers = [folder.name.rpartition("_")[2] for folder in (path / LOGS).glob("attempt_*")]
-    return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
+    unseen = 0 if os.path.lexists(path / RESULT) else -1  # an attempt whose logs are gone
+    return max((int(number) for number in numbers if number.isdigit()), default=unseen) + 1
+
+
+def _point_latest(link: Path, logs: Path) -> None:
+    """Let `link` point to the logs of this attempt, whatever is there: a copy with links followed has a folder."""
+    if link.is_dir() and not link.is_symlink():
+        if any(_same_files(link, attempt) for attempt in logs.parent.glob("attempt_*")):
+            shutil.rmtree(link)
+        else:
+            set_aside(link, "a folder of its own")
+    new = temporary_of(link)
+    new.symlink_to(logs.name)
+    new.replace(link)
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    """Whether two folders without subfolders hold the same files with the same contents."""
+    names = sorted(os.listdir(one))
+    return names == sorted(os.listdir(other)) and filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
 
 
 def _lock(path: Path, mend: str = "choose another run.dir") -> int | None:
     """Lock the directory for the life of this process; None where its file system has no locks."""
-    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         has_locks = take_lock(descriptor)
     except OSError as error:
@@ -239,32 +324,42 @@ def _refuse_live_job(path: Path, mend: str = "choose another run.dir") -> str | 
     return None
 
 
-def _guard(path: Path, cfg: RecipeConfig, recipe: str) -> None:
+def _guard(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recipe: str) -> None:
     """Raise ConfigError unless the run in `path` may go on as `cfg`."""
     if doubt := _refuse_live_job(path):
         print(f"{path}: {doubt}; do not start this run twice at once", file=sys.stderr)
-    owner = _recipe_of(path)
-    if owner not in (None, recipe):
-        raise ConfigError(f"run.dir={path}: holds a run of the recipe {owner}, not {recipe}; choose another run.dir")
+    checkpoints = path / CHECKPOINTS
+    if os.path.lexists(checkpoints) and not checkpoints.is_dir():
+        raise ConfigError(f"{checkpoints}: is no directory; move it away, or put the checkpoints back")
+    owners = _recipes_of(path)
+    if owners and recipe not in owners:
+        raise ConfigError(
+            f"run.dir={path}: holds a run of the recipe {owners[0]}, not {recipe}; choose another run.dir"
+        )
     if cfg.run.resume == "never":
-        if any(".tmp" not in folder.name for folder in (path / "checkpoints").glob("step_*")):
+        if any(".tmp" not in folder.name for folder in checkpoints.glob("step_*")):
             raise ConfigError(
                 f"run.resume=never: run.dir={path} holds checkpoints, which a new run would mix with its own; choose "
                 "another run.dir, or remove it"
             )
         return
     try:
-        read_frozen(path / CONFIG, type(cfg))
+        from_yaml(stored.text, type(cfg))
     except ConfigError as error:
         told = "; ".join(error.problems)
         raise ConfigError(
             f"run.dir={path}: its {CONFIG} is of another kind ({told}); choose another run.dir"
         ) from error
-    check_changes((path / CONFIG).read_text(), cfg, f"run.dir={path}")
+    check_changes(stored.text, cfg, f"run.dir={path}")
 
 
-def _recipe_of(path: Path) -> str | None:
-    return read_json(path / RECORD).get("recipe")
+def _recipes_of(path: Path) -> list[str]:
+    """Return the recipes that environment.json and its copies name; a damaged one is reported."""
+    files = [path / RECORD, *sorted((path / LOGS).glob(f"attempt_*/{RECORD}"))]
+    owners = [read_json(file).get("recipe") for file in files]
+    if owners[0] is None and os.path.lexists(path / LOGS):
+        print(f"{files[0]}: is missing or damaged; this start writes a new one", file=sys.stderr)
+    return list(dict.fromkeys(owner for owner in owners if isinstance(owner, str)))
 
 
 def _has_content(entry: Path) -> bool:

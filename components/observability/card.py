@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from components.config.metrics_log import MetricsLog
 from components.config.safe_yaml import load_yaml
 from components.config.secrets import secret_problems
 
@@ -81,8 +81,8 @@ def _of_state(state: Mapping[str, Any], max_steps: int | None) -> dict[str, Any]
 def _of_evaluations(metrics: Path, step: int | None) -> dict[str, Any]:
     """Held-out losses up to the step of the weights: the run may have gone on."""
     found: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError):
-        found = [json.loads(line) for line in metrics.read_text().splitlines()]
+    with suppress(OSError):
+        found = MetricsLog(metrics.parent).read()
     held_out = [each for each in found if "eval_loss" in each and (step is None or each["step"] <= step)]
     told = [f"{each['eval_loss']:.4f} after {each['step']} steps" for each in held_out[:1] + held_out[1:][-1:]]
     return {"held-out loss": ", ".join(told)}

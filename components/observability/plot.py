@@ -6,6 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from components.config.run_files import replacing
+
 
 def plot_losses(metrics: list[dict[str, Any]], file: Path, title: str) -> str | None:
     """Draw training and held-out loss over the optimizer steps; return why nothing was drawn, or None.
@@ -31,5 +33,6 @@ def plot_losses(metrics: list[dict[str, Any]], file: Path, title: str) -> str | 
     axes.set(xlabel="optimizer step", ylabel="loss per target token (nats)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(file, dpi=120)
+    with replacing(file) as picture:
+        figure.savefig(picture, dpi=120, format="png")
     return None

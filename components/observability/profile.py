@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from components.config.run_files import replace_text, temporary_of
 from components.config.schema.logging import ProfileConfig
 
 
@@ -44,7 +45,9 @@ class StepProfile:
         profiler.stop()
         self._files.parent.mkdir(parents=True, exist_ok=True)
         trace, table = self._files.with_suffix(".json"), self._files.with_suffix(".txt")
-        profiler.export_chrome_trace(str(trace))
+        unpublished = temporary_of(trace)
+        profiler.export_chrome_trace(str(unpublished))
+        unpublished.replace(trace)
         by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table.write_text(profiler.key_averages().table(sort_by=by, row_limit=60) + "\n")
+        replace_text(table, profiler.key_averages().table(sort_by=by, row_limit=60) + "\n")
         self._say(f"profile of {self._cfg.steps} steps from the {self._cfg.start}th on: {trace}, {table}")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from components.config.metrics_log import MetricsLog
 from components.config.schema.logging import LoggingConfig
 from components.observability.plot import plot_losses
 from components.observability.result import Result, summary, write_result
@@ -110,7 +108,7 @@ class Reporter:
         width = None if sys.stdout.isatty() else 120  # a log file has no width of its own
         self.console = _Output(quiet=not enabled, highlight=False, soft_wrap=True, width=width)
         self._run_dir, self._plot = Path(run_dir), logging.plot
-        self._metrics = self._run_dir / "metrics.jsonl"
+        self._metrics = MetricsLog(self._run_dir)
         self._wandb = WandbRun(logging.wandb, run_dir, self.console) if enabled else None
         self._progress: Progress | None = None
         if enabled and logging.progress and total_steps and self.console.is_terminal:
@@ -139,17 +137,10 @@ class Reporter:
         self.console.print(text, markup=False)
 
     def continue_from(self, step: int) -> None:
-        """Drop what metrics.jsonl says of later steps: they are done again, and the file stays one curve.
-
-        So is the evaluation of this step, with which an attempt begins.
-        """
-        if self.enabled and self._metrics.exists():
-            told = [(line, json.loads(line)) for line in self._lines()]
-            kept = [line for line, each in told if each["step"] < step + ("eval_loss" not in each)]
-            replacement = self._metrics.with_suffix(".tmp")
-            with _named(replacement):
-                replacement.write_text("".join(f"{line}\n" for line in kept))
-                replacement.replace(self._metrics)
+        """Drop what metrics.jsonl holds of later steps, which are done again, and report what is damaged in it."""
+        if self.enabled:
+            for problem in self._metrics.continue_from(step):
+                self.say(problem)
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
@@ -236,28 +227,11 @@ class Reporter:
 
     def read(self) -> list[dict[str, Any]]:
         """Return everything in metrics.jsonl."""
-        if not self._metrics.exists():
-            return []
-        return [json.loads(line) for line in self._lines()]
-
-    def _lines(self) -> list[str]:
-        """The whole lines: a kill, or a disk that was full, may have cut one short."""
-        return [line for line in self._metrics.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
+        return self._metrics.read()
 
     def _write(self, **values: Any) -> None:
         if not self.enabled:
             return
-        with _named(self._metrics), self._metrics.open("a") as file:
-            file.write(json.dumps(values) + os.linesep)
+        self._metrics.append(values)
         if self._wandb is not None:
             self._wandb.log(values)
-
-
-@contextmanager
-def _named(file: Path) -> Iterator[None]:
-    """Have an error of the disk name the file and the bytes that are free: one in closing a file names nothing."""
-    try:
-        yield
-    except OSError as error:
-        free = shutil.disk_usage(file.parent).free
-        raise OSError(error.errno, f"{error.strerror} ({free:,} bytes are free)", str(file)) from error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+
+from components.config.run_files import replace_json
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,11 +51,8 @@ class Result:
 
 
 def write_result(run_dir: Path, result: Result) -> None:
-    """Write RUN_DIR/result.json in one rename."""
-    target = run_dir / "result.json"
-    temporary = target.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(result), indent=2) + "\n")
-    temporary.replace(target)
+    """Write RUN_DIR/result.json in one rename, as strict JSON."""
+    replace_json(run_dir / "result.json", asdict(result))
 
 
 def summary(result: Result, run_dir: Path) -> str:

@@ -57,6 +57,7 @@ class WandbRun:
     def _start(self, **arguments: Any) -> None:
         import wandb
 
+        Path(arguments["dir"], "wandb").mkdir(mode=0o700, exist_ok=True)  # its files hold host, command, environment
         # save_code would copy the recipe and all uncommitted changes, with whatever secret stands in them.
         settings = wandb.Settings(silent=True, console="off", save_code=False)
         self._run = wandb.init(settings=settings, **arguments)

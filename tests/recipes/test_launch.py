@@ -150,18 +150,24 @@ def test_another_components_beside_the_recipe_is_named(bench: Bench, package: bo
     assert not bench.notes("ran")
 
 
-def test_what_is_written_is_its_owners_alone(bench: Bench) -> None:
+@pytest.mark.parametrize("private", [True, False])
+def test_a_private_run_is_its_owners_alone_and_else_the_umask_decides(private: bool, bench: Bench) -> None:
+    """What holds samples, environment or addresses is the owner's alone either way."""
     bench.write(
         'open(os.path.join(cfg.run.dir, f"by_{RANK}"), "w").close()\nos.makedirs(cfg.run.dir + "/d", exist_ok=True)'
     )
-    done = bench.start(TWO, command=("sh", "-c", 'umask 000; exec "$0" "$@"', sys.executable)).wait()
+    command = ("sh", "-c", 'umask 000; exec "$0" "$@"', sys.executable)
+    done = bench.start(TWO, f"run.private={private}", command=command).wait()
     assert done.status == 0, done.errors
     (run,) = bench.run_directories()
     entries = [bench.folder / "outputs", run.parent, run, *run.rglob("*")]
     assert {entry.name for entry in entries} >= {"by_0", "by_1", "d", "rank_1.log", "config.yaml", "environment.json"}
     for entry in entries:
         if not entry.is_symlink():
-            assert stat.S_IMODE(entry.stat().st_mode) == (0o700 if entry.is_dir() else 0o600), entry
+            always = entry.name in (".lock", "rank_1.log", "environment.json")
+            wanted = 0o700 if private else 0o777
+            wanted = wanted if entry.is_dir() else 0o600 if always else wanted & 0o666
+            assert stat.S_IMODE(entry.stat().st_mode) == wanted, entry
 
 
 def test_two_starts_at_once_get_two_directories(bench: Bench) -> None:

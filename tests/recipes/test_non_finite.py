@@ -76,7 +76,11 @@ def saved_state(bench: Bench, step: int) -> dict[str, Any]:
 
 def grad_norms(bench: Bench) -> dict[int, float]:
     lines = [json.loads(line) for line in (bench.folder / "mine" / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["grad_norm"] for line in lines if "grad_norm" in line}
+    return {
+        line["step"]: float(line.get("nonfinite", line).get("grad_norm", line["grad_norm"]))
+        for line in lines
+        if "grad_norm" in line
+    }
 
 
 def stopped(bench: Bench, done: Done) -> tuple[str, str]:

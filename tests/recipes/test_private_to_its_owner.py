@@ -1,4 +1,4 @@
-"""What a run of two ranks leaves and opens is its owner's alone: no secret in a file, modes, listening sockets.
+"""What a private run of two ranks leaves and opens is its owner's alone: no secret in a file, modes, sockets.
 
 Started by our launcher and by torchrun, with umask 000, a wandb that keeps its files here, a rank that is killed, a
 disk that fails once, a resume, and an export.
@@ -34,7 +34,7 @@ def test_nobody_else_learns_anything(elastic: bool, tmp_path: Path) -> None:
     command = saving_run(tmp_path, "run", elastic)
     replaced = ("checkpoint.export", "logging.wandb.mode")
     command.arguments = [each for each in command.arguments if not each.startswith(replaced)]
-    command.arguments += ["logging.wandb.mode=offline", "checkpoint.export=true"]
+    command.arguments += ["logging.wandb.mode=offline", "checkpoint.export=true", "run.private=true"]
     listening: set[str] = set()
     before = os.umask(0)
     try:

@@ -16,6 +16,7 @@ from components.config.errors import ConfigError
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.launch.failures import write_report
 from components.observability import Reporter
+from tests.unit.full_disk import full_disk
 from tests.unit.test_launch_run_directory import config, end, start
 
 
@@ -85,31 +86,33 @@ def test_a_line_of_metrics_that_was_cut_short_is_dropped(tmp_path: Path) -> None
     assert [line["step"] for line in report.read()] == [0, 1, 1, 2]
     report.continue_from(1)
     report.evaluation(step=1, eval_loss=0.5, tokens=3)  # an attempt begins with it: it is told once
-    told = [(line["step"], *line.keys() - {"step"}) for line in map(json.loads, metrics.read_text().splitlines())]
+    told = [
+        (line["step"], *line.keys() - {"step", "check"}) for line in map(json.loads, metrics.read_text().splitlines())
+    ]
     assert told == [(0, "eval_loss"), (1, "loss"), (1, "eval_loss")]
 
 
 def test_a_disk_that_takes_no_metrics_is_named_with_its_bytes(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     report = Reporter(LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled)), str(tmp_path), enabled=True)
-    with pytest.raises(
-        OSError, match=rf"No space left on device \([\d,]+ bytes are free\): '{tmp_path}/metrics.jsonl'"
+    with (
+        full_disk(),
+        pytest.raises(OSError, match=rf"File too large \([\d,]+ bytes are free\): '{tmp_path}/metrics.jsonl'"),
     ):
         report.evaluation(step=1, eval_loss=0.5, tokens=3)
 
 
 def test_a_report_that_the_disk_does_not_take_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rank_1.error.tmp").symlink_to("/dev/full")
-    write_report(tmp_path, 1, ValueError("what went wrong"))
+    with full_disk():
+        write_report(tmp_path, 1, ValueError("what went wrong"))
     told = capsys.readouterr().err
     assert told.startswith("rank 1: ValueError: what went wrong\n")
-    assert f"{tmp_path}/rank_1.error.json could not be written: [Errno 28]" in told
+    assert f"{tmp_path}/rank_1.error.json could not be written: [Errno 27] File too large" in told
 
 
 def test_a_result_that_the_disk_does_not_take_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = start(config(str(tmp_path / "run")))
-    (directory.path / ".result.json.tmp").symlink_to("/dev/full")
-    directory.conclude("failed", "rank 0: OSError")
+    with full_disk():
+        directory.conclude("failed", "rank 0: OSError")
     told = capsys.readouterr().err
-    assert told.startswith(f"{directory.path}/result.json could not be written: No space left on device (")
+    assert told.startswith(f"{directory.path}/result.json could not be written: File too large (")
     end(directory)

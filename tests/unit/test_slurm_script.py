@@ -197,10 +197,10 @@ def test_a_template_of_ones_own_that_does_not_hold(tmp_path: Path, text: str | b
 def test_a_template_of_ones_own_has_every_variable_that_the_guide_lists(tmp_path: Path) -> None:
     guide = (TEMPLATE.parent / "README.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \|", guide.partition("cluster.template")[2], re.MULTILINE)
-    assert len(listed) == 11
+    assert len(listed) == 12
     file = tmp_path / "mine.j2"
     file.write_text("".join(f"# {{{{ {name} }}}}\n" for name in listed))
-    assert script(ClusterConfig(**SLURM, template=str(file))).count("\n# ") == 10
+    assert script(ClusterConfig(**SLURM, template=str(file))).count("\n# ") == 11
 
 
 def test_setup_lines_are_commands_by_themselves() -> None:

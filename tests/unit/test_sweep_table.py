@@ -17,6 +17,7 @@ from components.launch.sweep.plan import Note, Point, Sweep, locked, write_note
 from components.launch.sweep.report import exit_status, report_now
 from components.launch.sweep.rows import Row, read_rows, state_with_job
 from components.launch.sweep.table import print_table, read_report, to_csv, to_markdown
+from tests.unit.full_disk import full_disk
 
 GIB = 2**30
 CONFIG = """
@@ -116,12 +117,11 @@ def test_a_report_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.
     made = Made(tmp_path / "sweep", ("a",))
     made.ended(0, status="ok")
     assert report_now(made.sweep) == 0
-    (made.sweep.directory / "report.csv").unlink()
-    (made.sweep.directory / "report.csv").mkdir()
     capsys.readouterr()
-    assert report_now(made.sweep) == 1
+    with full_disk():
+        assert report_now(made.sweep) == 1
     told = capsys.readouterr()
-    assert f"{made.sweep.directory}/report.csv: cannot be written: Is a directory; mend that, then: " in told.err
+    assert f"{made.sweep.directory}/report.md: cannot be written: File too large; mend that, then: " in told.err
     assert "0_a" in told.out
     assert "report: " not in told.out
 

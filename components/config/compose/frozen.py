@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -14,11 +16,16 @@ from components.config.compose.explain import explain_resolution
 from components.config.compose.texts import literal
 from components.config.compose.typed import typed
 from components.config.errors import ConfigError
+from components.config.run_files import read_regular
 from components.config.safe_yaml import check_expansion, load_yaml
 from components.config.schema.recipes import RecipeConfig
+from components.config.schema.run import CONFIG
 
 Config = TypeVar("Config", bound=RecipeConfig)
 Section = TypeVar("Section")
+
+_CHECKSUM = "# sha256 of the lines below: "
+"""First line of a frozen config; YAML takes it for a comment."""
 
 
 def from_container(cfg: DictConfig, schema: type[Config]) -> Config:
@@ -33,31 +40,72 @@ def from_container(cfg: DictConfig, schema: type[Config]) -> Config:
 
 
 def read_frozen(path: Path, schema: type[Config]) -> Config:
-    """Return the config that `to_yaml` wrote to `path`, typed and checked again.
+    """Return the config that `frozen_text` or `to_yaml` wrote to `path`, typed and checked again.
 
-    Raises ConfigError where the file cannot be read or is no config of `schema`.
+    Raises ConfigError where the file cannot be read, is damaged or is no config of `schema`.
     """
     try:
-        return from_yaml(path.read_text(), schema)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as the config of a run: {error}") from error
+        return from_yaml(read_intact(path), schema)
+    except yaml.YAMLError as error:
+        raise _unreadable(path, error) from error
 
 
 def read_section(path: Path, name: str, schema: type[Section]) -> Section:
-    """Return one section of what `to_yaml` wrote to `path`, whichever recipe's config it is.
+    """Return one section of a frozen config, whichever recipe's config it is.
 
     Raises ConfigError where the file cannot be read, has no such section, or it is none of `schema`.
     """
     try:
-        loaded = load_yaml(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as the config of a run: {error}") from error
+        loaded = load_yaml(read_intact(path))
+    except yaml.YAMLError as error:
+        raise _unreadable(path, error) from error
     if not isinstance(loaded, dict) or name not in loaded:
         raise ConfigError(f"{path}: the config of this run has no section {name}")
     try:
         return typed(loaded[name], schema)
     except ConfigError as error:
         raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from error
+
+
+def read_intact(path: Path) -> str:
+    """Return the text of a frozen config. Raises ConfigError that names the intact copies if it is not intact."""
+    try:
+        text = read_regular(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
+    if damage := damage_of(text):
+        raise _unreadable(path, damage)
+    return text
+
+
+def damage_of(text: str) -> str:
+    """Return what is wrong with the text of a frozen config, by its checksum; empty if nothing is.
+
+    Versions before the checksum wrote none: there the text must be an object in YAML.
+    """
+    first, _, below = text.partition("\n")
+    if first.startswith(_CHECKSUM):
+        by_hand = "damaged, or edited by hand (then remove its first line, the checksum)"
+        return "" if first.removeprefix(_CHECKSUM) == _digest(below) else by_hand
+    try:
+        return "" if isinstance(load_yaml(text), dict) else "not the config of a run: no keys"
+    except yaml.YAMLError as error:
+        return str(error)
+
+
+def intact_copy(run_dir: Path) -> tuple[Path, str] | None:
+    """Return path and text of the newest intact copy of a run's config: in the logs of an attempt, or a checkpoint."""
+    attempts = sorted((run_dir / "logs").glob(f"attempt_*/{CONFIG}"), key=_number, reverse=True)
+    states = sorted((run_dir / "checkpoints").glob("step_*/state.json"), key=_number, reverse=True)
+    for path in (*attempts, *states):
+        try:
+            content = read_regular(path).decode()
+            text = content if path.name == CONFIG else json.loads(content)["config"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            continue
+        if isinstance(text, str) and not damage_of(text):
+            return path, text
+    return None
 
 
 def from_yaml(text: str, schema: type[Config]) -> Config:
@@ -75,3 +123,25 @@ def from_yaml(text: str, schema: type[Config]) -> Config:
 def to_yaml(cfg: RecipeConfig) -> str:
     """Return the whole config as YAML, every value stated."""
     return OmegaConf.to_yaml(OmegaConf.create(literal(asdict(cfg))))
+
+
+def frozen_text(cfg: RecipeConfig) -> str:
+    """Return the text of a run's config.yaml: a checksum, so that damage is noticed, and `to_yaml`."""
+    text = to_yaml(cfg)
+    return f"{_CHECKSUM}{_digest(text)}\n{text}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _number(path: Path) -> tuple[int, str]:
+    """Sort key: the number in the folder's name."""
+    digits = path.parent.name.partition("_")[2].partition(".")[0]
+    return (int(digits) if digits.isdigit() else -1, path.parent.name)
+
+
+def _unreadable(path: Path, why: object) -> ConfigError:
+    copy = intact_copy(path.parent)
+    told = f"an intact copy is in {copy[0]}" if copy else "no copy in logs/attempt_N or checkpoints/step_N is intact"
+    return ConfigError(f"{path}: cannot be read as the config of a run: {why}; {told}")

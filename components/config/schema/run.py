@@ -42,6 +42,9 @@ class RunConfig:
     """Seed of initialisation, sample order and dropout."""
     resume: str = "auto"
     """auto: continue the newest complete checkpoint of run.dir; never: start over; or a checkpoint's path."""
+    private: bool = False
+    """New files are for their owner only (umask 077); false: the user's umask decides. Either way only the owner reads
+    what holds samples, the environment or addresses of ranks: logs, environment.json, job.sbatch."""
     accept_changes: list[str] = field(default_factory=list)
     """Keys, or `data` as a whole, that may differ from what the run began with although that makes it another run."""
 

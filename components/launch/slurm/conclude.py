@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from components.config.errors import EXIT_HUNG, EXIT_INVALID
+from components.config.run_files import create_marker
 from components.launch.failures import (
     Exit,
     Failure,
@@ -44,7 +45,7 @@ def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> in
         return 0 if result["status"] in ("preempted", "interrupted") or status == STOPPED_EARLY else status
     if status == STOPPED_EARLY or _agents_were_stopped(logs):
         write_result(run_dir, {"status": "preempted", "error": "stopped before it began"})
-        (run_dir / REQUEUE).touch()
+        create_marker(run_dir / REQUEUE)
         return 0
     if status:
         told = f"srun ended with status {status} and no rank said why; see job.log and {logs}"

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from components.config.run_files import create_marker
 from components.launch.processes import visible_gpus
 from components.launch.run_directory import REQUEUE
 
@@ -22,7 +23,7 @@ def main() -> int:
     """Print a line per problem of this node; return 1 where there is one."""
     run_dir, gpus = Path(sys.argv[1]), int(sys.argv[2])
     # Asked to stop already: there is nothing to save, the batch script only has to see the marker.
-    signal.signal(signal.SIGUSR2, lambda number, frame: (run_dir / REQUEUE).touch())
+    signal.signal(signal.SIGUSR2, lambda number, frame: create_marker(run_dir / REQUEUE))
     problems = [*_folder_problems(run_dir), *_gpu_problems(gpus), *_memory_problems()]
     for problem in problems:
         print(f"node {socket.gethostname()}: {problem}", file=sys.stderr, flush=True)

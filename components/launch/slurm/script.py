@@ -33,6 +33,8 @@ class Job:
     recipe: Path
     folder: Path
     """Where the command was typed: relative paths mean what they meant there."""
+    private: bool = False
+    """run.private: what the job writes is for its owner only."""
 
 
 def render(job: Job) -> str:
@@ -95,6 +97,7 @@ def _values(job: Job) -> dict[str, Any]:
         "cluster": cluster,
         "env": {**cluster.network_env, **cluster.env},
         "run_dir": job.run_dir,
+        "private": job.private,
         "attempt": job.attempt,
         "code": job.code,
         "recipe": job.recipe,

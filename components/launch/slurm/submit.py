@@ -7,7 +7,9 @@ import shlex
 from pathlib import Path
 
 from components.config.errors import ConfigError
+from components.config.run_files import PRIVATE, open_append
 from components.config.schema.recipes import RecipeConfig
+from components.launch.files import write_text
 from components.launch.prepare import Prepared
 from components.launch.rank import Recipe
 from components.launch.run_directory import CODE, JOB_ID, LOGS, SCRIPT
@@ -26,7 +28,8 @@ def submit(recipe: Recipe, prepared: Prepared) -> int:
     code, script = directory.path / CODE, directory.path / SCRIPT
     try:
         files = take_snapshot(recipe.file, code) if cfg.cluster.snapshot else 0
-        script.write_text(render(_job(recipe, cfg, directory.path, directory.attempt)))
+        write_text(script, render(_job(recipe, cfg, directory.path, directory.attempt)), PRIVATE)
+        open_append(directory.path / LOGS / "job.log", PRIVATE).close()  # Slurm appends to it
         answer = ask(["sbatch", "--parsable", str(script)])
         if answer.status:
             raise ConfigError(refusal(answer.errors.splitlines(), cfg.cluster))
@@ -37,7 +40,7 @@ def submit(recipe: Recipe, prepared: Prepared) -> int:
         directory.discard(str(error))
         raise ConfigError(f"run.dir={directory.path}: cannot be written: {error}; choose another run.dir") from error
     job = answer.output.partition(";")[0]
-    (directory.path / JOB_ID).write_text(f"{job}\n")
+    write_text(directory.path / JOB_ID, f"{job}\n")
     _tell(prepared, job, files)
     return 0
 
@@ -57,6 +60,7 @@ def _job(recipe: Recipe, cfg: RecipeConfig, run_dir: Path, attempt: int) -> Job:
         name=cfg.run.name or recipe.name,
         run_dir=run_dir,
         attempt=attempt,
+        private=cfg.run.private,
         code=run_dir / CODE if copied else PROJECT,
         recipe=place_of_copy(recipe.file, run_dir / CODE) if copied else recipe.file,
         folder=Path.cwd(),

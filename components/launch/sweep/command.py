@@ -33,7 +33,6 @@ def run_sweep(recipe: Recipe) -> int:
     0: every point is ok or submitted; 1: one is not, or losses disagree; 130: stopped by Ctrl-C. Raises ConfigError
     for a mistake that no point can do without, before anything is written.
     """
-    os.umask(0o077)  # what a sweep writes is its owner's alone
     request = expand_sweep(recipe.name, recipe.schema, recipe.file.parent)
     if request.shown:
         return _show_configs(recipe, request)
@@ -57,6 +56,8 @@ def run_sweep(recipe: Recipe) -> int:
     )
     if any(cfg is not None and cfg.cluster.dry_run for cfg in configs):
         return _dry_run(sweep, configs, problems)
+    if any(cfg is not None and cfg.run.private for cfg in configs):
+        os.umask(0o077)
     _make(sweep)
     print(f"sweep {sweep.directory}: {len(points)} points", flush=True)
     return run_points(sweep, points)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config.errors import ConfigError
+from components.config.run_files import PRIVATE
 from components.launch.files import read_json, take_lock, write_json
 
 PLAN, NOTES, LOCK = "sweep.json", "points", ".lock"
@@ -110,7 +111,8 @@ class Note:
 def write_note(sweep: Sweep, point: Point, note: Note) -> None:
     """Write SWEEP/points/N.json."""
     (sweep.directory / NOTES).mkdir(exist_ok=True)
-    write_json(sweep.directory / NOTES / f"{point.number}.json", {**asdict(note), "point": point.name})
+    values = {**asdict(note), "point": point.name}
+    write_json(sweep.directory / NOTES / f"{point.number}.json", values, PRIVATE)
 
 
 def read_note(sweep: Sweep, point: Point) -> Note | None:
@@ -147,7 +149,7 @@ def locked(directory: Path) -> Iterator[None]:
     Raises ConfigError where another process holds it, and where the folder cannot be written.
     """
     try:
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"{directory}: cannot be written: {why}; mend that, or start a sweep elsewhere") from error

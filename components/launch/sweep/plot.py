@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
-from components.launch.sweep.rows import METRICS, Row
+from components.config.metrics_log import MetricsLog
+from components.config.run_files import replacing
+from components.launch.sweep.rows import Row
 from components.launch.sweep.table import Report
 
 
@@ -35,13 +36,11 @@ def plot_report(report: Report, file: Path) -> str | None:
     curves.set(xlabel="optimizer step", ylabel="loss per target token (nats)")
     curves.grid(alpha=0.3)
     curves.legend(fontsize="small")
-    figure.savefig(file, dpi=120)
+    with replacing(file) as picture:
+        figure.savefig(picture, dpi=120, format="png")
     return None
 
 
 def _curve(row: Row, report: Report) -> tuple[list[int], list[float]]:
-    metrics = report.sweep.run_dir(row.point) / METRICS
-    written = metrics.read_text().splitlines() if metrics.exists() else []
-    lines = [json.loads(line) for line in written if line.endswith("}")]  # a kill may have cut the last one short
-    points = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    return [step for step, _ in points], [loss for _, loss in points]
+    lines = [line for line in MetricsLog(report.sweep.run_dir(row.point)).read() if "loss" in line]
+    return [line["step"] for line in lines], [line["loss"] for line in lines]

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from components.config.compose.sources import CONF
+from components.launch.files import write_text
 from components.launch.sweep.plan import Sweep, is_running
 from components.launch.sweep.rows import ALIVE, NOT_BAD
 from components.launch.sweep.table import Report, print_table, read_report, to_csv, to_markdown
@@ -33,7 +34,7 @@ def report_now(sweep: Sweep) -> int:
         print(why_not)
     try:
         for name, text in (("report.md", to_markdown(report)), ("report.csv", to_csv(report))):
-            (sweep.directory / name).write_text(text)
+            write_text(sweep.directory / name, text)
         print(f"report: {sweep.directory / 'report.md'}", flush=True)
     except OSError as error:
         file, why = error.filename or sweep.directory, error.strerror or error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import yaml
 
 from components.config.errors import EXIT_INVALID
+from components.config.metrics_log import MetricsLog
+from components.config.run_files import read_regular
 from components.config.safe_yaml import load_yaml
 from components.launch.failures import describe
 from components.launch.files import read_json
@@ -29,7 +30,6 @@ ALIVE = ("running", "submitted")
 """States of points that have not ended."""
 NOT_BAD = ("ok", *ALIVE)
 """States of points that need nobody's attention."""
-METRICS = "metrics.jsonl"
 
 
 @dataclass(slots=True)
@@ -185,23 +185,18 @@ def _is_older(result: Path, note: Note) -> bool:
 def _progress(run_dir: Path) -> str:
     """How far a run is, by the last line of its metrics."""
     try:
-        lines = (run_dir / METRICS).read_text().splitlines()
+        steps = [line for line in MetricsLog(run_dir).read() if "loss" in line]
     except OSError:
         return "no step yet"
-    for line in reversed(lines):
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue  # half a line
-        if "loss" in values:
-            speed = values.get("tokens_per_second", math.nan)
-            return f"step {values['step']}, loss {values['loss']:.4f}, {speed:,.0f} tokens/s"
-    return "no step yet"
+    if not steps:
+        return "no step yet"
+    speed = steps[-1].get("tokens_per_second", math.nan)
+    return f"step {steps[-1]['step']}, loss {steps[-1]['loss']:.4f}, {speed:,.0f} tokens/s"
 
 
 def _config(run_dir: Path) -> dict[str, Any]:
     try:
-        config = load_yaml((run_dir / CONFIG).read_text())
+        config = load_yaml(read_regular(run_dir / CONFIG).decode())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return config if isinstance(config, dict) else {}

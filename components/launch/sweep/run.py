@@ -14,6 +14,7 @@ from pathlib import Path
 
 from components.config.compose.sweep import override_of
 from components.config.errors import ConfigError
+from components.config.run_files import PRIVATE, open_append
 from components.config.schema.checks import raise_all
 from components.launch.context import without_ranks
 from components.launch.local import POLL, signals_kept
@@ -70,7 +71,8 @@ def retry(sweep: Sweep, states: Sequence[str]) -> int:
         raise ConfigError(f"--retry {','.join(unknown)}: no such state; there are: {', '.join(may_retry)}")
     if is_running(sweep.directory):
         raise ConfigError(f"{sweep.directory}: this sweep is still running; wait for it, or stop it first")
-    os.umask(0o077)
+    if not sweep.directory.stat().st_mode & 0o077:  # begun with run.private=true
+        os.umask(0o077)
     wanted = states or [state for state in may_retry if state not in NOT_BAD]
     points = [row.point for row in read_rows(sweep) if row.state in wanted]
     if not points:
@@ -103,7 +105,7 @@ def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
     """Run a point to its end, note how it ended, and return the signals that it was sent."""
     began, killed_before = time.time(), killed_for_memory()
     write_note(sweep, point, Note(began))
-    with sweep.log(point).open("ab") as log:
+    with open_append(sweep.log(point), PRIVATE) as log:
         said_from = log.tell()
         launcher = os.getpid()
         process = subprocess.Popen(

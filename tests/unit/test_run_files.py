@@ -1,0 +1,214 @@
+"""Files of a run directory: copies of it resume, damage is healed or refused, planted links are not written through."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from components.config.compose.frozen import read_frozen
+from components.config.errors import ConfigError
+from components.config.schema import FinetuneConfig
+from components.config.schema.logging import LoggingConfig
+from components.launch.failures import read_reports, write_report
+from components.launch.run_directory import RunDirectory
+from components.observability import Reporter, Result
+from tests.unit.test_launch_run_directory import config, end, start
+
+
+@contextmanager
+def umask(value: int) -> Iterator[None]:
+    before = os.umask(value)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def started(path: Path) -> RunDirectory:
+    directory = start(config(str(path)))
+    end(directory)
+    return directory
+
+
+def test_a_copy_with_links_followed_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `cp -rL`, `scp -r` and `aws s3 sync` make it: logs/latest is a folder there."""
+    first = started(tmp_path / "run")
+    (first.logs / "rank_1.log").write_text("a line")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False)
+    latest = tmp_path / "copy" / "logs" / "latest"
+    assert latest.is_dir()
+    assert not latest.is_symlink()
+    second = started(tmp_path / "copy")
+    assert latest.is_symlink()
+    assert latest.resolve() == second.logs
+    assert sorted(os.listdir(latest.parent)) == ["attempt_0", "attempt_1", "latest"]
+    assert (first.logs / "rank_1.log").read_text() == "a line"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_folder_of_its_own_at_latest_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = started(tmp_path / "run").path / "logs"
+    (logs / "latest").unlink()
+    (logs / "latest").mkdir()
+    (logs / "latest" / "notes").write_text("mine")
+    second = started(tmp_path / "run")
+    assert (logs / "latest").resolve() == second.logs
+    assert (logs / "latest.damaged" / "notes").read_text() == "mine"
+    assert "latest: is a folder of its own; moved to latest.damaged" in capsys.readouterr().err
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    place = data.index(b"seed: 42") + len(b"seed: 4")
+    data[place] ^= 1  # 42 becomes 43
+    path.write_bytes(data)
+
+
+def link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "flipped": flip,
+    "not UTF-8": lambda path: path.write_bytes(b"\xff" + path.read_bytes()),
+    "a folder": folder,
+    "a link to what never ends": link,
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_config_is_restored_from_its_copy(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = started(tmp_path / "run")
+    DAMAGE[kind](first.path / "config.yaml")
+    second = start(config(str(tmp_path / "run")))
+    told = capsys.readouterr().err
+    assert f"{first.path}/config.yaml: restored from {first.logs}/config.yaml" in told
+    assert second.attempt == 1
+    assert read_frozen(second.path / "config.yaml", FinetuneConfig).run.seed == 42
+    assert os.path.lexists(second.path / "config.yaml.damaged") == (kind != "missing")
+    end(second)
+
+
+def test_a_config_is_restored_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = started(tmp_path / "run")
+    text = (first.path / "config.yaml").read_text()
+    for step, written in ((9, "seed: 3"), (10, text)):
+        (first.path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (first.path / "checkpoints" / f"step_{step}" / "state.json").write_text(json.dumps({"config": written}))
+    shutil.rmtree(first.path / "logs")
+    (first.path / "config.yaml").unlink()
+    end(start(config(str(tmp_path / "run"))))
+    assert f"restored from {first.path}/checkpoints/step_10/state.json: missing" in capsys.readouterr().err
+
+
+def test_a_config_without_an_intact_copy_is_refused_by_name(tmp_path: Path) -> None:
+    first = started(tmp_path / "run")
+    for path in (first.path / "config.yaml", first.logs / "config.yaml"):
+        flip(path)
+    with pytest.raises(ConfigError, match=r"config.yaml: .*damaged.*no copy in logs/attempt_N or checkpoints/step_N"):
+        start(config(str(tmp_path / "run")))
+    (first.path / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"no run \(config.yaml is missing, and no copy of it is intact\)"):
+        start(config(str(tmp_path / "run")))
+
+
+def test_a_rank_refuses_a_damaged_config_and_names_the_copy(tmp_path: Path) -> None:
+    first = started(tmp_path / "run")
+    flip(first.path / "config.yaml")
+    with pytest.raises(ConfigError, match=rf"an intact copy is in {first.logs}/config.yaml"):
+        read_frozen(first.path / "config.yaml", FinetuneConfig)
+
+
+@pytest.mark.parametrize("name", ["environment.json", "result.json", "logs", "logs/attempt_0"])
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_what_is_no_state_never_stops_a_run(name: str, kind: str, tmp_path: Path) -> None:
+    first = started(tmp_path / "run")
+    path = first.path / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    (tmp_path / "elsewhere").mkdir()
+    {
+        "file": lambda: path.write_bytes(b"\xff{"),
+        "folder": path.mkdir,
+        "link": lambda: path.symlink_to(tmp_path / "elsewhere"),
+    }[kind]()
+    second = started(tmp_path / "run")
+    second.conclude("failed", "boom")
+    assert json.loads((second.path / "result.json").read_text()) == {"status": "failed", "error": "boom"}
+    assert json.loads((second.path / "environment.json").read_text()) == {"recipe": "finetune"}
+    assert (second.logs / "config.yaml").is_file()
+
+
+def test_checkpoints_that_are_no_folder_are_refused(tmp_path: Path) -> None:
+    first = started(tmp_path / "run")
+    (first.path / "checkpoints").write_text("")
+    with pytest.raises(ConfigError, match="checkpoints: is no directory; move it away"):
+        start(config(str(tmp_path / "run")))
+
+
+NAMES = (
+    *(".config.yaml.tmp", ".environment.json.tmp", "environment.json", "metrics.tmp", "metrics.jsonl", "result.tmp"),
+    *(".result.json.tmp", "result.json", "loss.png", "logs/attempt_1/rank_1.error.tmp", "logs/attempt_1/rank_1.log"),
+)
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_planted_links_are_not_written_through(dangling: bool, tmp_path: Path) -> None:
+    """Everything a start and a report write, with a link to somebody's file planted at each name before."""
+    target = tmp_path / "precious"
+    run = started(tmp_path / "run").path
+    if not dangling:
+        target.write_text("keep")
+    for name in NAMES[:-2]:
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(target)
+    directory = start(config(str(run)))
+    for name in NAMES[-2:]:
+        (run / name).symlink_to(target)
+    report = Reporter(LoggingConfig(), str(run), enabled=True)
+    report.continue_from(0)
+    report.evaluation(step=0, eval_loss=2.0, tokens=3)
+    report.finish(Result(status="ok", steps=0, mesh="", processes=1, wall_seconds=1.0, peak_memory_bytes=1))
+    write_report(directory.logs, 1, ValueError("boom"))
+    assert read_reports(directory.logs)[1].message == "boom"
+    assert json.loads((run / "result.json").read_text())["status"] == "ok"
+    assert [line["eval_loss"] for line in report.read()] == [2.0]
+    assert target.exists() != dangling
+    assert dangling or target.read_text() == "keep"
+    end(directory)
+
+
+@pytest.mark.parametrize(("mask", "files", "folders"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_modes_follow_the_umask_but_for_what_holds_data(mask: int, files: int, folders: int, tmp_path: Path) -> None:
+    with umask(mask):
+        directory = start(config(str(tmp_path / "run")))
+        Reporter(LoggingConfig(), str(directory.path), enabled=True).evaluation(step=0, eval_loss=2.0, tokens=3)
+        write_report(directory.logs, 1, ValueError("a sample"))
+        end(directory)
+    private = {"environment.json", "rank_1.error.json", ".lock"}
+    seen = set()
+    for entry in [directory.path, *directory.path.rglob("*")]:
+        if not entry.is_symlink():
+            wanted = folders if entry.is_dir() else 0o600 if entry.name in private else files
+            assert stat.S_IMODE(entry.stat().st_mode) == wanted, entry
+            seen.add(entry.name)
+    assert seen >= {*private, "config.yaml", "metrics.jsonl"}
