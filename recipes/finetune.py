@@ -83,6 +83,7 @@ def main(cfg: FinetuneConfig) -> None:
         saved = checkpoint.load_checkpoint(found, model, optimizer)
         state = training.TrainState.from_dict(saved["state"])
         batches.load_state_dict(saved["data"], cfg.run.accept_changes)
+    state.optimizer = type(optimizer).__name__
     resumed_at = state.step
 
     def save(mark: checkpoint.Mark, last: bool = False) -> None:

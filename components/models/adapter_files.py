@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig
 from components.models.gather import WRITER, gathered_tensors, told_by_writer, writer_rank
@@ -89,7 +90,7 @@ def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConf
     so_called = {name for name, _ in twin.named_modules() if name.rpartition(".")[2] in leaves}
     return LoraConfig(
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base.path,
+        base_model_name_or_path=base_name(base),
         revision=base.revision,
         r=peft.rank,
         lora_alpha=peft.alpha,  # type: ignore[arg-type] # whole in peft's annotation, any number in its formula
@@ -100,6 +101,19 @@ def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConf
         fan_in_fan_out=not any(isinstance(twin.get_submodule(name), nn.Linear) for name in layers),
         inference_mode=True,
     )
+
+
+def base_name(base: ModelConfig) -> str | None:
+    """Return what PEFT can open as the base model: a hub name or an absolute folder; else a sentence that says why not.
+
+    PEFT repeats it where it fails to open the base model. None: the model was made from scratch.
+    """
+    if base.path is None:
+        return None
+    files = locate(base.path)
+    if files.gguf_file:
+        return f"{base.path} (a GGUF file, which PEFT cannot open by itself: load the base model first)"
+    return files.name_or_folder
 
 
 class Merge:

@@ -23,13 +23,13 @@ def model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str) -> str:
 
     Args:
         run_dir: With config.yaml, environment.json and metrics.jsonl; of metrics, steps up to the state's count.
-        state: Counters of the training at the weights: step, tokens, skipped, first_loss, last_loss.
+        state: Counters of the training at the weights: step, tokens, skipped, first_loss, last_loss, optimizer.
         mesh: The mesh that the weights were trained on.
     """
     run_dir = Path(run_dir)
     config, record = _read(run_dir / "config.yaml"), _read(run_dir / "environment.json")
     rows = {
-        **_of_config(config),
+        **_of_config(config, state.get("optimizer")),
         **_of_state(state, _get(config, "training", "max_steps")),
         **_of_evaluations(run_dir / "metrics.jsonl", state.get("step")),
         "mesh": mesh,
@@ -43,7 +43,7 @@ def model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str) -> str:
     return "\n".join(lines)
 
 
-def _of_config(config: dict[str, Any]) -> dict[str, Any]:
+def _of_config(config: dict[str, Any], optimizer_class: str | None) -> dict[str, Any]:
     model, data, training, optimizer = (_get(config, name) or {} for name in ("model", "data", "training", "optimizer"))
     base = model.get("path") or f"none: {_get(model, 'config', 'model_type')} from scratch"
     if model.get("path") and model.get("init") == "random":
@@ -51,14 +51,15 @@ def _of_config(config: dict[str, Any]) -> dict[str, Any]:
     source = [data.get("kind"), data.get("path"), data.get("subset"), data.get("split"), data.get("revision")]
     sizes = [training.get("global_batch_size"), training.get("seq_len")]
     counted = "packed rows" if data.get("pack") else "sequences"
-    schedule = [
+    used = [optimizer_class] if optimizer_class else []
+    used += [
         f"{key} {optimizer[key]}" for key in ("lr", "schedule", "warmup_steps", "weight_decay") if key in optimizer
     ]
     return {
         "base model": " at revision ".join(str(part) for part in (base, model.get("revision")) if part),
         "data": ", ".join(str(part) for part in source if part),
         "batch": None if None in sizes else f"{sizes[0]} {counted} a step, up to {sizes[1]} tokens each",
-        "optimizer": f"AdamW, {', '.join(schedule)}" if schedule else None,
+        "optimizer": ", ".join(used),
         "types": f"parameters {model.get('dtype')}, computed in {model.get('compute_dtype')}" if model else None,
         "seed": _get(config, "run", "seed"),
     }

@@ -9,7 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
+from components.config.safe_yaml import load_yaml
 from components.config.schema.logging import WandbConfig, WandbMode
+from components.config.schema.run import CONFIG
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class WandbRun:
             entity=config.entity,
             tags=config.tags,
             group=config.group,
+            config=_frozen_config(folder),
         )
 
     def log(self, values: dict[str, Any]) -> None:
@@ -70,3 +73,9 @@ class WandbRun:
             self._run = None
             logger.debug("wandb failed", exc_info=True)
             self._console.print(f"wandb is off from here on: {type(error).__name__}: {error}", markup=False)
+
+
+def _frozen_config(run_dir: Path) -> dict[str, Any]:
+    """Return the run's config.yaml; it holds no secrets, because a config that does is refused before it is written."""
+    file = run_dir / CONFIG
+    return load_yaml(file.read_text()) if file.is_file() else {}

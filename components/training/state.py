@@ -36,6 +36,8 @@ class TrainState:
     """Loss of the last step that was read."""
     first_eval_loss: float | None = None
     """Held-out loss before the first step; None: not known."""
+    optimizer: str | None = None
+    """Class of the optimizer that ran, for the model card; None in checkpoints of earlier versions."""
 
     def begin(self, eval_loss: float) -> None:
         """Take the held-out loss with which an attempt begins: the run's first, unless it goes on."""

@@ -43,7 +43,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [("mixtral", EP2), ("tied", FSDP2)],
 }
 SHARD = 30_000
-STATE = {"step": 3, "tokens": 12345, "skipped": 0, "first_loss": 5.5, "last_loss": 4.25}
+STATE = {"step": 3, "optimizer": "SGD", "tokens": 12345, "skipped": 0, "first_loss": 5.5, "last_loss": 4.25}
 
 
 def run_config(run_dir: Path, name: str, **model: Any) -> FinetuneConfig:
@@ -157,6 +157,7 @@ def test_the_card_says_how_it_was_trained_and_no_secret(plain: Path, tmp_path: P
     card = (tmp_path / "out" / "README.md").read_text()
     for said in (
         "| base model | none: llama from scratch |",
+        "| optimizer | SGD, lr ",
         "| target tokens | 12,345 |",
         "| loss | 5.5000 in the first step, 4.2500 in the last |",
         "| held-out loss | 6.0000 after 0 steps, 4.0000 after 2 steps |",  # step 4 came after these weights

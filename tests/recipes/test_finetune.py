@@ -109,6 +109,7 @@ def test_the_export_is_a_model_of_transformers(alone: tuple[Path, str]) -> None:
         [sys.executable, "-c", script, str(alone[0] / "export")],
         capture_output=True, text=True, timeout=120, cwd="/", check=True,
     )  # fmt: skip
+    assert "| optimizer | AdamW, lr " in (alone[0] / "export" / "README.md").read_text()
     generated, ours_was_there = json.loads(ran.stdout.strip().splitlines()[-1])
     assert 1 <= generated <= 4
     assert not ours_was_there
@@ -173,7 +174,18 @@ def test_a_copied_recipe_runs_from_anywhere(tmp_path: Path) -> None:
 def test_wandb_offline_needs_no_account_and_a_failing_one_stops_nothing(tmp_path: Path) -> None:
     short = (*TINY, "training.max_steps=2", "checkpoint.export=false", "generation.samples=0", "parallelism=single")
     run("finetune.py", *short, f"run.dir={tmp_path}/offline", "logging.wandb.mode=offline", cwd=tmp_path)
-    assert list((tmp_path / "offline" / "wandb").glob("offline-run-*-offline"))
+    (stored,) = (tmp_path / "offline" / "wandb").glob("offline-run-*-offline/*.wandb")
+    sections = ("training", "optimizer", "parallelism", "model", "data", "cluster", "run")
+    keys = (
+        "global_batch_size",
+        "weight_decay",
+        "sequence_parallel",
+        "attention",
+        "eval_fraction",
+        "collective_timeout",
+    )
+    # The records are framed in blocks of 32 KiB, which may cut one name in two.
+    assert sum(name.encode() in stored.read_bytes() for name in (*sections, *keys)) >= len(sections) + len(keys) - 1
     output = run("finetune.py", *short, f"run.dir={tmp_path}/online", "logging.wandb.mode=online", cwd=tmp_path)
     assert "wandb is off from here on" in output  # no account, no network
     assert result(tmp_path / "online")["status"] == "ok"

@@ -18,6 +18,7 @@ from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
 from components.config.schema.optimizer import OptimizerConfig
+from components.models.adapter_files import base_name
 from components.models.lora import adapted_layers
 from tests.tiny_models import FAMILIES, logits, reference, tiny_folder
 
@@ -121,6 +122,18 @@ def test_the_peft_library_and_transformers_load_what_is_exported(
     loaded = AutoModelForCausalLM.from_pretrained(merged).eval()
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)
     assert (logits(reference(folder)) - expected).abs().max() > 0.1
+
+
+def test_an_adapter_names_a_base_model_that_peft_can_open_or_says_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert base_name(ModelConfig(path="./base")) == str(tmp_path / "base")
+    assert base_name(ModelConfig(path="owner/model")) == "owner/model"
+    assert "a GGUF file, which PEFT cannot open" in (base_name(ModelConfig(path="base.gguf")) or "")
+    assert base_name(ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"])) is None
 
 
 @pytest.mark.parametrize(("export", "folders"), [("adapter", ["adapter"]), ("merged", ["export"])])
