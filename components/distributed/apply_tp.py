@@ -24,9 +24,11 @@ from components.distributed.tensor_parallel import (
     GatherSequence,
     KVHeadSlice,
     ReplicatedParameters,
+    ShardedDropout,
     ShardSequence,
     TransformersStyle,
     convert_output,
+    drops_hidden_states,
     sharded_fraction,
 )
 from components.distributed.tp_plan import (
@@ -95,12 +97,18 @@ def apply_tensor_parallel(
         # fails in its backward; any operation on it waits (and, unlike .wait(), keeps the gradient).
         convert_output(embeddings, lambda hidden: hidden * 1)
     if sequence_parallel:
-        ordered = list(layers.values())
-        for stage in stage_layers(len(ordered), stages):
-            parallelize_module(ordered[stage[0]], tp_mesh, ShardSequence("input"), src_data_rank=None)
-            parallelize_module(ordered[stage[-1]], tp_mesh, GatherSequence(), src_data_rank=None)
+        _shard_between_blocks(list(layers.values()), tp_mesh, stages)
     _retie(model, ties)
     return Applied(sharded_fraction(list(model.parameters())), notes)
+
+
+def _shard_between_blocks(layers: list[nn.Module], tp_mesh: DeviceMesh, stages: int) -> None:
+    """Shard hidden states along the sequence from the first to the last layer of each stage, and dropout with them."""
+    for layer in filter(drops_hidden_states, layers):
+        parallelize_module(layer, tp_mesh, ShardedDropout(), src_data_rank=None)
+    for stage in stage_layers(len(layers), stages):
+        parallelize_module(layers[stage[0]], tp_mesh, ShardSequence("input"), src_data_rank=None)
+        parallelize_module(layers[stage[-1]], tp_mesh, GatherSequence(), src_data_rank=None)
 
 
 def _text_config(model: nn.Module) -> Any:

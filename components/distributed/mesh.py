@@ -174,7 +174,12 @@ def init_distributed(config: ParallelismConfig, seed: int = 42) -> DeviceMesh | 
 
 
 def seed_ranks(seed: int, mesh: Mesh) -> None:
-    """Seed every generator of this process: equal streams on tp ranks, which compute the same activations, others on
-    ranks that see other samples. Raises ConfigError where no generator could take the seed.
+    """Seed every generator of this process: equal streams on tp ranks, distinct ones on pp, dp and cp ranks.
+
+    tp ranks compute the same activations, so they have to drop alike. Activations that sequence parallelism shards
+    get distinct parts of one mask (`ShardedDropout`). Raises ConfigError where no generator could take the seed.
     """
-    _set_seed((seed + 1_000_003 * mesh.rank("dp")) % 2**32, rank=dist.get_rank(), pp_rank=0)
+    index = 0
+    for axis in ("pp", "cp", "dp"):  # a mesh of dp ranks alone keeps the streams that it always had
+        index = index * mesh.size(axis) + mesh.rank(axis)
+    _set_seed((seed + 1_000_003 * index) % 2**32, rank=dist.get_rank(), pp_rank=0)

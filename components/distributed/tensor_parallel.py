@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.overrides import TorchFunctionMode
 
 
 class ReplicatedParameters(ParallelStyle):
@@ -147,6 +148,64 @@ class GatherSequence(ParallelStyle):
 
         convert_output(module, gather)
         return module
+
+
+class ShardedDropout(ParallelStyle):
+    """A decoder layer of which each tp rank has a part of the sequence: no two parts drop alike.
+
+    tp ranks draw equal random numbers, so each draws for the whole sequence and takes its own part of the mask, which
+    is then the mask of tp without sequence parallelism. The mask is drawn in the layer's forward, so it can be
+    recomputed and compiled. Dropout of whole sequences and of attention weights inside the layer is left as it is.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        compute, ranks, rank = module.forward, device_mesh.size(), device_mesh.get_local_rank()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not module.training:
+                return compute(*args, **kwargs)
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]  # (batch, seq / tp, hidden)
+            with _DropoutOfShards(hidden.shape[1], ranks, rank):
+                return compute(*args, **kwargs)
+
+        module.forward = forward
+        return module
+
+
+class _DropoutOfShards(TorchFunctionMode):
+    """Replaces `dropout` of (batch, `tokens`, features) by one whose mask is drawn for the tokens of all ranks."""
+
+    def __init__(self, tokens: int, ranks: int, rank: int) -> None:
+        super().__init__()
+        self.tokens, self.ranks, self.rank = tokens, ranks, rank
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.dropout and args[0].dim() == 3 and args[0].shape[1] == self.tokens:
+            return self._dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _dropout(
+        self, hidden: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if not training or p == 0:
+            return hidden
+        whole = hidden.new_ones(hidden.shape[0], self.tokens * self.ranks, hidden.shape[2])
+        kept = (F.dropout(whole, p) != 0).chunk(self.ranks, dim=1)[self.rank]
+        return hidden * kept / (1 - p)  # not times 1 / (1 - p), which bfloat16 would round
+
+
+def drops_hidden_states(layer: nn.Module) -> bool:
+    """Whether a layer may call dropout on hidden states: a module of it has a probability of dropout.
+
+    Transformers' models hold probabilities in `nn.Dropout` or under a name with "drop"; those of attention weights are
+    named for attention.
+    """
+    return any(
+        isinstance(value, float | int) and value > 0
+        for module in layer.modules()
+        for name, value in ({"drop": module.p} if isinstance(module, nn.Dropout) else vars(module)).items()
+        if "drop" in name and not name.startswith("att")
+    )
 
 
 @contextmanager

@@ -1,0 +1,99 @@
+"""Which ranks draw equal random numbers, and dropout on activations that sequence parallelism shards."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from components import distributed, models, training
+from components.config.schema import ParallelismConfig
+from components.config.schema.parallelism import ActivationCheckpointing
+from tests.distributed.packed import Step, differences, one_step
+from tests.distributed.parity import SMALL, build, pad, samples_of_step
+from tests.harness import run_ranks
+
+ONE = {"strategy": "fsdp2", "dp_shard": 1}
+TP = {**ONE, "tp": 2}
+SP = {**TP, "sequence_parallel": True}
+MESHES: list[dict[str, Any]] = [
+    {**ONE, "pp": 2, "cp": 2},
+    {**ONE, "dp_shard": 2, "cp": 2},
+    {**ONE, "pp": 2, "tp": 2},
+    {**ONE, "dp_replicate": 2, "dp_shard": 2},
+    {**ONE, "dp_shard": 2, "tp": 2},
+    {**ONE, "cp": 2, "tp": 2},
+]
+VARIANTS = {"gpt_neox": ((False, False), (True, True)), "starcoder2": ((True, False),), "llama": ((False, False),)}
+"""Whether layers are recomputed and compiled."""
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {**SMALL, "model_type": "gpt_neox", "hidden_dropout": 0.3},  # by modules of the layer
+    "starcoder2": {**SMALL, "model_type": "starcoder2", "residual_dropout": 0.3},  # by a function within the blocks
+    "llama": {**SMALL, "model_type": "llama", "attention_dropout": 0.3},  # of heads, which every rank has its own of
+}
+
+
+def test_all_ranks_but_those_of_tp_draw_numbers_of_their_own() -> None:
+    def on_rank(rank: int) -> list[tuple[tuple[int, ...], list[float]]]:
+        drawn = []
+        for shape in MESHES:
+            mesh = distributed.build_mesh(ParallelismConfig(**shape), "cpu")
+            distributed.seed_ranks(11, mesh)
+            numbers = [*torch.rand(3).tolist(), random.random(), *np.random.rand(3)]
+            drawn.append((tuple(mesh.rank(axis) for axis in ("pp", "dp", "cp")), numbers))
+        return drawn
+
+    for shape, ranks in zip(MESHES, zip(*run_ranks(4, on_rank), strict=True), strict=True):
+        for place, numbers in ranks:
+            for other, others in ranks:
+                assert (numbers == others) == (place == other), f"{shape}: {place} and {other}"
+                assert place == other or not set(numbers) & set(others), f"{shape}: {place} and {other}"
+
+
+def step_of(plain: Any, shape: dict[str, Any], recompute: bool, compiled: bool) -> Step:
+    """Loss and whole gradients of a step with dropout."""
+    config = ParallelismConfig(**shape)
+    mesh = distributed.build_mesh(config, "cpu")
+    distributed.seed_ranks(3, mesh)
+    model = copy.deepcopy(plain).train()
+    models.use_causal_sdpa(model)
+    layout = distributed.parallelize(model, mesh, config, torch.float64)
+    if recompute:
+        models.checkpoint_activations(model, ActivationCheckpointing.full)
+    if compiled:
+        models.compile_layers(model, backend="eager")
+    called = distributed.wrap_replicas(model, mesh, config, layout)
+    settings = training.StepSettings(torch.device("cpu"), max_grad_norm=0.0, mesh=mesh)
+    torch.manual_seed(5)
+    return one_step(model, called, [pad(samples_of_step(0), 4)], settings)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_dropout_of_a_sharded_sequence_is_that_of_the_whole(name: str) -> None:
+    """Each rank drops its part of what tp ranks without sequence parallelism drop, also recomputed and compiled."""
+    plain = build(name, torch.float64, MODELS[name])
+
+    def on_rank(rank: int) -> tuple[Step, list[str]]:
+        expected = step_of(plain, TP, recompute=False, compiled=False)
+        problems = []
+        for recompute, compiled in VARIANTS[name]:
+            got = step_of(plain, SP, recompute, compiled)
+            problems += [f"recompute={recompute} compiled={compiled}: {line}" for line in differences(expected, got)]
+        return expected, problems
+
+    ranks = run_ranks(2, on_rank)
+    assert not ranks[0][1] + ranks[1][1], "\n".join(ranks[0][1] + ranks[1][1])
+    assert not differences(ranks[0][0], ranks[1][0])  # without it, tp ranks drop alike
+    for module in plain.modules():
+        for key in ("p", "residual_dropout", "attention_dropout"):
+            if hasattr(module, key):
+                setattr(module, key, 0.0)
+
+    def without(rank: int) -> float:
+        return step_of(plain, TP, recompute=False, compiled=False)[0]
+
+    assert run_ranks(2, without)[0] != pytest.approx(ranks[0][0][0], rel=1e-6)  # something was dropped
