@@ -5,7 +5,7 @@ Starting and ending
     environment.py     which rank am I: one source, checked; rendezvous.py: where the ranks meet
     init.py            names of seed pages 000 and 003; shutdown.py, network.py, seeding.py behind them
 Mesh and layout
-    mesh.py            build_mesh: six axes, groups only where they are used
+    mesh.py            build_mesh: six axes, a group for each that is larger than 1, views at their first use
     parallelizer.py    parallelize, and the names of seed page 004
     replicas.py        wrap_replicas, whole_rows: what training and generation call
     apply_tp.py        tensor parallel: plans (tp_plan.py), styles (tensor_parallel.py; adapters.py for LoRA)

@@ -1,15 +1,13 @@
-"""The device mesh: six axes, only the process groups that the shape needs, and the flattened views over them."""
+"""The device mesh: six axes, a process group for each that is larger than 1, and the flattened views over them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (importing it makes the backend "fake" known)
 
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
 from components.distributed.init import _barrier_with_timeout, _set_nccl_env, _set_seed, get_world_info
@@ -28,7 +26,7 @@ VIEWS = {
 class Mesh:
     """A DeviceMesh with what recipes ask of it. Only axes larger than 1 are mesh dims (dp_shard stays for FSDP2).
 
-    Views are flattened at their first use, so that no process group exists that no collective uses.
+    Views are flattened at their first use, so that no view has a process group that no collective uses.
     """
 
     device_mesh: DeviceMesh
@@ -87,6 +85,14 @@ class Mesh:
         return ", ".join(places) or "alone"
 
     @property
+    def idle_axes(self) -> frozenset[str]:
+        """Axes over which no collective of a training step runs, although their groups work.
+
+        With cp, parameters are gathered over the view that flattens dp_shard and cp, never over dp_shard alone.
+        """
+        return frozenset({"dp_shard"} if self.shape.dp_shard > 1 and self.shape.cp > 1 else ())
+
+    @property
     def _names(self) -> tuple[str, ...]:
         return self.device_mesh.mesh_dim_names or ()
 
@@ -122,17 +128,10 @@ def build_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh:
     # FSDP2 makes every parameter a DTensor on one mesh, whether or not there is anything to shard.
     if "dp_shard" not in names and (parallelism.strategy != Strategy.ddp or not names):
         names = [axis for axis in AXES if axis in names or axis == "dp_shard"]
-    used = _axes_with_groups(shape)
-    fake: dict[Any, Any] = {name: "fake" for name in names if name not in used}
-    device_mesh = init_device_mesh(
-        device_type,
-        tuple(degrees[name] for name in names),
-        mesh_dim_names=tuple(names),
-        backend_override=fake or None,
-    )
+    sizes = tuple(degrees[name] for name in names)
+    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
     for name in names:
-        if name in used:
-            share_timeout(device_mesh.get_group(name))
+        share_timeout(device_mesh.get_group(name))
     return Mesh(device_mesh, shape, parallelism.sequence_multiple(shape), parallelism.stage_places(shape.pp)[-1])
 
 
@@ -141,17 +140,6 @@ def share_timeout(group: dist.ProcessGroup) -> None:
     world = _get_default_group()
     if dist.get_backend(world) != dist.Backend.FAKE:
         _set_pg_timeout(world._get_backend(world._device_types[0]).options._timeout, group)
-
-
-def _axes_with_groups(shape: MeshShape) -> set[str]:
-    """Return the axes over which some collective runs; the others only number the ranks.
-
-    dp_shard alone gathers parameters or experts; as a part of a larger view it is the view that gathers.
-    """
-    used = set(AXES)
-    if shape.dp_shard > 1 and shape.cp > 1:
-        used -= {"dp_shard"}
-    return used
 
 
 def init_distributed(config: ParallelismConfig, seed: int = 42) -> DeviceMesh | None:

@@ -47,20 +47,21 @@ class MeshGroup:
 def groups_of_mesh(mesh: Mesh) -> list[MeshGroup]:
     """Return this rank's process groups of more than one rank: axes outermost first, then views, then the world.
 
-    Views are those flattened so far: ask after the model was laid over the mesh. Groups of the backend "fake", which
-    an axis has that no collective uses, are left out. Names of the same ranks, such as an axis that is the whole world,
+    Views are those flattened so far: ask after the model was laid over the mesh. Axes that no collective of a step uses
+    are left out. Names of the same ranks, such as an axis that is the whole world,
     are listed together.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     root = mesh.device_mesh._get_root_mesh()
-    found = [(name, root.get_group(name)) for name in root.mesh_dim_names or ()]
+    used = [name for name in root.mesh_dim_names or () if name not in mesh.idle_axes]
+    found = [(name, root.get_group(name)) for name in used]
     # torch has no public list of the views that were flattened.
     found += [(name, view.get_group()) for name, view in root._flatten_mapping.items()]
     found.append((WORLD, _get_default_group()))
     names: dict[Ranks, list[str]] = {}
     for name, group in found:
-        if group.size() > 1 and dist.get_backend(group) != dist.Backend.FAKE:
+        if group.size() > 1:
             names.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(name)
     return [MeshGroup(ranks, " = ".join(serves), _purpose(serves)) for ranks, serves in names.items()]
 
