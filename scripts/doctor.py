@@ -36,7 +36,8 @@ def check_torch() -> list[Check]:
     if importlib.util.find_spec("torch") is None:
         return [Check("torch", PROBLEM, "is not installed", INSTALL)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MESHBOOK_", "TORCHELASTIC_"))}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+    slurm = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_PROCID")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *slurm):
         environ.pop(name, None)
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environ.get("PYTHONPATH")])])
     child = subprocess.Popen(

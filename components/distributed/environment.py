@@ -1,8 +1,9 @@
 """Which rank this process is: read from one source, checked, and told by name where it cannot be.
 
 A process is a rank when torchrun (or anything that speaks its variables) set RANK and WORLD_SIZE, or when
-it is a task of a Slurm step with more than one. A batch shell and `salloc` set SLURM_PROCID and
-SLURM_NTASKS too: no ranks. Variables of the two are never mixed. An empty variable counts as unset.
+it is a task of a Slurm step with more than one: SLURM_STEP_ID is set, or SLURM_PROCID is above 0. A batch
+shell and `salloc` set SLURM_PROCID=0 and SLURM_NTASKS too: no ranks. Variables of the two are never mixed.
+An empty variable counts as unset.
 """
 
 from __future__ import annotations
@@ -87,14 +88,43 @@ def read_local_variables(environ: Mapping[str, str] | None, rank: int, world_siz
     return _checked(_torchrun_variables({**environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)}))
 
 
+def read_lone_local_variables(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """Return LOCAL_RANK and LOCAL_WORLD_SIZE of a process that nothing else numbers, by default 0 and 1.
+
+    Raises:
+        RankEnvironmentError: one is no whole number or out of range.
+    """
+    environ = os.environ if environ is None else environ
+    rank, size = _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE")
+    if size is not None and size < 1:
+        raise RankEnvironmentError(f"LOCAL_WORLD_SIZE={size}: must be at least 1")
+    if rank is not None and not 0 <= rank < (size or rank + 1):
+        raise RankEnvironmentError(f"LOCAL_RANK={rank}: must be 0 or more and below LOCAL_WORLD_SIZE={size}")
+    return rank or 0, size or 1
+
+
 def _numbered_by_slurm(environ: Mapping[str, str], *names: str) -> bool:
     """Whether this is a task of a Slurm step with several, and nobody but this process has set `names`."""
     ours = _previous(environ)
-    return _step_tasks(environ) > 1 and not any(environ.get(name) and name not in ours for name in names)
+    if any(environ.get(name) and name not in ours for name in names):
+        return False
+    return _step_tasks(environ) > 1 or (_integer(environ, "SLURM_PROCID") or 0) > 0
 
 
 def _step_tasks(environ: Mapping[str, str]) -> int:
-    return _integer(environ, "SLURM_STEP_NUM_TASKS") or 0
+    """Return the number of tasks of the Slurm step that this process belongs to, 0 outside a step."""
+    stated = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEP_NUM_TASKS")
+    in_step = stated or (_integer(environ, "SLURM_PROCID") or 0) > 0
+    return (_integer(environ, _tasks_name(environ)) or 0) if in_step else 0
+
+
+def _tasks_name(environ: Mapping[str, str]) -> str:
+    """SLURM_NTASKS, but the step's own number where both are set.
+
+    They differ in the shell of `salloc` (LaunchParameters=use_interactive_step): a step of one task, whose SLURM_NTASKS
+    is the job's.
+    """
+    return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
 
 
 def required(environ: Mapping[str, str], name: str, companion: str) -> int:
@@ -125,15 +155,17 @@ def _torchrun_variables(environ: Mapping[str, str]) -> RankVariables:
 
 
 def _srun_variables(environ: Mapping[str, str]) -> RankVariables:
-    tasks = f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}"
+    name = _tasks_name(environ)
+    tasks = f"{name}={environ.get(name)}"
+    prefix = "SLURM_STEP_" if name == "SLURM_STEP_NUM_TASKS" else "SLURM_"
     node = _integer(environ, "SLURM_NODEID")
     return RankVariables(
         Source.srun,
         rank=required(environ, "SLURM_PROCID", tasks),
-        world_size=required(environ, "SLURM_STEP_NUM_TASKS", tasks),
+        world_size=required(environ, name, f"SLURM_PROCID={environ['SLURM_PROCID']}"),
         local_rank=required(environ, "SLURM_LOCALID", tasks),
-        local_world_size=tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node),
-        num_nodes=_integer(environ, "SLURM_STEP_NUM_NODES"),
+        local_world_size=tasks_on_node(environ.get(f"{prefix}TASKS_PER_NODE", ""), node),
+        num_nodes=_integer(environ, "SLURM_STEP_NUM_NODES" if prefix == "SLURM_STEP_" else "SLURM_NNODES"),
         slurm_node=node,
     )
 
@@ -148,7 +180,7 @@ def tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:
 
 def _checked(variables: RankVariables) -> RankVariables:
     names = {
-        Source.srun: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "tasks on this node"),
+        Source.srun: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "tasks on this node"),
         Source.torchrun: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     }
     rank_name, world_name, local_name, local_world_name = names[variables.source]

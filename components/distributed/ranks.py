@@ -13,6 +13,7 @@ from components.distributed.environment import (
     export_variables,
     read_integer,
     read_local_variables,
+    read_lone_local_variables,
     read_rank_variables,
 )
 from components.distributed.groups import is_distributed, require_member
@@ -29,21 +30,30 @@ def get_world_size_safe() -> int:
 
 
 def get_local_rank_preinit() -> int:
-    """Get the local rank from the environment, intended for use before full init (seed page 000)."""
-    return _local_rank(read_rank_variables())
+    """Get the local rank from the environment, intended for use before full init (seed page 000).
+
+    LOCAL_RANK counts without RANK and WORLD_SIZE too.
+    """
+    variables = read_rank_variables()
+    return read_lone_local_variables()[0] if variables.source is Source.single else _local_rank(variables)
 
 
 def get_local_world_size_preinit() -> int:
-    """Get the local world size from the environment, intended for use before full init (seed page 000)."""
-    return _local_world_size(read_rank_variables())
+    """Get the local world size from the environment, intended for use before full init (seed page 000).
+
+    LOCAL_WORLD_SIZE counts without RANK and WORLD_SIZE too.
+    """
+    variables = read_rank_variables()
+    return read_lone_local_variables()[1] if variables.source is Source.single else _local_world_size(variables)
 
 
 def get_world_info() -> tuple[int, int, int]:
     """Return (rank, local_rank, world_size) from environment variables (seed page 003, KempnerForge).
 
-    Works under torchrun and srun. In a Slurm step of several tasks it also sets RANK, LOCAL_RANK,
-    WORLD_SIZE and LOCAL_WORLD_SIZE, for code that reads those; destroying the process group takes them
-    back. A batch shell or `salloc` is no step: there it is the single process that it is.
+    Works under torchrun and srun (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS). In a Slurm step of several
+    tasks it also sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, for code that reads those;
+    destroying the process group takes them back. A process is in a step where SLURM_STEP_ID is set or
+    SLURM_PROCID is above 0. A batch shell or `salloc` is no step: there it is the single process that it is.
     """
     variables = read_rank_variables()
     rank, local_rank, world_size = variables.rank, _local_rank(variables), variables.world_size

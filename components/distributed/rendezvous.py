@@ -167,7 +167,7 @@ def _listen(host: str, port: int) -> int:
 
 
 def _first_host_of_step(environ: Mapping[str, str]) -> str:
-    if environ.get("SLURM_STEP_NUM_NODES") == "1":
+    if (environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")) == "1":
         return LOOPBACK
     name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
     nodes = environ.get(name, "")

@@ -41,10 +41,11 @@ class Context(StrEnum):
 def detect(environ: Mapping[str, str]) -> Context:
     """Return who a process with these variables is.
 
-    A batch shell and `salloc` set SLURM_PROCID and SLURM_NTASKS too: only a step with several tasks has ranks.
+    A batch shell and `salloc` set SLURM_PROCID=0 and SLURM_NTASKS too: only a step with several tasks has ranks.
     """
     numbered = bool(environ.get("RANK") and environ.get("WORLD_SIZE"))
-    in_step, tasks = environ.get("SLURM_STEP_ID"), environ.get("SLURM_STEP_NUM_TASKS", "")
+    in_step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_PROCID", "").lstrip("0").isdigit()
+    tasks = environ.get(_tasks_name(environ), "")
     if (numbered or in_step) and environ.get(WORKER) and environ.get(RUN_DIR):
         return Context.worker
     if numbered or (in_step and tasks.isdigit() and int(tasks) > 1):
@@ -58,11 +59,16 @@ def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
     Raises ConfigError where they are no numbers.
     """
     numbered = environ.get("RANK") and environ.get("WORLD_SIZE")
-    names = ("RANK", "WORLD_SIZE") if numbered else ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    names = ("RANK", "WORLD_SIZE") if numbered else ("SLURM_PROCID", _tasks_name(environ))
     for name in names:
         if not environ.get(name, "").isdigit():
             raise ConfigError(f"{name}={environ.get(name, '')!r}: must be a whole number, as torchrun and srun set it")
     return int(environ[names[0]]), int(environ[names[1]])
+
+
+def _tasks_name(environ: Mapping[str, str]) -> str:
+    """SLURM_NTASKS, but the step's own number where it is set: in the shell of `salloc` the other is the job's."""
+    return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:

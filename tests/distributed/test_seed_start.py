@@ -253,12 +253,15 @@ def test_a_failing_scontrol_is_an_error(side: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_step_of_srun_needs_no_address() -> None:
+@pytest.mark.parametrize("step", [True, False], ids=["step's numbers", "job's numbers"])
+def test_a_step_of_srun_needs_no_address(step: bool) -> None:
     """SEED_NOTES 4 (init_distributed): host and port follow from the step, the same on all ranks."""
+    names = ("NUM_TASKS", "NUM_NODES", "TASKS_PER_NODE", "NODELIST")
+    more = {} if step else {**{f"SLURM_STEP_{name}": None for name in names}, "SLURM_NNODES": "1"}
 
     def check(rank: int) -> tuple[int, int, str | None]:
         info = start_process_group()
         dist.barrier()
         return info.rank, info.world_size, os.environ.get("MASTER_PORT")
 
-    assert run_ranks(2, check, init=False, env=srun) == [(0, 2, None), (1, 2, None)]
+    assert run_ranks(2, check, init=False, env=lambda rank: srun(rank, **more)) == [(0, 2, None), (1, 2, None)]

@@ -27,6 +27,8 @@ OURS = {"MESHBOOK_WORKER": "1", "MESHBOOK_RUN_DIR": "/run"}
         ),
         pytest.param(SRUN, Context.external, id="srun -n4"),
         pytest.param({**SRUN, "SLURM_PROCID": "0"}, Context.external, id="srun -n4, rank 0"),
+        pytest.param({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, Context.external, id="a step, told by SLURM_NTASKS"),
+        pytest.param({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, Context.external, id="a task other than 0"),
         pytest.param(TORCHRUN, Context.external, id="torchrun"),
         pytest.param({**SRUN, **TORCHRUN}, Context.external, id="srun torchrun"),
         pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, Context.external, id="torchrun of one"),
@@ -58,13 +60,14 @@ def test_torchruns_numbers_hold_where_both_number_a_rank() -> None:
     assert rank_and_size(TORCHRUN) == (1, 2)
     assert rank_and_size(SRUN) == (3, 4)
     assert rank_and_size({**SRUN, **TORCHRUN}) == (1, 2)
+    assert rank_and_size({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}) == (3, 4)
     assert rank_and_size({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) == (0, 1)
 
 
 def test_a_rank_that_is_no_number_is_told() -> None:
     with pytest.raises(ConfigError, match="RANK='one': must be a whole number"):
         rank_and_size({"RANK": "one", "WORLD_SIZE": "2"})
-    with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS='': must be a whole number"):
+    with pytest.raises(ConfigError, match="SLURM_NTASKS='': must be a whole number"):
         rank_and_size({"SLURM_PROCID": "0"})
 
 

@@ -18,6 +18,7 @@ from components.distributed import init, utils
 from components.distributed.environment import (
     RankEnvironmentError,
     export_variables,
+    read_lone_local_variables,
     read_rank_variables,
     restore_variables,
     tasks_on_node,
@@ -110,6 +111,68 @@ def test_an_allocation_is_not_a_step(side: str) -> None:
     if side == "ours":  # srun -n1, as srun --pty
         step = {**batch, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"}
         single(side, check, init.get_world_info, None, "", **step)
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, (0, 0, 4)),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "3"}, (3, 1, 4)),
+        ({"SLURM_PROCID": "3"}, (3, 1, 4)),
+    ],
+    ids=["step, task 0", "step, task 3", "task 3"],
+)
+def test_slurm_s_ntasks_counts_in_a_step(variables: dict[str, str], place: tuple[int, int, int]) -> None:
+    """Seed page 003 (get_world_info): SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS; sets what env:// reads."""
+    local = {"SLURM_LOCALID": str(place[1]), "SLURM_NTASKS": "4"}
+    shape = {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NNODES": "2", "SLURM_NODEID": str(place[0] // 2)}
+
+    def check(rank: int) -> None:
+        assert init.get_world_info() == place
+        exported = tuple(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        assert exported == place
+        assert init.get_rank_safe() == place[0]
+        assert init.is_rank_zero() == (place[0] == 0)
+
+    run_ranks(1, check, init=False, env=alone(**variables, **local))
+    run_ranks(1, check, init=False, env=alone(**variables, **local, **shape))
+
+
+def test_the_shell_of_an_allocation_is_a_single_process() -> None:
+    """Slurm's interactive step: one task with a step's number and the job's SLURM_NTASKS."""
+    shell = {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+
+    def check(rank: int) -> None:
+        assert init.get_world_info() == (0, 0, 1)
+        assert "RANK" not in os.environ
+
+    run_ranks(1, check, init=False, env=alone(**shell, SLURM_LOCALID="0"))
+
+
+def test_a_task_without_a_number_of_tasks_is_an_error() -> None:
+    with pytest.raises(RankEnvironmentError, match="SLURM_NTASKS is not set although SLURM_PROCID=3 is"):
+        read_rank_variables({"SLURM_PROCID": "3", "SLURM_LOCALID": "3"})
+    with pytest.raises(RankEnvironmentError, match="SLURM_PROCID=3: must lie between 0"):
+        read_rank_variables({"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+
+
+def test_local_variables_count_alone() -> None:
+    """Seed page 000 (get_local_rank_preinit, get_local_world_size_preinit): read without RANK and WORLD_SIZE."""
+
+    def check(rank: int) -> tuple[int, int]:
+        return init.get_local_rank_preinit(), init.get_local_world_size_preinit()
+
+    def found(**variables: str) -> tuple[int, int]:
+        return run_ranks(1, check, init=False, env=alone(**variables))[0]
+
+    assert found(LOCAL_RANK="3", LOCAL_WORLD_SIZE="4") == (3, 4)
+    assert found(LOCAL_RANK="3") == (3, 1)
+    assert found(LOCAL_WORLD_SIZE="4") == (0, 4)
+    assert found(LOCAL_RANK="3", SLURM_PROCID="0", SLURM_NTASKS="8") == (3, 1)  # a batch shell
+    assert found() == (0, 1)
+    for wrong in ({"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, {"LOCAL_RANK": "-1"}, {"LOCAL_WORLD_SIZE": "0"}):
+        with pytest.raises(RankEnvironmentError, match="LOCAL_.*: must be"):
+            read_lone_local_variables(wrong)
 
 
 @both_sides
