@@ -15,10 +15,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from components.anatomy import named_decoder_layers
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
 from components.distributed.adapters import adapted_style, is_adapted
-from components.distributed.expert import is_experts, is_laid_out
+from components.distributed.expert import is_laid_out
 from components.distributed.tensor_parallel import (
     BlockInput,
     GatherSequence,
@@ -39,6 +40,7 @@ from components.distributed.tp_plan import (
     fit_activations,
     fit_attention,
     matching,
+    names_experts_parameter,
     read_heads,
 )
 
@@ -65,14 +67,14 @@ def apply_tensor_parallel(
         strict: A path that matches nothing is an error (a user's plan); else it is told (a model's own plan).
         stages: Pipeline stages that the model is cut into afterwards; whole sequences travel between them.
     """
-    plan = fit_activations(model, fit_attention(model, plan, tp_mesh.size()))
-    notes = _notes(model, plan, tp_mesh.size(), strict)
+    given, plan = plan, fit_activations(model, fit_attention(model, plan, tp_mesh.size()))
+    notes = _notes(model, plan, tp_mesh.size(), strict, [path for path in given if path not in plan])
     check_divisible(model, plan, tp_mesh.size())
     if not strict:
         check_covered(model, plan, tp_mesh.size())
     ties = _tied_names(model)
     styles = {name: style for path, style in plan.items() for name, _ in matching(model, path)}
-    layers = decoder_layers(model)
+    layers = named_decoder_layers(model)
     if sequence_parallel and not layers:
         raise ConfigError(
             f"parallelism.sequence_parallel=true: {type(model).__name__} has no stack of decoder layers to shard "
@@ -114,15 +116,6 @@ def _shard_between_blocks(layers: list[nn.Module], tp_mesh: DeviceMesh, stages: 
 def _text_config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the longest ModuleList of a model by name: its decoder layers."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        return {}
-    name, longest = max(lists, key=lambda item: len(item[1]))
-    return {f"{name}.{index}": layer for index, layer in enumerate(longest)}
 
 
 def _prepare_layer(
@@ -171,26 +164,21 @@ def _is_fully_known(name: str, block: nn.Module, inside: dict[str, ParallelStyle
     )
 
 
-def _notes(model: nn.Module, plan: Plan, tp: int, strict: bool) -> tuple[str, ...]:
-    unmatched = [path for path in plan if not matching(model, path) and not _names_experts_parameter(model, path)]
+def _notes(model: nn.Module, plan: Plan, tp: int, strict: bool, dropped: list[str]) -> tuple[str, ...]:
+    unmatched = [path for path in plan if not matching(model, path) and not names_experts_parameter(model, path)]
     if unmatched and strict:
         raise ConfigError(
             [f"parallelism.tp_plan: {path!r} matches no module of {type(model).__name__}" for path in unmatched]
         )
     notes = [f"tp plan: no module is named {path}" for path in unmatched]
     heads = read_heads(model, tp)
-    if heads is not None and heads.layout == AttentionLayout.replicated and not strict:
+    if heads is not None and heads.layout == AttentionLayout.replicated and (dropped or not strict):
+        left_out = f"; left out of the plan: {', '.join(dropped)}" if strict else ""
         notes.append(
             f"attention is computed by each of the {tp} tp ranks: {heads.heads} heads and {heads.kv_heads} kv heads "
-            f"cannot be shared evenly (parallelism.uneven_heads=refuse makes this an error)"
+            f"cannot be shared evenly (parallelism.uneven_heads=refuse makes this an error){left_out}"
         )
     return tuple(notes)
-
-
-def _names_experts_parameter(model: nn.Module, path: str) -> bool:
-    """Whether a path names a parameter of fused experts, whose layout follows from their module."""
-    module_path, _, leaf = path.rpartition(".")
-    return any(is_experts(module) and hasattr(module, leaf) for _, module in matching(model, module_path))
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:

@@ -34,8 +34,9 @@ def apply_fsdp_sharding_recursively(
 ) -> None:
     """Make every child of a ModuleList or ModuleDict one FSDP2 unit, in place (seed page 004, NeMo AutoModel).
 
-    Lists within lists are descended into. The last unit of all is not resharded after the forward, because the
-    backward asks for it first; every other one is, also the last of a list that others follow.
+    `module` may be such a list itself. Lists within lists are descended into. The last unit of all is not resharded
+    after the forward, because the backward asks for it first; every other one is, also the last of a list that others
+    follow.
     """
     units = list(_units(module))
     for index, unit in enumerate(units):
@@ -139,23 +140,13 @@ def _reshards_after_forward(unit: FSDPModule) -> bool:
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what is in the outermost lists, those within lists included."""
+    in_list = isinstance(module, CONTAINERS)
     for child in module.children():
-        if isinstance(child, CONTAINERS):
-            for item in child.children():
-                if isinstance(item, CONTAINERS):
-                    yield from _units_of_container(item)
-                else:
-                    yield item
+        if in_list and not isinstance(child, CONTAINERS):
+            yield child
         else:
             yield from _units(child)
-
-
-def _units_of_container(container: nn.Module) -> Iterator[nn.Module]:
-    for item in container.children():
-        if isinstance(item, CONTAINERS):
-            yield from _units_of_container(item)
-        else:
-            yield item
 
 
 def _shard(

@@ -18,12 +18,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
+from components.anatomy import named_decoder_layers
 from components.config.errors import ConfigError
 from components.config.layouts import local_heads
 from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConfig, Strategy
 from components.config.shape import ModelShape, shape_of_config
 from components.config.validate import model_problems
-from components.distributed.apply_tp import apply_tensor_parallel, decoder_layers
+from components.distributed.apply_tp import apply_tensor_parallel
 from components.distributed.context import use_context_parallel
 from components.distributed.expert import apply_expert_parallel, experts_modules
 from components.distributed.fsdp import (
@@ -34,16 +35,19 @@ from components.distributed.fsdp import (
     shard_with_fsdp2,
     unshard_fsdp2_model,
 )
-from components.distributed.init import destroy_global_state
+from components.distributed.init import destroy_global_state, get_rank_safe
 from components.distributed.megatron import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from components.distributed.mesh import Mesh
 from components.distributed.stages import Stages, cut_into_stages
 from components.distributed.tp_plan import (
+    MissingPlanError,
     Plan,
     get_hf_tp_shard_plan,
     import_class_from_path,
     import_classes_from_paths,
     load_plan,
+    missing_plan,
+    shards_any,
     translate_to_torch_parallel_style,
 )
 
@@ -96,7 +100,7 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
         axes = tuple(axis for axis in ("ep", "tp") if mesh.size(axis) > 1)
         notes += apply_expert_parallel(model, mesh.device_mesh[axes])
     if mesh.size("tp") > 1:
-        plan = load_plan(parallelism.tp_plan, model) if parallelism.tp_plan else get_hf_tp_shard_plan(model)
+        plan = _given_plan(parallelism.tp_plan, model)
         applied = apply_tensor_parallel(
             model,
             mesh["tp"],
@@ -130,7 +134,7 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
 def _refuse_shared_layers(model: nn.Module) -> None:
     """FSDP shards layer by layer, and pipelines cut between layers: two of them cannot share a parameter."""
     holders: dict[int, str] = {}
-    for name, layer in decoder_layers(model).items():
+    for name, layer in named_decoder_layers(model).items():
         for parameter in layer.parameters():
             other = holders.setdefault(id(parameter), name)
             if other != name:
@@ -163,15 +167,19 @@ def fsdp2_strategy_parallelize(
 ) -> nn.Module:
     """Apply tensor parallelism, activation checkpointing of the MLPs and FSDP2 (seed page 004, NeMo AutoModel).
 
-    A custom plan (a dict, or an import path of one or of a function of the model) wins over the model's own.
-    Gradients are summed over the data-parallel mesh: divide once by the global token count. Only the root's output is
-    cast to float32. Attention whose heads tp does not divide is computed by every tp rank, and said so in the log.
+    A custom plan (a dict, also an empty one, or an import path of one or of a function that returns one) wins over the
+    model's own. Gradients are summed over the data-parallel mesh: divide once by the global token count. Only the
+    root's output is cast to float32. Attention whose heads tp does not divide leaves the plan, a custom one too, and is
+    computed by every tp rank, of which rank 0 logs a warning.
 
-    Raises ConfigError where a plan is missing, matches nothing, or does not divide a layer.
+    Raises ConfigError where a plan is missing, matches nothing, or does not divide a layer, and for a mesh with an axis
+    of several ranks that is neither the tp axis nor part of the data-parallel mesh.
     """
     names = device_mesh.mesh_dim_names or ()
+    data_mesh = _data_mesh(device_mesh, dp_cp_mesh_name, dp_mesh_name)
+    _refuse_uncovered_axes(device_mesh, data_mesh, tp_mesh_name)
     if tp_mesh_name in names and device_mesh[tp_mesh_name].size() > 1:
-        plan = _given_plan(tp_shard_plan, model) or get_hf_tp_shard_plan(model)
+        plan = _given_plan(tp_shard_plan, model)
         applied = apply_tensor_parallel(
             model,
             device_mesh[tp_mesh_name],
@@ -179,8 +187,8 @@ def fsdp2_strategy_parallelize(
             sequence_parallel=sequence_parallel,
             strict=tp_shard_plan is not None,
         )
-        for note in applied.notes:
-            logger.info(note)
+        for note in applied.notes if get_rank_safe() == 0 else ():
+            logger.warning(note)
     if activation_checkpointing:
         _checkpoint_mlps(model)
     if mp_policy is None:
@@ -189,7 +197,7 @@ def fsdp2_strategy_parallelize(
         )
     shard_with_fsdp2(
         model,
-        _data_mesh(device_mesh, dp_cp_mesh_name, dp_mesh_name),
+        data_mesh,
         mp_policy,
         offload_policy or offload_to_cpu(cpu_offload),
     )
@@ -201,8 +209,14 @@ def _destroy_dist_connection() -> None:
     destroy_global_state()
 
 
-def _given_plan(plan: dict[str, ParallelStyle] | str | None, model: nn.Module) -> Plan | None:
-    return load_plan(plan, model) if isinstance(plan, str) else plan
+def _given_plan(plan: dict[str, ParallelStyle] | str | None, model: nn.Module) -> Plan:
+    """Return the user's plan, also an empty one, or else the model's own, which must shard decoder layers."""
+    if plan is not None:
+        return load_plan(plan, model) if isinstance(plan, str) else plan
+    own = get_hf_tp_shard_plan(model)
+    if not shards_any(model, own, named_decoder_layers(model) or ("",)):
+        raise MissingPlanError(missing_plan(model))
+    return own
 
 
 def _data_mesh(device_mesh: DeviceMesh, *candidates: str) -> DeviceMesh:
@@ -213,6 +227,21 @@ def _data_mesh(device_mesh: DeviceMesh, *candidates: str) -> DeviceMesh:
         except KeyError:
             continue
     raise ConfigError(f"the mesh {device_mesh.mesh_dim_names} has none of the axes {', '.join(candidates)}")
+
+
+def _refuse_uncovered_axes(device_mesh: DeviceMesh, data_mesh: DeviceMesh, tp_mesh_name: str) -> None:
+    """Raise ConfigError for an axis of several ranks over which nothing would be sharded or summed."""
+    covered = set(data_mesh.mesh.flatten().tolist())
+    names = device_mesh.mesh_dim_names or ()
+    axes = {name: device_mesh[name].mesh.flatten().tolist() for name in names if name != tp_mesh_name}
+    # A flattened mesh covers every axis whose ranks are among its own.
+    missing = [name for name, ranks in axes.items() if len(ranks) > 1 and not covered.issuperset(ranks)]
+    if missing:
+        raise ConfigError(
+            f"device_mesh{names}: nothing is sharded or summed over {', '.join(missing)}, so that ranks would drift "
+            "apart; name the axes by dp_mesh_name, tp_mesh_name and dp_cp_mesh_name (which may be a flattened mesh, "
+            'such as mesh["dp", "cp"]._flatten("dp_cp")), or pass a mesh without these axes'
+        )
 
 
 def _checkpoint_mlps(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from components.anatomy import named_decoder_layers
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
 from components.distributed.stand_ins import Absent, Entrance, Exit, NothingAdded
@@ -129,7 +130,8 @@ class _Anatomy:
         inner_name = getattr(model, "base_model_prefix", "")
         inner = model._modules.get(inner_name)
         lists = [name for name, child in (inner or model).named_children() if isinstance(child, nn.ModuleList)]
-        if inner is None or len(lists) != 1:
+        layers_path = next(iter(named_decoder_layers(model)), "").rpartition(".")[0]
+        if inner is None or [f"{inner_name}.{name}" for name in lists] != [layers_path]:
             raise ConfigError(
                 f"parallelism.pp: {type(model).__name__} is not embeddings, one list of decoder layers and a head; it "
                 "cannot be cut into stages; set parallelism.pp=1"

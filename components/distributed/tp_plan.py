@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from components.config.errors import ConfigError
 from components.config.layouts import AttentionLayout, attention_layout
-from components.distributed.expert import ExpertParallel
+from components.distributed.expert import ExpertParallel, is_experts
 from components.distributed.tensor_parallel import KVHeadSlice, ReplicatedParameters, TransformersStyle
 
 Plan = dict[str, ParallelStyle]
@@ -75,8 +77,9 @@ class _NotAStyleNameError(TypeError, AssertionError):
 def get_hf_tp_shard_plan(model: nn.Module) -> Plan:
     """Return the plan that a Hugging Face model brings: module path (with `*` for layers) -> style.
 
-    The class's, the instance's and the inner model's `_tp_plan` are merged, later ones win; an inner plan's paths
-    get the inner model's name in front. Raises MissingPlanError where there is none (seed page 004, NeMo AutoModel).
+    The class's, the instance's and the inner model's `_tp_plan` are merged in this order, later ones win; the inner
+    model's name is put in front of an inner plan's paths. Paths may name single layers. Raises MissingPlanError where
+    nothing of the model would be sharded (seed page 004, NeMo AutoModel).
     """
     merged: dict[str, str] = dict(getattr(type(model), "_tp_plan", None) or {})
     merged |= getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
@@ -84,19 +87,18 @@ def get_hf_tp_shard_plan(model: nn.Module) -> Plan:
     inner = getattr(model, inner_name, None)
     inner_plan = getattr(inner, "_tp_plan", None) or getattr(type(inner), "_tp_plan", None) or {}
     for path, style in inner_plan.items():
-        full = path if path.startswith(f"{inner_name}.") else f"{inner_name}.{path}"
-        merged.setdefault(full, style)
-    layered = any("*" in path for path in merged)
-    if not merged or not layered:
-        raise MissingPlanError(
-            f"parallelism.tp: {type(model).__name__} brings no tensor-parallel plan; set parallelism.tp=1, or give a "
-            "plan by parallelism.tp_plan=module.path:name"
-        )
+        merged[path if path.startswith(f"{inner_name}.") else f"{inner_name}.{path}"] = style
+    if not shards_any(model, _translated(model, merged)):
+        raise MissingPlanError(missing_plan(model))
     embeddings = _name_of(model, getattr(model, "get_input_embeddings", lambda: None)())
     if embeddings is not None:
         merged.setdefault(embeddings, "embedding_rowwise")
+    return _translated(model, merged)
+
+
+def _translated(model: nn.Module, styles: dict[str, str]) -> Plan:
     plan: Plan = {}
-    for path, style in merged.items():
+    for path, style in styles.items():
         try:
             plan[path] = translate_to_torch_parallel_style(style)
         except ValueError as error:
@@ -104,19 +106,63 @@ def get_hf_tp_shard_plan(model: nn.Module) -> Plan:
     return plan
 
 
-def load_plan(path: str, model: nn.Module) -> Plan:
-    """Return a user's plan by import path, `package.module:name`: a dict, or a function of the model that returns one.
+def missing_plan(model: nn.Module) -> str:
+    """Return the message for a model that has no plan of its own."""
+    return (
+        f"parallelism.tp: {type(model).__name__} brings no tensor-parallel plan; set parallelism.tp=1, or give a plan "
+        "by parallelism.tp_plan=module.path:name"
+    )
 
-    Values are torch styles, or names of transformers' styles. Raises ConfigError where it is neither.
+
+def shards_any(model: nn.Module, plan: Plan, within: Iterable[str] = ("",)) -> bool:
+    """Whether a plan shards some module of the model, one whose name begins with one of `within`."""
+    starts = tuple(within)
+    for path in (path for path, style in plan.items() if _shards(style)):
+        names = [name for name, _ in matching(model, path)] or ([path] if names_experts_parameter(model, path) else [])
+        if any(name.startswith(starts) for name in names):
+            return True
+    return False
+
+
+def _shards(style: ParallelStyle) -> bool:
+    packed = isinstance(style, TransformersStyle) and style.name.startswith("packed_")
+    return packed or isinstance(style, ColwiseParallel | RowwiseParallel | ExpertParallel)
+
+
+def names_experts_parameter(model: nn.Module, path: str) -> bool:
+    """Whether a path names a parameter of fused experts, whose layout follows from their module."""
+    module_path, _, leaf = path.rpartition(".")
+    return any(is_experts(module) and hasattr(module, leaf) for _, module in matching(model, module_path))
+
+
+def load_plan(path: str, model: nn.Module) -> Plan:
+    """Return a user's plan by import path, `package.module:name`: a dict, or a function that returns one.
+
+    The function takes the model or no argument. Values are torch styles, or names of transformers' styles. Raises
+    ConfigError for anything else.
     """
     found = import_class_from_path(path)
-    plan = found(model) if callable(found) else found
+    plan = _call_with(found, model, path) if callable(found) else found
     if not isinstance(plan, dict):
         raise ConfigError(f"parallelism.tp_plan={path}: must be a dict or return one, not {type(plan).__name__}")
     return {
         name: translate_to_torch_parallel_style(style) if isinstance(style, str) else style
         for name, style in plan.items()
     }
+
+
+def _call_with(function: Callable[..., Any], model: nn.Module, path: str) -> Any:
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:  # some builtins
+        raise ConfigError(f"parallelism.tp_plan={path}: {error}; give a dict or a function of the model") from error
+    for arguments in ((model,), ()):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return function(*arguments)
+    raise ConfigError(f"parallelism.tp_plan={path}: {path}{signature} must take the model, or no argument")
 
 
 def import_class_from_path(name: str) -> Any:

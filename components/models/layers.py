@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from components.anatomy import named_decoder_layers
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.models.activations import keep_products
 from components.models.lora import quantized_layers
@@ -69,16 +70,15 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers in order, stand-ins included: the first list of `num_hidden_layers` modules.
+    """Return the decoder layers in order, as `named_decoder_layers` finds them.
 
     Raises:
-        NotImplementedError: The model has no such list.
+        NotImplementedError: The model has none.
     """
-    wanted = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted:
-            return list(module)
-    raise NotImplementedError(f"{type(model).__name__}: no list of {wanted} decoder layers was found")
+    layers = list(named_decoder_layers(model).values())
+    if not layers:
+        raise NotImplementedError(f"{type(model).__name__} has no list of decoder layers")
+    return layers
 
 
 def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str = "inductor") -> None:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from components.anatomy import named_decoder_layers
 from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, Strategy
 from components.config.schema.recipes import FinetuneConfig
-from components.distributed.apply_tp import decoder_layers
 from components.distributed.expert import experts_modules
 from components.distributed.init import get_local_world_size_preinit
 from components.distributed.mesh import Mesh
@@ -96,7 +96,7 @@ def estimate(
     words, tokens = -(-text.vocab_size // tp), training.micro_batch_size * seq
     loss = 12 * min(tokens, chunk_tokens(words, device)) * words + 4 * words * text.hidden_size
     fixed = _state_bytes(model) + _gathered_bytes(model, cfg, mesh, compute_dtype, accumulation) + loss
-    return {each: fixed + layer.of(each, -(-text.num_hidden_layers // pp), in_flight) for each in PREFERRED}
+    return {each: fixed + layer.of(each, -(-len(named_decoder_layers(model)) // pp), in_flight) for each in PREFERRED}
 
 
 def _state_bytes(model: nn.Module) -> int:
@@ -115,7 +115,7 @@ def _gathered_bytes(
     whole, gradients = _gathered(model, compute_dtype, shards)
     if cfg.parallelism.strategy != Strategy.fsdp2:
         return 0 if compute_dtype == stored else whole
-    stack = [_gathered(layer, compute_dtype, shards) for layer in decoder_layers(model).values()]
+    stack = [_gathered(layer, compute_dtype, shards) for layer in named_decoder_layers(model).values()]
     layers = max(1, sum(bytes_ > 0 for bytes_, _ in stack))
     in_layers, of_layers = (sum(each) for each in zip(*stack, strict=True))
     held = 2 * in_layers // layers + whole - in_layers if cfg.parallelism.reshard_after_forward else whole

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 
+from components.anatomy import named_decoder_layers
 from components.config.errors import ConfigError
 from components.config.schema.model import DOCUMENTS, ModelConfig, RouterAux
-from components.distributed.apply_tp import decoder_layers
 from components.distributed.mesh import Mesh
 from components.training.loss import IGNORED
 
@@ -43,7 +43,7 @@ def attach_router_loss(model: nn.Module, cfg: ModelConfig, mesh: Mesh | None = N
     if cfg.router_aux == RouterAux.none or not coefficient:
         return None
     classes = _router_classes(model)
-    layers = decoder_layers(model).values()
+    layers = named_decoder_layers(model).values()
     routers = [[module for module in layer.modules() if isinstance(module, classes)] for layer in layers]
     count = _sum_over_stages(sum(map(len, routers)), mesh)
     if count == 0 and classes and cfg.router_aux_coef is None:

@@ -11,13 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from components.config.errors import ConfigError
+from components.config.schema import ParallelismConfig
 from components.distributed import megatron, parallelizer
 from components.distributed.apply_tp import apply_tensor_parallel
-from components.distributed.tp_plan import MissingPlanError, get_hf_tp_shard_plan
+from components.distributed.mesh import init_distributed
+from components.distributed.tensor_parallel import ReplicatedParameters
+from components.distributed.tp_plan import MissingPlanError, get_hf_tp_shard_plan, load_plan
 from components.training import gradient_norm
 from tests.distributed import published_parallelizer as published
 from tests.distributed.contrast import both_sides, contrast
@@ -61,6 +65,18 @@ def test_containers_are_descended_into(side: str) -> None:
     """apply_fsdp_sharding_recursively: nested ModuleList, ModuleDict ignored."""
     ours, theirs = parallelizer.apply_fsdp_sharding_recursively, published.apply_fsdp
     contrast(side, check_containers, ours=ours, published=theirs, symptom="ModuleList|units are")
+
+
+def test_a_bare_list_is_sharded_like_a_child_list() -> None:
+    def on_rank(rank: int) -> None:
+        lists = nn.ModuleList([Block(), nn.ModuleList([Block()])]), nn.ModuleDict({"a": Block(), "b": Block()})
+        for blocks in lists:
+            parallelizer.apply_fsdp_sharding_recursively(blocks, mesh_1d(), None)
+            units = [isinstance(module, FSDPModule) for module in blocks.modules() if isinstance(module, Block)]
+            assert units == [True, True]
+            assert all(isinstance(parameter, DTensor) for parameter in blocks.parameters())
+
+    run_ranks(2, on_rank)
 
 
 def check_only_the_last_unit_stays(rank: int, apply: Any) -> None:
@@ -182,6 +198,150 @@ def test_models_without_llama_s_attributes(side: str) -> None:
     contrast(side, check_gpt2_without_tp, ours=ours, published=published.fsdp2, symptom="no attribute 'model'")
 
 
+def own_plan(model: nn.Module) -> dict[str, Any]:
+    """Functions and values that a user's plan may be, by import path."""
+    return {"model.layers.*.mlp.up_proj": "colwise"} if model is not None else {}
+
+
+def own_plan_without_arguments() -> dict[str, Any]:
+    return {"model.layers.*.mlp.down_proj": "rowwise"}
+
+
+def own_plan_of_two(model: nn.Module, tp: int) -> dict[str, Any]:
+    return {}
+
+
+EMPTY_PLAN: dict[str, Any] = {}
+
+
+def test_a_plan_s_path_may_lead_to_a_dict_or_a_function_of_the_model_or_of_nothing() -> None:
+    """fsdp2_strategy_parallelize, tp_shard_plan: a dictionary, or a function that returns one."""
+    model = build("llama", torch.float32)
+    assert list(load_plan(f"{__name__}:own_plan", model)) == ["model.layers.*.mlp.up_proj"]
+    assert list(load_plan(f"{__name__}:own_plan_without_arguments", model)) == ["model.layers.*.mlp.down_proj"]
+    with pytest.raises(ConfigError, match="own_plan_of_two.*must take the model, or no argument"):
+        load_plan(f"{__name__}:own_plan_of_two", model)
+    with pytest.raises(ConfigError, match="builtins:dict"):
+        load_plan("builtins:dict", model)
+
+
+@pytest.mark.parametrize("plan", [{}, f"{__name__}:EMPTY_PLAN"], ids=["dict", "path"])
+def test_an_empty_plan_shards_nothing_over_tp(plan: Any) -> None:
+    """fsdp2_strategy_parallelize, tp_shard_plan: what is given takes precedence."""
+
+    def on_rank(rank: int) -> set[str]:
+        model, expected = build("llama", torch.float64), build("llama", torch.float64)
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        parallelizer.fsdp2_strategy_parallelize(
+            model, mesh, mp_policy=MixedPrecisionPolicy(), tp_shard_plan=copy.deepcopy(plan)
+        )
+        tokens = torch.arange(8)[None]
+        assert torch.equal(model(input_ids=tokens).logits, expected(input_ids=tokens).logits)
+        return {str(parameter.placements[-1]) for parameter in model.parameters()}
+
+    assert run_ranks(2, on_rank) == [{"R"}] * 2
+
+
+def test_a_plan_of_single_layers_is_a_plan() -> None:
+    """get_hf_tp_shard_plan: raises if no plan is found, that is if nothing would be sharded."""
+    model = build("llama", torch.float32)
+    type(model)._tp_plan, saved = None, type(model)._tp_plan
+    try:
+        model._tp_plan, model.model._tp_plan = {}, {"layers.0.self_attn.q_proj": "colwise"}
+        plan = get_hf_tp_shard_plan(model)
+        assert isinstance(plan["model.layers.0.self_attn.q_proj"], ColwiseParallel)
+        for nothing in ({}, {"layers.*.self_attn.q_prj": "colwise"}, {"layers.0.input_layernorm": "sequence_parallel"}):
+            model.model._tp_plan = nothing
+            with pytest.raises(AssertionError, match="LlamaForCausalLM brings no tensor-parallel plan"):
+                get_hf_tp_shard_plan(model)
+    finally:
+        type(model)._tp_plan = saved
+
+
+def test_later_plans_win() -> None:
+    """get_hf_tp_shard_plan: the class's, the instance's, the inner model's."""
+    model = build("llama", torch.float32)
+    up, down = "model.layers.*.mlp.up_proj", "model.layers.*.mlp.down_proj"
+    type(model)._tp_plan, saved = {up: "rowwise", down: "rowwise"}, type(model)._tp_plan
+    try:
+        model._tp_plan = {up: "replicate"}
+        model.model._tp_plan = {}
+        assert isinstance(get_hf_tp_shard_plan(model)[up], ReplicatedParameters)
+        model.model._tp_plan = {"layers.*.mlp.up_proj": "colwise"}
+        plan = get_hf_tp_shard_plan(model)
+        assert (type(plan[up]), type(plan[down])) == (ColwiseParallel, RowwiseParallel)
+    finally:
+        type(model)._tp_plan = saved
+
+
+def test_a_custom_plan_s_attention_that_tp_does_not_divide_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """fsdp2_strategy_parallelize: it leaves the plan, and rank 0 logs which entries did."""
+
+    def on_rank(rank: int) -> list[str]:
+        caplog.clear()
+        model, expected = build("llama_uneven_heads", torch.float64), build("llama_uneven_heads", torch.float64)
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        own = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        own |= {"model.layers.*.self_attn.o_proj": RowwiseParallel(), "model.layers.*.mlp.up_proj": ColwiseParallel()}
+        own |= {"model.layers.*.mlp.gate_proj": ColwiseParallel(), "model.layers.*.mlp.down_proj": RowwiseParallel()}
+        parallelizer.fsdp2_strategy_parallelize(model, mesh, mp_policy=MixedPrecisionPolicy(), tp_shard_plan=own)
+        tokens = torch.arange(8)[None]
+        torch.testing.assert_close(
+            model(input_ids=tokens).logits, expected(input_ids=tokens).logits, rtol=1e-12, atol=1e-12
+        )
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    (warning,), others = run_ranks(2, on_rank)
+    assert "3 heads and 3 kv heads cannot be shared evenly" in warning
+    assert "left out of the plan: model.layers.*.self_attn.q_proj" in warning
+    assert "mlp" not in warning
+    assert others == []
+
+
+@pytest.mark.parametrize(("names", "axis"), [(("data_parallel", "tp"), "tp"), (("data_parallel", "cp"), "cp")])
+def test_an_axis_that_nothing_covers_is_refused(names: tuple[str, str], axis: str) -> None:
+    """fsdp2_strategy_parallelize, the names of the meshes: over another axis ranks would drift apart."""
+
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        with pytest.raises(ConfigError, match=f"nothing is sharded or summed over {axis},"):
+            parallelizer.fsdp2_strategy_parallelize(build("llama", torch.float32), mesh)
+        mesh[names]._flatten("dp_cp")
+        model = parallelizer.fsdp2_strategy_parallelize(build("llama", torch.float32), mesh)
+        assert next(model.parameters()).device_mesh.size() == 4
+
+    run_ranks(4, on_rank)
+
+
+def test_every_axis_of_a_user_s_mesh_reduces() -> None:
+    """init_distributed of page 003, and FSDP2 over an axis of its mesh: logits are those of one process."""
+    shapes = (
+        {"dp_shard": 2, "cp": 2},
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"pp": 2, "tp": 2},
+        {"dp_shard": 2, "ep": 2},
+    )
+
+    def on_rank(rank: int) -> None:
+        for degrees in shapes:
+            mesh = init_distributed(ParallelismConfig(**{"dp_shard": 1, **degrees}))
+            assert mesh is not None
+            for name in mesh.mesh_dim_names:
+                ones = torch.ones(1)
+                dist.all_reduce(ones, group=mesh.get_group(name))
+                assert ones.item() == mesh[name].size(), (degrees, name)
+        mesh = init_distributed(ParallelismConfig(**shapes[0]))
+        model, expected = build("llama", torch.float64), build("llama", torch.float64)
+        policy = MixedPrecisionPolicy()
+        with pytest.raises(ConfigError, match="over cp,"):
+            parallelizer.fsdp2_strategy_parallelize(model, mesh, mp_policy=policy, dp_mesh_name="dp_shard")
+        parallelizer.fsdp2_strategy_parallelize(model, mesh["dp_shard"], mp_policy=policy, dp_mesh_name="dp_shard")
+        tokens = torch.arange(8)[None]
+        assert torch.equal(model(input_ids=tokens).logits, expected(input_ids=tokens).logits)
+
+    run_ranks(4, on_rank, init=False)
+
+
 def check_default_policy(rank: int, parallelize: Any) -> None:
     model = parallelize(build("llama", torch.float32), mesh_1d())
     logits = model(input_ids=torch.ones(1, 8, dtype=torch.int64)).logits
@@ -285,6 +445,23 @@ def check_tied(rank: int, apply: Any) -> None:
 def test_tied_embeddings_stay_tied(side: str) -> None:
     """TP facts: parallelize_module re-registers parameters, so lm_head and embed_tokens come apart."""
     contrast(side, check_tied, ours=ours_tp, published=published.parallelize_tp, symptom="is off by")
+
+
+def test_sequence_parallel_shards_the_decoder_layers_of_any_model() -> None:
+    """Also beside a ModuleList that is longer than they are."""
+
+    def on_rank(rank: int) -> list[int]:
+        model = build("llama", torch.float32)
+        model.model.probes = nn.ModuleList(nn.Identity() for _ in range(5))
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        parallelizer.fsdp2_strategy_parallelize(model, mesh, sequence_parallel=True)
+        lengths: list[int] = []
+        for layer in model.model.layers:
+            layer.input_layernorm.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+        model(input_ids=torch.ones(1, 8, dtype=torch.int64), use_cache=False)
+        return lengths
+
+    assert run_ranks(2, on_rank) == [[4, 4]] * 2
 
 
 def check_norm(rank: int, norm: Any) -> None:

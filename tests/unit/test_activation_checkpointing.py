@@ -304,6 +304,24 @@ def test_experts_are_gathered_over_fewer_ranks_than_the_rest() -> None:
     assert needs[0] - needs[1] == (8 - 2) * (gathered + waiting)
 
 
+def test_the_estimate_is_of_the_layers_that_are_recomputed() -> None:
+    """A ModuleList that is longer than the decoder layers, of modules without parameters, changes nothing."""
+    cfg = FinetuneConfig(
+        model=ModelConfig(path="made here"),
+        data=DocsDataConfig(),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=2, seq_len=64),
+    )
+    mesh = Mesh(None, MeshShape(dp_shard=2))  # type: ignore[arg-type] # sizes alone count
+    needs = []
+    for extra in (0, 5):
+        model = build("llama")
+        model.model.probes = torch.nn.ModuleList(torch.nn.Identity() for _ in range(extra))
+        needs.append(estimate(model, cfg, mesh, torch.device("cpu"), torch.float32))
+        models.checkpoint_activations(model, FULL)
+        assert [isinstance(layer.forward, partial) for layer in model.model.layers] == [True, True]
+    assert needs[1] == needs[0]
+
+
 def test_what_tp_and_types_divide_and_multiply() -> None:
     model = build("mixtral")
     one = layer_bytes(model, 1, 32, torch.bfloat16)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -57,6 +58,20 @@ def from_scratch(family: str, seed: int = 0, dtype: DType = DType.float32) -> Pr
 def test_layers_are_found_in_every_family(family: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(family))
     assert decoder_layers(model) == list(model.transformer.h if family == "gpt2" else model.model.layers)
+
+
+@pytest.mark.parametrize(("text", "vision"), [(2, 2), (2, 5), (5, 2)])
+def test_layers_of_an_image_encoder_are_not_taken(text: int, vision: int) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 16}
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config={**sizes, "num_hidden_layers": text, "num_key_value_heads": 1, "vocab_size": 64},
+        vision_config={**sizes, "num_hidden_layers": vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert decoder_layers(model) == list(model.model.language_model.layers)
 
 
 def test_parameters_are_counted_once() -> None:

@@ -159,7 +159,7 @@ class ParallelismConfig:
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (fsdp2)."""
     tp_plan: str | None = None
-    """Import path of a tp plan, module.path:name, a dict or a function of the model; null: the model's own."""
+    """Import path of a tp plan, module.path:name: a dict, or a function that returns one; null: the model's own."""
 
     def __post_init__(self) -> None:
         problems = [
