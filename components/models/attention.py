@@ -9,11 +9,16 @@ packed rows a keyword says where their documents are; it reaches attention throu
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -22,8 +27,6 @@ from components.config.schema.model import (
     CAUSAL_FLASH,
     CAUSAL_SDPA,
     DOCUMENTS,
-    NO_FLEX_BACKWARD,
-    Attention,
     ModelConfig,
 )
 from components.models.documents import Documents, attend_by_kernel, has_kernel
@@ -57,55 +60,106 @@ def use_causal_sdpa(model: PreTrainedModel, flash: bool = False) -> bool:
     return True
 
 
-def attention_kernel(
-    model: PreTrainedModel, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, packed: bool
-) -> str:
-    """Return a sentence on how a model attends on `device` to hidden states of `dtype`, for the banner.
+@dataclass(frozen=True, slots=True)
+class ObservedAttention:
+    """One way in which a model attended: what torch ran, and of what."""
 
-    packed: Rows hold documents. Raises ConfigError where what was asked for cannot train here.
+    kernel: str
+    """flash_attention, efficient_attention, cudnn_attention, varlen_attn, or math: no fused kernel."""
+    head_dim: int
+    dtype: torch.dtype
+    device: str
+    masked: bool
+    dropout: float
+
+
+class AttentionProbe(TorchFunctionMode):
+    """Context that observes which kernels attend in the forwards within it.
+
+    Queries, keys and values require gradients there, as in training, because some kernels have no backward for some
+    widths of heads; none is kept.
     """
-    config: Any = model.config.get_text_config()
-    if not config._attn_implementation.startswith((CAUSAL_SDPA, CAUSAL_FLASH)):
-        if cfg.attention == Attention.flex_attention and device.type == "cpu":
-            raise ConfigError(NO_FLEX_BACKWARD)
+
+    def __init__(self, flash_only: bool = False) -> None:
+        """`flash_only`: raise ConfigError, with the reason, where torch's flash kernel does not take an attention."""
+        super().__init__()
+        self.observed: list[ObservedAttention] = []
+        """Every kind of attention once, in the order in which it was observed."""
+        self._flash_only = flash_only
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Observe attention; call everything else as it is."""
+        if func is scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "").startswith("_varlen_attn"):
+            self._note("varlen_attn", args[0], masked=False, dropout=0.0)
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        with torch.enable_grad(), _FusedKernels() as fused:
+            query, key, value = (each.detach().requires_grad_() for each in (query, key, value))
+            try:
+                output = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            except RuntimeError as error:
+                if not self._flash_only:
+                    raise
+                self._note("none", query, attn_mask is not None, dropout_p)
+                raise ConfigError(
+                    f"model.attention=sdpa_flash: torch has no flash kernel for {_inputs(self.observed[-1])}"
+                    f"{' and a mask' if attn_mask is not None else ''}; set model.attention=sdpa"
+                ) from error
+        self._note(fused.name, query, attn_mask is not None, dropout_p)
+        return output.detach()
+
+    def _note(self, kernel: str, query: torch.Tensor, masked: bool, dropout: float) -> None:
+        new = ObservedAttention(kernel, query.shape[-1], query.dtype, query.device.type, masked, dropout)
+        if new not in self.observed:
+            self.observed.append(new)
+
+
+class _FusedKernels(TorchDispatchMode):
+    """Finds the fused kernel that one call of scaled_dot_product_attention dispatches to."""
+
+    name = "math"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _, is_attention, name = func.overloadpacket.__name__.partition("_scaled_dot_product_")
+        if is_attention and not name.startswith("attention_math"):
+            self.name = name.removesuffix("_for_cpu")
+        return func(*args, **(kwargs or {}))
+
+
+def describe_attention(
+    model: PreTrainedModel,
+    cfg: ModelConfig,
+    observed: Sequence[ObservedAttention],
+    packed: bool,
+) -> str:
+    """Return a sentence on how a model was observed to attend, for the banner; `packed`: rows hold documents."""
+    if not observed:
         return f"attention: {cfg.attention}, transformers' own with its masks"
-    query, key, value = _like_those_of(config, dtype, device)
-    dropout = float(getattr(config, "attention_dropout", 0.0))
-    if packed and has_kernel(query, value, dropout):
-        return f"attention: {cfg.attention}, documents by torch's kernel for unequal lengths (varlen_attn)"
-    needs = {
-        "documents": packed,
-        "windows": "sliding_attention" in (getattr(config, "layer_types", None) or []),
-        "the parts of a row": "_all_gather_" in config._attn_implementation,
-    }
-    masked = next((what for what, needed in needs.items() if needed), None)
-    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool, device=device) if masked else None
-    chosen = SDPBackend(
-        torch._fused_sdp_choice(query, key, value, mask, dropout, mask is None, enable_gqa=query.shape != key.shape)
-    )
-    why = f"heads of {query.shape[-1]} in {str(dtype).removeprefix('torch.')} on {device.type}"
-    why += f" and a mask, for {masked}" if masked else ""
-    why += f" and dropout {dropout:g}" if dropout else ""
-    if cfg.attention == Attention.sdpa_flash and chosen != SDPBackend.FLASH_ATTENTION:
-        raise ConfigError(f"model.attention=sdpa_flash: torch has no flash kernel for {why}; set model.attention=sdpa")
-    return f"attention: {cfg.attention}, for {why} torch's kernel {chosen.name.lower()}"
+    implementation = model.config.get_text_config()._attn_implementation
+    reason = "windows"
+    if not implementation.startswith((CAUSAL_SDPA, CAUSAL_FLASH)):
+        reason = "transformers' own rules"
+    elif packed:
+        reason = "documents"
+    elif "_all_gather_" in implementation:
+        reason = "the parts of a row"
+    kinds = [
+        f"torch's {each.kernel} for {_inputs(each)}{f' with a mask for {reason}' if each.masked else ''}"
+        for each in observed
+    ]
+    return f"attention: {cfg.attention}, observed as {', and '.join(kinds)}"
 
 
-def _like_those_of(
-    config: Any, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values of one row of 16 tokens, as an accelerator's kernels see them."""
-    heads, nope = config.num_attention_heads, getattr(config, "qk_nope_head_dim", None)
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    of_keys = size if nope is None else nope + config.qk_rope_head_dim
-    of_values = getattr(config, "v_head_dim", None) or size
-    # transformers repeats keys and values where the kernels would not share them.
-    shared = (getattr(config, "num_key_value_heads", None) or heads) if of_keys == of_values <= 256 else heads
-    shapes = ((heads, of_keys), (shared, of_keys), (shared, of_values))
-    query, key, value = (
-        torch.empty(1, count, 16, width, dtype=dtype, device=device, requires_grad=True) for count, width in shapes
-    )
-    return query, key, value
+def _inputs(observed: ObservedAttention) -> str:
+    dtype = str(observed.dtype).removeprefix("torch.")
+    dropout = f" with dropout {observed.dropout:g}" if observed.dropout else ""
+    return f"heads of {observed.head_dim} in {dtype} on {observed.device}{dropout}"
 
 
 def _what_it_needs(model: PreTrainedModel) -> str:
@@ -187,6 +241,7 @@ def causal_sdpa(
             f"model.attention=sdpa: {type(module).__name__} makes a mask of its own on top of transformers' causal "
             "one; set model.attention=eager"
         )
+    query, key, value = _cast_by_autocast(query, key, value)
     queries, keys = query.shape[2], key.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < keys else None
     if attention_mask is None and documents is not None:
@@ -198,3 +253,15 @@ def causal_sdpa(
         distance = place[keys - queries :, None] - place[None, :]  # (seq of queries, seq of keys)
         attention_mask = ((distance >= 0) & (distance < window))[None, None]
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _cast_by_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Cast queries, keys and values as autocast would within torch's attention: kernels are chosen by their types.
+
+    Rotary embeddings, which are float32 under autocast, promote queries and keys to float32.
+    """
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [each if each.dtype == torch.float64 else each.to(dtype) for each in tensors]

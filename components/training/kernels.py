@@ -1,28 +1,31 @@
-"""What a run computes with, as it is told at its start: the kernel of its attention, and what float8 changes."""
+"""What a run computes with, for its banner: the kernel of its attention, and what float8 changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from components.config.errors import ConfigError
-from components.config.schema.model import Float8
+from components.config.schema.model import NO_FLEX_BACKWARD, Attention, Float8
 from components.config.schema.recipes import FinetuneConfig
+from components.distributed.pipeline import Pipeline
 from components.models.float8 import float8_layers, without_float8
-from components.training.loop import MicroBatch, StepSettings, evaluate
-from components.training.precision import compute_dtype
+from components.training.loop import MicroBatch, StepSettings, evaluate, forward_loss
 
 
 def check_kernels(
     model: Any, cfg: FinetuneConfig, micro_batches: Callable[[int], Sequence[MicroBatch]], settings: StepSettings
 ) -> list[str]:
-    """Return what the model attends by, and what float8 changes of its loss, a sentence each. Call it on all ranks.
+    """Return how the model attends, and what float8 changes of its loss, a sentence each. Call it on all ranks.
 
-    The gate of float8: one micro-batch of every rank is computed in float8 and without it. It finds products that are
-    wrong, and models that eight bits are too few for from the start; not what adds up over many steps, and little of a
-    model that has not learnt anything yet.
+    The kernel is the one observed in a forward of one row of the first batch, in training mode and under the run's own
+    autocast; compiled layers run uncompiled in it. The gate of float8: one micro-batch of every rank is computed in
+    float8 and without it. It finds wrong matmuls, and models that eight bits are too few for from the start; not errors
+    that add up over many steps, and few of a model that has not learned anything yet.
 
     Args:
         model: What training calls, filled.
@@ -31,13 +34,34 @@ def check_kernels(
     Raises ConfigError where the attention that was asked for has no kernel here, and where the two losses differ by
     more than `model.float8_bound`, relatively.
     """
-    from components.models.attention import attention_kernel  # transformers, which only a run needs
-
-    dtype, _ = compute_dtype(cfg.model, settings.device)
-    told = [attention_kernel(getattr(model, "module", model), cfg.model, dtype, settings.device, cfg.data.pack)]
+    if cfg.model.attention == Attention.flex_attention and settings.device.type == "cpu":
+        raise ConfigError(NO_FLEX_BACKWARD)
+    first = micro_batches(0)[:1]
+    told = [_observe_attention(model, cfg, first[0], settings)]
     if cfg.model.float8 != Float8.none:
-        told.append(_compare(model, cfg, micro_batches(0)[:1], settings))
+        told.append(_compare(model, cfg, first, settings))
     return told
+
+
+@torch.no_grad()
+def _observe_attention(model: Any, cfg: FinetuneConfig, batch: MicroBatch, settings: StepSettings) -> str:
+    from components.models.attention import AttentionProbe, describe_attention  # transformers, which only a run needs
+
+    module: Any = getattr(model, "module", model)
+    row = {name: tensor[:1] for name, tensor in batch.items()}
+    devices = [settings.device] if settings.device.type == "cuda" else []
+    # Dropout may draw random numbers, of which the run takes no notice. A row by itself is a shape of its own: it is
+    # not worth a compilation.
+    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+        probe = AttentionProbe(flash_only=cfg.model.attention == Attention.sdpa_flash)
+        with probe:
+            forward_loss(model, row, settings)
+    observed = probe.observed
+    if isinstance(model, Pipeline):  # layers of other stages may attend otherwise
+        everyone: list[Any] = [observed] * dist.get_world_size(model.group)
+        dist.all_gather_object(everyone, observed, group=model.group)
+        observed = list(dict.fromkeys(each for stage in everyone for each in stage))
+    return describe_attention(module, cfg.model, observed, cfg.data.pack)
 
 
 def _compare(model: Any, cfg: FinetuneConfig, batch: Sequence[MicroBatch], settings: StepSettings) -> str:

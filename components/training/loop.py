@@ -120,18 +120,28 @@ def evaluate(model: nn.Module | Pipeline, batches: Iterable[MicroBatch], setting
     module.eval()
     loss_sum, tokens = (torch.zeros((), dtype=torch.float64, device=settings.device) for _ in range(2))
     for batch in batches:
-        most, batch = _most_targets(batch, settings), _local_part(batch, settings)
-        if isinstance(model, Pipeline):
-            loss = model.loss(batch, settings.of_logits, most)
-        else:
-            loss = _forward(module, batch, most, settings)
+        loss, targets = forward_loss(model, batch, settings)
         loss_sum += loss
-        tokens += count_targets(batch["targets"])
+        tokens += count_targets(targets)
     module.train(was_training)
     counts = _counts(settings)
     reduced = reduce_loss([loss_sum * counts], tokens * counts, dp_group=_all_ranks(), check_finite=False)
     total, count = torch.cat(reduced).tolist()
     return (total / count if count else float("nan")), int(count)
+
+
+def forward_loss(
+    model: nn.Module | Pipeline, batch: MicroBatch, settings: StepSettings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward one micro-batch without a backward; return the sum of this rank's token losses, and its targets.
+
+    A forward of a sharded model is a collective: call it on all ranks.
+    """
+    most, batch = _most_targets(batch, settings), _local_part(batch, settings)
+    if isinstance(model, Pipeline):
+        return model.loss(batch, settings.of_logits, most), batch["targets"]
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    return _forward(module, batch, most, settings), batch["targets"]
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

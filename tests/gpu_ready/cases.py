@@ -28,7 +28,7 @@ CUDA = torch.device("cuda", 0)
 LAYERS = 2
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }  # fmt: skip
 
@@ -120,6 +120,7 @@ def step(
 ) -> dict[str, Any]:  # fmt: skip
     """Do two optimizer steps, the first of which makes the optimizer's state; return the record of the second."""
     with fake_run(config_of(model or {}, axes, peft, pack), world, rank) as run:
+        reported = training.check_kernels(run.replica, run.cfg, run.batches.at, run.settings)
         with schedules_that_do_not_vote():
             training.train_step(run.replica, run.batches.at(0), run.optimizer, run.settings)
         given = run.batches.at(1)
@@ -128,6 +129,7 @@ def step(
         states = [each for state in run.optimizer.state.values() for each in state.values()]
         devices = {each.device.type for each in [vector, *states, *run.optimizer.param_groups[0]["params"]]}
     return {
+        "reported": reported[0],
         "waits": dict(seen.waits),
         "masks": dict(seen.masks),
         "operators": dict(seen.operators),

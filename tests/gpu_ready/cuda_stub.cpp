@@ -30,11 +30,11 @@ struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
-// The rules of a CUDA build that matter here: flash takes half precision without a mask, efficient takes both, neither
-// takes float64; math takes everything.
+// The rules of a CUDA build that matter here: flash takes half precision without a mask and shares keys between heads;
+// efficient takes float32 and masks, one key head per query head; math takes everything.
 int64_t choose_kernel(
     const at::Tensor& query,
-    const at::Tensor&,
+    const at::Tensor& key,
     const at::Tensor& value,
     const std::optional<at::Tensor>& mask,
     double,
@@ -46,10 +46,11 @@ int64_t choose_kernel(
   const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
   const bool masked = mask.has_value() && mask->defined();
   const bool same_width = query.sym_size(-1) == value.sym_size(-1);
+  const bool same_heads = query.sym_size(1) == key.sym_size(1);
   auto chosen = at::SDPBackend::error;
   if (context.userEnabledFlashSDP() && half && !masked && same_width && query.sym_size(-1) <= 256) {
     chosen = at::SDPBackend::flash_attention;
-  } else if (context.userEnabledMemEfficientSDP() && (half || dtype == at::kFloat)) {
+  } else if (context.userEnabledMemEfficientSDP() && same_heads && (half || dtype == at::kFloat)) {
     chosen = at::SDPBackend::efficient_attention;
   } else if (context.userEnabledMathSDP()) {
     chosen = at::SDPBackend::math;

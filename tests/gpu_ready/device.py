@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,6 +77,7 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda self, *_: self
     torch.cuda.get_rng_state = lambda device=0: torch.zeros(16, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda state, device=0: None
+    dist.all_gather_object = _gather_own
     cpu = torch.cpu
     cpu.Stream.record_event = lambda self, event=None: event or cpu.Event()  # type: ignore[method-assign]
     handle = SimpleNamespace(
@@ -85,6 +87,10 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed") and hasattr(module, "_get_device_handle"):
             module._get_device_handle = lambda device_type="cuda": handle  # type: ignore[attr-defined]
+
+
+def _gather_own(everyone: list[Any], own: Any, group: Any = None) -> None:
+    everyone[:] = [own] * len(everyone)
 
 
 def _is_cuda(leaf: Any) -> bool:

@@ -9,12 +9,14 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from components import models
+from components import models, training
 from components.config.errors import ConfigError
-from components.config.schema import ModelConfig
+from components.config.schema import FinetuneConfig, ModelConfig
+from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import Attention, WeightInit
-from components.models.attention import attention_kernel
 from components.models.documents import has_kernel
+from components.training import StepSettings
+from tests.distributed.packed import batches_of, packed
 from tests.tiny_models import SIZES, VOCAB
 
 CPU = torch.device("cpu")
@@ -27,11 +29,19 @@ def config(attention: str, **values: Any) -> ModelConfig:
     )  # fmt: skip
 
 
-def told(
-    attention: str, dtype: torch.dtype = torch.float32, packed: bool = False, device: torch.device = CPU, **values: Any
-) -> str:
-    cfg = config(attention, **values)
-    return attention_kernel(models.build_on_meta(cfg), cfg, dtype, device, packed)
+def filled(cfg: ModelConfig) -> Any:
+    model = models.build_on_meta(cfg)
+    models.materialize(model, "cpu")
+    models.initialize_weights(model, 0)
+    return model
+
+
+def told(attention: str, compute: str = "float32", packed_rows: bool = False, **values: Any) -> str:
+    cfg = FinetuneConfig(model=config(attention, **values), data=DocsDataConfig(pack=packed_rows))
+    rows = torch.arange(3, 35).reshape(2, 16)
+    batches = batches_of(packed()).at(0) if packed_rows else [{"input_ids": rows, "labels": rows}]
+    autocast = None if compute == "float32" else getattr(torch, compute)
+    return training.check_kernels(filled(cfg.model), cfg, lambda step: batches, StepSettings(CPU, autocast=autocast))[0]
 
 
 class Attended(TorchDispatchMode):
@@ -47,15 +57,54 @@ class Attended(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_attends_is_told_with_its_reason() -> None:
-    flash = "torch's kernel flash_attention"
-    assert told("sdpa") == f"attention: sdpa, for heads of 8 in float32 on cpu {flash}"
-    assert told("sdpa_flash", torch.bfloat16) == f"attention: sdpa_flash, for heads of 8 in bfloat16 on cpu {flash}"
-    assert told("sdpa", packed=True).endswith(f"on cpu and a mask, for documents {flash}")
+def test_the_kernel_that_attends_is_reported_with_its_inputs() -> None:
+    flash = "observed as torch's flash_attention for heads of 8"
+    assert told("sdpa") == f"attention: sdpa, {flash} in float32 on cpu"
+    assert told("sdpa_flash", "bfloat16") == f"attention: sdpa_flash, {flash} in bfloat16 on cpu"
+    assert told("sdpa", packed_rows=True) == f"attention: sdpa, {flash} in float32 on cpu with a mask for documents"
     windows = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}
-    assert told("sdpa", **windows).endswith(f"on cpu and a mask, for windows {flash}")
-    assert told("sdpa", attention_dropout=0.1).endswith("on cpu and dropout 0.1 torch's kernel math")
+    assert told("sdpa", **windows) == f"attention: sdpa, {flash} in float32 on cpu with a mask for windows"
+    both = told("sdpa", **windows | {"max_window_layers": 1})
+    assert (
+        both
+        == f"attention: sdpa, {flash} in float32 on cpu, and {flash[12:]} in float32 on cpu with a mask for windows"
+    )
     assert told("eager") == "attention: eager, transformers' own with its masks"
+
+
+def test_the_probe_is_of_a_training_forward_and_leaves_nothing_behind() -> None:
+    """Dropout of attention, which evaluation has none of, decides on the kernel; the state of generators stays."""
+    before = torch.get_rng_state()
+    assert told("sdpa", attention_dropout=0.1).endswith(
+        "torch's math for heads of 8 in float32 on cpu with dropout 0.1"
+    )
+    torch.manual_seed(5)
+    cfg = FinetuneConfig(model=config("sdpa", attention_dropout=0.1), data=DocsDataConfig())
+    model, state = filled(cfg.model), torch.get_rng_state()
+    rows = torch.arange(3, 35).reshape(2, 16)
+    training.check_kernels(model, cfg, lambda step: [{"input_ids": rows, "labels": rows}], StepSettings(CPU))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(before, state)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_compiled_layers_are_probed_without_compiling_them() -> None:
+    cfg = FinetuneConfig(model=config("sdpa"), data=DocsDataConfig())
+    model, compiled = filled(cfg.model), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    models.compile_layers(model, backend=backend)
+    rows = torch.arange(3, 35).reshape(2, 16)
+    batch = {"input_ids": rows, "labels": rows}
+    (reported,) = training.check_kernels(model, cfg, lambda step: [batch], StepSettings(CPU))
+    assert "torch's flash_attention" in reported
+    assert compiled == []
+    training.evaluate(model, [batch], StepSettings(CPU))
+    assert compiled
 
 
 def test_documents_have_a_kernel_where_values_are_as_wide_as_keys() -> None:
@@ -69,21 +118,12 @@ def test_documents_have_a_kernel_where_values_are_as_wide_as_keys() -> None:
         query, value = (torch.empty(1, 4, 16, each, dtype=half, device="meta") for each in (64, width))
         assert has_kernel(query, value, dropout) == expected
         assert not has_kernel(query.to("meta", torch.float64), value, dropout)
-    meta = torch.device("meta")
-    assert told("sdpa", torch.bfloat16, True, meta).endswith("by torch's kernel for unequal lengths (varlen_attn)")
-    latent = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    cfg = config("sdpa")
-    cfg.config = {"model_type": "deepseek_v3", **SIZES, **latent, "num_key_value_heads": 4, "first_k_dense_replace": 2}
-    said = attention_kernel(models.build_on_meta(cfg), cfg, torch.bfloat16, meta, packed=True)
-    assert "heads of 16 in bfloat16 on meta and a mask, for documents" in said
 
 
 def test_the_flash_kernel_alone_gives_what_torch_would_choose() -> None:
     made = []
     for attention in ("sdpa", "sdpa_flash"):
-        model = models.build_on_meta(config(attention))
-        models.materialize(model, "cpu")
-        models.initialize_weights(model, 0)
+        model = filled(config(attention))
         with Attended() as seen:
             loss = model(input_ids=torch.arange(32).reshape(2, 16) % VOCAB, use_cache=False).logits.square().mean()
             loss.backward()
@@ -100,9 +140,7 @@ def test_where_there_is_no_flash_kernel_it_is_refused_and_not_replaced() -> None
         ConfigError, match=r"sdpa_flash: torch has no flash kernel for heads of 8 .* dropout 0.1; set mo"
     ):
         told("sdpa_flash", attention_dropout=0.1)
-    model = models.build_on_meta(config("sdpa_flash", attention_dropout=0.1))
-    models.materialize(model, "cpu")
-    models.initialize_weights(model, 0)
+    model = filled(config("sdpa_flash", attention_dropout=0.1))
     with pytest.raises(RuntimeError, match="No available kernel"):
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
 

@@ -1,0 +1,67 @@
+"""Which kernel attends on a GPU, and whether the banner reports that one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu_ready.conftest import Run
+
+LAYERS = 2
+MIXED: dict[str, Any] = {"dtype": "float32", "compute_dtype": "bfloat16"}
+LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "single": ({"strategy": "single"}, 1),
+    "dp_shard": ({"dp_shard": 2}, 2),
+    "tp": ({"tp": 2}, 2),
+    "cp by ulysses": ({"cp": 2}, 2),
+    "pp": ({"pp": 2}, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_rows_in_mixed_precision_take_no_mask(fake_cuda: Run, layout: str) -> None:
+    axes, world = LAYOUTS[layout]
+    seen = fake_cuda("step", axes=axes, world=world, model=MIXED, pack=True)
+    layers = LAYERS // axes.get("pp", 1)
+    assert seen["masks"] == {}
+    assert seen["operators"].get("_varlen_attn") == layers * seen["micro_batches"]
+    assert seen["waits"] == {}
+    assert "varlen_attn" in seen["reported"]
+
+
+def test_the_flash_kernel_alone_takes_packed_rows_in_mixed_precision(fake_cuda: Run) -> None:
+    seen = fake_cuda("step", axes={"strategy": "single"}, model={**MIXED, "attention": "sdpa_flash"}, pack=True)
+    assert seen["operators"]["_varlen_attn"] == LAYERS * seen["micro_batches"]
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "kernel", "reason"),
+    [
+        (MIXED, {"strategy": "single"}, "flash_attention", "heads of 16 in bfloat16 on cuda"),
+        ({**MIXED, "compute_dtype": "float32"}, {"strategy": "single"}, "math", "heads of 16 in float32"),
+        ({**MIXED, "compute_dtype": "float32"}, {"dp_shard": 2}, "efficient_attention", "mask for documents"),
+        (MIXED, {"cp": 2, "cp_attention": "all_gather"}, "efficient_attention", "mask for the parts of a row"),
+    ],
+)  # fmt: skip
+def test_the_banner_reports_the_kernel_of_the_step(
+    fake_cuda: Run, model: dict[str, Any], axes: dict[str, Any], kernel: str, reason: str
+) -> None:
+    world = axes.get("dp_shard", 1) * axes.get("cp", 1)
+    seen = fake_cuda("step", axes=axes, world=world, model=model, pack="documents" in reason)
+    took = {name for name in seen["operators"] if "scaled_dot_product" in name and "backward" not in name}
+    assert took == ({f"_scaled_dot_product_{kernel}"} if kernel != "math" else set())
+    assert kernel in seen["reported"]
+    assert reason in seen["reported"]
+    assert bool(seen["masks"]) == ("mask" in reason)
+
+
+def test_documents_of_attention_with_narrower_values_take_a_mask_and_it_is_reported(fake_cuda: Run) -> None:
+    """The kernel for unequal lengths takes one width of heads; DeepSeek's latent attention has two."""
+    latent = {
+        "model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 2,
+    }  # fmt: skip
+    seen = fake_cuda("step", axes={"strategy": "single"}, model={**MIXED, "config": latent}, pack=True)
+    assert "_varlen_attn" not in seen["operators"]
+    assert seen["reported"].endswith("for heads of 16 in bfloat16 on cuda with a mask for documents")
