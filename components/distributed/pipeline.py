@@ -74,7 +74,7 @@ class Pipeline:
         """
         self._copy_tied_weight()
         self._loss = lambda output, targets: _quotient(token_loss(output, targets) if token_loss else output, tokens)
-        whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
         rows, seq = batches[0]["input_ids"].shape
         schedule = self._schedule(len(batches), rows, seq, token_loss is None)
         taken: Targets = {}
@@ -259,6 +259,11 @@ def _skip_shape_vote(schedule: Any) -> None:
                 stage._inference_mode = InferenceMode.STATIC
 
         schedule._warmup_p2p = take_stated
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """Return the rows of all micro-batches, or the largest of their numbers, which bounds them all."""
+    return torch.cat(list(values)) if isinstance(values[0], torch.Tensor) else max(values)
 
 
 def _quotient(loss: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

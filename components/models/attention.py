@@ -27,6 +27,7 @@ from components.config.schema.model import (
     CAUSAL_FLASH,
     CAUSAL_SDPA,
     DOCUMENTS,
+    LONGEST_DOCUMENT,
     ModelConfig,
 )
 from components.models.documents import Documents, attend_by_kernel, has_kernel
@@ -193,12 +194,13 @@ class _Packed:
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Give all layers of this forward one object."""
+        longest = kwargs.pop(LONGEST_DOCUMENT, None)
         bounds = kwargs.get(DOCUMENTS)
         if bounds is None:
             return args, kwargs
         if self._refusal:
             raise ConfigError(f"data.pack=true: {self._name} {self._refusal} data.pack=false")
-        return args, {**kwargs, DOCUMENTS: Documents(bounds)}
+        return args, {**kwargs, DOCUMENTS: Documents(bounds, longest)}
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Refuse a model whose attention was never told of the documents, and so saw across them."""

@@ -19,9 +19,13 @@ class Documents:
     forward it can be told whether any attention has asked.
     """
 
-    def __init__(self, bounds: torch.Tensor) -> None:
-        """`bounds`: (batch, documents + 1) int32: 0, each document's end, and the row's length as often as needed."""
+    def __init__(self, bounds: torch.Tensor, longest: int | None = None) -> None:
+        """`bounds`: (batch, documents + 1) int32: 0, each document's end, and the row's length as often as needed.
+
+        longest: No document has more tokens; None: one may fill its row.
+        """
         self.bounds = bounds
+        self.longest = longest
         self.reached = False
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
@@ -77,6 +81,9 @@ def attend_by_kernel(
 ) -> torch.Tensor:
     """Attend within documents, to the left, without a mask: the work is that of the documents, not of the rows.
 
+    The kernel launches blocks for as many tokens as its longest document may have, in every document: those past a
+    document's end only exit, but there can be more of them than of the others.
+
     Args:
         query: (batch, heads, seq, head_dim) of whole rows; key and value may have fewer heads, all of one width.
         window: How many tokens are seen, the token itself counted; None: all of the document.
@@ -86,19 +93,44 @@ def attend_by_kernel(
     from torch.nn.attention.varlen import varlen_attn
 
     batch, heads, seq, width = query.shape
-    key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
-    query, key, value = (each.transpose(1, 2).reshape(batch * seq, heads, width) for each in (query, key, value))
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in _options_of_kernel():
+        options["enable_gqa"] = key.shape[1] != heads
+    else:  # torch 2.11
+        key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
+    query, key, value = (
+        each.transpose(1, 2).reshape(batch * seq, each.shape[1], width) for each in (query, key, value)
+    )
     ends = documents.ends(seq)
-    left = -1 if window is None else window - 1
-    output: Any = varlen_attn(query, key, value, ends, ends, seq, seq, scale=scaling, window_size=(left, 0))
+    longest = seq if documents.longest is None else min(documents.longest, seq)
+    output: Any = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
     return output.view(batch, seq, heads, width)
+
+
+def longest_document(bounds: torch.Tensor) -> int | None:
+    """Bound the length of the longest document of a micro-batch; None where asking would make the host wait.
+
+    Rounded up to a power of two, so that it takes few values: a compiled layer is compiled again for each.
+
+    Args:
+        bounds: (batch, documents + 1), on the host.
+    """
+    if bounds.device.type != "cpu":
+        return None
+    return 1 << (int((bounds[:, 1:] - bounds[:, :-1]).max()) - 1).bit_length()
 
 
 @torch.compiler.assume_constant_result
 def _torch_has_windows() -> bool:
     """Whether this torch can attend to the left within documents: it says so by the names of arguments."""
+    return {"window_size", "scale"} <= _options_of_kernel()
+
+
+@torch.compiler.assume_constant_result
+def _options_of_kernel() -> frozenset[str]:
+    """Return the names of the kernel's arguments; none where this torch has no such kernel."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return False
-    return {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters)
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)

@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from components.config.schema.model import DOCUMENTS
+from components.config.schema.model import DOCUMENTS, LONGEST_DOCUMENT
 from components.distributed.context import shard_rows
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline import Pipeline, pad_to_longest
+from components.models.documents import longest_document
 from components.training.gradients import clip_gradients, equalize_replicas, gradient_norm
 from components.training.loss import count_targets, next_tokens, reduce_loss, token_loss_sum
 from components.training.optim import step_if_finite
@@ -151,17 +153,19 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def _local_part(batch: MicroBatch, settings: StepSettings, router_loss: RouterLoss | None = None) -> MicroBatch:
+def _local_part(batch: MicroBatch, settings: StepSettings, router_loss: RouterLoss | None = None) -> dict[str, Any]:
     """Return what this rank computes of a micro-batch: input_ids and targets, position_ids where rows are packed or cut
-    by cp, documents of packed rows, router weights.
+    by cp, documents of packed rows and a bound on their length, router weights.
     """
+    longest = longest_document(batch[DOCUMENTS]) if DOCUMENTS in batch else None
     batch = to_device(batch, settings.device)
     rows = {"input_ids": batch["input_ids"], "targets": next_tokens(batch["labels"])}
     if DOCUMENTS in batch:
         rows |= {"position_ids": batch["position_ids"], DOCUMENTS: batch[DOCUMENTS]}
     if router_loss is not None:
         rows[SEQUENCE_WEIGHTS] = sequence_weights(batch["labels"], batch.get(DOCUMENTS))
-    return shard_rows(rows, settings.mesh)
+    rows = shard_rows(rows, settings.mesh)
+    return rows if longest is None else {**rows, LONGEST_DOCUMENT: longest}
 
 
 def _most_targets(batch: MicroBatch, settings: StepSettings) -> int | None:

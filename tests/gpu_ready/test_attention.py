@@ -28,6 +28,11 @@ def test_packed_rows_in_mixed_precision_take_no_mask(fake_cuda: Run, layout: str
     assert seen["operators"].get("_varlen_attn") == layers * seen["micro_batches"]
     assert seen["waits"] == {}
     assert "varlen_attn" in seen["reported"]
+    # The kernel shares keys between query heads, and its grid is that of the longest document: samples have at most 30
+    # tokens, their rows 48.
+    tp = axes.get("tp", 1) * axes.get("cp", 1)
+    assert seen["key_heads"] == [2 // tp]
+    assert {longest for each in seen["longest"] for longest in each} <= {16, 32}
 
 
 def test_the_flash_kernel_alone_takes_packed_rows_in_mixed_precision(fake_cuda: Run) -> None:

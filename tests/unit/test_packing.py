@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -197,13 +198,29 @@ def test_a_packed_step_never_waits_for_the_device(dtype: torch.dtype, monkeypatc
     assert bool(calls) == (dtype == torch.bfloat16)
 
 
-def test_the_kernel_is_asked_for_the_attention_of_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel runs on GPUs only: here a loop over documents that does what its documentation says."""
+@pytest.mark.parametrize("shares_keys", [True, False])
+def test_the_kernel_is_asked_for_the_attention_of_the_mask(shares_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel runs on GPUs only: here a loop over documents that does what its documentation says.
+
+    That of torch 2.11 does not share keys and values between query heads.
+    """
     plain = build("mistral", torch.float64, ALL["mistral"])
+    assert plain.config.num_key_value_heads < plain.config.num_attention_heads
     expected = packed_step(plain)
     calls = []
 
-    def by_document(query: Any, key: Any, value: Any, ends: Any, *rest: Any, scale: Any, window_size: Any) -> Any:
+    def by_document(
+        query: Any, key: Any, value: Any, ends: Any, _: Any, most: int, *rest: Any, scale: Any, window_size: Any
+    ) -> Any:
+        return shared(query, key, value, ends, _, most, *rest, scale=scale, window_size=window_size, enable_gqa=False)
+
+    def shared(
+        query: Any, key: Any, value: Any, ends: Any, _: Any, most_q: int, most_k: int,
+        *, scale: Any, window_size: Any, enable_gqa: bool,
+    ) -> Any:  # fmt: skip
+        assert enable_gqa == (key.shape[1] < query.shape[1]) == shares_keys
+        longest = int(ends.diff().max())
+        assert most_q == most_k == 2 ** math.ceil(math.log2(longest)) < SEQ_LEN
         calls.append(ends.shape)
         parts = []
         for a, b in itertools.pairwise(ends.tolist()):
@@ -211,10 +228,11 @@ def test_the_kernel_is_asked_for_the_attention_of_the_mask(monkeypatch: pytest.M
             far = place[:, None] - place
             seen = (far >= 0) & ((far <= window_size[0]) | (window_size[0] < 0))
             each = (tensor[a:b].transpose(0, 1) for tensor in (query, key, value))
-            parts.append(F.scaled_dot_product_attention(*each, attn_mask=seen, scale=scale).transpose(0, 1))
+            output = F.scaled_dot_product_attention(*each, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+            parts.append(output.transpose(0, 1))
         return torch.cat(parts)
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_document)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", shared if shares_keys else by_document)
     monkeypatch.setattr("components.models.attention.has_kernel", lambda *_: True)
     assert differences(expected, packed_step(plain)) == []
     assert set(calls) == {(2 * packed().documents + 1,)}  # of fixed size, whatever the rows hold
@@ -226,7 +244,9 @@ def test_the_kernel_is_asked_for_the_attention_of_the_mask(monkeypatch: pytest.M
 class Deaf(LlamaForCausalLM):
     """Its layers get no keywords."""
 
-    def forward(self, input_ids: torch.Tensor, documents: Any, position_ids: Any, use_cache: bool) -> Any:
+    def forward(
+        self, input_ids: torch.Tensor, documents: Any, longest_document: int, position_ids: Any, use_cache: bool
+    ) -> Any:
         self.model.layers[0].forward = lambda hidden, **kw: hidden
         self.model.layers[1].forward = lambda hidden, **kw: hidden
         return super().forward(input_ids, position_ids=position_ids, documents=documents, use_cache=use_cache)

@@ -19,6 +19,8 @@ NO_FLEX_BACKWARD = (
 DOCUMENTS = "documents"
 """Of packed rows: where their documents are. A tensor of a micro-batch and the keyword by which it gets to attention:
 (batch, documents + 1) int32 of 0, each document's end in the row, and the row's length as often as needed."""
+LONGEST_DOCUMENT = "longest_document"
+"""Keyword beside it: an int, the host's bound on the length in tokens of those documents."""
 
 
 class DType(StrEnum):
