@@ -75,7 +75,8 @@ def main(cfg: PretrainConfig) -> None:
     )
 
     # State, and where an earlier attempt left off; the report is first, as its imports draw random numbers
-    report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main, total_steps=cfg.training.max_steps)
+    title = observability.run_title(cfg.model, cfg.data, mesh.shape)
+    report = observability.Reporter(cfg.logging, cfg.run.dir, info.is_main, cfg.training.max_steps, title)
     state = training.TrainState()
     if found is not None:
         saved = checkpoint.load_checkpoint(found, model, optimizer)
@@ -113,13 +114,14 @@ def main(cfg: PretrainConfig) -> None:
 
     def evaluate() -> float:
         held_out = data.eval_batches(eval_set, plan.micro_batch_size, plan.dp_rank, plan.dp_size, padding)
-        loss, tokens = training.evaluate(replica, held_out, settings)
+        with report.status("evaluating"):
+            loss, tokens = training.evaluate(replica, held_out, settings)
         report.evaluation(step=state.step, eval_loss=loss, tokens=tokens)
         return loss
 
     def show_generations() -> None:
         prompts = [*data.sample_prompts(eval_set, cfg.generation.samples), *cfg.generation.prompts]
-        with distributed.whole_rows(replica, mesh, cfg.parallelism) as forward:
+        with report.status("generating"), distributed.whole_rows(replica, mesh, cfg.parallelism) as forward:
             answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, forward)
         report.generations(prompts, answers, when=f"after {state.step} steps")
 

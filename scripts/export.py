@@ -26,6 +26,7 @@ from components.config.compose.frozen import read_frozen
 from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.model import Attention, Float8
+from components.config.schema.parallelism import describe_processes
 from components.launch.failures import tell_problems
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -77,7 +78,7 @@ def export(options: Namespace) -> Path:
     axes = dict(stored.manifest.mesh)
     world = axes.pop("world", 1)
     mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items())
-    mesh = f"{mesh} on {world} processes" if mesh else f"{world} processes"
+    mesh = f"{mesh} on {describe_processes(world)}" if mesh else describe_processes(world)
     card = observability.model_card(run_dir, state, mesh)
     try:
         if options.adapter:

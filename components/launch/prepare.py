@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from components.config.batch import fit_micro_batches
 from components.config.compose.command_line import compose_from_command_line
 from components.config.schema.cluster import ClusterKind
+from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import FinetuneConfig, RecipeConfig
 from components.launch.preflight import problems_before_start
 from components.launch.processes import device_problems, processes_of, visible_gpus
@@ -70,7 +71,7 @@ def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
     directory.freeze(cfg, start_record(recipe.name, recipe.file, processes, directory.attempt))
     if not _submits(cfg):
         where = f", logs of the other ranks in {directory.logs}" if processes > 1 else ""
-        print(f"run {directory.path}: {processes} process{'es' if processes > 1 else ''}{where}", file=sys.stderr)
+        print(f"run {directory.path}: {describe_processes(processes)}{where}", file=sys.stderr)
         print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
     return Prepared(cfg, directory, processes, notes)
 

@@ -11,8 +11,9 @@ card.py      model_card: how a model was trained, for the README.md beside its w
 
 from components.observability.banner import Facts, print_banner
 from components.observability.card import model_card
+from components.observability.plot import run_title
 from components.observability.profile import StepProfile
 from components.observability.reporter import Reporter
 from components.observability.result import Result, peak_memory_bytes
 
-__all__ = ["Facts", "Reporter", "Result", "StepProfile", "model_card", "peak_memory_bytes", "print_banner"]
+__all__ = ["Facts", "Reporter", "Result", "StepProfile", "model_card", "peak_memory_bytes", "print_banner", "run_title"]

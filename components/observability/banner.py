@@ -76,7 +76,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     rows = [
         ("versions", f"python {platform.python_version()}, {versions}"),
         ("run directory", facts.run_dir),
-        ("mesh", f"{facts.mesh} = {facts.mesh.world} processes"),
+        ("mesh", facts.mesh.summary),
         ("batch", facts.batch),
         ("model", facts.model),
     ]

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +18,14 @@ from rich.table import Table
 
 from components.config.metrics_log import MetricsLog
 from components.config.schema.logging import LoggingConfig
-from components.observability.plot import plot_losses
+from components.observability.plot import LossPlot
 from components.observability.result import Result, summary, write_result
 from components.observability.wandb import WandbRun
+
+TRAINING = "training"
+"""What the progress bar shows unless the run does something else."""
+WIDE = 100
+"""Columns of a console from which log lines have room for the tokens since the start; a log file has 120."""
 
 
 class StepNumbers(Protocol):
@@ -103,18 +109,22 @@ class Reporter:
     On a rank that does not report every method does nothing, so that a recipe needs no `if`.
     """
 
-    def __init__(self, logging: LoggingConfig, run_dir: str, *, enabled: bool, total_steps: int = 0) -> None:
+    def __init__(
+        self, logging: LoggingConfig, run_dir: str, enabled: bool, total_steps: int = 0, title: str = ""
+    ) -> None:
+        """`title` stands above loss.png; "": the name of the run directory."""
         self.enabled = enabled
         width = None if sys.stdout.isatty() else 120  # a log file has no width of its own
         self.console = _Output(quiet=not enabled, highlight=False, soft_wrap=True, width=width)
-        self._run_dir, self._plot = Path(run_dir), logging.plot
+        self._run_dir = Path(run_dir)
         self._metrics = MetricsLog(self._run_dir)
+        self._plot = LossPlot(self._run_dir, title, self._metrics.read) if enabled and logging.plot else None
         self._wandb = WandbRun(logging.wandb, run_dir, self.console) if enabled else None
         self._progress: Progress | None = None
         if enabled and logging.progress and total_steps and self.console.is_terminal:
-            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self.console, transient=True)
-            self._task = self._progress.add_task("training", total=total_steps)
+            self._task = self._progress.add_task(TRAINING, total=total_steps)
         self._since = Interval()  # the last log line
         self._intervals: list[Interval] = []  # between two log lines
         self._waited, self._asked, self._second_batch = 0.0, 0, 0.0  # for batches: seconds, how many, when
@@ -129,6 +139,8 @@ class Reporter:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
+        if self._plot is not None:
+            self._plot.wait()
         if self._wandb is not None:
             self._wandb.finish(failed=error is not None)
 
@@ -176,17 +188,39 @@ class Reporter:
             tokens_per_second=round(passed.speed, 1),
             **({} if passed.mfu is None else {"mfu": round(passed.mfu, 4)}),
         )
-        mfu = "" if passed.mfu is None else f"  MFU {passed.mfu:.1%}"
-        skipped = "  update skipped: gradients are not finite" if metrics.skipped else ""
-        self.say(
-            f"step {metrics.step:>6}  loss {metrics.loss:.4f}  grad_norm {metrics.grad_norm:.3f}  lr {lr:.2e}  "
-            f"tokens {tokens:,}  tokens/s {passed.speed:,.0f}{mfu}{skipped}"
-        )
+        values = [
+            f"step {metrics.step:>6}",
+            f"loss {metrics.loss:.4f}",
+            f"grad_norm {metrics.grad_norm:.4g}",
+            f"lr {lr:.2g}",
+            f"tokens/s {passed.speed:,.0f}",
+            *([] if passed.mfu is None else [f"MFU {passed.mfu:.0%}"]),
+            *([f"tokens {tokens:,}"] if self.console.width >= WIDE else []),
+        ]
+        self.say("  ".join(values))
+        if metrics.skipped:
+            self.say(f"step {metrics.step:>6}  update skipped: gradients are not finite")
+        if self._plot is not None:
+            self._plot.update()
+
+    @contextmanager
+    def status(self, doing: str) -> Iterator[None]:
+        """Show on a terminal what the run does besides training, such as an evaluation, while it does it."""
+        if self._progress is None:
+            yield
+            return
+        self._progress.update(self._task, description=doing, refresh=True)
+        try:
+            yield
+        finally:
+            self._progress.update(self._task, description=TRAINING)
 
     def evaluation(self, *, step: int, eval_loss: float, tokens: int) -> None:
         """Log a pass over the held-out set."""
         self._write(step=step, eval_loss=eval_loss)
         self.say(f"step {step:>6}  eval_loss {eval_loss:.4f}  over {tokens:,} held-out target tokens")
+        if self._plot is not None:
+            self._plot.update()
 
     def traffic(self, rows: Sequence[TrafficNumbers]) -> None:
         """Print what the collectives of one optimizer step moved."""
@@ -209,7 +243,7 @@ class Reporter:
             self.say(f"\nprompt: {prompt}\nanswer {when}: {answer}")
 
     def finish(self, result: Result) -> None:
-        """Write result.json and loss.png, and say in one line how the run ended."""
+        """Write result.json and loss.png, and log how the run ended."""
         if not self.enabled:
             return
         if measured := self._intervals[1:]:  # the first interval pays for warming up
@@ -221,7 +255,7 @@ class Reporter:
             started = time.perf_counter() - result.wall_seconds
             result.seconds_to_first_step = round(self._second_batch - started, 1)
         write_result(self._run_dir, result)
-        if self._plot and (why_not := plot_losses(self.read(), self._run_dir / "loss.png", self._run_dir.name)):
+        if self._plot is not None and (why_not := self._plot.finish()):
             self.say(why_not)
         self.say(summary(result, self._run_dir))
 

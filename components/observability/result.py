@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from components.config.run_files import replace_json
+from components.config.schema.parallelism import describe_processes
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,8 +57,10 @@ def write_result(run_dir: Path, result: Result) -> None:
 
 
 def summary(result: Result, run_dir: Path) -> str:
-    """Return the one line that a run ends with."""
-    parts = [f"{result.status}: {result.steps} steps on {result.processes} processes in {result.wall_seconds:.0f} s"]
+    """Return what a run ends with, each line short enough for 80 columns but for long paths."""
+    steps = f"{result.steps} step{'' if result.steps == 1 else 's'}"
+    first = f"{result.status}: {steps} on {describe_processes(result.processes)} in {result.wall_seconds:.0f} s"
+    parts = []
     if result.first_loss is not None and result.last_loss is not None:
         parts.append(f"loss {result.first_loss:.3f} to {result.last_loss:.3f}")
     if result.eval_loss is not None:
@@ -70,7 +73,7 @@ def summary(result: Result, run_dir: Path) -> str:
     if result.mfu is not None:
         parts.append(f"MFU {result.mfu:.1%}")
     parts.append(f"peak memory {result.peak_memory_bytes / 2**30:.2f} GiB")
-    return ", ".join(parts) + f"; {run_dir}"
+    return "\n".join([first, *(f"  {part}" for part in parts), f"  {run_dir}"])
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -66,11 +66,12 @@ class StepWork:
     peak: float | None
     """FLOPs per second of all devices together; None: not known."""
     why: str
+    """Where the peak comes from, or why there is none; "": a CPU, of which nobody expects an MFU."""
     counts: bool = True
     """Whether this rank's rows count in a sum over all ranks: others read the same."""
 
     def __str__(self) -> str:
-        return f"MFU: {self.why}"
+        return f"MFU: {self.why}" if self.why else ""
 
     def seconds_at_peak(self, batches: Iterable[dict[str, torch.Tensor]]) -> float:
         """Return this rank's part for its micro-batches, as they come from the host; 0 where it is not known."""
@@ -100,6 +101,8 @@ def peak_tflops(cfg: LoggingConfig, device: torch.device, dtype: torch.dtype) ->
         return cfg.peak_tflops, f"against {cfg.peak_tflops:g} TFLOP/s a device, as logging.peak_tflops says"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"this {device.type}"
     kind = str(dtype).removeprefix("torch.")
+    if device.type == "cpu":
+        return None, ""
     if name not in PEAK_TFLOPS or dtype not in (torch.bfloat16, torch.float16):
         return None, f"left out: the peak of {name} in {kind} is not known; set logging.peak_tflops"
     return PEAK_TFLOPS[name], f"against {PEAK_TFLOPS[name]:g} TFLOP/s a device, the peak of {name} in {kind}"

@@ -107,7 +107,7 @@ OUT_OF_RANGE = [
 MESH = [
     ("parallelism=tp2 cluster.procs_per_node=3", "tp 2 = 2 processes, but there are 3", "cluster.procs_per_node=2"),
     ("parallelism=fsdp2_tp2 cluster.procs_per_node=3", "3 processes cannot be divided by tp 2 = 2"),
-    ("parallelism=single cluster=local_2proc", "1 processes, but there are 2", "cluster.procs_per_node=1"),
+    ("parallelism=single cluster=local_2proc", "1 = 1 process, but there are 2", "cluster.procs_per_node=1"),
     ("parallelism=hsdp cluster.procs_per_node=5", "5 processes cannot be divided by dp_shard 2 = 2"),
     ("parallelism.dp_replicate=-1", "dp_replicate=-1 and parallelism.dp_shard=-1", "only one axis"),
     ("parallelism.tp=0", "parallelism.tp=0: must be 1 or more"),

@@ -161,7 +161,7 @@ def test_the_card_says_how_it_was_trained_and_no_secret(plain: Path, tmp_path: P
         "| target tokens | 12,345 |",
         "| loss | 5.5000 in the first step, 4.2500 in the last |",
         "| held-out loss | 6.0000 after 0 steps, 4.0000 after 2 steps |",  # step 4 came after these weights
-        "| mesh | 1 processes |",
+        "| mesh | 1 process |",
         "| versions | torch 2.0 |",
         "beef with uncommitted changes |",
         "left out: it looks like it holds a secret",

@@ -94,6 +94,11 @@ class ActivationCheckpointing(StrEnum):
     auto = "auto"
 
 
+def describe_processes(number: int) -> str:
+    """Return `1 process`, `2 processes`, ..."""
+    return f"{number} process{'' if number == 1 else 'es'}"
+
+
 @dataclass(frozen=True, slots=True)
 class MeshShape:
     """Degrees of the six axes with nothing left to infer."""
@@ -117,6 +122,12 @@ class MeshShape:
 
     def __str__(self) -> str:
         return " x ".join(f"{axis}={degree}" for axis, degree in asdict(self).items())
+
+    @property
+    def summary(self) -> str:
+        """The axes larger than 1, and the number of processes: `dp_shard=2 x tp=2 = 4 processes`."""
+        axes = " x ".join(f"{axis}={degree}" for axis, degree in asdict(self).items() if degree > 1)
+        return f"{axes} = {describe_processes(self.world)}" if axes else describe_processes(self.world)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -252,7 +263,7 @@ class ParallelismConfig:
             stated[inferred[0]] = world_size // product
         elif product != world_size:
             raise ConfigError(
-                f"parallelism: {formula} = {product} processes, but there are {world_size}; change a degree, set one "
-                f"to -1, or make cluster.nodes x cluster.procs_per_node={product}"
+                f"parallelism: {formula} = {describe_processes(product)}, but there are {world_size}; change a degree, "
+                f"set one to -1, or make cluster.nodes x cluster.procs_per_node={product}"
             )
         return MeshShape(**stated)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.run_files import PRIVATE, open_append
+from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
 from components.launch.files import write_text
 from components.launch.prepare import Prepared
@@ -72,7 +73,7 @@ def _tell(prepared: Prepared, job: str, files: int) -> None:
     followed = shlex.join([str(logs / "job.log"), str(logs / "latest" / "rank_0.log")])
     rows = [
         ("run", str(prepared.directory.path)),
-        ("mesh", f"{prepared.cfg.parallelism.resolve(prepared.processes)}: {prepared.processes} processes on "
+        ("mesh", f"{prepared.cfg.parallelism.resolve(prepared.processes)}: {describe_processes(prepared.processes)} on "
          f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"),
         ("code", f"{files} files copied: an edit from here on does not reach the job" if files else str(PROJECT)),
         *(("note", note) for note in prepared.notes),

@@ -16,6 +16,7 @@ from components.config.compose.sweep import override_of
 from components.config.errors import ConfigError
 from components.config.run_files import PRIVATE, open_append
 from components.config.schema.checks import raise_all
+from components.config.schema.parallelism import describe_processes
 from components.launch.context import without_ranks
 from components.launch.local import POLL, signals_kept
 from components.launch.memory import killed_for_memory
@@ -163,7 +164,7 @@ def _tail(log: Path, start: int) -> str:
 def _announce(sweep: Sweep, point: Point, counter: str) -> None:
     """Begin the one line that a point gets on the terminal."""
     width = max(len(each.name) for each in sweep.points)
-    count = f"{point.processes} process{'es' if point.processes != 1 else ''}" if point.processes else ""
+    count = describe_processes(point.processes) if point.processes else ""
     mesh = Row(point, "running").mesh
     print(f"{counter} {point.name:<{width}}  {count:<12} {mesh:<24} ... ", end="", flush=True)
 
