@@ -35,7 +35,7 @@ def main(cfg: EvaluateConfig) -> None:
     # Data: every held-out sample is seen by exactly one data-parallel rank
     tokenizer = models.load_tokenizer(cfg.model)
     eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.evaluation.seq_len, split="eval")
-    padding = data.Padding(multiple=mesh.sequence_multiple, token_id=tokenizer.pad_token_id)
+    padding = data.Padding.on(info.device, mesh.sequence_multiple, cfg.evaluation.seq_len, tokenizer.pad_token_id)
     held_out = data.eval_batches(eval_set, cfg.evaluation.micro_batch_size, mesh.rank("dp"), mesh.size("dp"), padding)
 
     # Model: laid over the mesh on the meta device, then filled shard by shard

@@ -41,7 +41,7 @@ def main(cfg: FinetuneConfig) -> None:
     tokenizer = models.load_tokenizer(cfg.model)
     train_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="train")
     eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="eval")
-    padding = data.Padding(multiple=mesh.sequence_multiple, token_id=tokenizer.pad_token_id)
+    padding = data.Padding.on(info.device, mesh.sequence_multiple, cfg.training.seq_len, tokenizer.pad_token_id)
     batches = data.TrainBatches(train_set, plan, seed=cfg.run.seed, padding=padding, fingerprint=train_set.fingerprint)
     facts = [plan.facts(train_set), eval_set.facts]
 

@@ -25,6 +25,9 @@ Row = Example | PackedRow
 
 _EMPTY = Example([], [])
 
+CUDA_ROUNDING = 128
+"""Tokens to a multiple of which rows that are not packed are padded on a GPU."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
@@ -99,12 +102,34 @@ class Padding:
 
     multiple: int = 1
     """Lengths are rounded up to a multiple of this: lcm(2 x cp, tp)."""
+    rounding: int = 1
+    """And to a multiple of this, but not beyond `limit`."""
+    limit: int | None = None
+    """The longest that a sample can be; None: there is no limit."""
     length: int | None = None
     """Every micro-batch has this length: that of packed rows."""
     token_id: int = 0
     """Input at padded positions; any token of the vocabulary will do."""
     documents: int = 0
     """Of packed rows: for how many documents, the padding included, a tensor has room; 0: rows are not packed."""
+
+    @classmethod
+    def on(cls, device: torch.device, multiple: int, seq_len: int, token_id: int = 0) -> Padding:
+        """Return how rows of at most `seq_len` tokens are padded on a device.
+
+        On CUDA to multiples of 128 tokens: tiles of matmuls and attention are filled, and few lengths occur, for which
+        memory is reserved and layers are compiled.
+        """
+        rounding = CUDA_ROUNDING if device.type == "cuda" else 1
+        return cls(multiple=multiple, rounding=rounding, limit=seq_len, token_id=token_id)
+
+    def length_of(self, longest: int) -> int:
+        """Return the length of a micro-batch whose longest row has so many tokens."""
+        length = self.length
+        if length is None:
+            rounded = longest + -longest % self.rounding
+            length = max(longest, rounded if self.limit is None else min(rounded, self.limit))
+        return length + -length % self.multiple
 
     def of(self, dataset: Sequence[Row]) -> Padding:
         """Return how the rows of `dataset` are padded: packed ones to the length they were packed into."""
@@ -238,8 +263,7 @@ def collate(rows: Sequence[Row], padding: Padding) -> MicroBatch:
     longest = max(1, *(len(row.input_ids) for row in rows))
     if padding.length is not None and longest > padding.length:
         raise ConfigError(f"a sample of {longest} tokens does not fit rows of {padding.length}; cut it to fit")
-    length = padding.length or longest
-    length += -length % padding.multiple
+    length = padding.length_of(longest)
     input_ids = torch.full((len(rows), length), padding.token_id, dtype=torch.int64)  # (micro_batch, seq)
     labels = torch.full_like(input_ids, IGNORED)  # (micro_batch, seq)
     for i, row in enumerate(rows):

@@ -6,6 +6,7 @@ their place in the list, and nothing is done to them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from components.anatomy import named_decoder_layers
+from components.config.schema.model import DOCUMENTS
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.models.activations import keep_products
 from components.models.lora import quantized_layers
@@ -23,6 +26,9 @@ from components.models.shards import local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+GRAPH_LIMIT = 64
+"""Graphs of all decoder layers together; torch's default of 8 is fewer than what Gemma 3 with adapters needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +87,48 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str = "inductor") -> None:
+def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str | Callable = "inductor") -> None:
     """Compile the forward of each decoder layer in place; names and classes stay as they are.
 
     Only the layer's own forward is compiled: hooks around it, FSDP's among them, stay outside, and so does the
     recomputation of `checkpoint_activations`, before or after which this may be called. A layer that contains a forward
     which is closed to the compiler (experts on other ranks) is compiled in the parts around it.
+
+    Layers of one class share their graphs, and with them torch's limit of graphs, past which `fullgraph` raises. It is
+    raised here: evaluation, training, frozen inputs under adapters and rows on both sides of a window multiply.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPH_LIMIT)
     for layer in filter(_is_here, decoder_layers(model)):
         forward = layer.forward
         whole = fullgraph and not any(hasattr(module.forward, "_torchdynamo_disable") for module in layer.modules())
         if isinstance(forward, partial) and forward.func is checkpoint:
             compiled = torch.compile(forward.args[0], fullgraph=whole, backend=backend)
-            layer.forward = partial(checkpoint, compiled, **forward.keywords)
+            layer.forward = partial(checkpoint, partial(_call_compiled, compiled), **forward.keywords)
         else:
-            layer.forward = torch.compile(forward, fullgraph=whole, backend=backend)
+            layer.forward = partial(_call_compiled, torch.compile(forward, fullgraph=whole, backend=backend))
+
+
+def _call_compiled(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a compiled layer, whose graph takes rows of any length from its first call on.
+
+    Without that torch compiles the first length by itself, and any other for all. Packed rows have one length.
+    """
+    if kwargs.get(DOCUMENTS) is None:
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, torch.Tensor):
+                for dim in _sequence_dims(each):
+                    torch._dynamo.maybe_mark_dynamic(each, dim)
+    return compiled(*args, **kwargs)
+
+
+def _sequence_dims(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dims of what a layer takes that are as long as rows, whatever their length.
+
+    (batch, seq) of position ids, (batch, seq, width) of hidden states and rotary embeddings, (batch, 1 or heads, seq,
+    seq) of masks.
+    """
+    dims = {2: (1,), 3: (1,), 4: (2, 3)}.get(tensor.dim(), ())
+    return tuple(dim for dim in dims if tensor.shape[dim] > 1)
 
 
 def checkpoint_activations(model: PreTrainedModel, policy: ActivationCheckpointing) -> None:

@@ -153,6 +153,23 @@ def test_rows_are_padded_on_the_right_to_the_longest_rounded_up():
         collate(rows, Padding(length=2))
 
 
+def test_rows_are_padded_to_multiples_of_128_on_cuda_and_never_past_the_longest_sample():
+    rows = [Example([5] * 130, [6] * 130), Example([8, 9], [IGNORED, 9])]
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    widths = {
+        (device.type, limit): Padding.on(device, 3, limit).length_of(130)
+        for device in (cuda, cpu)
+        for limit in (512, 200)
+    }
+    assert widths == {("cuda", 512): 258, ("cuda", 200): 201, ("cpu", 512): 132, ("cpu", 200): 132}
+    assert {Padding.on(cuda, 4, 2048).length_of(length) for length in range(1, 1025)} == set(range(128, 1025, 128))
+    on_cuda, on_cpu = (collate(rows, Padding.on(device, 1, 512, 7)) for device in (cuda, cpu))
+    for name, tensor in on_cpu.items():
+        assert torch.equal(on_cuda[name][:, :130], tensor)
+    assert set(on_cuda["input_ids"][:, 130:].flatten().tolist()) == {7}
+    assert set(on_cuda["labels"][:, 130:].flatten().tolist()) == {IGNORED}
+
+
 def _models():
     sizes = {
         "vocab_size": 64,
@@ -192,7 +209,8 @@ def test_padding_without_a_mask_changes_neither_loss_nor_gradient(model_class, c
 
     alone, alone_gradients = loss_and_gradients([collate([row], Padding()) for row in rows])
     empty = Example([], [])
-    padded, padded_gradients = loss_and_gradients([collate([*rows, empty], Padding(multiple=16, token_id=9))])
+    padding = Padding(multiple=16, rounding=24, limit=64, token_id=9)
+    padded, padded_gradients = loss_and_gradients([collate([*rows, empty], padding)])
     # transformers' eager attention takes its softmax in float32, whose rounding depends on the row's length.
     loss, relative, absolute = (1e-13, 1e-11, 1e-13) if attention == "sdpa" else (1e-9, 1e-5, 1e-7)
     assert padded == pytest.approx(alone, rel=loss)

@@ -1,0 +1,79 @@
+"""Compiled layers: how often they are compiled, and that rows of many lengths train as they do uncompiled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from components import models, training
+from components.config.schema import ModelConfig, PeftConfig
+from components.config.schema.model import WeightInit
+from components.training import StepSettings
+from tests.tiny_models import SIZES, VOCAB
+
+WINDOW = 16
+GEMMA3: dict[str, Any] = {
+    **SIZES, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+LLAMA: dict[str, Any] = {**SIZES, "model_type": "llama"}
+LENGTHS = [12, 24, 10, 32, 14, 20, 40, 15, 17, 9, 48, 36]
+"""Of rows, on both sides of the window."""
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_other_tests() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def filled(config: dict[str, Any], peft: str) -> Any:
+    cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=dict(config))
+    model = models.build_on_meta(cfg, VOCAB)
+    models.add_adapters(model, PeftConfig(method=peft))
+    models.materialize(model, "cpu")
+    models.fill_weights(model, cfg, 0)
+    return model
+
+
+def losses(model: Any) -> list[float]:
+    """Evaluate and train as a run does: each length in training, and now and then in evaluation."""
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    found = []
+    for number, length in enumerate(LENGTHS):
+        rows = torch.randint(3, VOCAB, (2, length), generator=generator)
+        batch = {"input_ids": rows, "labels": rows}
+        if number % 4 == 0:
+            found.append(training.evaluate(model, [batch], StepSettings(torch.device("cpu")))[0])
+        found.append(training.train_step(model, [batch], optimizer, StepSettings(torch.device("cpu")))[0].item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "peft", "most"),
+    [(LLAMA, "none", 2), (LLAMA, "lora", 3), (GEMMA3, "none", 6), (GEMMA3, "lora", 6)],
+    ids=["llama", "llama with lora", "gemma3", "gemma3 with lora"],
+)  # fmt: skip
+def test_rows_of_many_lengths_train_compiled_in_few_graphs(config: dict[str, Any], peft: str, most: int) -> None:
+    """All layers share one code object and its limit of graphs, which is 8 by torch's default.
+
+    A graph each for evaluation and training; for layers whose input needs no gradient, under adapters; and for windows
+    that rows are shorter or longer than. None for a length.
+    """
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    plain = filled(config, peft)
+    compiled = copy.deepcopy(plain)
+    models.compile_layers(compiled, backend=backend)
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
+    assert len(graphs) <= most
