@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from components.config.metrics_log import MetricsLog
 from components.launch.slurm.jobs import GONE, UNKNOWN
 from components.launch.sweep.plan import Note, Point, Sweep, locked, write_note
 from components.launch.sweep.report import exit_status, report_now
@@ -161,6 +162,30 @@ def test_how_far_losses_may_differ(
     for number, loss in enumerate((4.0, other)):
         made.ok(number, 1000.0, **{"loss": 4.0, "compute_dtype": dtype, "last_loss": 4.0, compared: loss})
     assert (not read_report(made.sweep).agreement.disagreeing) == agrees
+
+
+@pytest.mark.parametrize(
+    ("steps", "early", "held_out", "disagreeing"),
+    [
+        (200, 4.0, 5.0, set()),  # the last losses are 1.2e-3 apart, as rounding was seen to make them in 200 steps
+        (50, 4.0, 5.0, {0, 1}),
+        (200, 4.001, 5.0, {0, 1}),
+        (200, float("nan"), 5.0, {0, 1}),
+        (200, 4.0, 5.001, {0, 1}),
+    ],
+)
+def test_rounding_that_grew_is_no_wrong_mesh(
+    tmp_path: Path, steps: int, early: float, held_out: float, disagreeing: set[int]
+) -> None:
+    made = Made(tmp_path / "s", ("ddp", "fsdp2"))
+    for number, (loss, last, first) in enumerate(((4.0, 3.0, 5.0), (early, 3.0 * (1 + 1.2e-3), held_out))):
+        made.ok(number, 1000.0, last, steps=steps, first_eval_loss=first, eval_loss=last)
+        log = MetricsLog(made.sweep.run_dir(made.sweep.points[number]))
+        for step, value in ((10, 4.5), (50, loss), (60, last)):
+            log.append({"step": step, "loss": value, "tokens_per_second": 1.0})
+    report = read_report(made.sweep)
+    assert report.agreement.disagreeing <= disagreeing
+    assert bool(report.agreement.disagreeing) == bool(disagreeing), report.agreement.notes
 
 
 def test_only_points_of_one_curve_are_compared(tmp_path: Path) -> None:

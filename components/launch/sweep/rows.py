@@ -31,6 +31,9 @@ ALIVE = ("running", "submitted")
 NOT_BAD = ("ok", *ALIVE)
 """States of points that need nobody's attention."""
 
+EARLY_STEPS = 50
+"""Steps in which rounding has not grown: losses of right meshes agree."""
+
 
 @dataclass(slots=True)
 class Row:
@@ -44,6 +47,8 @@ class Row:
     """Its result.json; empty where there is none yet."""
     config: dict[str, Any] = field(default_factory=dict)
     """Its config.yaml, sections by name."""
+    early_losses: dict[int, float] = field(default_factory=dict)
+    """Losses in its metrics.jsonl by step, of the first EARLY_STEPS."""
     seconds: float | None = None
     """Wall time of the run itself, or of the point's whole process where the run has not said."""
 
@@ -95,6 +100,7 @@ def read_rows(sweep: Sweep, only: Point | None = None) -> list[Row]:
     for point in points:
         job, note = jobs[point.number], read_note(sweep, point)
         row = Row(point, "not started", result=results[point.number], config=_config(sweep.run_dir(point)))
+        row.early_losses = _early_losses(sweep.run_dir(point)) if row.result.get("status") == "ok" else {}
         row.seconds = row.result.get("wall_seconds") or (note.seconds if note and not job else None)
         if note is not None:
             _settle(row, note, sweep, alive=alive, job=f"job {job}" if job else "", job_state=states.get(job or ""))
@@ -192,6 +198,14 @@ def _progress(run_dir: Path) -> str:
         return "no step yet"
     speed = steps[-1].get("tokens_per_second", math.nan)
     return f"step {steps[-1]['step']}, loss {steps[-1]['loss']:.4f}, {speed:,.0f} tokens/s"
+
+
+def _early_losses(run_dir: Path) -> dict[int, float]:
+    try:
+        lines = MetricsLog(run_dir).read()
+    except OSError:
+        return {}
+    return {line["step"]: line["loss"] for line in lines if "loss" in line and line["step"] <= EARLY_STEPS}
 
 
 def _config(run_dir: Path) -> dict[str, Any]:
