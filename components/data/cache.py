@@ -25,6 +25,7 @@ import xxhash
 from components.config.errors import ConfigError
 from components.config.schema.data import DataConfig, TextDataConfig
 from components.data import examples, text
+from components.data.chat_template import ChatTemplate, KeyUsage
 from components.data.examples import Example
 from components.data.rows import Conversation, Document
 from components.data.sides import Said, Side, characters_of, first_prompts, held_out_by_hash, most_samples
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of the entries; raised when their layout changes."""
 WORTH_BYTES = 1_000_000
 """A source of less is tokenized again in about a second, and leaves nothing on disk."""
@@ -47,7 +48,8 @@ CODE = Path(__file__).parent
 _ENCODED_AT_ONCE = 1000  # conversations or documents: bounds the memory for their text, and occupies all cores
 _CHARACTERS_AT_ONCE = 1 << 20  # about: a document may be long
 _PROMPTS_KEPT = 100  # to generate samples from
-_ELSEWHERE = ("pack", "cache", "weight", "overlong", "path", "eval_path", "max_samples", "max_eval_samples")
+_ELSEWHERE = ("pack", "cache", "weight", "overlong", "path", "eval_path", "max_samples", "max_eval_samples",
+              "unused_keys")  # fmt: skip
 """Keys of the config that do not choose among a source's content, or are in the key in another way."""
 
 
@@ -57,6 +59,8 @@ class Made(NamedTuple):
     tokens: Tokens
     prompts: list[str]
     bad_rows: int
+    unused: list[str]
+    """Columns and keys of messages that neither the chat template nor Meshbook uses."""
 
 
 class _Work(NamedTuple):
@@ -68,13 +72,26 @@ class _Work(NamedTuple):
     """Of the samples that documents are cut into."""
     most: int | None = None
     """Of such samples."""
+    usage: KeyUsage | None = None
+    """Of conversations: which of their keys are used."""
 
     def samples_of(self, batch: list[Said]) -> Iterable[Example]:
         """Tokenize a part of the side."""
         documents = [said for said in batch if isinstance(said, Document)]
         if self.seq_len is not None:
             return text.encode_documents(self.tokenizer, documents, self.seq_len)
-        return examples.encode_conversations(self.tokenizer, [each for each in batch if isinstance(each, Conversation)])
+        conversations = [each for each in batch if isinstance(each, Conversation)]
+        encoded = examples.encode_conversations(self.tokenizer, conversations)
+        if self.usage is not None:
+            for conversation in conversations:
+                self.usage.observe(conversation)
+        return encoded
+
+    @property
+    def unused(self) -> list[str]:
+        """What was read and left out; known once the whole side was encoded."""
+        keys = [] if self.usage is None else self.usage.unused
+        return [*(f"column {name}" for name in self.side.unused_columns), *keys]
 
 
 def tokenize(side: Side, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Made:
@@ -85,7 +102,11 @@ def tokenize(side: Side, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, se
     Raises ConfigError where the source is wrong, or changes while it is read.
     """
     most = most_samples(cfg, side.is_eval)
-    work = _Work(side, tokenizer, seq_len, most) if isinstance(cfg, TextDataConfig) else _Work(side, tokenizer)
+    work = (
+        _Work(side, tokenizer, seq_len, most)
+        if isinstance(cfg, TextDataConfig)
+        else _Work(side, tokenizer, usage=KeyUsage(ChatTemplate(tokenizer)))
+    )
     tokenizer_hash = None if cfg.cache is None else hash_of_tokenizer(tokenizer)
     if cfg.cache is None or tokenizer_hash is None:
         return _make(work)
@@ -128,7 +149,10 @@ def _make(work: _Work, entry: Path | None = None, content: str = "") -> Made:
     """Tokenize a side into a file, or in memory without one or where it cannot be written."""
     prompts = first_prompts(work.side, _PROMPTS_KEPT)
     if entry is not None:
-        told = json.dumps({"prompts": prompts, "bad_rows": work.side.bad_rows})
+
+        def told() -> str:
+            return json.dumps({"prompts": prompts, "bad_rows": work.side.bad_rows, "unused": work.unused})
+
         try:
             write_tokens(entry, _parts(work, content), told)
         except OSError as error:
@@ -138,7 +162,8 @@ def _make(work: _Work, entry: Path | None = None, content: str = "") -> Made:
                 remove_forgotten(entry.parent, KEPT_SECONDS)
         if (made := _read(entry)) is not None:
             return made
-    return Made(flattened(chain.from_iterable(_encoded(work))), prompts, work.side.bad_rows)
+    tokens = flattened(chain.from_iterable(_encoded(work)))
+    return Made(tokens, prompts, work.side.bad_rows, work.unused)
 
 
 def _parts(work: _Work, content: str) -> Iterator[Tokens]:
@@ -184,7 +209,7 @@ def _read(entry: Path) -> Made | None:
     with contextlib.suppress(OSError):  # a folder that only can be read
         os.utime(entry)  # so its time of change is that of its last use: file systems seldom record reading
     told = json.loads(found[1])
-    return Made(found[0], told["prompts"], told["bad_rows"])
+    return Made(found[0], told["prompts"], told["bad_rows"], told["unused"])
 
 
 @contextlib.contextmanager

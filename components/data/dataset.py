@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, overload
 
 from components.config.errors import ConfigError
@@ -36,6 +36,8 @@ class Facts:
     """Samples left out because no token with loss was left."""
     dropped_bad_rows: int = 0
     """Rows left out because they had no prompt or no response (`data.bad_rows=drop`)."""
+    unused: list[str] = field(default_factory=list)
+    """Columns and keys of messages that neither the chat template nor Meshbook uses."""
     rows: int = 0
     """Rows that the samples are packed into; 0: each is a row of its own."""
     row_tokens: int = 0
@@ -69,6 +71,7 @@ class Facts:
                 f"packed into {self.rows:,} rows of {self.row_tokens:,} tokens, {full:.2f} % full, "
                 f"{self.samples / self.rows:.1f} samples each (at most {self.most_documents:,}); batch sizes count rows"
             )
+        parts += [f"not used: {', '.join(self.unused)}"] if self.unused else []
         parts += [f"{self.passes:.2f} passes in the whole run"] if self.passes else []
         return "; ".join(parts)
 

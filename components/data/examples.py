@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from components.config.errors import ConfigError
-from components.data.rows import Conversation, Message
+from components.data.chat_template import ChatTemplate, Rendering
+from components.data.rows import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
 """Label of a position without loss: the `ignore_index` of PyTorch and Hugging Face."""
-
-_FIXED_CLOCK = (
-    "{%- macro strftime_now(format) -%}"
-    "{{- format | replace('%Y', '2024') | replace('%m', '07') | replace('%d', '26')"
-    " | replace('%b', 'Jul') | replace('%B', 'July') -}}"
-    "{%- endmacro -%}"
-)
 
 
 class Example(NamedTuple):
@@ -50,40 +45,45 @@ class PackedRow(NamedTuple):
 class _Turn(NamedTuple):
     """One answer of the assistant in context."""
 
-    prompt: list[int]  # what a model is given before it answers
-    through: list[int]  # the same conversation up to and with the answer
+    ids: list[int]  # the conversation up to and with the answer
+    spans: list[tuple[int, int]]  # tokens of the answer that carry the loss
+
+
+class _Draft(NamedTuple):
+    """The same as text."""
+
+    prompt: Rendering  # what a model is given before it answers
+    through: Rendering  # the conversation up to and with the answer
+    is_marked: bool  # whether the template's own blocks say what the answer is
 
 
 def encode_conversations(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]) -> list[Example]:
-    """Tokenize conversations; the loss is on every assistant turn, its end-of-turn token included.
+    """Tokenize conversations; the loss is on every turn of the assistant but those in `untrained`.
 
-    Text comes from the tokenizer's chat template or, without one, from the contents joined by newlines with
-    the end-of-text token after each answer. The loss mask is found by comparison, never by searching for
-    markers: an answer starts where the tokens of the conversation with it part from those of the prompt that
-    a model would be given (`add_generation_prompt=True`), and ends with its end-of-turn token. A token that
-    holds both the last characters of the prompt and the first of the answer counts as answer.
-    `{% generation %}` blocks are not used: few templates have them, while this is one way for all of them.
+    Text comes from the tokenizer's chat template, which is given messages and tools as they are, or, without one, from
+    the contents joined by newlines with the end-of-text token after each answer. Reasoning and tool calls are part of
+    a turn as the template writes them. The loss mask is found by rendering, never by searching for markers:
+
+    - A template with {% generation %} blocks marks what the assistant generates; those of a turn are the ones that it
+      adds to its prompt.
+    - With any other template, a turn starts where the tokens of the conversation with it part from those of the prompt
+      that a model would be given (`add_generation_prompt=True`), and ends with its end-of-turn token. A token that
+      holds both the last characters of the prompt and the first of the answer counts as answer.
 
     Where a template writes an answer in the history differently from a last one (it drops the reasoning, or
     ends it with another token), no single sequence shows every turn as a model would produce it: such a
     conversation gives one example per answer. So there may be more examples than conversations.
 
-    Raises ConfigError where a template refuses a conversation or cannot be decided in this way, and where a
-    tokenizer has neither a chat template nor an end-of-text token.
+    Raises ConfigError where a template refuses a conversation, does not end, or cannot be decided in this way, and
+    where a tokenizer has neither a chat template nor an end-of-text token.
     """
     renderer = _Renderer(tokenizer)
-    texts: list[str] = []
-    answers_of: list[int] = []
-    for conversation in conversations:
-        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        answers_of.append(len(answers))
-        for answer in answers:
-            texts += renderer.turn(conversation, answer)
-    ids = iter(renderer.tokenize(texts))
+    drafts = [[renderer.draft(each, answer) for answer in each.trained] for each in conversations]
+    turns = renderer.turns([draft for those in drafts for draft in those])
     examples: list[Example] = []
-    for count in answers_of:
-        turns = [_Turn(next(ids), next(ids)) for _ in range(count)]
-        examples += _assemble(turns, renderer)
+    for those in drafts:
+        # Without any answer to train on, an empty sample is left, which the data set drops and counts.
+        examples += _assemble([next(turns) for _ in those]) or [Example([], [])]
     return examples
 
 
@@ -110,71 +110,85 @@ def render_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
 
 
 class _Renderer:
-    """A tokenizer's way to write conversations: its chat template, or plain text without one."""
+    """What turns conversations into tokens and spans: a tokenizer and its chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.template = tokenizer.get_chat_template() if tokenizer.chat_template else None
-        if self.template and "strftime_now" in self.template:
-            # A template that writes today's date would give a run other tokens when it resumes tomorrow.
-            self.template = _FIXED_CLOCK + self.template
+        self.template = ChatTemplate(tokenizer)
+        self.is_plain = not tokenizer.chat_template
         self.ends_texts = False
         """Whether the tokenizer ends every text with the end-of-text token: prompts too, and answers a second time."""
-        if self.template is None:
+        if self.is_plain:
             self._check_end_of_text()
             self.ends_texts = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
         self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special.update(tokenizer.all_special_ids)
 
-    def turn(self, conversation: Conversation, answer: int) -> tuple[str, str]:
-        """Return the text of the prompt of message `answer`, and the text up to and with that message."""
-        messages, where = conversation.messages, conversation.where
-        prompt = self._render(messages[:answer], where, add_generation_prompt=True)
-        through = self._render(messages[: answer + 1], where, add_generation_prompt=False)
-        if not through.startswith(prompt):
-            # Some templates open the prompt with more than they keep (a <think> that no answer repeats).
-            history = self._render(messages[:answer], where, add_generation_prompt=False)
-            if not through.startswith(history):
+    def draft(self, conversation: Conversation, answer: int) -> _Draft:
+        """Return the text of message `answer` in context."""
+        prompt = self.template.render(conversation, answer, add_generation_prompt=True)
+        through = self.template.render(conversation, answer + 1)
+        if self.template.marks_answers(conversation):
+            own = through.blocks[len(prompt.blocks) :]
+            if not any(start < end for start, end in own):
                 raise ConfigError(
-                    f"{where}: the tokenizer's chat template writes the messages before message {answer} "
+                    f"{conversation.where}: the chat template's {{% generation %}} blocks mark nothing of message "
+                    f"{answer}, an answer of the assistant; correct the template, or set model.tokenizer to another"
+                )
+            return _Draft(prompt, Rendering(through.text, own), True)
+        if not through.text.startswith(prompt.text):
+            # Some templates open the prompt with more than they keep (a <think> that no answer repeats).
+            history = self.template.render(conversation, answer)
+            if not through.text.startswith(history.text):
+                raise ConfigError(
+                    f"{conversation.where}: the tokenizer's chat template writes the messages before message {answer} "
                     "differently once that answer follows, so which tokens carry the loss cannot be told; "
                     "set model.tokenizer to one with another chat template"
                 )
-        return prompt, through
+        return _Draft(prompt, through, False)
 
-    def tokenize(self, texts: list[str]) -> list[list[int]]:
+    def turns(self, drafts: Sequence[_Draft]) -> Iterator[_Turn]:
+        """Tokenize many turns at once, on all cores."""
+        marked = [draft for draft in drafts if draft.is_marked]
+        others = [draft for draft in drafts if not draft.is_marked]
+        by_blocks, by_prompts = self._by_blocks(marked), self._by_prompts(others)
+        return iter([next(by_blocks if draft.is_marked else by_prompts) for draft in drafts])
+
+    def _by_blocks(self, drafts: Sequence[_Draft]) -> Iterator[_Turn]:
+        """Tokens that hold a character of a block carry the loss."""
+        if not drafts:
+            return
+        texts = [draft.through.text for draft in drafts]
+        encoded = self.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
+        )
+        for draft, ids, offsets in zip(drafts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            yield _Turn(ids, [_tokens_of(block, offsets) for block in draft.through.blocks if block[0] < block[1]])
+
+    def _by_prompts(self, drafts: Sequence[_Draft]) -> Iterator[_Turn]:
+        texts = [rendering.text for draft in drafts for rendering in (draft.prompt, draft.through)]
+        ids = iter(self._tokenize(texts))
+        for _ in drafts:
+            prompt, through = next(ids), next(ids)
+            start = _common_prefix(prompt, through)
+            yield _Turn(through, [(start, self._end_of_turn(through, start))])
+
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
         """Tokenize many texts at once. A template writes its own special tokens, plain text has none yet."""
         if not texts:
             return []
-        plain = self.template is None
-        ids = self.tokenizer(texts, add_special_tokens=plain, return_attention_mask=False, verbose=False)["input_ids"]
-        return [each[:-1] for each in ids] if plain and self.ends_texts else ids
+        ids = self.tokenizer(texts, add_special_tokens=self.is_plain, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
+        return [each[:-1] for each in ids] if self.is_plain and self.ends_texts else ids
 
-    def end_of_turn(self, ids: list[int], start: int) -> int:
+    def _end_of_turn(self, ids: list[int], start: int) -> int:
         """Return the end of an answer: after its last special token, where only whitespace follows that."""
         for position in range(len(ids) - 1, start - 1, -1):
             if ids[position] in self.special:
                 after = str(self.tokenizer.decode(ids[position + 1 :]))
                 return len(ids) if after.strip() else position + 1
         return len(ids)
-
-    def _render(self, messages: list[Message], where: str, add_generation_prompt: bool) -> str:
-        if self.template is None:
-            end = self.tokenizer.eos_token
-            parts = [m["content"] + (end if m["role"] == "assistant" else "") for m in messages]
-            return "\n".join(parts) + ("\n" if add_generation_prompt else "")
-        from jinja2 import TemplateError
-
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,  # type: ignore[arg-type]
-                chat_template=self.template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except TemplateError as error:
-            raise ConfigError(f"{where}: the chat template refuses this conversation: {error}") from error
-        return str(text)
 
     def _check_end_of_text(self) -> None:
         end, end_id = self.tokenizer.eos_token, self.tokenizer.eos_token_id
@@ -185,15 +199,21 @@ class _Renderer:
             )
 
 
-def _assemble(turns: list[_Turn], renderer: _Renderer) -> list[Example]:
+def _assemble(turns: list[_Turn]) -> list[Example]:
     """One example for all turns where every answer stands in the whole conversation as it does at its end."""
-    spans = []
-    for turn in turns:
-        start = _common_prefix(turn.prompt, turn.through)
-        spans.append((start, renderer.end_of_turn(turn.through, start)))
-    if all(turn.through[:end] == turns[-1].through[:end] for turn, (_, end) in zip(turns, spans, strict=True)):
-        return [_masked(turns[-1].through, spans)] if turns else []
-    return [_masked(turn.through, [span]) for turn, span in zip(turns, spans, strict=True)]
+    if not turns:
+        return []
+    last = turns[-1].ids
+    ends = [turn.spans[-1][1] for turn in turns]
+    if all(turn.ids[:end] == last[:end] for turn, end in zip(turns, ends, strict=True)):
+        return [_masked(last, [span for turn in turns for span in turn.spans])]
+    return [_masked(*turn) for turn in turns]
+
+
+def _tokens_of(block: tuple[int, int], offsets: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the first token of a block of characters and the one after its last."""
+    start = bisect_right(offsets, block[0], key=lambda offset: offset[1])
+    return start, max(start, bisect_left(offsets, block[1], key=lambda offset: offset[0]))
 
 
 def _masked(ids: list[int], spans: Iterable[tuple[int, int]]) -> Example:

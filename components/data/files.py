@@ -206,7 +206,16 @@ def _parquet_rows(file: Path, columns: Sequence[str] | None) -> Iterator[Row]:
         for batch in table.iter_batches(_ROWS_AT_ONCE, columns=None if columns is None else list(columns)):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(f"{file} row {number}", values)
+                yield Row(f"{file} row {number}", {name: without_filling(value) for name, value in values.items()})
+
+
+def without_filling(value: Any) -> Any:
+    """Return a value of an Arrow table without null keys: all structs of a column have the keys of every other one."""
+    if isinstance(value, dict):
+        return {key: without_filling(kept) for key, kept in value.items() if kept is not None}
+    if isinstance(value, list):
+        return [without_filling(entry) for entry in value]
+    return value
 
 
 def _split_of(relative: Path, wanted: str) -> str | None:

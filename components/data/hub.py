@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.config.errors import ConfigError
-from components.data.files import Place, Row, check_columns
+from components.data.files import Place, Row, check_columns, without_filling
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def hub_rows(place: Place, subset: str | None, revision: str | None, wanted: dict[str, str]) -> Iterator[Row]:
+def hub_rows(
+    place: Place, subset: str | None, revision: str | None, wanted: dict[str, str], optional: Sequence[str] = ()
+) -> Iterator[Row]:
     """Yield the rows of a split with the columns of `wanted` (config key: column), read from disk a few at a time.
+
+    Columns of `optional` are read where they exist.
 
     Raises ConfigError where the name, subset, split or a column is unknown, or nothing can be reached.
     """
@@ -22,8 +26,14 @@ def hub_rows(place: Place, subset: str | None, revision: str | None, wanted: dic
     problems = check_columns(wanted, rows.column_names, place.path)
     if problems:
         raise ConfigError(problems)
-    for number, values in enumerate(rows.select_columns(list(wanted.values())), start=1):
-        yield Row(f"{place.path} row {number}", values)
+    names = [*wanted.values(), *(name for name in optional if name in rows.column_names)]
+    for number, values in enumerate(rows.select_columns(names), start=1):
+        yield Row(f"{place.path} row {number}", {name: without_filling(value) for name, value in values.items()})
+
+
+def hub_columns(place: Place, subset: str | None, revision: str | None) -> list[str]:
+    """Return the names of a split's columns. Raises ConfigError as `hub_rows`."""
+    return list(_on_disk(place, subset, revision).column_names)
 
 
 def hub_files(place: Place, subset: str | None, revision: str | None) -> list[Path]:

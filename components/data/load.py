@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING, Literal
 
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
-from components.config.schema.data import CustomDataConfig, DataConfig, MixtureDataConfig, of_source
+from components.config.schema.data import (
+    CustomDataConfig,
+    DataConfig,
+    MixtureDataConfig,
+    RowsDataConfig,
+    UnusedKeys,
+    of_source,
+)
 from components.data.cache import tokenize
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example
 from components.data.mixture import MixtureDataset
 from components.data.packed import PackedDataset
+from components.data.rows import unused_problem
 from components.data.sides import Side, describe, hash_of_prompt, held_out_by_hash, holds_out, kept_of, split_of
 from components.data.tokens import Tokens
 
@@ -70,7 +78,9 @@ def _one_source(
         hashes = array("Q", map(hash_of_prompt, everything) if held_out_by_hash(cfg) else [0] * len(everything))
         examples = compress(everything, kept_of(hashes, cfg, is_eval))
     else:
-        examples, prompts, facts.dropped_bad_rows = tokenize(Side(cfg, is_eval), cfg, tokenizer, seq_len)
+        examples, prompts, facts.dropped_bad_rows, facts.unused = tokenize(Side(cfg, is_eval), cfg, tokenizer, seq_len)
+        if facts.unused and isinstance(cfg, RowsDataConfig) and cfg.unused_keys is UnusedKeys.refuse:
+            raise ConfigError(unused_problem(facts.source, facts.unused))
     dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong, prompts=prompts)
     if len(dataset) == 0:
         raise ConfigError(_nothing_left(cfg, facts, seq_len, is_eval))

@@ -6,9 +6,16 @@ import importlib.util
 from pathlib import Path
 
 from components.config.errors import ConfigError
-from components.config.schema.data import CustomDataConfig, DataConfig, MixtureDataConfig, RowsDataConfig, of_source
+from components.config.schema.data import (
+    CustomDataConfig,
+    DataConfig,
+    MixtureDataConfig,
+    RowsDataConfig,
+    UnusedKeys,
+    of_source,
+)
 from components.data.files import Place, check_columns, columns_of, files_of_split, is_local
-from components.data.rows import columns_wanted, held_out_place, training_place
+from components.data.rows import columns_optional, columns_wanted, held_out_place, training_place, unused_problem
 
 _PARQUET_MAGIC = b"PAR1"  # the first and the last four bytes of a Parquet file
 
@@ -44,7 +51,12 @@ def _check_place(cfg: RowsDataConfig, place: Place) -> list[str]:
     columns = columns_of(files[0])
     if not columns:
         return [f"{place.key}={place.path}: {files[0].name} has no rows"]
-    return check_columns(columns_wanted(cfg), columns, str(files[0]))
+    wanted = columns_wanted(cfg)
+    problems = check_columns(wanted, columns, str(files[0]))
+    if cfg.unused_keys is UnusedKeys.refuse:
+        unread = [name for name in columns if name not in (*wanted.values(), *columns_optional(cfg))]
+        problems += [unused_problem(str(files[0]), [f"column {name}" for name in unread])] if unread else []
+    return problems
 
 
 def _check_frame(file: Path, place: Place) -> list[str]:

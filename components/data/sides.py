@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import chain, compress, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -28,15 +28,19 @@ from components.data.files import (
     read_rows,
     readable,
 )
-from components.data.hub import hub_files, hub_rows
+from components.data.hub import hub_columns, hub_files, hub_rows
 from components.data.rows import (
+    ASSISTANT,
     BadRowsSeen,
     Conversation,
     Document,
+    Message,
+    columns_optional,
     columns_wanted,
     each_conversation,
     each_document,
     held_out_place,
+    text_of,
     training_place,
 )
 from components.data.text import STDLIB, beginning, part_of, stdlib_rows
@@ -63,6 +67,7 @@ class Side:
         """Of the whole source; known once it was read."""
         self._cfg = cfg
         self._kept: np.ndarray | None = None
+        self._columns: set[str] = set()
         self._remembered: list[Said] | None = None
 
     def __iter__(self) -> Iterator[Said]:
@@ -86,10 +91,17 @@ class Side:
                     size += len(block)
             digest.update(f"{file.suffix} {size}".encode())
         for said in () if files else self._everything():
-            text = json.dumps(said.text if isinstance(said, Document) else said.messages).encode()
+            text = json.dumps(said.text if isinstance(said, Document) else _as_json(said), default=str).encode()
             digest.update(text)
             size += len(text)
         return digest.hexdigest(), size
+
+    @property
+    def unused_columns(self) -> list[str]:
+        """Columns of the source that the config does not read; known once it was read."""
+        if not isinstance(self._cfg, RowsDataConfig):
+            return []
+        return sorted(self._columns - {*columns_wanted(self._cfg).values(), *columns_optional(self._cfg)})
 
     @property
     def _on_this_side(self) -> np.ndarray:
@@ -137,8 +149,13 @@ class Side:
     def _rows(self, cfg: RowsDataConfig) -> Iterator[Row]:
         place = place_of(cfg, self.is_eval)
         if isinstance(cfg, TextDataConfig) and place.path == STDLIB:
-            return stdlib_rows(cfg.text_column)
-        return rows_of(cfg, place)
+            rows = stdlib_rows(cfg.text_column)
+        else:
+            rows = rows_of(cfg, place)
+            self._columns.update(_columns_of_tables(cfg, place))
+        for row in rows:
+            self._columns.update(row.values)
+            yield row
 
 
 def kept_of(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
@@ -176,7 +193,7 @@ def most_samples(cfg: DataConfig, is_eval: bool) -> int | None:
 
 def characters_of(said: Said) -> int:
     """Return how long the text of a conversation or document is."""
-    return len(said.text) if isinstance(said, Document) else sum(len(each["content"]) for each in said.messages)
+    return len(said.text) if isinstance(said, Document) else sum(map(_length, said.messages))
 
 
 def hash_of_prompt(sample: Said | Example) -> int:
@@ -185,7 +202,7 @@ def hash_of_prompt(sample: Said | Example) -> int:
         prompt = sample.text
     elif isinstance(sample, Conversation):
         roles = [message["role"] for message in sample.messages]
-        prompt = json.dumps(sample.messages[: roles.index("assistant")])
+        prompt = json.dumps(sample.messages[: roles.index(ASSISTANT)], default=str)
     else:
         first_target = next((i for i, label in enumerate(sample.labels) if label != IGNORED), None)
         prompt = json.dumps(sample.input_ids[:first_target])
@@ -200,7 +217,7 @@ def first_prompts(side: Side, count: int) -> list[str]:
             found.append(beginning(said))
         else:
             roles = [message["role"] for message in said.messages]
-            found.append(said.messages[roles.index("assistant") - 1]["content"])
+            found.append(text_of(said.messages[roles.index(ASSISTANT) - 1].get("content")))
     return found
 
 
@@ -239,11 +256,35 @@ def describe(cfg: DataConfig, is_eval: bool) -> str:
 def rows_of(cfg: RowsDataConfig, place: Place) -> Iterator[Row]:
     """Yield the rows of a place with the columns that `cfg` reads. Raises ConfigError where it has no such columns."""
     wanted = columns_wanted(cfg)
+    optional = columns_optional(cfg)
     if not is_local(place.path):
-        return hub_rows(place, cfg.subset, cfg.revision, wanted)
+        return hub_rows(place, cfg.subset, cfg.revision, wanted, optional)
     files = files_of_split(place)
     columns = columns_of(files[0])
     problems = check_columns(wanted, columns, str(files[0])) if columns else []
     if problems:
         raise ConfigError(problems)
-    return chain.from_iterable(read_rows(file, list(wanted.values())) for file in files)
+    return chain.from_iterable(read_rows(file, [*wanted.values(), *optional]) for file in files)
+
+
+def _columns_of_tables(cfg: RowsDataConfig, place: Place) -> list[str]:
+    """Return the columns of what stores them apart from its rows, of which only those that are read have them all."""
+    if not is_local(place.path):
+        return hub_columns(place, cfg.subset, cfg.revision)
+    return [name for file in files_of_split(place) if file.suffix == ".parquet" for name in columns_of(file)]
+
+
+def _as_json(conversation: Conversation) -> list[Any]:
+    return [
+        conversation.messages,
+        conversation.tools,
+        dict(conversation.template_kwargs),
+        sorted(conversation.untrained),
+    ]
+
+
+def _length(message: Message) -> int:
+    """Return how long a message is, about."""
+    return sum(
+        len(value) if isinstance(value, str) else len(json.dumps(value, default=str)) for value in message.values()
+    )

@@ -13,7 +13,7 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -62,11 +62,11 @@ class StoredColumn:
         return self[:].astype(dtype or self.dtype, copy=False)
 
 
-def write_tokens(file: Path, parts: Iterable[Tokens], told: str) -> None:
+def write_tokens(file: Path, parts: Iterable[Tokens], told: Callable[[], str]) -> None:
     """Write parts, laid end to end, aside and rename them to `file`; none of it is held in memory.
 
     Args:
-        told: Text that is given back by `read_tokens`.
+        told: Returns text that `read_tokens` gives back; called after the last part.
 
     Raises OSError.
     """
@@ -83,8 +83,13 @@ def write_tokens(file: Path, parts: Iterable[Tokens], told: str) -> None:
             labels.write(part.labels[:].data)
             ends.write((part.stops + written).data)
             written += len(part.ids)
+        columns: dict[str, tuple[str, int, IO[bytes]]] = {
+            "ends": ("I64", 8, ends),
+            "ids": ("I32", 4, ids),
+            "labels": ("I32", 4, labels),
+        }
         with open_new(aside, PRIVATE) as whole:  # it holds the samples
-            _write_whole(whole, {"ends": ("I64", 8, ends), "ids": ("I32", 4, ids), "labels": ("I32", 4, labels)}, told)
+            _write_whole(whole, columns, told())
             whole.flush()
             os.fsync(whole.fileno())
         os.replace(aside, file)

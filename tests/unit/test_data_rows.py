@@ -97,11 +97,17 @@ def test_chat_in_both_customs(tmp_path):
         (["text"], "message 1 of 'messages' is str 'text', not an object"),
         (
             [{"role": "human", "content": "a"}],
-            "message 1 of 'messages' has the role 'human' (data.role_key=role), none of system, user, "
-            "assistant; set data.user_role, data.assistant_role or data.system_role",
+            "message 1 of 'messages' has the role 'human' (data.role_key=role), none of system, user, assistant, tool, "
+            "developer, function, ipython; set data.user_role, data.assistant_role, data.system_role or data.tool_role",
         ),
-        ([{"role": "user", "content": None}], "data.content_key=content: holds null, not text"),
-        ([{"role": "user", "content": ""}], "data.content_key=content: is empty"),
+        (
+            [{"role": "user", "content": None}],
+            "message 1 of 'messages' (role user): data.content_key=content: holds null, not text",
+        ),
+        (
+            [{"role": "user", "content": ""}],
+            "message 1 of 'messages' (role user): data.content_key=content: is empty",
+        ),
         (
             [{"role": "user", "content": "a"}],
             "'messages' needs an answer of the role 'assistant' after another message",
@@ -112,8 +118,8 @@ def test_chat_in_both_customs(tmp_path):
             "'messages' needs an answer of the role 'assistant' after another message",
         ),
         (
-            [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
-            "message 1 of 'messages' calls tools, which is not built yet",
+            [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [None]}],
+            "message 2 of 'messages' has tool_calls that are list [None], not a list of objects",
         ),
     ],
 )

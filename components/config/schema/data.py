@@ -32,6 +32,13 @@ class Overlong(StrEnum):
     refuse = "refuse"
 
 
+class UnusedKeys(StrEnum):
+    """What becomes of data that would not reach the model: reported by name, or refused."""
+
+    report = "report"
+    refuse = "refuse"
+
+
 class BadRows(StrEnum):
     """What becomes of a row without a prompt or without a response: refused, or left out and counted."""
 
@@ -127,6 +134,9 @@ class RowsDataConfig(DataConfig):
     """Branch, tag or commit of a hub data set; null: its newest. Local files have none."""
     bad_rows: BadRows = BadRows.refuse
     """Rows without prompt or response: refuse names them and stops, drop leaves them out and counts them."""
+    unused_keys: UnusedKeys = UnusedKeys.report
+    """Columns, and keys of messages, that neither the chat template nor Meshbook uses: report names them, refuse
+    stops."""
 
     def _problems(self) -> list[str]:
         problems = DataConfig._problems(self)
@@ -160,7 +170,8 @@ class SftDataConfig(RowsDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ChatDataConfig(RowsDataConfig):
-    """One conversation per row: a list of messages. The loss is taken on every turn of the assistant."""
+    """One conversation per row: a list of messages, given to the chat template as they are. The loss is taken on every
+    turn of the assistant (text, tool calls, reasoning) but those with `train: false` or `weight: 0`."""
 
     kind: DataKind = DataKind.chat
     """chat."""
@@ -176,14 +187,24 @@ class ChatDataConfig(RowsDataConfig):
     """Name of the user's role in the data (ShareGPT: human)."""
     assistant_role: str = "assistant"
     """Name of the assistant's role in the data (ShareGPT: gpt)."""
+    tool_role: str = "tool"
+    """Name of the role in the data that holds what a tool returned."""
+    tools_column: str | None = "tools"
+    """Column, where there is one, with the tools of a conversation: a list of JSON schemas, or JSON text of it."""
+    template_kwargs_column: str | None = "chat_template_kwargs"
+    """Column, where there is one, with further variables of the chat template: an object such as
+    {"enable_thinking": false}, or JSON text of it."""
 
     def _problems(self) -> list[str]:
         keys = {"role_key": self.role_key, "content_key": self.content_key}
-        roles = {name: getattr(self, name) for name in ("system_role", "user_role", "assistant_role")}
-        column = {"messages_column": self.messages_column}
+        roles = {name: getattr(self, name) for name in ("system_role", "user_role", "assistant_role", "tool_role")}
+        columns = {"messages_column": self.messages_column}
+        for name in ("tools_column", "template_kwargs_column"):
+            if (column := getattr(self, name)) is not None:
+                columns[name] = column
         return [
             *RowsDataConfig._problems(self),
-            *_name_problems(column),
+            *_name_problems(columns),
             *_name_problems(keys),
             *_name_problems(roles),
         ]

@@ -1,0 +1,220 @@
+"""Conversations as text: the tokenizer's chat template, what it marks as generated, and which keys it uses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from components.config.errors import ConfigError
+from components.cpu_limit import running_template
+from components.data.rows import ASSISTANT, Conversation, Message, text_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FIXED_CLOCK = (
+    "{%- macro strftime_now(format) -%}"
+    "{{- format | replace('%Y', '2024') | replace('%m', '07') | replace('%d', '26')"
+    " | replace('%b', 'Jul') | replace('%B', 'July') -}}"
+    "{%- endmacro -%}"
+)
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of one and the same key: transformers fills each from the others."""
+_TRIES = 200
+"""Conversations in which a key is looked for before it counts as unused."""
+_PROBE = '{"probe": "value"}'
+
+
+class Rendering(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    blocks: list[tuple[int, int]]
+    """Characters that the template's {% generation %} blocks wrote; empty where it has none."""
+
+
+class ChatTemplate:
+    """What writes a tokenizer's conversations: its chat template, or plain text without one.
+
+    Templates are code of whoever made the model. They run in transformers' sandbox, for a few seconds at most.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._sources: dict[bool, str | None] = {}  # by whether there are tools: a tokenizer may have two templates
+        self._encodes_arguments: bool | None = None
+
+    def source(self, tools: list[dict[str, Any]] | None) -> str | None:
+        """Return the template for conversations with or without tools; None: the tokenizer has none."""
+        has_tools = tools is not None
+        if has_tools not in self._sources:
+            text = self._tokenizer.get_chat_template(tools=tools) if self._tokenizer.chat_template else None
+            if text and "strftime_now" in text:
+                # A template that writes today's date would give a run other tokens when it resumes tomorrow.
+                text = _FIXED_CLOCK + text
+            self._sources[has_tools] = text
+        return self._sources[has_tools]
+
+    def marks_answers(self, conversation: Conversation) -> bool:
+        """Whether the template has {% generation %} blocks that can be traced to tokens (by a fast tokenizer)."""
+        source = self.source(conversation.tools)
+        return bool(source and getattr(self._tokenizer, "is_fast", False) and _GENERATION_BLOCK.search(source))
+
+    def render(self, conversation: Conversation, stop: int, *, add_generation_prompt: bool = False) -> Rendering:
+        """Return the text of the first `stop` messages. Raises ConfigError where the template fails."""
+        messages = conversation.messages[:stop]
+        source = self.source(conversation.tools)
+        if source is None:
+            end = self._tokenizer.eos_token
+            parts = [text_of(m.get("content")) + (end if m["role"] == ASSISTANT else "") for m in messages]
+            return Rendering("\n".join(parts) + ("\n" if add_generation_prompt else ""), [])
+        if self._encodes_arguments is None and any(map(_has_text_arguments, messages)):
+            self._encodes_arguments = self._probe_arguments()
+        if self._encodes_arguments:
+            messages = [_with_parsed_arguments(message) for message in messages]
+        given = {"tools": conversation.tools, "add_generation_prompt": add_generation_prompt}
+        return self._run(source, messages, {**conversation.template_kwargs, **given}, conversation.where)
+
+    def _run(self, source: str, messages: list[Message], given: Mapping[str, Any], where: str) -> Rendering:
+        from jinja2 import TemplateError
+
+        try:
+            with running_template(where):
+                if getattr(self._tokenizer, "is_fast", False) and _GENERATION_BLOCK.search(source):
+                    return _traced(source, messages, {**self._tokenizer.special_tokens_map, **given})
+                text = self._tokenizer.apply_chat_template(
+                    messages,
+                    chat_template=source,
+                    tokenize=False,
+                    **given,
+                )
+                return Rendering(str(text), [])
+        except ConfigError:
+            raise
+        except TemplateError as error:
+            raise ConfigError(f"{where}: the chat template refuses this conversation: {error}") from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise ConfigError(
+                f"{where}: the chat template fails on this conversation: {type(error).__name__}: {error}; give it the "
+                "form that the template expects, or set model.tokenizer to one with another chat template"
+            ) from error
+
+    def _probe_arguments(self) -> bool:
+        """Whether the template needs the arguments of tool calls as objects, since it encodes them itself.
+
+        OpenAI's format has them as JSON text, Hugging Face's as an object. Templates take one or both; given text, some
+        encode it a second time, others fail.
+        """
+        text = self._probe({"name": "probe", "arguments": _PROBE})
+        if text is None:
+            return self._probe({"name": "probe", "arguments": json.loads(_PROBE)}) is not None
+        return json.dumps(_PROBE) in text
+
+    def _probe(self, function: dict[str, Any]) -> str | None:
+        """Return what the template writes for a call of a function; None where it fails."""
+        source = self.source(None)
+        if source is None:
+            return ""
+        call = {"id": "call00000", "type": "function", "function": function}
+        answer = {"role": ASSISTANT, "content": "", "tool_calls": [call]}
+        try:
+            return self._run(source, [{"role": "user", "content": "probe"}, answer], {}, "a call of a tool").text
+        except ConfigError:
+            return None
+
+
+class KeyUsage:
+    """Which keys of messages, tools and template arguments change what the template writes, found by leaving each out.
+
+    A key counts as unused once that changed nothing in any of the first conversations that have it.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._tried: Counter[str] = Counter()
+        self._used: set[str] = set()
+
+    @property
+    def unused(self) -> list[str]:
+        """Keys that no conversation needed, by name and role."""
+        return sorted(self._tried.keys() - self._used)
+
+    def observe(self, conversation: Conversation) -> None:
+        """Try the keys of a conversation that are not known to be used."""
+        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
+        for index, message in enumerate(conversation.messages[: answers[-1] + 1]):
+            stop = 1 + next(answer for answer in answers if answer >= index)  # where the message is last in a prompt
+            for key, value in message.items():
+                if key == "role" or value in (None, "", [], {}):
+                    continue
+                gone = _REASONING if key in _REASONING else (key,)
+                messages = list(conversation.messages)
+                messages[index] = {name: kept for name, kept in message.items() if name not in gone}
+                self._try(_name(key, message), conversation, conversation._replace(messages=messages), stop)
+        stop = answers[-1] + 1
+        if conversation.tools is not None:
+            self._try("tools", conversation, conversation._replace(tools=None), stop)
+        for key in conversation.template_kwargs:
+            kwargs = {name: value for name, value in conversation.template_kwargs.items() if name != key}
+            self._try(f"template argument {key}", conversation, conversation._replace(template_kwargs=kwargs), stop)
+
+    def _try(self, name: str, whole: Conversation, without: Conversation, stop: int) -> None:
+        if name in self._used or self._tried[name] >= _TRIES:
+            return
+        self._tried[name] += 1
+        expected = self._template.render(whole, stop)
+        try:
+            is_used = self._template.render(without, stop) != expected
+        except ConfigError:  # the template cannot do without it
+            is_used = True
+        if is_used:
+            self._used.add(name)
+
+
+def _name(key: str, message: Message) -> str:
+    shape = " as a list" if isinstance(message[key], list) and key == "content" else ""
+    beside = " with tool_calls" if message.get("tool_calls") and key != "tool_calls" else ""
+    return f"{key}{shape} (role {message['role']}{beside})"
+
+
+def _traced(source: str, messages: list[Message], given: dict[str, Any]) -> Rendering:
+    """Render as `apply_chat_template` does, which only gives the blocks away as a mask of tokens."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    rendered: Any = render_jinja_template(
+        conversations=[kept], chat_template=source, return_assistant_tokens_mask=True, **given
+    )
+    texts, blocks = rendered
+    return Rendering(texts[0], blocks[0])
+
+
+def _has_text_arguments(message: Message) -> bool:
+    return any(isinstance(_function(call).get("arguments"), str) for call in message.get("tool_calls") or ())
+
+
+def _with_parsed_arguments(message: Message) -> Message:
+    """Return a message whose tool calls have their arguments as objects; text that is no JSON object is kept."""
+    if not _has_text_arguments(message):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(_function(call))
+        try:
+            parsed = json.loads(function["arguments"])
+        except (KeyError, TypeError, ValueError):
+            parsed = None
+        if isinstance(parsed, dict):
+            function["arguments"] = parsed
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the name and arguments of a tool call, which most formats nest under `function`."""
+    inner = call.get("function")
+    return inner if isinstance(inner, dict) else call

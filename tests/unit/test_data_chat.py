@@ -1,0 +1,481 @@
+"""Conversations with tools, reasoning and training flags: what reaches the template, and which tokens carry the loss.
+
+Text and masks are compared with transformers' own `apply_chat_template`, and with texts written out by hand.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import models, pre_tokenizers
+
+from components import cpu_limit
+from components.config.errors import ConfigError
+from components.config.schema.data import BadRows, ChatDataConfig, SftDataConfig, UnusedKeys
+from components.config.schema.model import ModelConfig
+from components.data import cache
+from components.data.dataset import Dataset
+from components.data.examples import IGNORED, Example, encode_conversations, trimmed
+from components.data.load import build_dataset
+from components.data.preflight import check_files
+from components.data.rows import Conversation
+from components.models import build_on_meta, materialize
+from components.models.generation import generate
+from tests.tiny_models import tiny_folder
+from tests.unit.test_data_examples import targets, wrapped
+from tests.unit.test_data_files import problems, write
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string", "default": None}}},
+        },
+    }
+]
+CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+TEXT_CALL = {**CALL, "function": {"name": "weather", "arguments": '{"city":  "Oslo"}'}}
+RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "4 degrees"}
+
+QWEN3 = """
+{%- if tools %}{{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '# Tools\\n<tools>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'user' %}{{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}[BEGIN]
+        {%- if loop.index0 > ns.last and (loop.last or message.reasoning_content) %}
+            {{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {%- if call.function.arguments is string %}{{- call.function.arguments }}
+            {%- else %}{{- call.function.arguments | tojson }}{%- endif %}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}[END]{{- '\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+"""After Qwen3's: reasoning only after the last user message, arguments as objects or text."""
+
+LLAMA31 = """{{- '<s>' }}
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system = '' %}{%- endif %}
+{{- '<|im_start|>system\\n' }}{%- if tools is not none %}{{- 'Environment: ipython\\n' }}{%- endif %}
+{{- 'Today Date: ' + strftime_now('%d %b %Y') + '\\n\\n' + system + '<|im_end|>' }}
+{%- if tools is not none %}
+    {{- '<|im_start|>user\\nGiven the following functions, respond with JSON.\\n\\n' }}
+    {%- for t in tools %}{{- t | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}
+    {{- messages[0].content | trim + '<|im_end|>' }}{%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}{{- raise_exception('single tool-calls at once!') }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|im_start|>assistant\\n' }}[BEGIN]
+        {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- '}<|im_end|>' }}[END]
+    {%- elif message.role == 'tool' %}{{- '<|im_start|>ipython\\n' }}{{- message.content | tojson }}{{- '<|im_end|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}[BEGIN]{{- message.content | trim + '<|im_end|>' }}[END]
+    {%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""After Llama 3.1's: arguments only as objects, one call a message, tools before the first user message, the date."""
+
+HERMES = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}[BEGIN]
+        {%- for part in ([message.content] if message.content is string else message.content) %}
+            {{- part if part is string else part.text }}
+        {%- endfor %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n' }}{{- call.function | tojson }}{{- '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}[END]
+    {%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""ChatML with tool calls after Hermes'; it knows no tools of its own and no reasoning."""
+
+
+def unmarked(template: str) -> str:
+    return template.replace("[BEGIN]", "").replace("[END]", "")
+
+
+def marked(template: str) -> str:
+    return template.replace("[BEGIN]", "{%- generation %}").replace("[END]", "{%- endgeneration %}")
+
+
+def byte_tokenizer(template: str | None) -> Any:
+    special = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<think>", "</think>"]
+    alphabet = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    model = models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[])
+    return wrapped(model, special, template, "<|im_end|>")
+
+
+def user(content: Any, **rest: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **rest}
+
+
+def assistant(content: Any, **rest: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **rest}
+
+
+AGENT = [
+    user("Weather in Oslo?"),
+    assistant("", reasoning_content="I need the tool.", tool_calls=[CALL]),
+    RESULT,
+    assistant("It is cold.", reasoning_content="4 is cold."),
+]
+"""A call of a tool and an answer, both of which Qwen3's template writes as a model would produce them."""
+
+
+def dataset(tmp_path: Path, rows: list[dict], template: str | None, name: str = "x.jsonl", **values: Any) -> Dataset:
+    cfg = ChatDataConfig(path=str(write(tmp_path / name, rows)), **{"eval_fraction": 0, "cache": None, **values})
+    made = build_dataset(cfg, byte_tokenizer(template), seq_len=10_000, split="train")
+    assert isinstance(made, Dataset)
+    return made
+
+
+def rows_of(messages: list[dict], **columns: Any) -> list[dict]:
+    return [{"messages": messages, **columns}]
+
+
+def refused(tmp_path: Path, rows: list[dict], **values: Any) -> list[str]:
+    return problems(ChatDataConfig(path=str(write(tmp_path / "x.jsonl", rows)), eval_fraction=0, **values))
+
+
+# What reaches the template, and the mask
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_calls_results_and_reasoning_reach_the_template(name: str, as_text: bool, tmp_path: Path) -> None:
+    tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "parameters": {"type": "object"}}}]  # without null
+    made = dataset(tmp_path, rows_of(AGENT, tools=json.dumps(tools) if as_text else tools), unmarked(QWEN3), name)
+    tokenizer = byte_tokenizer(unmarked(QWEN3))
+    (example,) = made
+    expected = tokenizer.apply_chat_template(AGENT, tools=tools, tokenize=False)
+    assert tokenizer.decode(example.input_ids) + "\n" == expected
+    assert targets(tokenizer, example) == [
+        '<think>\nI need the tool.\n</think>\n\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n'
+        "</tool_call><|im_end|>",
+        "<think>\n4 is cold.\n</think>\n\nIt is cold.<|im_end|>",
+    ]
+    assert made.facts.unused == ["tool_call_id (role tool)"]
+
+
+CONVERSATIONS = {
+    "agent": (AGENT, TOOLS),
+    "plain": ([user("a"), assistant("b"), user("c"), assistant("d")], None),
+    "calls": (
+        [user("a"), assistant("On it.", tool_calls=[CALL]), RESULT, assistant("b"), user("ü"), assistant("ü")],
+        TOOLS,
+    ),
+}
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("template", [QWEN3, LLAMA31, HERMES], ids=["qwen3", "llama31", "hermes"])
+def test_prefix_rendering_finds_what_generation_blocks_mark(template: str, conversation: str) -> None:
+    messages, tools = CONVERSATIONS[conversation]
+    given = Conversation("x.jsonl:1", messages, tools)
+    by_prefix = encode_conversations(byte_tokenizer(unmarked(template)), [given])
+    by_blocks = encode_conversations(byte_tokenizer(marked(template)), [given])
+    assert by_prefix == by_blocks
+    assert all(set(labels) - {IGNORED} for _, labels in by_prefix)
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("template", [LLAMA31, HERMES], ids=["llama31", "hermes"])
+def test_generation_blocks_give_the_mask_of_transformers(template: str, conversation: str) -> None:
+    messages, tools = CONVERSATIONS[conversation]
+    source = marked(template).replace("strftime_now('%d %b %Y')", "'26 Jul 2024'")
+    tokenizer = byte_tokenizer(source)
+    (example,) = encode_conversations(tokenizer, [Conversation("x.jsonl:1", messages, tools)])
+    assert example == reference(tokenizer, messages, tools)
+
+
+def reference(tokenizer: Any, messages: list[dict], tools: list[dict] | None) -> Example:
+    """What TRL trains on with assistant_only_loss, but for what follows the last target."""
+    known = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    pairs = zip(known["input_ids"], known["assistant_masks"], strict=True)
+    return trimmed(Example(known["input_ids"], [token if answers else IGNORED for token, answers in pairs]))
+
+
+def test_a_template_that_drops_reasoning_from_the_history_trains_each_answer_as_it_is_produced(tmp_path: Path) -> None:
+    messages = [*AGENT, user("Thanks!"), assistant("Bye.", reasoning_content="Politely.")]
+    tokenizer = byte_tokenizer(unmarked(QWEN3))
+    for template in (unmarked(QWEN3), marked(QWEN3)):
+        made = list(dataset(tmp_path, rows_of(messages), template))
+        assert [targets(tokenizer, example)[0] for example in made] == [
+            '<think>\nI need the tool.\n</think>\n\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n'
+            "</tool_call><|im_end|>",
+            "<think>\n4 is cold.\n</think>\n\nIt is cold.<|im_end|>",
+            "<think>\nPolitely.\n</think>\n\nBye.<|im_end|>",
+        ]
+        assert "I need the tool." not in tokenizer.decode(made[2].input_ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (QWEN3, '{"city":  "Oslo"}'),
+        (LLAMA31, '{"city": "Oslo"}'),
+        (LLAMA31.replace("| tojson }}{{- '}", "| items | list }}{{- '}"), "[('city', 'Oslo')]"),
+    ],
+    ids=["takes text", "encodes", "needs an object"],
+)
+def test_arguments_as_json_text_are_not_encoded_twice(template: str, written: str, tmp_path: Path) -> None:
+    messages = [user("Weather?"), assistant("", tool_calls=[TEXT_CALL])]
+    tokenizer = byte_tokenizer(unmarked(template))
+    (example,) = dataset(tmp_path, rows_of(messages, tools=TOOLS), tokenizer.chat_template)
+    (answer,) = targets(tokenizer, example)
+    assert written in answer
+    assert "\\" not in answer
+
+
+def test_template_arguments_and_parts_of_a_content_reach_the_template(tmp_path: Path) -> None:
+    template = "{{ 'brief. ' if style == 'brief' else '' }}" + unmarked(HERMES)
+    messages = [user("a"), assistant([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}])]
+    tokenizer = byte_tokenizer(template)
+    for name in ("x.jsonl", "x.parquet"):
+        if name == "x.parquet":  # a column of Arrow has one type
+            messages[0] = user([{"type": "text", "text": "a"}])
+            template = template.replace("message.content + '<|im_end|>'", "message.content[0].text + '<|im_end|>'")
+        made = dataset(tmp_path, rows_of(messages, chat_template_kwargs={"style": "brief"}), template, name)
+        assert tokenizer.decode(made[0].input_ids).startswith("brief. <|im_start|>user")
+        assert targets(tokenizer, made[0]) == ["one two<|im_end|>"]
+        assert made.facts.unused == []
+
+
+def test_roles_and_keys_of_sharegpt_are_renamed_and_others_kept(tmp_path: Path) -> None:
+    messages = [
+        {"from": "human", "value": "Weather?"},
+        {"from": "gpt", "value": "", "tool_calls": [CALL]},
+        {"from": "observation", "value": "4 degrees"},
+        {"from": "gpt", "value": "Cold."},
+    ]
+    tokenizer = byte_tokenizer(unmarked(LLAMA31))
+    renamed = {"role_key": "from", "content_key": "value", "user_role": "human", "assistant_role": "gpt"}
+    (example,) = dataset(tmp_path, rows_of(messages), tokenizer.chat_template, tool_role="observation", **renamed)
+    assert '<|im_start|>ipython\n"4 degrees"<|im_end|>' in tokenizer.decode(example.input_ids)
+    assert targets(tokenizer, example) == [
+        '{"name": "weather", "parameters": {"city": "Oslo"}}<|im_end|>',
+        "Cold.<|im_end|>",
+    ]
+
+
+# Flags
+
+
+@pytest.mark.parametrize("template", [unmarked(HERMES), marked(HERMES), None], ids=["prefix", "blocks", "plain"])
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": False}])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+def test_messages_flagged_as_untrained_carry_no_loss(
+    template: str | None, flag: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    messages = [
+        user("a"),
+        assistant("b", **flag),
+        user("c"),
+        assistant("d", weight=1),
+        user("e"),
+        assistant("f", **flag),
+    ]
+    made = dataset(tmp_path, rows_of(messages) + rows_of([user("a"), assistant("b", **flag)]), template, name)
+    tokenizer = byte_tokenizer(template)
+    (example,) = made
+    assert targets(tokenizer, example) == ["d<|im_end|>"]
+    assert "b<|im_end|>" in tokenizer.decode(example.input_ids)
+    assert made.facts.dropped_without_target == 1
+    assert made.facts.unused == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([user("a"), assistant("b", weight=0.5)], "message 2 of 'messages' has weight=0.5; must be true, false, 0 or"),
+        ([user("a", weight=1), assistant("b")], "message 1 of 'messages' has weight=1 and the role 'user'; only the"),
+        ([user("a"), assistant("b", weight=1, train=False)], "message 2 of 'messages' has train=False and weight=1,"),
+        ([user("a"), assistant("b", train="no")], "message 2 of 'messages' has train='no'; must be true"),
+        ([user("a"), assistant("")], "message 2 of 'messages' (role assistant): data.content_key=content: is empty"),
+        ([user("a"), {"role": "assistant"}], "data.content_key=content: holds null, not text (it is not there)"),
+        ([user("a"), assistant("b", tool_calls="c")], "message 2 of 'messages' has tool_calls that are str 'c', not a"),
+        ([user([{"type": "image", "url": "x"}]), assistant("b")], "holds the part {'type': 'image', 'url': 'x'}; only"),
+        ([user("a"), {"role": "assistant", "content": "b", "from": "c"}], ""),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_on_is_a_bad_row(messages: list[dict], problem: str, tmp_path: Path) -> None:
+    if not problem:
+        found = refused(tmp_path, rows_of(messages), role_key="from", bad_rows=BadRows.refuse)
+        assert "has both 'from' and 'role'; leave one of them out" in found[0] or "has the role None" in found[0]
+        return
+    assert problem in refused(tmp_path, rows_of(messages))[0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ({"tools": "not JSON"}, "data.tools_column=tools: holds text that is not JSON"),
+        ({"tools": {"name": "x"}}, "data.tools_column=tools: holds dict {'name': 'x'}, not a list"),
+        ({"tools": ["x"]}, "data.tools_column=tools: holds something else than objects"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "tokenize is not the template's"),
+    ],
+)
+def test_columns_beside_the_messages_are_checked(columns: dict, problem: str, tmp_path: Path) -> None:
+    assert problem in refused(tmp_path, rows_of([user("a"), assistant("b")], **columns))[0]
+
+
+# Keys that nothing uses
+
+
+def test_keys_that_nothing_uses_are_reported_once_by_name(tmp_path: Path) -> None:
+    messages = [*AGENT, user("Bye?", name="Ann"), assistant("Bye.", reasoning_content="r", thumbs=1)]
+    rows = rows_of(messages, tools=TOOLS, source="web") * 3 + rows_of([user("a"), assistant("b")], id=7)
+    made = dataset(tmp_path, rows, unmarked(HERMES))
+    assert made.facts.unused == [
+        "column id", "column source", "name (role user)", "reasoning_content (role assistant with tool_calls)",
+        "reasoning_content (role assistant)", "thumbs (role assistant)", "tool_call_id (role tool)", "tools",
+    ]  # fmt: skip
+    assert str(made.facts).count("not used: column id, column source, name (role user)") == 1
+    assert dataset(tmp_path, rows, unmarked(QWEN3)).facts.unused == [
+        "column id", "column source", "name (role user)", "thumbs (role assistant)", "tool_call_id (role tool)",
+    ]  # fmt: skip
+
+
+def test_what_a_template_leaves_out_of_a_role_is_reported(tmp_path: Path) -> None:
+    template = unmarked(HERMES).replace("messages %}", "messages if message.role != 'tool' %}", 1)
+    assert "content (role tool)" in dataset(tmp_path, rows_of(AGENT), template).facts.unused
+    parts = [user([{"type": "text", "text": "one"}]), assistant("b"), user("c"), assistant("d")]
+    assert dataset(tmp_path, rows_of(parts), unmarked(QWEN3)).facts.unused == ["content as a list (role user)"]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+def test_keys_that_nothing_uses_can_be_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    rows = rows_of([user("a", name="Ann"), assistant("b")])
+    values = {"cache": str(tmp_path / "cache"), "unused_keys": UnusedKeys.refuse}
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(
+            ConfigError, match=r"data.unused_keys=refuse: .* has keys .*: name \(role user\); remove them"
+        ):
+            dataset(tmp_path, rows, unmarked(HERMES), name, **values)
+    assert dataset(tmp_path, rows, unmarked(HERMES), name, cache=values["cache"]).facts.unused == ["name (role user)"]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_columns_that_nothing_reads_are_reported_for_every_kind_of_rows(tmp_path: Path) -> None:
+    file = write(tmp_path / "x.jsonl", [{"prompt": "a", "response": "b", "input": "c"}] * 2)
+    cfg = SftDataConfig(path=str(file), cache=None, eval_fraction=0)
+    assert build_dataset(cfg, byte_tokenizer(None), seq_len=99, split="train").facts.unused == ["column input"]
+    refusing = SftDataConfig(path=str(file), cache=None, eval_fraction=0, unused_keys=UnusedKeys.refuse)
+    assert "column input" in problems(refusing)[0]
+    assert "column input" in check_files(refusing)[0]
+
+
+def test_whatever_changes_the_text_gives_another_entry_of_the_cache(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(cache, "WORTH_BYTES", 0)
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    variants: list[tuple[list[dict], dict]] = [
+        (rows_of(messages), {}),
+        (rows_of(messages, tools=TOOLS), {}),
+        (rows_of(messages, tools=TOOLS), {"tools_column": None}),
+        (rows_of([user("a"), assistant("b", weight=0), *messages[2:]]), {}),
+        (rows_of(messages, chat_template_kwargs={"enable_thinking": False}), {}),
+    ]
+    for number, (rows, values) in enumerate(variants, start=1):
+        for _ in range(2):
+            dataset(tmp_path, rows, unmarked(QWEN3), cache=str(tmp_path / "cache"), **values)
+        assert len(list((tmp_path / "cache").iterdir())) == number
+
+
+# Templates that do not end
+
+
+ENDLESS = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for a in range(99999) if messages | length > 2 %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "{{ 10 ** (10 ** 10) }}",
+]
+
+
+@pytest.mark.parametrize("template", ENDLESS, ids=["loops", "later", "power"])
+def test_an_endless_template_is_refused_within_seconds(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu_limit.RENDER_SECONDS <= 5
+    monkeypatch.setattr(cpu_limit, "RENDER_SECONDS", 0.5)
+    began = time.process_time()
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    with pytest.raises(ConfigError, match=r"x.jsonl:1: the chat template did not finish within 0.5 s of CPU time"):
+        encode_conversations(byte_tokenizer(template + unmarked(HERMES)), [Conversation("x.jsonl:1", messages)])
+    assert time.process_time() - began < 5
+
+
+def test_an_endless_template_does_not_stop_a_generation_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_limit, "RENDER_SECONDS", 0.5)
+    model = build_on_meta(ModelConfig(path=str(tiny_folder(tmp_path, "llama"))))
+    materialize(model, "cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.raises(ConfigError, match="the chat template did not finish within 0.5 s"):
+        generate(model, byte_tokenizer(ENDLESS[0]), ["hi"], 1)
+
+
+# TRL, where it is installed
+
+
+def trl_templates() -> list[str]:
+    spec = importlib.util.find_spec("trl")
+    folders = spec.submodule_search_locations if spec else None
+    return sorted(map(str, Path(folders[0]).glob("chat_templates/*_training.jinja"))) if folders else []
+
+
+@pytest.mark.skipif(not trl_templates(), reason="compares with the training templates of TRL, which is not installed")
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_masks_equal_trls_under_its_training_templates(conversation: str) -> None:
+    """All but those that drop reasoning or end the last answer differently, which give one example per answer."""
+    messages, tools = CONVERSATIONS[conversation]
+    compared = 0
+    for file in trl_templates():
+        source = Path(file).read_text()
+        tokenizer = byte_tokenizer(source)
+        tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(re.findall(r"<\|\w+\|>", source)))})
+        try:
+            expected = reference(tokenizer, messages, tools)
+        except Exception:
+            continue
+        examples = encode_conversations(tokenizer, [Conversation("x.jsonl:1", messages, tools)])
+        if len(examples) == 1 and "strftime_now" not in source:
+            assert examples == [expected], file
+            compared += 1
+    assert compared >= 10
