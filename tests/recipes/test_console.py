@@ -78,9 +78,6 @@ def test_the_plot_has_integer_steps(steps: int) -> None:
 
 
 def test_the_title_says_model_data_and_mesh() -> None:
-    data = SftDataConfig(path="/data/mine.jsonl")
-    mesh = MeshShape(dp_shard=2, tp=2)
-    assert (
-        run_title(ModelConfig(path="owner/Model-1"), data, mesh)
-        == "Model-1 on mine.jsonl, dp_shard=2 x tp=2 = 4 processes"
-    )
+    model, data = ModelConfig(path="owner/Model-0.5B"), SftDataConfig(path="/data/mine.jsonl")
+    title = run_title(model, data, MeshShape(dp_shard=2, tp=2))
+    assert title == "Model-0.5B on mine.jsonl, dp_shard=2 x tp=2 = 4 processes"
