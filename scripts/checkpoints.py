@@ -24,6 +24,7 @@ from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
 from components.launch.failures import tell_problems
 from components.launch.run_directory import CONFIG, held
+from components.terminal import print_text
 
 COLUMNS = ("checkpoint", "step", "saved", "size", "mesh", "eval loss", "kept because", "state")
 
@@ -63,12 +64,12 @@ def show(run_dir: Path, policy: CheckpointConfig) -> int:
     """Print the table."""
     entries = list_checkpoints(run_dir, policy)
     if not entries:
-        print(f"{run_dir}: no checkpoints")
+        print_text(f"{run_dir}: no checkpoints")
         return 0
     rows = [COLUMNS, *(_row(entry) for entry in entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print_text("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
 
 
@@ -76,9 +77,9 @@ def verify(run_dir: Path) -> int:
     """Compare every block of every checkpoint with its hash; return 1 where something is wrong."""
     entries = list_checkpoints(run_dir, CheckpointConfig())
     for entry in entries:
-        print(f"{entry.path.name}: {'; '.join(check_contents(entry)) or 'whole'}", flush=True)
+        print_text(f"{entry.path.name}: {'; '.join(check_contents(entry)) or 'whole'}", flush=True)
     if not entries:
-        print(f"{run_dir}: no checkpoints")
+        print_text(f"{run_dir}: no checkpoints")
     return 1 if any(entry.problems for entry in entries) else 0
 
 
@@ -96,13 +97,13 @@ def prune(run_dir: Path, policy: CheckpointConfig, agreed: bool) -> int:
 
 def _tell(verb: str, entries: list[Entry], left: list[Path]) -> None:
     for entry in entries:
-        print(f"{verb} {entry.path.name} ({_size(entry)})")
+        print_text(f"{verb} {entry.path.name} ({_size(entry)})")
     for path in left:
-        print(f"{verb} {path.name}, which a killed attempt left")
+        print_text(f"{verb} {path.name}, which a killed attempt left")
     if not entries and not left:
-        print("nothing to remove")
+        print_text("nothing to remove")
     elif verb != "removed":
-        print("--yes removes it")
+        print_text("--yes removes it")
 
 
 def _row(entry: Entry) -> tuple[str, ...]:

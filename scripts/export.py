@@ -28,6 +28,7 @@ from components.config.schema import FinetuneConfig
 from components.config.schema.model import Attention, Float8
 from components.config.schema.parallelism import describe_processes
 from components.launch.failures import tell_problems
+from components.terminal import print_text
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -154,7 +155,7 @@ def main(arguments: list[str]) -> int:
         return 130
     files = sorted(folder.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
-    print(f"exported {folder}: {size:,} bytes in {len(files)} weight file{'s' if len(files) > 1 else ''}")
+    print_text(f"exported {folder}: {size:,} bytes in {len(files)} weight file{'s' if len(files) > 1 else ''}")
     return 0
 
 

@@ -28,6 +28,7 @@ from components.config.schema.parallelism import ContextAttention, ParallelismCo
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import read_shape
 from components.launch.failures import tell_problems
+from components.terminal import print_text
 
 if TYPE_CHECKING:
     from scripts.memory_ranks import Usage
@@ -175,7 +176,7 @@ def main() -> int:
             loads = {True: Load(options.seq), False: Load(STATE_SEQ, STATE_MICRO_BATCHES)}
             figures = measure_all(cfg, {each.name: (each.parallelism, loads[each.long], each.world) for each in shapes})
             lines += [f"{name}, MiB of the rank that has most (part of one process):", "", *table(shapes, figures), ""]
-            print("\n".join(lines[-len(shapes) - 5 :]), flush=True)
+            print_text("\n".join(lines[-len(shapes) - 5 :]), flush=True)
     except ConfigError as error:
         tell_problems(error.problems)
         return EXIT_INVALID

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from components.console import PlainConsole
 from scripts.parity_run import Bounds, Comparison, Row
 
 COLUMNS = ("mesh", "micro-batches", "loss", "norm", "gradients", "replicas", "seconds", "verdict")
@@ -18,7 +19,7 @@ WIDTH = 140
 
 
 def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else WIDTH)
+    return PlainConsole(width=None if sys.stdout.isatty() else WIDTH)
 
 
 @dataclass

@@ -18,6 +18,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import IO, Any
 
+from components.terminal import print_text
+
 PRIVATE, BY_UMASK = 0o600, 0o666
 """Modes of new files: for the owner only, or whatever the umask allows."""
 NONFINITE = "nonfinite"
@@ -126,7 +128,7 @@ def set_aside(path: Path, reason: str) -> Path:
         number += 1
         name = f"{path.name}.damaged-{number}"
     path.rename(path.with_name(name))
-    print(f"{path}: is {reason}; moved to {name}", file=sys.stderr, flush=True)
+    print_text(f"{path}: is {reason}; moved to {name}", file=sys.stderr, flush=True)
     return path.with_name(name)
 
 

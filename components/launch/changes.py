@@ -17,6 +17,7 @@ from components.config.schema.checks import raise_all
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.config.schema.run import accepts, is_defining
+from components.terminal import print_text
 
 _STATE = "state.json"
 """Of a checkpoint: with the config that it was made under."""
@@ -51,7 +52,7 @@ def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
     )
     if changed:
         told = "; ".join(f"{key}: {then.get(key)} -> {now.get(key)}" for key in changed)
-        print(f"{origin} goes on with other values: {told}", file=sys.stderr)
+        print_text(f"{origin} goes on with other values: {told}", file=sys.stderr)
 
 
 def check_source(cfg: RecipeConfig) -> None:

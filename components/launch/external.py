@@ -17,6 +17,7 @@ from components.launch.parts import exchange_text_from_rank_zero
 from components.launch.prepare import Prepared, prepare
 from components.launch.rank import Recipe, die_with, restrict_new_files, run_here
 from components.launch.run_directory import RunDirectory
+from components.terminal import print_text
 
 AGENT = "TORCHELASTIC_RUN_ID"
 """Set for the ranks of torchrun, whose parent is its agent: one that is killed would leave them running."""
@@ -30,7 +31,7 @@ def run_external(recipe: Recipe) -> int:
     if AGENT in os.environ:
         die_with(os.getppid())
         if _agent_is_gone():  # before that: it would hold the run directory, and wait for ranks that never come
-            print("torchrun's agent ended before this rank could start", file=sys.stderr)
+            print_text("torchrun's agent ended before this rank could start", file=sys.stderr)
             return 1
     rank, world_size = rank_and_size(os.environ)
     return _lead(recipe, world_size) if rank == 0 else _follow(recipe)

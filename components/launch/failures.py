@@ -16,6 +16,7 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.run_files import PRIVATE, read_regular, replace_json
+from components.terminal import print_text
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 LOST_PEER_TYPES = ("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailure")
@@ -119,7 +120,7 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
     except OSError as refused:
         told = f"rank {rank}: {report.type}: {report.message}\n{target} could not be written: {refused}"
         with suppress(OSError):  # the output may go to the same disk
-            print(told, file=sys.stderr, flush=True)
+            print_text(told, file=sys.stderr, flush=True)
 
 
 def read_reports(logs: Path) -> dict[int, Report]:
@@ -130,7 +131,7 @@ def read_reports(logs: Path) -> dict[int, Report]:
             values = json.loads(read_regular(file))
             reports[values["rank"]] = Report(**{**values, "kind": Kind(values["kind"])})
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            print(f"{file}: cannot be read: {error!r}", file=sys.stderr, flush=True)
+            print_text(f"{file}: cannot be read: {error!r}", file=sys.stderr, flush=True)
     return reports
 
 
@@ -170,23 +171,23 @@ def format_problems(problems: list[str]) -> str:
 
 def tell_problems(problems: list[str]) -> None:
     """Print what a person got wrong."""
-    print(format_problems(problems), file=sys.stderr, flush=True)
+    print_text(format_problems(problems), file=sys.stderr, flush=True)
 
 
 def tell_failure(failure: Failure, logs: Path) -> None:
     """Print the traceback or the last lines of the rank that failed first, its name, and where the logs are."""
     report = failure.report
     if report is not None and report.kind == Kind.config:
-        print(report.message, file=sys.stderr, flush=True)
+        print_text(report.message, file=sys.stderr, flush=True)
         return
     if report is not None and report.stood_still:
-        print(f"{report.message}\nlogs: {logs}", file=sys.stderr, flush=True)
+        print_text(f"{report.message}\nlogs: {logs}", file=sys.stderr, flush=True)
         return
     told = report.traceback if report else _tail(log_file(logs, failure.rank))
     said = f": {report.type}: {report.message}" if report else ""
     where = f" on {report.node}" if report and report.node else ""
     lines = [*([told.rstrip()] if told else []), f"rank {failure.rank}{where} {failure.what}{said}", f"logs: {logs}"]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    print_text("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _tail(log: Path) -> str:

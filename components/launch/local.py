@@ -37,6 +37,7 @@ from components.launch.memory import killed_for_memory
 from components.launch.processes import usable_cores
 from components.launch.rank import EXIT_INTERRUPTED, Recipe, run_here, status_of
 from components.launch.run_directory import RunDirectory
+from components.terminal import print_text
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 """Signals that ask a run to save and stop; ranks get them from the launcher alone."""
@@ -201,7 +202,7 @@ def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
     failure = first_failure(ranks.exits.values(), reports)
     if ranks.aborted:
         directory.conclude("interrupted", "killed by a second Ctrl-C")
-        print(f"interrupted twice: every process was killed\nlogs: {directory.logs}", file=sys.stderr)
+        print_text(f"interrupted twice: every process was killed\nlogs: {directory.logs}", file=sys.stderr)
         return EXIT_INTERRUPTED
     if failure is None:
         return _stopped(ranks, directory)
@@ -230,7 +231,7 @@ def _stopped(ranks: _Ranks, directory: RunDirectory) -> int:
     names = " and ".join(describe(-number).removeprefix("was ended by ") for number in dict.fromkeys(ranks.stops))
     told = f"stopped by {names} before it could save"
     directory.conclude("interrupted" if interrupted else "failed", told)
-    print(f"{told}\nlogs: {directory.logs}", file=sys.stderr)
+    print_text(f"{told}\nlogs: {directory.logs}", file=sys.stderr)
     return EXIT_INTERRUPTED if interrupted else 1
 
 

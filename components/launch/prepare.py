@@ -16,6 +16,7 @@ from components.launch.processes import device_problems, processes_of, visible_g
 from components.launch.rank import Recipe, restrict_new_files
 from components.launch.record import start_record
 from components.launch.run_directory import RunDirectory, check_run_directory, open_run_directory
+from components.terminal import print_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
     directory.freeze(cfg, start_record(recipe.name, recipe.file, processes, directory.attempt))
     if not _submits(cfg):
         where = f", logs of the other ranks in {directory.logs}" if processes > 1 else ""
-        print(f"run {directory.path}: {describe_processes(processes)}{where}", file=sys.stderr)
-        print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
+        print_text(f"run {directory.path}: {describe_processes(processes)}{where}", file=sys.stderr)
+        print_text(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
     return Prepared(cfg, directory, processes, notes)
 
 
@@ -97,7 +98,7 @@ def _show(recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -
         show(recipe, cfg, notes)
         return
     place = cfg.run.dir or f"a new folder in outputs/{recipe.name}"
-    print(
+    print_text(
         f"cluster.dry_run=true: would start {processes} x {recipe.file}, mesh {cfg.parallelism.resolve(processes)}, "
         f"run directory {place}",
         *notes,

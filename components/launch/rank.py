@@ -31,6 +31,7 @@ from components.launch.run_directory import (
     read_result,
     write_result,
 )
+from components.terminal import print_text, printable
 
 EXIT_INTERRUPTED = 130
 """Exit status of what Ctrl-C ended, as shells have it."""
@@ -73,7 +74,7 @@ def run_worker(recipe: Recipe) -> int:
             return
         write_report(logs, rank, error.with_traceback(_from_main(recipe, trace)))
         with suppress(OSError), open_append(log_file(logs, rank), PRIVATE) as log:  # the disk may be full
-            log.write("".join(traceback.format_exception(error)).encode())
+            log.write(printable("".join(traceback.format_exception(error))).encode())
 
     sys.excepthook = record
     try:
@@ -107,7 +108,7 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
         return EXIT_INVALID
     except KeyboardInterrupt:
         directory.conclude("interrupted", "stopped by SIGINT before it could save")
-        print("interrupted", file=sys.stderr)
+        print_text("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except SystemExit as error:
         if error.code not in (None, 0):
@@ -135,11 +136,11 @@ def report_hang(error: BaseException) -> None:
     run_dir, rank = Path(os.environ[RUN_DIR]), int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
     with suppress(OSError), open_append(log_file(logs, rank), PRIVATE) as log:
-        log.write(f"{error}\n".encode())
+        log.write(printable(f"{error}\n").encode())
         faulthandler.dump_traceback(log)
     write_report(logs, rank, error)
     if WORKER not in os.environ and _first_to_tell(logs):
-        print(f"{error}\nlogs: {logs}", file=sys.stderr, flush=True)
+        print_text(f"{error}\nlogs: {logs}", file=sys.stderr, flush=True)
         if not (run_dir / RESULT).exists():
             write_result(run_dir, {"status": status_of(type(error).__name__, str(error)), "error": str(error)})
 

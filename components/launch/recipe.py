@@ -14,6 +14,7 @@ from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema.cluster import ClusterKind
 from components.config.schema.recipes import RecipeConfig
 from components.launch.context import Context, detect
+from components.terminal import guard_output
 
 if TYPE_CHECKING:
     from components.launch.rank import Recipe
@@ -40,6 +41,7 @@ def _start(name: str, main: Callable[[Any], object]) -> int:
     from components.launch.failures import tell_problems
 
     _open_closed_streams()
+    guard_output()
     try:
         return _run(_describe(name, main))
     except ConfigError as error:

@@ -30,6 +30,7 @@ from components.launch.changes import check_changes, check_source
 from components.launch.files import read_json, take_lock, write_json, write_text
 from components.launch.folders import check_writable, make, make_new, told_by_path
 from components.launch.slurm.jobs import ENDED, GONE, UNKNOWN, job_states
+from components.terminal import print_text
 
 RECORD, RESULT, LOGS, LOCK = "environment.json", "result.json", "logs", ".lock"
 CHECKPOINTS = "checkpoints"
@@ -87,7 +88,7 @@ class RunDirectory:
         try:
             _point_latest(self.path / LOGS / "latest", self.logs)
         except OSError as error:  # a convenience for people: never a reason to stop
-            print(f"{self.path / LOGS / 'latest'} does not show this attempt: {error}", file=sys.stderr)
+            print_text(f"{self.path / LOGS / 'latest'} does not show this attempt: {error}", file=sys.stderr)
 
     def _keep_last_attempt(self) -> None:
         """Move what the attempt before left to its logs."""
@@ -110,7 +111,7 @@ class RunDirectory:
             write_result(self.path, {"status": status, "error": error})
         except OSError as refused:
             why = f"{refused.strerror or refused}{_free(self.path)}"
-            print(f"{self.path / RESULT} could not be written: {why}", file=sys.stderr, flush=True)
+            print_text(f"{self.path / RESULT} could not be written: {why}", file=sys.stderr, flush=True)
 
     def discard(self, error: str) -> None:
         """Take back a run that was refused: leave nothing behind, unless there is more than what a start writes."""
@@ -225,7 +226,7 @@ class _StoredConfig:
         if os.path.lexists(path / CONFIG):
             set_aside(path / CONFIG, "damaged")
         write_text(path / CONFIG, self.text)
-        print(f"{path / CONFIG}: restored from {self.copy}: {self.why}", file=sys.stderr)
+        print_text(f"{path / CONFIG}: restored from {self.copy}: {self.why}", file=sys.stderr)
 
 
 def _stored_config(path: Path) -> _StoredConfig:
@@ -295,7 +296,7 @@ def _lock(path: Path, mend: str = "choose another run.dir") -> int | None:
         raise ConfigError(f"run.dir={path}: is in use by a run that is still going; {mend}") from error
     if not has_locks:
         os.close(descriptor)
-        print(f"{path}: no locks on this file system; do not start this run twice at once", file=sys.stderr)
+        print_text(f"{path}: no locks on this file system; do not start this run twice at once", file=sys.stderr)
         return None
     if os.fstat(descriptor).st_nlink == 0:
         os.close(descriptor)
@@ -327,7 +328,7 @@ def _refuse_live_job(path: Path, mend: str = "choose another run.dir") -> str | 
 def _guard(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recipe: str) -> None:
     """Raise ConfigError unless the run in `path` may go on as `cfg`."""
     if doubt := _refuse_live_job(path):
-        print(f"{path}: {doubt}; do not start this run twice at once", file=sys.stderr)
+        print_text(f"{path}: {doubt}; do not start this run twice at once", file=sys.stderr)
     checkpoints = path / CHECKPOINTS
     if os.path.lexists(checkpoints) and not checkpoints.is_dir():
         raise ConfigError(f"{checkpoints}: is no directory; move it away, or put the checkpoints back")
@@ -358,7 +359,7 @@ def _recipes_of(path: Path) -> list[str]:
     files = [path / RECORD, *sorted((path / LOGS).glob(f"attempt_*/{RECORD}"))]
     owners = [read_json(file).get("recipe") for file in files]
     if owners[0] is None and os.path.lexists(path / LOGS):
-        print(f"{files[0]}: is missing or damaged; this start writes a new one", file=sys.stderr)
+        print_text(f"{files[0]}: is missing or damaged; this start writes a new one", file=sys.stderr)
     return list(dict.fromkeys(owner for owner in owners if isinstance(owner, str)))
 
 

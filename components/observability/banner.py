@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from components.config.schema.parallelism import MeshShape
 
@@ -57,7 +56,7 @@ def print_banner(console: Console, facts: Facts) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in _rows(facts):
-        table.add_row(name, Text(text))
+        table.add_row(name, text)
     console.print(table)
     places = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("rank", "host", "local rank", "device", "place on the mesh", "parameter bytes"):

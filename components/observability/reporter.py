@@ -12,15 +12,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from components.config.metrics_log import MetricsLog
 from components.config.schema.logging import LoggingConfig
+from components.console import PlainConsole
 from components.observability.plot import LossPlot
 from components.observability.result import Result, summary, write_result
 from components.observability.wandb import WandbRun
+from components.terminal import print_text
 
 TRAINING = "training"
 """What the progress bar shows unless the run does something else."""
@@ -87,7 +88,7 @@ class Interval:
         return self.seconds_at_peak / max(self.seconds, 1e-9) or None
 
 
-class _Output(Console):
+class _Output(PlainConsole):
     """The terminal, or whatever reads the output; where that ends (`| head`, `| tee` by Ctrl-C), the run does not."""
 
     def on_broken_pipe(self) -> None:
@@ -96,7 +97,9 @@ class _Output(Console):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # what Python still holds of the output goes there
         try:
-            print("nobody reads the output any more; the run goes on, and metrics.jsonl tells how", file=sys.stderr)
+            print_text(
+                "nobody reads the output any more; the run goes on, and metrics.jsonl tells how", file=sys.stderr
+            )
             sys.stderr.flush()
         except BrokenPipeError:  # 2>&1 |
             os.dup2(nowhere, sys.stderr.fileno())

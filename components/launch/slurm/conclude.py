@@ -22,6 +22,7 @@ from components.launch.failures import (
 )
 from components.launch.rank import status_of
 from components.launch.run_directory import REQUEUE, attempt_logs, read_result, write_result
+from components.terminal import print_text
 
 STOPPED_EARLY = 128 + signal.SIGUSR2
 """What srun returns when a rank died of the request to stop, because it had not come to listen for it yet."""
@@ -34,12 +35,12 @@ def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> in
     if cancelled and result.get("status") != "ok" and (failure is None or _lost_peer(failure)):
         (run_dir / REQUEUE).unlink(missing_ok=True)
         write_result(run_dir, {**result, "status": "cancelled"})
-        print("cancelled", flush=True)
+        print_text("cancelled", flush=True)
         return status or 1
     if failure is not None:
         return _failed(run_dir, logs, failure, status)
     if result:
-        print(result["status"], flush=True)
+        print_text(result["status"], flush=True)
         # A run that has stopped as asked is no failure, though torchrun's agents end with 1; nor is one that was asked
         # after its end, while its processes were on their way out.
         return 0 if result["status"] in ("preempted", "interrupted") or status == STOPPED_EARLY else status
@@ -50,7 +51,7 @@ def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> in
     if status:
         told = f"srun ended with status {status} and no rank said why; see job.log and {logs}"
         write_result(run_dir, {"status": "failed", "error": told})
-        print(told, flush=True)
+        print_text(told, flush=True)
     return status
 
 
@@ -73,7 +74,9 @@ def _lost_peer(failure: Failure) -> bool:
 def _failed(run_dir: Path, logs: Path, failure: Failure, status: int) -> int:
     report = failure.report
     if _lost_peer(failure):
-        print("every rank that could speak lost another one; srun names above who ended without a word", flush=True)
+        print_text(
+            "every rank that could speak lost another one; srun names above who ended without a word", flush=True
+        )
     tell_failure(failure, logs)
     (run_dir / REQUEUE).unlink(missing_ok=True)
     if report is not None and report.kind == Kind.config:

@@ -14,6 +14,7 @@ from pathlib import Path
 from components.config.run_files import create_marker
 from components.launch.processes import visible_gpus
 from components.launch.run_directory import REQUEUE
+from components.terminal import print_text
 
 NEEDED_SHARED_MEMORY = 64 * 2**20
 """Bytes of /dev/shm that data workers and NCCL take at least."""
@@ -26,7 +27,7 @@ def main() -> int:
     signal.signal(signal.SIGUSR2, lambda number, frame: create_marker(run_dir / REQUEUE))
     problems = [*_folder_problems(run_dir), *_gpu_problems(gpus), *_memory_problems()]
     for problem in problems:
-        print(f"node {socket.gethostname()}: {problem}", file=sys.stderr, flush=True)
+        print_text(f"node {socket.gethostname()}: {problem}", file=sys.stderr, flush=True)
     return 1 if problems else 0
 
 

@@ -18,6 +18,7 @@ from components.launch.slurm.commands import ask
 from components.launch.slurm.preflight import refusal
 from components.launch.slurm.script import Job, render
 from components.launch.slurm.snapshot import PROJECT, place_of_copy, take_snapshot
+from components.terminal import print_text
 
 
 def submit(recipe: Recipe, prepared: Prepared) -> int:
@@ -49,9 +50,9 @@ def submit(recipe: Recipe, prepared: Prepared) -> int:
 def show(recipe: Recipe, cfg: RecipeConfig, notes: list[str]) -> None:
     """Print the script that would be submitted."""
     run_dir = Path(os.path.expanduser(cfg.run.dir or Path("outputs") / recipe.name / "TIME-HEX")).absolute()
-    print(render(_job(recipe, cfg, run_dir, 0)), end="")
+    print_text(render(_job(recipe, cfg, run_dir, 0)), end="")
     for note in ("cluster.dry_run=true: would submit this script with sbatch", *notes):
-        print(f"# {note}")
+        print_text(f"# {note}")
 
 
 def _job(recipe: Recipe, cfg: RecipeConfig, run_dir: Path, attempt: int) -> Job:
@@ -83,4 +84,4 @@ def _tell(prepared: Prepared, job: str, files: int) -> None:
         ("save, requeue", f"scancel --signal=USR2 {job}"),
     ]  # fmt: skip
     for name, value in rows:
-        print(f"{name:<14} {value}")
+        print_text(f"{name:<14} {value}")

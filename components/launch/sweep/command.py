@@ -21,6 +21,7 @@ from components.launch.rank import Recipe
 from components.launch.run_directory import check_run_directory
 from components.launch.sweep.plan import Point, Sweep, new_directory, point_name
 from components.launch.sweep.run import point_command, run_points
+from components.terminal import print_text
 
 NOTHING_SWEPT = (
     "-m (--multirun): a sweep needs a key with several values, such as parallelism=ddp,fsdp2; give one, or leave -m out"
@@ -59,7 +60,7 @@ def run_sweep(recipe: Recipe) -> int:
     if any(cfg is not None and cfg.run.private for cfg in configs):
         os.umask(0o077)
     _make(sweep)
-    print(f"sweep {sweep.directory}: {len(points)} points", flush=True)
+    print_text(f"sweep {sweep.directory}: {len(points)} points", flush=True)
     return run_points(sweep, points)
 
 
@@ -117,7 +118,7 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
     """List the points, and start nothing; a job's script is shown by the point's own launcher."""
     with told_by_path(sweep.directory):
         check_writable(sweep.directory)
-    print(f"cluster.dry_run=true: a sweep of {len(sweep.points)} points in {sweep.directory}")
+    print_text(f"cluster.dry_run=true: a sweep of {len(sweep.points)} points in {sweep.directory}")
     failed = False
     for point, cfg, found in zip(sweep.points, configs, problems, strict=True):
         if not found and cfg is not None and cfg.cluster.kind == ClusterKind.local:
@@ -125,12 +126,12 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
             found = _place_problems(cfg, sweep.recipe)
         if found or cfg is None:
             failed = True
-            print(f"{point.name}: invalid: {'; '.join(found)}", flush=True)
+            print_text(f"{point.name}: invalid: {'; '.join(found)}", flush=True)
         elif cfg.cluster.kind == ClusterKind.slurm:
-            print(f"{point.name}:", flush=True)
+            print_text(f"{point.name}:", flush=True)
             failed |= subprocess.run(point_command(sweep, point), check=False).returncode != 0
         else:
-            print(f"{point.name}: would start {point.processes} x {sweep.file}, mesh {point.mesh}", flush=True)
+            print_text(f"{point.name}: would start {point.processes} x {sweep.file}, mesh {point.mesh}", flush=True)
     return int(failed)
 
 
@@ -146,7 +147,7 @@ def _show_configs(recipe: Recipe, request: SweepRequest) -> int:
     """Let Hydra show what --cfg asks for, for each point."""
     statuses = []
     for number, point in enumerate(request.points):
-        print(f"# {point_name(number, point.values)}", flush=True)
+        print_text(f"# {point_name(number, point.values)}", flush=True)
         common = [request.run_dir] if request.run_dir else []
         command = [sys.executable, str(recipe.file), *request.options, *request.shown, *point.overrides, *common]
         statuses.append(subprocess.run(command, check=False).returncode)

@@ -7,13 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from components.config.compose.sources import CONF
+from components.console import PlainConsole
 from components.launch.files import write_text
 from components.launch.sweep.plan import Sweep, is_running
 from components.launch.sweep.rows import ALIVE, NOT_BAD
 from components.launch.sweep.table import Report, print_table, read_report, to_csv, to_markdown
+from components.terminal import print_text
 
 WATCH_EVERY = 5.0
 """Seconds between two looks."""
@@ -31,17 +31,17 @@ def report_now(sweep: Sweep) -> int:
     print_table(report, console)
     status = exit_status(report)
     if why_not := _plot(report):
-        print(why_not)
+        print_text(why_not)
     try:
         for name, text in (("report.md", to_markdown(report)), ("report.csv", to_csv(report))):
             write_text(sweep.directory / name, text)
-        print(f"report: {sweep.directory / 'report.md'}", flush=True)
+        print_text(f"report: {sweep.directory / 'report.md'}", flush=True)
     except OSError as error:
         file, why = error.filename or sweep.directory, error.strerror or error
-        print(f"{file}: cannot be written: {why}; mend that, then: {report_command(sweep)}", file=sys.stderr)
+        print_text(f"{file}: cannot be written: {why}; mend that, then: {report_command(sweep)}", file=sys.stderr)
         status = 1
     if any(row.state in ALIVE for row in report.rows):
-        print(f"look again: {report_command(sweep, '--watch')}", flush=True)
+        print_text(f"look again: {report_command(sweep, '--watch')}", flush=True)
     return status
 
 
@@ -81,5 +81,5 @@ def _plot(report: Report) -> str | None:
         return f"no report.png: {type(error).__name__}: {error}"
 
 
-def _console() -> Console:
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
+def _console() -> PlainConsole:
+    return PlainConsole(highlight=False) if sys.stdout.isatty() else PlainConsole(highlight=False, width=WIDTH)

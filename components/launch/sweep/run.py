@@ -25,6 +25,7 @@ from components.launch.sweep.plan import PLAN, Note, Point, Sweep, is_running, l
 from components.launch.sweep.report import report_command, report_now
 from components.launch.sweep.rows import ALIVE, NOT_BAD, STATES, Row, read_rows
 from components.launch.sweep.table import first_line
+from components.terminal import print_text
 
 LAST_LINES = 15
 """How much of what a point said is kept in its note."""
@@ -54,7 +55,7 @@ def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
         stops += arrived
         if stops:
             names = " and ".join(signal.Signals(number).name for number in dict.fromkeys(stops))
-            print(f"sweep stopped by {names}; continue it: {report_command(sweep, '--retry')}", flush=True)
+            print_text(f"sweep stopped by {names}; continue it: {report_command(sweep, '--retry')}", flush=True)
     status = report_now(sweep)
     if signal.SIGINT in stops:
         return EXIT_INTERRUPTED
@@ -77,7 +78,7 @@ def retry(sweep: Sweep, states: Sequence[str]) -> int:
     wanted = states or [state for state in may_retry if state not in NOT_BAD]
     points = [row.point for row in read_rows(sweep) if row.state in wanted]
     if not points:
-        print(f"nothing to do again: no point is {' or '.join(wanted)}")
+        print_text(f"nothing to do again: no point is {' or '.join(wanted)}")
         return report_now(sweep)
     _check_origin(sweep)
     return run_points(sweep, points)
@@ -166,7 +167,7 @@ def _announce(sweep: Sweep, point: Point, counter: str) -> None:
     width = max(len(each.name) for each in sweep.points)
     count = describe_processes(point.processes) if point.processes else ""
     mesh = Row(point, "running").mesh
-    print(f"{counter} {point.name:<{width}}  {count:<12} {mesh:<24} ... ", end="", flush=True)
+    print_text(f"{counter} {point.name:<{width}}  {count:<12} {mesh:<24} ... ", end="", flush=True)
 
 
 def _tell_end(row: Row) -> None:
@@ -178,4 +179,4 @@ def _tell_end(row: Row) -> None:
         parts.append(f"{row.tokens_per_second:,.0f} tokens/s")
     if row.reason and row.state != "ok":
         parts.append(first_line(row.reason, 100))
-    print(", ".join(parts), flush=True)
+    print_text(", ".join(parts), flush=True)

@@ -12,6 +12,7 @@ from rich.table import Table
 from components.launch.sweep.losses import Agreement, compare_losses
 from components.launch.sweep.plan import Sweep
 from components.launch.sweep.rows import Row, read_rows
+from components.terminal import printable
 
 DISAGREES = "LOSS DISAGREES"
 
@@ -76,7 +77,9 @@ def to_markdown(report: Report) -> str:
         rows[2] = [f"**{cell}**" if cell else "" for cell in rows[2]]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     told = [f"- {line}" for line in report.lines()]
-    return "\n".join([f"# Sweep {sweep.directory.name}", "", f"`{sweep.command}`", "", *lines, "", *told, ""])
+    return printable(
+        "\n".join([f"# Sweep {sweep.directory.name}", "", f"`{sweep.command}`", "", *lines, "", *told, ""])
+    )
 
 
 def to_csv(report: Report) -> str:

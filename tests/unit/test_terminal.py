@@ -1,0 +1,132 @@
+"""Control characters of data, names and messages: escaped before a terminal or a log shows them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
+from components.launch.failures import (
+    Exit,
+    Kind,
+    Report,
+    error_file,
+    first_failure,
+    tell_failure,
+    tell_problems,
+    write_report,
+)
+from components.launch.sweep.losses import Agreement
+from components.launch.sweep.plan import Point, Sweep
+from components.launch.sweep.report import _console
+from components.launch.sweep.rows import Row
+from components.launch.sweep.table import Report as SweepReport
+from components.launch.sweep.table import print_table, to_markdown
+from components.observability import Reporter
+from components.terminal import printable
+
+ROOT = Path(__file__).resolve().parents[2]
+EVIL = "\x1b[2J\x1b]0;owned\x07 \r\x9b31m \u202edesrever\u2066 \x7f\x08 \udc80"
+"""Clears the screen, sets the title, returns to the line's start, colors by C1, reverses, deletes."""
+
+
+def is_clean(text: str) -> bool:
+    return not [each for each in text if unicodedata.category(each) in ("Cc", "Cs") and each not in "\n\t"] and not (
+        set(text) & set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u2028\u2029")
+    )
+
+
+def shown(captured: Any) -> str:
+    text = captured.out + captured.err
+    assert is_clean(text), ascii(text)
+    assert "\\x1b[2J" in text
+    assert "\\u202e" in text
+    return text
+
+
+def test_every_control_character_is_escaped_and_text_is_kept() -> None:
+    every = "".join(map(chr, range(0x3000)))
+    assert is_clean(printable(every + "\ud800\udfff"))
+    kept = "Grüße, 数学 \t\n العربية עברית \U0001f600 \\x1b \u200d\u0301"
+    assert printable(kept) == kept
+    assert printable("\x1b\u202e\x85\x7f") == "\\x1b\\u202e\\x85\\x7f"
+
+
+def test_samples_generations_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled))
+    with Reporter(cfg, str(tmp_path), enabled=True) as reporter:
+        reporter.say(f"sample: {EVIL} [bold]:smile:[/bold] [/]")
+        reporter.generations([EVIL], [EVIL], when="after")
+    text = shown(capsys.readouterr())
+    assert text.count("\\u202e") == 3
+    assert "[bold]:smile:[/bold] [/]" in text  # no markup, no emoji codes
+
+
+def test_errors_and_failures_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tell_problems([f"data.path={EVIL}: no such file", "other"])
+    shown(capsys.readouterr())
+    error: BaseException = ValueError(EVIL)
+    write_report(tmp_path, 1, error)
+    report = Report(**{**json.loads(error_file(tmp_path, 1).read_text()), "kind": Kind.exception})
+    failure = first_failure([Exit(rank=1, status=1, time=0.0, asked=False)], {1: report})
+    assert failure is not None
+    tell_failure(failure, tmp_path)
+    shown(capsys.readouterr())
+    (tmp_path / "rank_2.log").write_text(EVIL, errors="surrogatepass")
+    failure = first_failure([Exit(rank=2, status=1, time=0.0, asked=False)], {})
+    assert failure is not None
+    tell_failure(failure, tmp_path)
+    shown(capsys.readouterr())
+
+
+def test_the_table_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    point = Point(0, f"0_{EVIL}", {"run.name": f"[/]{EVIL}"}, [])
+    sweep = Sweep(tmp_path, "id", "finetune", tmp_path, tmp_path, EVIL, [], ["run.name"], [point])
+    report = SweepReport(sweep, [Row(point, "failed", EVIL)], Agreement())
+    print_table(report, _console())
+    assert "[/]" in shown(capsys.readouterr())
+    assert is_clean(to_markdown(report))
+
+
+SCRIPT = """
+import logging, sys
+from components.terminal import guard_output
+guard_output()
+logging.getLogger("components.data.cache").warning("%s is damaged", sys.argv[1])
+raise ValueError(sys.argv[1])
+"""
+
+
+def test_log_messages_and_uncaught_exceptions() -> None:
+    evil = EVIL.replace("\udc80", "")
+    ended = subprocess.run([sys.executable, "-c", SCRIPT, evil], capture_output=True, cwd=ROOT, check=False)
+    text = ended.stderr.decode()
+    assert ended.returncode == 1
+    assert is_clean(text)
+    assert text.count("\\u202edesrever") == 2
+
+
+def test_a_wrong_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "recipes/finetune.py", f"data.path={EVIL}", "data=jsonl", f"run.nam={EVIL}"]
+    ended = subprocess.run(command, capture_output=True, cwd=tmp_path, check=False)
+    text = (ended.stdout + ended.stderr).decode()
+    assert ended.returncode == 2
+    assert is_clean(text), ascii(text)
+
+
+def test_nothing_is_printed_around_the_escaping() -> None:
+    """Bare `print` and rich's own Console are used by the two modules that escape, and nowhere else."""
+    found = []
+    for file in [*(ROOT / "components").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "Console"):
+                found.append(f"{file.relative_to(ROOT)}: {ast.unparse(node)[:60]}")
+    allowed = ("components/terminal.py: print(printable", "components/data/cache.py: Console(stderr=True)")
+    assert [each for each in found if not each.startswith(allowed)] == []
