@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from components.distributed import init
+from tests.distributed.contrast import alone
+from tests.harness import run_ranks
 from tests.slurm import processes
 from tests.slurm.cluster import IDENTITIES, Cluster, ClusterError, ClusterInUse, until
 from tests.slurm.configuration import GPUS, NODES, job_ids
@@ -24,6 +27,42 @@ def test_a_job_spans_eight_nodes_that_know_each_other(cluster: Cluster) -> None:
     said = cluster.run("srun", "--nodes=8", f"--gpus-per-node={GPUS}", "sh", "-c", ask).stdout
     gpus = ",".join(map(str, range(GPUS)))
     assert sorted(said.split("\n")[:-1]) == [f"{n} {rank} {gpus} {cluster.subnet}.8" for rank, n in enumerate(NODES)]
+
+
+def test_the_tasks_of_a_step_are_ranks_and_no_other_process_of_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    """get_world_info of seed page 003 in the environments that Slurm makes, also where only SLURM_NTASKS is left."""
+
+    def place(rank: int, exported: bool) -> tuple[int, int, int]:
+        found = init.get_world_info()
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        assert tuple(os.environ.get(name) for name in names) == (tuple(map(str, found)) if exported else (None,) * 3)
+        return found
+
+    def places(name: str, exported: bool) -> set[tuple[int, int, int]]:
+        found = set()
+        for file in tmp_path.glob(name):
+            variables = dict(each.split("=", 1) for each in file.read_text().split("\0") if each.startswith("SLURM_"))
+            job = {name: value for name, value in variables.items() if name not in steps}
+            for known in (variables, job) if exported else (variables,):
+                found |= set(run_ranks(1, place, exported, init=False, env=alone(**known)))
+        return found
+
+    steps = [f"SLURM_STEP_{name}" for name in ("NUM_TASKS", "NUM_NODES", "TASKS_PER_NODE", "NODELIST")]
+    tasks = ("--nodes=2", "--ntasks-per-node=2")
+    cluster.run("srun", *tasks, "sh", "-c", f"env -0 > {tmp_path}/task.$SLURM_PROCID")
+    assert places("task.*", exported=True) == {(0, 0, 4), (1, 1, 4), (2, 0, 4), (3, 1, 4)}
+    (tmp_path / "job.sh").write_text(
+        f"#!/bin/sh\nenv -0 > {tmp_path}/shell\nsrun -n1 -N1 env -0 > {tmp_path}/one_task\n"
+    )
+    cluster.run("sbatch", "--wait", *tasks, f"--chdir={tmp_path}", f"{tmp_path}/job.sh")
+    cluster.run("salloc", *tasks, "sh", "-c", f"env -0 > {tmp_path}/allocation")
+    for name, number in {
+        "shell": "SLURM_NTASKS=4",
+        "one_task": "SLURM_STEP_ID",
+        "allocation": "SLURM_NTASKS=4",
+    }.items():
+        assert number in (tmp_path / name).read_text()
+        assert places(name, exported=False) == {(0, 0, 1)}
 
 
 def test_more_than_the_cluster_has_is_refused(cluster: Cluster) -> None:
