@@ -80,30 +80,32 @@ def main(cfg: EvaluateConfig) -> None:
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
         token_loss=token_loss,
     )
-    with report, watch:
-        loss, tokens = training.evaluate(replica, held_out, settings)
+    with report, training.StopRequest(info.device) as stop, watch:
+        loss, tokens = training.evaluate(replica, held_out, settings, stop.agreed)
         report.evaluation(step=0, eval_loss=loss, tokens=tokens)
-        report.say(f"perplexity {math.exp(loss):.3f} per target token")
+        if tokens:
+            report.say(f"perplexity {math.exp(loss):.3f} per target token")
         for name, source in data.sources_of(eval_set).items():
             of_source = data.eval_batches(
                 source, cfg.evaluation.micro_batch_size, mesh.rank("dp"), mesh.size("dp"), padding
             )
-            source_loss, tokens = training.evaluate(replica, of_source, settings)
-            report.say(f"{name}: held-out loss {source_loss:.4f} over {tokens:,} target tokens")
+            source_loss, source_tokens = training.evaluate(replica, of_source, settings, stop.agreed)
+            if not stop.stopped:
+                report.say(f"{name}: held-out loss {source_loss:.4f} over {source_tokens:,} target tokens")
         prompts = [*data.sample_prompts(eval_set, cfg.generation.samples), *cfg.generation.prompts]
         with distributed.whole_rows(replica, mesh, cfg.parallelism) as forward:
-            answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, forward)
+            answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, forward, stop.agreed)
         report.generations(prompts, answers, when="(greedy)")
         report.finish(
             observability.Result(
-                status="ok",
+                status=stop.status,
                 steps=0,
                 mesh=str(mesh.shape),
                 processes=info.world_size,
                 compute_dtype=str(compute_dtype).removeprefix("torch."),
                 wall_seconds=round(time.perf_counter() - started, 1),
                 peak_memory_bytes=observability.peak_memory_bytes(info.device),
-                eval_loss=loss,
+                eval_loss=loss if tokens else None,
             )
         )
 

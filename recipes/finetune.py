@@ -114,17 +114,17 @@ def main(cfg: FinetuneConfig) -> None:
         report.say(f"resumed from {found}")
     report.continue_from(state.step)
 
-    def evaluate() -> float:
+    def evaluate() -> float | None:
         held_out = data.eval_batches(eval_set, plan.micro_batch_size, plan.dp_rank, plan.dp_size, padding)
         with report.status("evaluating"):
-            loss, tokens = training.evaluate(replica, held_out, settings)
+            loss, tokens = training.evaluate(replica, held_out, settings, stop.agreed)
         report.evaluation(step=state.step, eval_loss=loss, tokens=tokens)
-        return loss
+        return loss if tokens else None
 
     def show_generations() -> None:
         prompts = [*data.sample_prompts(eval_set, cfg.generation.samples), *cfg.generation.prompts]
         with report.status("generating"), distributed.whole_rows(replica, mesh, cfg.parallelism) as forward:
-            answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, forward)
+            answers = models.generate(model, tokenizer, prompts, cfg.generation.max_new_tokens, forward, stop.agreed)
         report.generations(prompts, answers, when=f"after {state.step} steps")
 
     def record(*steps: training.StepMetrics) -> None:
@@ -135,15 +135,16 @@ def main(cfg: FinetuneConfig) -> None:
             state.refuse_to_diverge(step, cfg.training)
 
     # The loop: numbers arrive one step late, so that the host never waits for the device
-    status, reader, clock = "ok", training.StepReader(lag=1), training.SaveClock(cfg.checkpoint.every_minutes)
+    reader, clock = training.StepReader(lag=1), training.SaveClock(cfg.checkpoint.every_minutes)
     traffic = distributed.StepTraffic(mesh, report.traffic, enabled=cfg.logging.comm)
     profile = observability.StepProfile(cfg.logging.profile, cfg.run.dir, report.say)
     saver = checkpoint.Saver(cfg.run.dir, model, optimizer, cfg.checkpoint, report.say)
-    with report, training.StopRequest() as stop, watch, saver, training.GarbageOffTheStep(cfg.training.gc_every) as gc:
+    stop = training.StopRequest(info.device)
+    with report, stop, watch, saver, training.GarbageOffTheStep(cfg.training.gc_every) as gc:
         eval_loss = evaluate()
         state.begin(eval_loss)
         show_generations()
-        while state.step < cfg.training.max_steps:
+        while state.step < cfg.training.max_steps and not stop.stopped:
             began = time.perf_counter()
             training.set_learning_rate(optimizer, cfg.optimizer, state.step, cfg.training.max_steps)
             with traffic.step(), watch.step(state.step + 1), profile.step(), gc.step():
@@ -154,33 +155,32 @@ def main(cfg: FinetuneConfig) -> None:
             due_save = cfg.checkpoint.every and state.step % cfg.checkpoint.every == 0
             arrived = reader.push(state.step, numbers, began, drain=bool(due_eval or due_save))
             record(*arrived)
-            if any(step.must_stop for step in arrived):
-                status = "preempted" if any(step.preempt for step in arrived) else "interrupted"
+            if stop.heed(arrived):
                 break
             due_by_time = any(step.must_save for step in arrived)
             if due_by_time:
                 record(*reader.flush())
             if due_eval and state.step < cfg.training.max_steps:
                 eval_loss = evaluate()
-            if (due_save or due_by_time) and state.step < cfg.training.max_steps:
+            if (due_save or due_by_time) and state.step < cfg.training.max_steps and not stop.stopped:
                 save(checkpoint.Mark(eval_loss if due_eval else None, ephemeral=not due_save))
 
         # Finish: the last numbers, the last evaluation, what remains of the run
         record(*reader.flush())
-        if status == "ok":
+        if not stop.stopped:
             eval_loss = evaluate()
-        if (found is None or state.step > resumed_at) and (cfg.checkpoint.last or status != "ok"):
-            save(checkpoint.Mark(eval_loss if status == "ok" else None), last=True)
+        if (state.step > resumed_at or not (found or stop.stopped)) and (cfg.checkpoint.last or stop.stopped):
+            save(checkpoint.Mark(None if stop.stopped else eval_loss), last=True)
         saver.wait()
-        if status == "ok":
+        if not stop.stopped:
             show_generations()
-            if cfg.checkpoint.export:
+            if cfg.checkpoint.export and not stop.stopped:
                 card = observability.model_card(cfg.run.dir, state.to_dict(), str(mesh.shape))
                 for folder in models.export_run(model, tokenizer, cfg.run.dir, cfg.model, cfg.peft, card):
                     report.say(f"exported {folder}")
         report.finish(
             observability.Result(
-                status=status,
+                status=stop.status,
                 steps=state.step,
                 mesh=str(mesh.shape),
                 processes=info.world_size,

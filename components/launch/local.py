@@ -20,6 +20,7 @@ from types import FrameType
 from typing import IO
 
 from components.config.errors import EXIT_HUNG, EXIT_INVALID
+from components.config.interrupt import ANSWER
 from components.config.run_files import PRIVATE, open_append
 from components.config.schema.recipes import RecipeConfig
 from components.launch.context import LAUNCHER_PID, WORKER, LocalRank, without_ranks
@@ -152,6 +153,8 @@ class _Ranks:
             self.aborted = True
             self._end_by((0.0, signal.SIGKILL))
             return
+        if number == signal.SIGINT:
+            print(f"\n{ANSWER}", file=sys.stderr, flush=True)
         self.stops.append(number)
         self._send(signal.Signals(number))
 

@@ -33,6 +33,7 @@ def generate(
     prompts: list[str],
     max_new_tokens: int,
     forward: WholeRowForward | None = None,
+    stopped: Callable[[], bool] | None = None,
 ) -> list[str]:
     """Return the greedy continuation of each prompt, without the prompt and special tokens.
 
@@ -42,6 +43,8 @@ def generate(
     Args:
         forward: How a mesh computes whole rows; None: the model does it itself. Where no cache of keys and values can
             be kept, the whole row, padded on the right to `forward.multiple`, is computed again for each token.
+        stopped: Called before each token on every rank, returns the same on all of them: True ends the generation, and
+            no answers are returned.
     """
     was_training = model.training
     model.eval()
@@ -49,9 +52,11 @@ def generate(
         # Compiled layers are not used: they would be compiled anew for every layer and state of a growing cache, and
         # after eight times refuse, be it in the training that follows.
         with torch.compiler.set_stance("force_eager"):
-            answers = [_continue(model, tokenizer, prompt, max_new_tokens, forward) for prompt in prompts]
+            answers = [_continue(model, tokenizer, prompt, max_new_tokens, forward, stopped) for prompt in prompts]
     finally:
         model.train(was_training)
+    if stopped is not None and stopped():
+        return []
     return [str(tokenizer.decode(answer, skip_special_tokens=True)).strip() for answer in answers]
 
 
@@ -61,6 +66,7 @@ def _continue(
     prompt: str,
     max_new_tokens: int,
     forward: WholeRowForward | None,
+    stopped: Callable[[], bool] | None,
 ) -> list[int]:
     device = next(model.parameters()).device
     ends = _end_tokens(model, tokenizer)
@@ -69,7 +75,7 @@ def _continue(
     call = forward.call if forward else model
     multiple, keeps_cache = (forward.multiple, forward.keeps_cache) if forward else (1, True)
     cache = None
-    while len(tokens) < start + max_new_tokens:
+    while len(tokens) < start + max_new_tokens and not (stopped is not None and stopped()):
         seen = 0 if cache is None else cache.get_seq_length()
         new = tokens[seen:]
         width = -(-len(new) // multiple) * multiple

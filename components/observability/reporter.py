@@ -219,7 +219,10 @@ class Reporter:
             self._progress.update(self._task, description=TRAINING)
 
     def evaluation(self, *, step: int, eval_loss: float, tokens: int) -> None:
-        """Log a pass over the held-out set."""
+        """Log a pass over the held-out set; one that was stopped has no tokens."""
+        if not tokens:
+            self.say(f"step {step:>6}  no eval_loss: the evaluation was stopped, or its samples have no target tokens")
+            return
         self._write(step=step, eval_loss=eval_loss)
         self.say(f"step {step:>6}  eval_loss {eval_loss:.4f}  over {tokens:,} held-out target tokens")
         if self._plot is not None:
@@ -241,7 +244,9 @@ class Reporter:
         self.console.print(table)
 
     def generations(self, prompts: list[str], answers: list[str], *, when: str) -> None:
-        """Show what the model answers."""
+        """Show what the model answers; there are no answers if the generation was stopped."""
+        if not answers:
+            return
         for prompt, answer in zip(prompts, answers, strict=True):
             self.say(f"\nprompt: {prompt}\nanswer {when}: {answer}")
 

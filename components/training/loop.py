@@ -112,20 +112,35 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module | Pipeline, batches: Iterable[MicroBatch], settings: StepSettings) -> tuple[float, int]:
+def evaluate(
+    model: nn.Module | Pipeline,
+    batches: Iterable[MicroBatch],
+    settings: StepSettings,
+    stopped: Callable[[], bool] | None = None,
+) -> tuple[float, int]:
     """Return (mean loss per target token, number of target tokens) over the batches of all ranks.
 
     Every rank must bring the same number of batches: a sharded forward is a collective.
+
+    Args:
+        stopped: Called before each batch on every rank, returns the same on all of them (`StopRequest.agreed`): True
+            ends the evaluation, which then returns (nan, 0).
     """
     module = model.module if isinstance(model, Pipeline | DistributedDataParallel) else model
     was_training = module.training
     module.eval()
     loss_sum, tokens = (torch.zeros((), dtype=torch.float64, device=settings.device) for _ in range(2))
+    ended = False
     for batch in batches:
+        if stopped is not None and stopped():
+            ended = True
+            break
         loss, targets = forward_loss(model, batch, settings)
         loss_sum += loss
         tokens += count_targets(targets)
     module.train(was_training)
+    if ended:
+        return float("nan"), 0
     counts = _counts(settings)
     reduced = reduce_loss([loss_sum * counts], tokens * counts, dp_group=_all_ranks(), check_finite=False)
     total, count = torch.cat(reduced).tolist()
