@@ -3,7 +3,8 @@
 # make test-quick unit tests, composition, one mesh and one recipe
 # make parity     every model on every mesh of 2, 4 and 8 processes against one: outputs/parity/grid.md
 # make torture    the tests that take hours: twenty stops of Slurm's, 500 kills of whole runs and 500 inside a save, disks
-#                 that fail, 1,000 corruptions, any mesh to any mesh, 20 hangs, half an hour of chaos (root)
+#                 that fail, 1,000 corruptions of checkpoints, 300 of run directories, any mesh to any mesh, 20 hangs,
+#                 half an hour of chaos (root)
 # make lint       formatting, lint, types, import contracts, size budgets
 # make install    the environment alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
 
@@ -71,7 +72,7 @@ parity: install
 torture: install
 	MESHBOOK_TORTURE=1 MESHBOOK_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)
 	MESHBOOK_TORTURE=1 $(BIN)/python -m pytest -s tests/distributed/test_checkpoint_*.py tests/distributed/test_lora_checkpoint.py \
-	    tests/distributed/test_stage_state.py tests/unit/test_no_pickle_is_read.py tests/recipes $(ARGS)
+	    tests/distributed/test_run_directory_damage.py tests/distributed/test_stage_state.py tests/unit/test_no_pickle_is_read.py tests/recipes $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

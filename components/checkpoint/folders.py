@@ -38,7 +38,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return what has the name of a published checkpoint."""
+    """Return what has the name of a published checkpoint; what is no folder is reported when its manifest is read."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if PUBLISHED.fullmatch(path.name) and path.is_dir())
+    return sorted(path for path in folder.iterdir() if PUBLISHED.fullmatch(path.name))

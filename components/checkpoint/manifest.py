@@ -12,6 +12,8 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from components.config.run_files import read_regular
+
 MANIFEST = "manifest.json"
 FORMAT = 2
 BLOCK_BYTES = 64 * 1024**2
@@ -67,7 +69,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Read that of `folder`. Raises ManifestError."""
         try:
-            written = json.loads((folder / MANIFEST).read_text())
+            written = json.loads(read_regular(folder / MANIFEST))
             body = written["body"]
             if written["sha256"] != _digest(body):
                 raise ManifestError(f"{MANIFEST} does not match its own hash")
@@ -130,7 +132,7 @@ class HashedFile(io.BufferedWriter):
     """
 
     def __init__(self, path: Path, records: dict[str, FileRecord]) -> None:
-        super().__init__(io.FileIO(path, "wb"))
+        super().__init__(io.FileIO(path, "xb"))  # x: never through a link that somebody planted
         self._records, self._file_name = records, path.name
         self._size = 0
         self._hashes: list[xxhash.xxh3_128] = []

@@ -51,4 +51,7 @@ def remove(paths: Iterable[Path]) -> None:
         aside.append(path)
     for path in aside:
         fault_point("while_pruning")
-        shutil.rmtree(path)
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)

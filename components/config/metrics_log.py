@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from components.config.run_files import NONFINITE, finite, open_append, read_regular, replacing
+from components.config.run_files import NONFINITE, finite, keep_only_file, open_append, read_regular, replacing
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 CHECK = "check"
@@ -70,9 +70,10 @@ class MetricsLog:
         The steps are done again, and the file stays one curve; so is the evaluation of `step` itself, with which an
         attempt begins. Damaged lines go to metrics.jsonl.damaged.
         """
-        if not self.path.exists() and not self.path.is_symlink():
-            return [f"{METRICS} is missing: the history of steps 1 to {step} is lost"] if self._has_saved(step) else []
+        keep_only_file(self.path)
         parsed = _parse(self._content())
+        if not (parsed.lines or parsed.damaged) and self._has_saved(step):
+            return [f"{METRICS} is missing or empty: the history of steps 1 to {step} is lost"]
         kept = [line for line in parsed.lines if line.values["step"] < step + ("eval_loss" not in line.values)]
         told = list(parsed.problems)
         again = [line.values["step"] for line in parsed.lines if "loss" in line.values and line.values["step"] > step]
@@ -82,6 +83,8 @@ class MetricsLog:
         if parsed.damaged:
             with _named(self.path), open_append(self.path.with_name(DAMAGED)) as file:
                 file.write(b"".join(line + b"\n" for line in parsed.damaged))
+        if not self.path.exists():
+            return told
         with _named(self.path), replacing(self.path) as new:
             new.write(b"".join(_encode(line.text, number) for number, line in enumerate(kept, 1)))
         self._number = len(kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,24 @@ from tests.distributed.forked_runs import Attempt, Command, until
 from tests.distributed.test_checkpoint_kills import small_run
 
 ANSWER = "Ctrl-C: stopping after this step; again to abort"
-SOON = 20.0
-"""Seconds within which a run has ended; without the request each of these takes minutes."""
+SOON = 120.0
+"""Seconds within which a run has ended on a busy machine."""
 LONG_ANSWER = (
     "generation.prompts=[hello]",
     "generation.max_new_tokens=1000000",
     "model.config.max_position_embeddings=8192",
 )
+
+
+@contextlib.contextmanager
+def started(command: Command) -> Iterator[Attempt]:
+    """A run that does not outlive the test; its ranks end with their launcher."""
+    attempt = command.start()
+    try:
+        yield attempt
+    finally:
+        if attempt.poll() is None:
+            os.kill(attempt.pid, signal.SIGKILL)
 
 
 def ended(attempt: Attempt, command: Command) -> dict[str, object]:
@@ -36,26 +49,26 @@ def test_ctrl_c_is_answered_at_once_and_ends_an_evaluation(tmp_path: Path) -> No
     rows = [{"prompt": f"{number} + 1", "response": str(number + 1)} for number in range(20_000)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = small_run(tmp_path, "run", "data.eval_fraction=0.9", "data.max_eval_samples=18000", "logging.examples=1")
-    attempt = command.start()
-    until(lambda: "example 0" in attempt.said(), 120, attempt.said)
-    time.sleep(1)
-    os.kill(attempt.pid, signal.SIGINT)
-    until(lambda: ANSWER in attempt.said(), 2, attempt.said)
-    result = ended(attempt, command)
-    assert (result["status"], result["steps"], result["eval_loss"]) == ("interrupted", 0, None)
-    assert "held-out target tokens" not in attempt.said()
+    with started(command) as attempt:
+        until(lambda: "example 0" in attempt.said(), 120, attempt.said)
+        time.sleep(1)
+        os.kill(attempt.pid, signal.SIGINT)
+        until(lambda: ANSWER in attempt.said(), 10, attempt.said)
+        result = ended(attempt, command)
+        assert (result["status"], result["steps"], result["eval_loss"]) == ("interrupted", 0, None)
+        assert "held-out target tokens" not in attempt.said()
 
 
 @pytest.mark.parametrize("mesh", ["fsdp2", "pp2_1f1b"])
 def test_a_request_to_one_rank_ends_the_generation_of_all(mesh: str, tmp_path: Path) -> None:
     command = small_run(tmp_path, "run", f"parallelism={mesh}", *LONG_ANSWER)
-    attempt = command.start()
-    until(lambda: "held-out target tokens" in attempt.said(), 120, attempt.said)
-    time.sleep(1)
-    os.kill(attempt.ranks()["rank1"], signal.SIGUSR2)
-    result = ended(attempt, command)
-    assert (result["status"], result["steps"]) == ("preempted", 0)
-    assert "answer after" not in attempt.said()
+    with started(command) as attempt:
+        until(lambda: "held-out target tokens" in attempt.said(), 120, attempt.said)
+        time.sleep(1)
+        os.kill(attempt.ranks()["rank1"], signal.SIGUSR2)
+        result = ended(attempt, command)
+        assert (result["status"], result["steps"]) == ("preempted", 0)
+        assert "answer after" not in attempt.said()
 
 
 BUSY = """

@@ -119,8 +119,9 @@ def test_a_history_that_is_gone_is_reported(tmp_path: Path, capsys: pytest.Captu
     report.continue_from(5)  # begun from another run's checkpoint: there never was any
     assert capsys.readouterr().out == ""
     (tmp_path / "checkpoints" / "step_5").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "nowhere")
     report.continue_from(5)
-    assert "metrics.jsonl is missing: the history of steps 1 to 5 is lost" in capsys.readouterr().out
+    assert "metrics.jsonl is missing or empty: the history of steps 1 to 5 is lost" in capsys.readouterr().out
 
 
 def test_no_flipped_bit_changes_the_history_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from components.config.errors import ConfigError
-from components.config.run_files import PRIVATE, open_append
+from components.config.run_files import PRIVATE, keep_only_folder, open_append
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
 from components.launch.files import write_text
@@ -29,6 +29,7 @@ def submit(recipe: Recipe, prepared: Prepared) -> int:
     cfg, directory = prepared.cfg, prepared.directory
     code, script = directory.path / CODE, directory.path / SCRIPT
     try:
+        keep_only_folder(code, links=False)
         files = take_snapshot(recipe.file, code) if cfg.cluster.snapshot else 0
         write_text(script, render(_job(recipe, cfg, directory.path, directory.attempt)), PRIVATE)
         open_append(directory.path / LOGS / "job.log", PRIVATE).close()  # Slurm appends to it
