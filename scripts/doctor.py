@@ -22,6 +22,7 @@ from typing import Callable, Iterator  # noqa: UP035  (an old Python must be tol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from components.terminal import print_text  # only the standard library
 from scripts.doctor_check import NOTE, PROBLEM, ROOT, Check, last_line, shorten
 from scripts.doctor_machine import check_disk, check_driver, check_machine, check_network
 from scripts.doctor_python import INSTALL, check_packages, check_project, check_python, check_weights
@@ -109,13 +110,13 @@ def main() -> int:
         checks += found
         if not options.json:
             for check in found:
-                print(check, flush=True)
+                print_text(check, flush=True)
     problems, notes = (sum(check.verdict == verdict for check in checks) for verdict in (PROBLEM, NOTE))
     if options.json:
         print(json.dumps({"runnable": not problems, "checks": [check.as_dict() for check in checks]}, indent=2))
     else:
         mended = f"{problems} problem{'s' * (problems > 1)} to mend before a run can start"
-        print(mended if problems else f"A run can start ({notes} note{'s' * (notes != 1)}).")
+        print_text(mended if problems else f"A run can start ({notes} note{'s' * (notes != 1)}).")
     return int(problems > 0)
 
 
