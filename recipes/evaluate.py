@@ -105,6 +105,7 @@ def main(cfg: EvaluateConfig) -> None:
                 compute_dtype=str(compute_dtype).removeprefix("torch."),
                 wall_seconds=round(time.perf_counter() - started, 1),
                 peak_memory_bytes=observability.peak_memory_bytes(info.device),
+                peak_reserved_bytes=observability.peak_reserved_bytes(info.device),
                 eval_loss=loss if tokens else None,
             )
         )

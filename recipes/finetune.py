@@ -187,6 +187,7 @@ def main(cfg: FinetuneConfig) -> None:
                 compute_dtype=str(compute_dtype).removeprefix("torch."),
                 wall_seconds=round(time.perf_counter() - started, 1),
                 peak_memory_bytes=observability.peak_memory_bytes(info.device),
+                peak_reserved_bytes=observability.peak_reserved_bytes(info.device),
                 first_loss=state.first_loss,
                 last_loss=state.last_loss,
                 first_eval_loss=state.first_eval_loss,

@@ -25,6 +25,7 @@ from components.distributed.environment import (
     read_rank_variables,
 )
 from components.distributed.groups import index_on_node
+from components.distributed.network import _set_nccl_env
 from components.distributed.rendezvous import LOOPBACK, is_loopback, master_address, meet, open_store
 from components.distributed.shutdown import destroy_global_state
 from components.distributed.store_sync import StoreSync
@@ -59,7 +60,8 @@ def start_process_group(
 ) -> DistInfo:
     """Start the process group of all ranks, and return what it really is; a second call only returns it.
 
-    One process needs no address and gets a group of one. The CUDA device (local rank modulo the visible
+    One process needs no address and gets a group of one. Ranks of several nodes get the network settings of
+    `_set_nccl_env`, where the environment does not have its own. The CUDA device (local rank modulo the visible
     devices) is set before any communication. The group is destroyed at exit.
 
     Args:
@@ -80,8 +82,13 @@ def start_process_group(
         store = None
         _keep_to_loopback(LOOPBACK)
     else:
+        host = master_address(variables, os.environ)[0]
+        _keep_to_loopback(host)
+        if not is_loopback(host):
+            # torch's own default: a timeout ends the process without waiting for an abort, which may hang too.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+            _set_nccl_env()
         store = open_store(variables, rendezvous_timeout)
-        _keep_to_loopback(master_address(variables, os.environ)[0])
     return launch_group(variables, store, device, backend, (rendezvous_timeout, collective_timeout))
 
 

@@ -36,6 +36,9 @@ from components.terminal import print_text, printable
 EXIT_INTERRUPTED = 130
 """Exit status of what Ctrl-C ended, as shells have it."""
 
+FLIGHT_RECORDER = "flight_recorder_rank_"
+"""Start of the names of files in an attempt's logs that hold a rank's last collectives."""
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """What asks a run to save and stop."""
 
@@ -50,6 +53,20 @@ class Recipe:
     main: Callable[[Any], object]
     schema: type[RecipeConfig]
     file: Path
+
+
+def record_collectives(logs: Path) -> None:
+    """Let torch keep the last collectives of this rank, and NCCL write them to the attempt's logs when one times out.
+
+    Before torch is imported, which reads these variables once; what the environment sets stays.
+    """
+    settings = {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(logs / FLIGHT_RECORDER),
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
 
 
 def run_worker(recipe: Recipe) -> int:
@@ -67,6 +84,7 @@ def run_worker(recipe: Recipe) -> int:
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _write_to(log_file(logs, rank))  # an agent has one output for all its ranks
+    record_collectives(logs)
     faulthandler.register(signal.SIGUSR1)  # it writes the stacks of all threads, whatever they do, and harms nothing
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -97,6 +115,7 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
     Returns the exit status. What main raises is raised again, for a debugger and for Python to print.
     """
     os.environ |= {RUN_DIR: str(directory.path), ATTEMPT: str(directory.attempt)}
+    record_collectives(directory.logs)
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     try:
         recipe.main(cfg)

@@ -28,6 +28,8 @@ class Result:
     """From the start of the recipe's main to its end."""
     peak_memory_bytes: int
     """Highest memory of rank 0: allocated on the GPU, resident in host memory on a CPU."""
+    peak_reserved_bytes: int | None = None
+    """Highest memory that torch's allocator of rank 0 reserved on the GPU, which is what runs out; None on a CPU."""
     compute_dtype: str | None = None
     """Type of matrix products, as chosen on the device: it says how closely losses can agree between meshes."""
     tokens_per_second: float | None = None
@@ -72,7 +74,10 @@ def summary(result: Result, run_dir: Path) -> str:
         parts.append(f"{result.tokens_per_second:,.0f} target tokens/s")
     if result.mfu is not None:
         parts.append(f"MFU {result.mfu:.1%}")
-    parts.append(f"peak memory {result.peak_memory_bytes / 2**30:.2f} GiB")
+    peak = f"peak memory {result.peak_memory_bytes / 2**30:.2f} GiB"
+    if result.peak_reserved_bytes is not None:
+        peak += f" allocated, {result.peak_reserved_bytes / 2**30:.2f} GiB reserved"
+    parts.append(peak)
     return "\n".join([first, *(f"  {part}" for part in parts), f"  {run_dir}"])
 
 
@@ -81,3 +86,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_reserved_bytes(device: torch.device) -> int | None:
+    """Return the highest memory that torch's allocator reserved on a GPU so far; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None

@@ -32,6 +32,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from components.config.errors import EXIT_HUNG
+from components.distributed.flight_recorder import write_collectives
 from components.distributed.groups import is_distributed
 from components.distributed.heartbeat import Heartbeat, Listener, blame, silent_store
 from components.distributed.pipeline import Pipeline
@@ -227,13 +228,15 @@ class Watchdog:
             return
         faulthandler.dump_traceback_later(LAST_WORDS, exit=True)
         message = why if why.startswith(STOOD) else (
-            f"{STOOD} {stood:.0f} s {self._place}: {why}; the stacks are in the logs of the ranks; "
+            f"{STOOD} {stood:.0f} s {self._place}: {why}; "
+            "stacks and last collectives are in the logs of the ranks; "
             f"{self._section}.step_timeout_seconds={self._timeout:g} is the time that a step may take (0: any)"
         )  # fmt: skip
         with contextlib.suppress(dist.DistError, PeerFailure):
             message = heart.settle(message) if heart else message
         with contextlib.suppress(OSError):
             self._report(StepTimeout(message))
+        write_collectives(PARTING)
         with contextlib.suppress(dist.DistError, PeerFailure):
             if heart is None:
                 time.sleep(PARTING)

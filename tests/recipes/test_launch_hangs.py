@@ -128,6 +128,11 @@ def test_a_rank_in_an_endless_loop_is_named_with_the_line(bench: Bench) -> None:
     assert re.search(r"rank 0 on host \S+ does not come to a collective of the others: it is", hung.told)
     assert re.search(r"at evaluate, strike \(tried.py:\d+\)", hung.told)
     assert "rank 1" not in hung.told
+    # Beside the stacks: rank 1 began a collective that rank 0, in its loop, did not.
+    entries = [
+        json.loads((hung.logs / f"flight_recorder_rank_{rank}.json").read_text())["gloo"]["entries"] for rank in (0, 1)
+    ]
+    assert 0 < len(entries[0]) < len(entries[1])
 
 
 @pytest.mark.skipif(not TORTURE, reason="half a minute, like each of these: make torture")

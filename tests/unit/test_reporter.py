@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from components.config.schema.logging import LoggingConfig
-from components.observability import Reporter
+from components.observability import Reporter, Result, peak_reserved_bytes
+from components.observability.result import summary
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
@@ -33,3 +35,15 @@ def test_a_reader_that_leaves_does_not_end_the_run(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     if not both:
         assert capsys.readouterr().err.count("nobody reads the output any more; the run goes on") == 1
+
+
+def test_peak_memory_is_reported_as_allocated_and_reserved_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs out is what torch's allocator has reserved."""
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * 2**30)
+    values = {"status": "ok", "steps": 1, "mesh": "1", "processes": 1, "wall_seconds": 2.0, "peak_memory_bytes": 2**30}
+    told = {
+        kind: summary(Result(**values, peak_reserved_bytes=peak_reserved_bytes(torch.device(kind))), Path("run"))
+        for kind in ("cpu", "cuda")
+    }
+    assert "peak memory 1.00 GiB\n" in told["cpu"]
+    assert "peak memory 1.00 GiB allocated, 3.00 GiB reserved\n" in told["cuda"]

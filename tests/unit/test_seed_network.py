@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from components import distributed
 from components.config.errors import ConfigError
 from components.config.schema.parallelism import ParallelismConfig, Strategy
 from components.distributed import init, network, utils
@@ -134,6 +136,39 @@ def test_one_plain_interface_name_is_shared_and_stated_values_stay(
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert "a stuck collective hangs" in caplog.text
+
+
+def _own_address() -> str | None:
+    """An address of this machine that is not its loopback's; the socket connects nowhere."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+@pytest.mark.parametrize("over_the_network", [True, False])
+def test_ranks_of_recipes_get_the_settings_where_they_meet_over_the_network(
+    over_the_network: bool, tmp_path: Path
+) -> None:
+    """What conf/network/auto.yaml promises. Ranks of one machine, which meet on its loopback interface, need none."""
+    address = _own_address() if over_the_network else "127.0.0.1"
+    if address is None:
+        pytest.skip("this machine has no address but its loopback's")
+    path = _fake_ip(tmp_path, "ib0 UP 10.0.0.1/24")
+    names = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+
+    def check(rank: int) -> list[str | None]:
+        distributed.start_process_group("cpu")
+        dist.barrier()
+        return [os.environ.get(name) for name in names]
+
+    def environment(rank: int) -> dict[str, str | None]:
+        return {"MASTER_ADDR": address, "PATH": path, "NCCL_NET_GDR_LEVEL": "5", **dict.fromkeys(names[:2])}
+
+    expected = ["ib0", "0", "5", "3"] if over_the_network else [None, None, "5", None]
+    assert run_ranks(2, check, init=False, env=environment) == [expected] * 2
 
 
 @both_sides

@@ -99,17 +99,21 @@ def test_the_fastest_comes_first_and_is_marked(tmp_path: Path) -> None:
 
 def test_markdown_and_csv_say_the_same(tmp_path: Path) -> None:
     made = Made(tmp_path / "s", ("ddp", "fsdp2"))
-    made.ok(0, 1000.0, 4.0, mfu=0.4)
+    made.ok(0, 1000.0, 4.0, mfu=0.4, peak_reserved_bytes=3 * GIB)
     made.ok(1, 900.25, 4.0)
     report = read_report(made.sweep)
     markdown = to_markdown(report).splitlines()
-    header = "| run | parallelism | mesh | processes | tokens/s | per process | MFU | peak GiB | last loss | wall s |"
+    header = (
+        "| run | parallelism | mesh | processes | tokens/s | per process | MFU | peak GiB | reserved GiB | last loss |"
+    )
     assert markdown[4].startswith(header)
     assert "| **0_ddp** |" in markdown[6]
-    assert "| **40.0%** |" in markdown[6]
+    assert "| **40.0%** | **1.00** | **3.00** |" in markdown[6]
+    assert "| 1.00 |  | 4.0000 |" in markdown[7]
     (first, second) = csv.DictReader(io.StringIO(to_csv(report)))
     assert (first["tokens_per_second"], first["mfu"], first["best"]) == ("1000.0", "0.4", "True")
     assert (second["tokens_per_second"], second["mfu"], second["best"]) == ("900.25", "", "False")
+    assert [row["peak_reserved_gib"] for row in (first, second)] == ["3.0", ""]
     assert (second["parallelism"], second["peak_memory_gib"], second["status"]) == ("fsdp2", "1.0", "ok")
     assert exit_status(report) == 0
 

@@ -79,14 +79,22 @@ class Row:
     @property
     def peak_memory_gib(self) -> float | None:
         """Highest memory of rank 0."""
-        peak = self.result.get("peak_memory_bytes")
-        return peak / 2**30 if peak is not None else None
+        return self._gib("peak_memory_bytes")
+
+    @property
+    def peak_reserved_gib(self) -> float | None:
+        """Highest memory that torch's allocator reserved on rank 0's GPU; None on CPUs."""
+        return self._gib("peak_reserved_bytes")
 
     @property
     def last_loss(self) -> float | None:
         """Loss of the last step; of a run without steps the held-out loss."""
         last = self.result.get("last_loss")
         return self.result.get("eval_loss") if last is None else last
+
+    def _gib(self, key: str) -> float | None:
+        value = self.result.get(key)
+        return value / 2**30 if value is not None else None
 
 
 def read_rows(sweep: Sweep, only: Point | None = None) -> list[Row]:

@@ -88,12 +88,13 @@ def to_csv(report: Report) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
         ["run", *report.sweep.keys, "mesh", "processes", "tokens_per_second", "tokens_per_second_per_process", "mfu",
-         "peak_memory_gib", "last_loss", "wall_seconds", "status", "best", "losses_agree", "reason"]
+         "peak_memory_gib", "peak_reserved_gib", "last_loss", "wall_seconds", "status", "best", "losses_agree",
+         "reason"]
     )  # fmt: skip
     for row in report.rows:
         values = [row.point.values.get(key, "") for key in report.sweep.keys]
         numbers = [row.processes, row.tokens_per_second, row.tokens_per_second_per_process, row.result.get("mfu"),
-                   row.peak_memory_gib, row.last_loss, row.seconds]  # fmt: skip
+                   row.peak_memory_gib, row.peak_reserved_gib, row.last_loss, row.seconds]  # fmt: skip
         agrees = row.point.number not in report.agreement.disagreeing
         writer.writerow(
             [row.point.name, *values, row.mesh, *numbers, row.state, row is report.best, agrees, row.reason]
@@ -111,7 +112,13 @@ def _header(report: Report) -> list[str]:
     has_steps = any(row.result.get("last_loss") is not None for row in report.rows)
     loss = "last loss" if has_steps or not any(row.last_loss is not None for row in report.rows) else "eval loss"
     speed = ["tokens/s", "per process", *(["MFU"] if report.has_mfu else [])]
-    return ["run", *report.sweep.keys, "mesh", "processes", *speed, "peak GiB", loss, "wall s", "status"]
+    memory = ["peak GiB", *(["reserved GiB"] if _has_reserved(report) else [])]
+    return ["run", *report.sweep.keys, "mesh", "processes", *speed, *memory, loss, "wall s", "status"]
+
+
+def _has_reserved(report: Report) -> bool:
+    """Whether any run was on GPUs, where torch's allocator reserves more than it allocates."""
+    return any(row.peak_reserved_gib is not None for row in report.rows)
 
 
 def _cells(report: Report, row: Row) -> list[str]:
@@ -125,6 +132,7 @@ def _cells(report: Report, row: Row) -> list[str]:
         _number(row.tokens_per_second_per_process, ",.0f"),
         *mfu,
         _number(row.peak_memory_gib, ".2f"),
+        *([_number(row.peak_reserved_gib, ".2f")] if _has_reserved(report) else []),
         _number(row.last_loss, ".4f"),
         _number(row.seconds, ",.1f"),
         report.status(row),
