@@ -33,6 +33,8 @@ from components.config.schema.model import (
 from components.models.documents import Documents, attend_by_kernel, has_kernel
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+NO_KERNEL = ("No available kernel", "No viable backend")
+"""How torch begins its errors where no kernel that is allowed takes an attention."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -105,7 +107,7 @@ class AttentionProbe(TorchFunctionMode):
             try:
                 output = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
             except RuntimeError as error:
-                if not self._flash_only:
+                if not self._flash_only or not any(message in str(error) for message in NO_KERNEL):
                     raise
                 self._note("none", query, attn_mask is not None, dropout_p)
                 raise ConfigError(

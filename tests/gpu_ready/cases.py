@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.pipelining.stage import InferenceMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -114,6 +115,21 @@ def schedules_that_do_not_vote() -> Iterator[None]:
     _PipelineSchedule._warmup_p2p = votes
 
 
+@contextmanager
+def values_read() -> Iterator[list[torch.Tensor]]:
+    """Collect the CUDA tensors whose values are read as a list; zeros are what they hold."""
+    read: list[torch.Tensor] = []
+
+    def tolist(tensor: torch.Tensor) -> list[float]:
+        read.append(tensor)
+        return [0.0] * len(tensor)
+
+    original = FakeTensor.tolist
+    FakeTensor.tolist = tolist
+    yield read
+    FakeTensor.tolist = original
+
+
 def step(
     axes: dict[str, Any], world: int = 1, rank: int = 0, *, model: dict[str, Any] | None = None, peft: str = "none",
     pack: bool = False,
@@ -126,11 +142,15 @@ def step(
         given = run.batches.at(1)
         with Record() as seen:
             vector = training.train_step(run.replica, given, run.optimizer, run.settings)
+        with Record() as held_out, values_read() as read:
+            training.evaluate(run.replica, given, run.settings)
         states = [each for state in run.optimizer.state.values() for each in state.values()]
         devices = {each.device.type for each in [vector, *states, *run.optimizer.param_groups[0]["params"]]}
     return {
         "reported": reported[0],
         "waits": dict(seen.waits),
+        "evaluation_waits": dict(held_out.waits),
+        "evaluation_reads": len(read),
         "masks": dict(seen.masks),
         "operators": dict(seen.operators),
         "longest": seen.longest,

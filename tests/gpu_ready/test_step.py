@@ -27,3 +27,5 @@ def test_the_host_never_waits_in_a_step(fake_cuda: Run, layout: str) -> None:
         seen = fake_cuda("step", axes=axes, world=world, rank=rank)
         assert seen["waits"] == {}
         assert seen["devices"] == ["cuda"]
+        assert seen["evaluation_waits"] == {}
+        assert seen["evaluation_reads"] == 1  # once, for all batches
