@@ -104,8 +104,7 @@ def main(cfg: EvaluateConfig) -> None:
                 processes=info.world_size,
                 compute_dtype=str(compute_dtype).removeprefix("torch."),
                 wall_seconds=round(time.perf_counter() - started, 1),
-                peak_memory_bytes=observability.peak_memory_bytes(info.device),
-                peak_reserved_bytes=observability.peak_reserved_bytes(info.device),
+                **observability.peak_memory(info.device),
                 eval_loss=loss if tokens else None,
             )
         )
