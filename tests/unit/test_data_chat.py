@@ -20,6 +20,7 @@ from components import cpu_limit
 from components.config.errors import ConfigError
 from components.config.schema.data import BadRows, ChatDataConfig, SftDataConfig, UnusedKeys
 from components.config.schema.model import ModelConfig
+from components.config.schema.run import is_defining
 from components.data import cache
 from components.data.dataset import Dataset
 from components.data.examples import IGNORED, Example, encode_conversations, trimmed
@@ -392,6 +393,12 @@ def test_keys_that_nothing_uses_can_be_refused(name: str, tmp_path: Path, monkey
             dataset(tmp_path, rows, unmarked(HERMES), name, **values)
     assert dataset(tmp_path, rows, unmarked(HERMES), name, cache=values["cache"]).facts.unused == ["name (role user)"]
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_how_unused_keys_are_treated_may_change_on_a_resume() -> None:
+    """It changes no sample, unlike every other key of the section."""
+    assert not is_defining("data.unused_keys")
+    assert is_defining("data.tools_column")
 
 
 def test_columns_that_nothing_reads_are_reported_for_every_kind_of_rows(tmp_path: Path) -> None:

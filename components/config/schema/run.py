@@ -14,7 +14,7 @@ DEFINING_KEYS = (
     "peft.method", "peft.rank", "peft.alpha", "peft.targets", "peft.rslora", "peft.dora",
 )  # fmt: skip
 """Keys, and one whole section, whose change makes another run of one that goes on."""
-HARMLESS_KEYS = ("data.cache",)
+HARMLESS_KEYS = ("data.cache", "data.unused_keys")
 """Keys within that section whose change does not."""
 
 
