@@ -154,7 +154,7 @@ class _Ranks:
             self._end_by((0.0, signal.SIGKILL))
             return
         if number == signal.SIGINT:
-            print(f"\n{ANSWER}", file=sys.stderr, flush=True)
+            print_text(f"\n{ANSWER}", file=sys.stderr, flush=True)
         self.stops.append(number)
         self._send(signal.Signals(number))
 
