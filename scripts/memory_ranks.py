@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -93,8 +92,6 @@ def _rank(rank: int, world: int, port: int, cfg: ModelConfig, work: Work, queue:
     os.environ.clear()
     os.environ |= variables | {"MASTER_ADDR": "127.0.0.1"}
     torch.set_num_threads(1)  # a forked process must not use the threads of the one it came from
-    # FSDP2 warns of in-place operations on what a unit returns, which no unit here is followed by.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     distributed.start_process_group("cpu")
     found: dict[str, Usage | str] = {}
     for name, (parallelism, load, _) in work.items():

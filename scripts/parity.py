@@ -3,6 +3,7 @@
 python scripts/parity.py                                             # the default job on every mesh of 4 processes
 python scripts/parity.py model=tiny data=jsonl data.path=mine.jsonl --processes 2
 python scripts/parity.py --meshes fsdp2,fsdp2_tp2,pp2_dp_shard2      # options of conf/parallelism, names of the table
+python scripts/parity.py --meshes fsdp2_tp2 --recompute all          # with every policy of activation checkpointing
 python scripts/parity.py model=tiny --dtype float64 --steps 3 --out outputs/parity/mine
 
 Takes what recipes/finetune.py takes, and trains --steps optimizer steps without dropout. Ends with status 0 where every
@@ -32,7 +33,7 @@ from components.config.shape import read_shape
 from components.launch.failures import tell_problems
 from components.launch.preflight import problems_before_start
 from components.launch.processes import device_problems, visible_gpus
-from scripts.parity_shapes import MeshPlan, layout_of, plan_all, plan_mesh
+from scripts.parity_shapes import RECOMPUTE, MeshPlan, layout_of, plan_all, plan_mesh
 
 RECIPES = CONF.parent / "recipes"
 OURS = {f"parallelism.{axis}" for axis in AXES} | {"parallelism", "parallelism.strategy"}
@@ -58,6 +59,11 @@ def read_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--processes", type=int, help="ranks of every mesh (default: the visible GPUs, on a CPU 4)")
     parser.add_argument("--meshes", default="all", help="all, or names separated by commas (default: all)")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps (default: 5); 50 are compared")
+    parser.add_argument(
+        "--recompute",
+        help=f"all, or some of {','.join(RECOMPUTE)}: policies of activation checkpointing to combine with each mesh "
+        "(default: parallelism.activation_checkpointing)",
+    )
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of the comparison (default: float32)")
     parser.add_argument("--no-gradients", action="store_true", help="leave out the gradients of the first step")
     parser.add_argument("--out", type=Path, help="folder for the tables (default: a new one in outputs/parity)")
@@ -78,6 +84,14 @@ def read_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
         for override in overrides
         if override_parts(override)[0] in fixed
     ]
+    given = options.recompute.split(",") if options.recompute else []
+    named = list(RECOMPUTE) if given == ["all"] else given
+    problems += [
+        f"--recompute {name}: no such policy; give all, or some of {','.join(RECOMPUTE)}"
+        for name in named
+        if name not in list(RECOMPUTE)
+    ]
+    options.recompute = [each for each in RECOMPUTE if each in named] or None
     if options.out is not None and options.out.is_dir() and any(options.out.iterdir()):
         problems.append(f"--out {options.out}: holds files already; choose a new folder")
     raise_all(problems)
@@ -102,7 +116,7 @@ def plan(options: Namespace, overrides: list[str], cfg: FinetuneConfig) -> list[
     """Return the meshes to compare. Raises ConfigError for a named one that does not exist or cannot be."""
     shape = read_shape(cfg.model)
     if options.meshes == "all":
-        return plan_all(cfg, options.processes, shape)
+        return plan_all(cfg, options.processes, shape, options.recompute)
     known = option_groups([CONF, Path.cwd() / "conf"]).get("parallelism", [])
     plans = []
     for name in options.meshes.split(","):
@@ -115,7 +129,10 @@ def plan(options: Namespace, overrides: list[str], cfg: FinetuneConfig) -> list[
                 )
             composed = compose([*overrides, f"parallelism={name}"], check=False)
             layout = composed.parallelism if composed is not None else cfg.parallelism
-        plans.append(plan_mesh(name, layout, cfg, options.processes, shape))
+        for policy in options.recompute or (None,):
+            label = name if policy is None else f"{name}_{policy}"
+            recomputed = layout if policy is None else replace(layout, activation_checkpointing=policy)
+            plans.append(plan_mesh(label, recomputed, cfg, options.processes, shape))
     raise_all([f"--meshes {each.name}: {problem}" for each in plans for problem in each.problems])
     return plans
 

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -113,8 +112,6 @@ def _enter(target: Callable[..., None], sender: Connection, variables: dict[str,
     os.environ.clear()
     os.environ |= kept | variables
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
-    # FSDP2 warns of in-place operations on what a unit returns, which no unit here is followed by.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     try:
         target(lambda name, told: sender.send((name, told)), *args)
     except ConfigError as error:

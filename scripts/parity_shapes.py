@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 from components.config.batch import fit_micro_batches
-from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
+from components.config.schema.parallelism import AXES, ActivationCheckpointing, MeshShape, ParallelismConfig, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import ModelShape
 from components.config.validate import validate
 
-NAME = re.compile(rf"(?:(?:{'|'.join(AXES)})\d+)(?:_(?:{'|'.join(AXES)})\d+)*(?:_sp)?")
-"""Names of meshes, such as pp2_dp_shard2_tp2_sp."""
+RECOMPUTE = tuple(policy for policy in ActivationCheckpointing if policy != ActivationCheckpointing.auto)
+"""Every policy of activation checkpointing; `auto` stands for one of them."""
+NAME = re.compile(rf"(?:ddp\d+|(?:(?:{'|'.join(AXES)})\d+)(?:_(?:{'|'.join(AXES)})\d+)*(?:_sp)?)")
+"""Names of meshes, such as pp2_dp_shard2_tp2_sp; a policy of activation checkpointing may follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,22 @@ def mesh_shapes(processes: int) -> Iterator[MeshShape]:
             yield shape
 
 
-def all_layouts(processes: int, base: ParallelismConfig) -> Iterator[ParallelismConfig]:
+def all_layouts(
+    processes: int, base: ParallelismConfig, recompute: Sequence[ActivationCheckpointing] | None = None
+) -> Iterator[ParallelismConfig]:
     """Yield every mesh of `processes` under fsdp2, with sequence parallel off and on where tp > 1, and ddp.
 
-    Whatever else `base` says (schedule of pp, attention of cp, tp plan) stays.
+    Everything else in `base` (schedule of pp, attention of cp, tp plan) stays.
+
+    Args:
+        recompute: Policies of activation checkpointing to combine with each mesh; None: that of `base` alone.
     """
+    for layout in _meshes(processes, base):
+        for policy in recompute or (base.activation_checkpointing,):
+            yield replace(layout, activation_checkpointing=policy)
+
+
+def _meshes(processes: int, base: ParallelismConfig) -> Iterator[ParallelismConfig]:
     for shape in mesh_shapes(processes):
         degrees = asdict(shape)
         for sequence_parallel in (False, True) if shape.tp > 1 else (False,):
@@ -55,20 +68,29 @@ def all_layouts(processes: int, base: ParallelismConfig) -> Iterator[Parallelism
 
 
 def name_of(parallelism: ParallelismConfig, processes: int) -> str:
-    """Return the name of a mesh: its axes larger than 1, `sp` for sequence parallel, `ddp` for this strategy."""
+    """Return the name of a mesh: its axes larger than 1, or `ddp` and its size.
+
+    `sp` follows for sequence parallel, and the policy of activation checkpointing unless it is none.
+    """
     degrees = asdict(parallelism.resolve(processes))
+    policy = parallelism.activation_checkpointing
+    recomputed = [str(policy)] * (policy != ActivationCheckpointing.none)
     if parallelism.strategy == Strategy.ddp:
-        return f"ddp{processes}"
+        return "_".join([f"ddp{processes}", *recomputed])
     parts = [f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1]
-    return "_".join(parts + ["sp"] * parallelism.sequence_parallel) or str(parallelism.strategy)
+    parts = parts + ["sp"] * parallelism.sequence_parallel or [str(parallelism.strategy)]
+    return "_".join(parts + recomputed)
 
 
 def layout_of(name: str, base: ParallelismConfig) -> ParallelismConfig | None:
-    """Return the mesh that `name_of` calls so, or None for another kind of name."""
-    if re.fullmatch(r"ddp\d+", name):
-        return next(each for each in all_layouts(int(name[3:]), base) if each.strategy == Strategy.ddp)
+    """Return the mesh that `name_of` calls so, or None for another kind of name; without a policy that of `base`."""
+    policy = next((each for each in RECOMPUTE if name.endswith(f"_{each}")), None)
+    name = name.removesuffix(f"_{policy}")
+    base = replace(base, activation_checkpointing=policy or base.activation_checkpointing)
     if not NAME.fullmatch(name):
         return None
+    if name.startswith("ddp"):
+        return next(each for each in all_layouts(int(name[3:]), base) if each.strategy == Strategy.ddp)
     parts = name.removesuffix("_sp").replace("dp_", "dp-").split("_")
     degrees = {re.sub(r"\d+$", "", part).replace("-", "_"): int(re.findall(r"\d+$", part)[0]) for part in parts}
     axes = {axis: degrees.get(axis, 1) for axis in AXES}
@@ -84,9 +106,15 @@ def plan_mesh(
     return MeshPlan(name, cfg, tuple(problems)) if problems else MeshPlan(name, fit_micro_batches(planned, processes))
 
 
-def plan_all(cfg: FinetuneConfig, processes: int, shape: ModelShape) -> list[MeshPlan]:
-    """Return a plan for every mesh of `processes`, the refused ones with their reasons; none is left out."""
+def plan_all(
+    cfg: FinetuneConfig, processes: int, shape: ModelShape, recompute: Sequence[ActivationCheckpointing] | None = None
+) -> list[MeshPlan]:
+    """Return a plan for every mesh of `processes`, the refused ones with their reasons; none is left out.
+
+    Args:
+        recompute: Policies of activation checkpointing to combine with each mesh; None: that of `cfg` alone.
+    """
     return [
         plan_mesh(name_of(parallelism, processes), parallelism, cfg, processes, shape)
-        for parallelism in all_layouts(processes, cfg.parallelism)
+        for parallelism in all_layouts(processes, cfg.parallelism, recompute)
     ]

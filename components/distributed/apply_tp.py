@@ -28,6 +28,7 @@ from components.distributed.tensor_parallel import (
     ShardedDropout,
     ShardSequence,
     TransformersStyle,
+    as_writable,
     convert_output,
     drops_hidden_states,
     sharded_fraction,
@@ -89,10 +90,8 @@ def apply_tensor_parallel(
             continue  # experts, over ep and tp
         if isinstance(style, TransformersStyle):
             style.config = _text_config(model)
-        if is_adapted(module):
-            style = adapted_style(name, style)
         if name in styles or any(True for _ in module.parameters(recurse=False)):
-            parallelize_module(module, tp_mesh, style, src_data_rank=None)
+            _apply_style(name, module, tp_mesh, style)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     if embeddings is not None:
         # The embedding's all-reduce is still on its way when it leaves, and a compiled layer that takes such a tensor
@@ -148,6 +147,14 @@ def _prepare_layer(
         elif sequence_parallel:
             parallelize_module(child, tp_mesh, ShardSequence("output"), src_data_rank=None)
     return tokenwise if sequence_parallel else set()
+
+
+def _apply_style(name: str, module: nn.Module, tp_mesh: DeviceMesh, style: ParallelStyle) -> None:
+    """Lay a module out by its style, or by the style that fits its adapter."""
+    fitted = adapted_style(name, style) if is_adapted(module) else style
+    parallelize_module(module, tp_mesh, fitted, src_data_rank=None)
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        convert_output(module, as_writable)
 
 
 def _is_fully_known(name: str, block: nn.Module, inside: dict[str, ParallelStyle]) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from components.config.errors import ConfigError
 from components.config.layouts import ulysses_divides
-from components.config.schema.model import CAUSAL_SDPA, DOCUMENTS
+from components.config.schema.model import CAUSAL_SDPA, DOCUMENTS, NEEDS_WHOLE_ROWS
 from components.config.schema.parallelism import ContextAttention
 from components.distributed.mesh import Mesh
 
@@ -66,13 +65,25 @@ def use_context_parallel(model: nn.Module, mesh: DeviceMesh, method: ContextAtte
     Raises ConfigError for a model whose attention needs a mask of its own.
     """
     config: Any = model.config
-    if config._attn_implementation != CAUSAL_SDPA:
+    implementation = config._attn_implementation
+    if implementation not in (CAUSAL_SDPA, "sdpa"):
         raise ConfigError(
-            f"parallelism.cp={mesh.size()}: {type(model).__name__} attends by {config._attn_implementation}; "
-            "cp needs model.attention=sdpa and layers of full or sliding attention; set parallelism.cp=1"
+            f"parallelism.cp={mesh.size()}: {type(model).__name__} attends by {implementation}, and cp needs sdpa; set "
+            "model.attention=sdpa or parallelism.cp=1"
+        )
+    reason = getattr(model, NEEDS_WHOLE_ROWS, "" if implementation == CAUSAL_SDPA else "makes its own attention masks")
+    if reason:
+        raise ConfigError(
+            f"parallelism.cp={mesh.size()}: {type(model).__name__} {reason}, so it cannot compute parts of rows; set "
+            "parallelism.cp=1"
         )
     chosen, why = choose_attention(method, mesh.size(), heads)
-    attend = (UlyssesAttention if chosen == ContextAttention.ulysses else GatheredAttention)(mesh)
+    if chosen == ContextAttention.ulysses:
+        attend: Attend = UlyssesAttention(mesh)
+    else:
+        # Its recomputation inside a compiled layer that tp shards fails in torch ("expected all
+        # tensors_saved_with_vc_check to be Tensors"): the mesh of the DTensors is saved as a tensor.
+        attend = torch.compiler.disable(GatheredAttention(mesh).__call__)
     name = f"{CAUSAL_SDPA}_{chosen}_{mesh.get_group().group_name}"
     _register(name, attend)
     model.set_attn_implementation(name)  # type: ignore[operator]
@@ -127,6 +138,19 @@ class _Attention:
             )
 
 
+class _Heads:
+    """What sdpa reads of an attention module, for one rank's share of its heads.
+
+    A plain class, because the compiler cannot trace a `SimpleNamespace`.
+    """
+
+    is_causal = True
+
+    def __init__(self, num_key_value_groups: int, training: bool) -> None:
+        self.num_key_value_groups = num_key_value_groups
+        self.training = training
+
+
 class UlyssesAttention(_Attention):
     """All-to-all: from a part of every row with all heads to whole rows with some heads, and back."""
 
@@ -145,10 +169,8 @@ class UlyssesAttention(_Attention):
         if key.shape[1] % cp:  # fewer kv heads than ranks: each rank needs the one that its query heads share
             key, value = (tensor.repeat_interleave(cp // tensor.shape[1], dim=1) for tensor in (key, value))
         query, key, value = (self._to_heads(tensor) for tensor in (query, key, value))
-        stand_in = SimpleNamespace(
-            num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True, training=module.training
-        )
-        output, _ = self.local(stand_in, query, key, value, None, **options)  # (batch, seq, heads / cp, head_dim)
+        heads = _Heads(query.shape[1] // key.shape[1], module.training)
+        output, _ = self.local(heads, query, key, value, None, **options)  # (batch, seq, heads / cp, head_dim)
         return self._to_tokens(output), None
 
     def _to_heads(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from components.config.errors import ConfigError
 from components.distributed.mesh import share_timeout
-from components.distributed.tensor_parallel import local_parameters, redistribute
+from components.distributed.tensor_parallel import as_writable, local_parameters, redistribute
 
 
 class ExpertParallel(ParallelStyle):
@@ -232,4 +232,4 @@ def _gather_tokens(part: torch.Tensor, tokens: int, tp: DeviceMesh) -> torch.Ten
     """Give every tp rank the results of all its tokens; parts may be uneven or empty."""
     shape = torch.Size((tokens, part.shape[1]))
     whole = DTensor.from_local(part, tp, [Shard(0)], run_check=False, shape=shape, stride=(part.shape[1], 1))
-    return whole.redistribute(placements=[Replicate()]).to_local()
+    return as_writable(whole.redistribute(placements=[Replicate()]).to_local())

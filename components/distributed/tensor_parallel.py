@@ -144,7 +144,7 @@ class GatherSequence(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq / tp, hidden) -> (batch, seq, hidden)
-            return redistribute(hidden, device_mesh, Shard(1), Replicate())
+            return as_writable(redistribute(hidden, device_mesh, Shard(1), Replicate()))
 
         convert_output(module, gather)
         return module
@@ -237,6 +237,16 @@ def as_replicated(tensor: torch.Tensor, device_mesh: DeviceMesh) -> DTensor:
 def redistribute(tensor: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> torch.Tensor:
     """Move a plain tensor from one layout over the ranks to another; the gradient takes the way back."""
     return DTensor.from_local(tensor, mesh, [source], run_check=False).redistribute(placements=[target]).to_local()
+
+
+def as_writable(output: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that left a DTensor as one that the model may change in place.
+
+    `DTensor.to_local` returns a view made inside a custom function. autograd refuses to change such a view in place
+    (OLMo clamps its projections so), and FSDP2 warns about a unit that returns one. The alias returned here is no view,
+    so nothing may have saved `output` for the backward: it is what a linear layer, an embedding or a collective made.
+    """
+    return output if isinstance(output, DTensor) else torch.ops.aten._unsafe_view(output, output.shape)
 
 
 def convert_input(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:

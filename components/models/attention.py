@@ -28,6 +28,7 @@ from components.config.schema.model import (
     CAUSAL_SDPA,
     DOCUMENTS,
     LONGEST_DOCUMENT,
+    NEEDS_WHOLE_ROWS,
     ModelConfig,
 )
 from components.models.documents import Documents, attend_by_kernel, has_kernel
@@ -48,7 +49,9 @@ def use_causal_sdpa(model: PreTrainedModel, flash: bool = False) -> bool:
         flash: Attend by torch's flash kernel or not at all. Raises ConfigError for a model that keeps its masks.
     """
     needed = _what_it_needs(model)
-    packed = _Packed(model, needed)
+    mixer = _mixer(model)
+    setattr(model, NEEDS_WHOLE_ROWS, needed.partition("; set")[0] or (mixer and f"mixes neighboring tokens by {mixer}"))
+    packed = _Packed(model, needed or (mixer and f"mixes neighbours by {mixer}, across documents too; set"))
     model.base_model.register_forward_pre_hook(packed.before, with_kwargs=True)
     model.base_model.register_forward_hook(packed.after, with_kwargs=True)
     if needed and flash:
@@ -172,9 +175,11 @@ def _what_it_needs(model: PreTrainedModel) -> str:
     if config._attn_implementation != "sdpa":
         return f"attends by {config._attn_implementation}, which is not told of them; set model.attention=sdpa or"
     if others:
-        return f"has layers of {', '.join(sorted(others))}, which see more than their document; set"
+        return f"has layers of {', '.join(sorted(others))}, which are neither full nor sliding attention; set"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         return "attends to both sides; set"
+    if not model._can_set_attn_implementation():
+        return "computes attention in its own code, outside transformers' attention interface; set"
     if getattr(config, "sliding_window", None) and not any(map(_is_told_of_windows, model.modules())):
         return "keeps its sliding window in a mask that its attention is not told of; set"
     return ""
@@ -186,12 +191,16 @@ def _is_told_of_windows(module: nn.Module) -> bool:
     return any(isinstance(const, tuple) and "sliding_window" in const for const in getattr(code, "co_consts", ()))
 
 
+def _mixer(model: PreTrainedModel) -> str:
+    """Return the name of a convolution that the model has, or an empty string."""
+    return next((type(each).__name__ for each in model.modules() if isinstance(each, CONVOLUTIONS)), "")
+
+
 class _Packed:
     """Hooks of the module that runs the layers: packed rows are attended to by document, or refused."""
 
-    def __init__(self, model: PreTrainedModel, needed: str) -> None:
-        mixes = next((type(each).__name__ for each in model.modules() if isinstance(each, CONVOLUTIONS)), "")
-        self._refusal = needed or (f"mixes neighbours by {mixes}, across documents too; set" if mixes else "")
+    def __init__(self, model: PreTrainedModel, refusal: str) -> None:
+        self._refusal = refusal
         self._name = type(model).__name__
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -6,7 +6,8 @@ so that over all models tp and cp meet heads that they divide, that they must sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
+from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.training import TrainingConfig
 from components.config.shape import ModelShape, shape_of_config
 from scripts import parity_curves as curves
@@ -40,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": 1,
              "eos_token_id": 2},
     "phi3": {**SMALL, "model_type": "phi3"},
+    "olmo": {**SMALL, "model_type": "olmo", "clip_qkv": 0.05},
     "mixtral": {**EXPERTS, "model_type": "mixtral", "num_local_experts": 6, "sliding_window": None},
     "qwen3_moe": {**EXPERTS, "model_type": "qwen3_moe", "num_experts": 16, "moe_intermediate_size": 24, "head_dim": 8,
                   "num_attention_heads": 8, "norm_topk_prob": True},
@@ -120,10 +123,10 @@ def build_model(model: str, layers: int, dtype: torch.dtype) -> torch.nn.Module:
     return built
 
 
-def cells(world: int, model: str, base: ParallelismConfig | None = None) -> list[Cell]:
-    """Every mesh of `world` processes for a model, legal or refused."""
-    base = base or ParallelismConfig(tp_plan=GPT2_PLAN if model == "gpt2" else None)
-    return [cell(model, world, layout) for layout in all_layouts(world, base)]
+def cells(world: int, model: str, recompute: Sequence[ActivationCheckpointing] | None = None) -> list[Cell]:
+    """Every mesh of `world` processes for a model, legal or refused, with each of the policies of recomputation."""
+    base = ParallelismConfig(tp_plan=GPT2_PLAN if model == "gpt2" else None)
+    return [cell(model, world, layout) for layout in all_layouts(world, base, recompute)]
 
 
 def cell(model: str, world: int, layout: ParallelismConfig, layers: int | None = None) -> Cell:
@@ -158,6 +161,7 @@ def run_cells(
     expected = {key: expected_curve(*key) for key in needed}
 
     def on_rank(rank: int) -> list[Finding]:
+        warnings.filterwarnings("error", message="FSDP2-wrapped module .* returned a view tensor")
         if sabotage is not None:
             sabotage()
         found = []

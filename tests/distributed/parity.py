@@ -75,6 +75,7 @@ class Case:
     samples: Callable[[int], list[Sample]] | None = None  # of a step; None: made up
     router_aux: float = 0.0  # coefficient of the routers' auxiliary loss
     loss: LossMethod = LossMethod.logits
+    compile: str = ""  # backend of torch.compile; empty: eager
 
     def __str__(self) -> str:
         degrees = " ".join(f"{key}={value}" for key, value in self.parallelism.items() if key != "tp_plan")
@@ -148,6 +149,9 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
     layout = distributed.parallelize(model, mesh, config, case.dtype)
     router_loss = training.attach_router_loss(model, whole.model, mesh)
     token_loss = training.attach_token_loss(model, whole, mesh, layout.stages, torch.device("cpu"))
+    models.checkpoint_activations(model, config.activation_checkpointing)
+    if case.compile:
+        models.compile_layers(model, backend=case.compile)
     called = distributed.wrap_replicas(model, mesh, config, layout)
     optimizer = training.build_optimizer(model, OPTIMIZER)
     settings = training.StepSettings(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from components.config.errors import ConfigError
 from components.config.schema import ParallelismConfig
-from components.config.schema.parallelism import AXES, ContextAttention, PipelineSchedule
-from scripts.parity_shapes import all_layouts, layout_of, mesh_shapes, name_of
+from components.config.schema.parallelism import AXES, ActivationCheckpointing, ContextAttention, PipelineSchedule
+from scripts.parity_shapes import RECOMPUTE, all_layouts, layout_of, mesh_shapes, name_of
 from tests.distributed import grid
 from tests.distributed.grid import Cell, Finding, cell, cells, run_cells
 from tests.distributed.grid_record import record
@@ -36,6 +37,7 @@ HSDP = {"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": -1}
 TP = {"strategy": "fsdp2", "dp_shard": 1, "tp": -1}
 FSDP2_TP2 = {"strategy": "fsdp2", "dp_shard": -1, "tp": 2}
 SP = {"sequence_parallel": True}
+CP = {"strategy": "fsdp2", "dp_shard": 1, "cp": 2}
 EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 MOE = ("mixtral", "qwen3_moe")
 AT_ONCE = 40
@@ -101,15 +103,27 @@ def problems_of(findings: list[Finding]) -> str:
 
 
 def covering(world: int) -> list[Cell]:
-    """Each mesh of `world` processes once, with the model that had the fewest before."""
+    """Each mesh of `world` processes once, with the model and the policy of recomputation that had the fewest before.
+
+    A policy is counted by the axes that it was combined with.
+    """
     chosen: list[Cell] = []
     for layout in all_layouts(world, ParallelismConfig()):
         names = MOE if layout.ep > 1 else tuple(grid.MODELS)
         names = names if layout.ep < 4 else MOE[1:]
         model = min(names, key=lambda name: sum(each.model == name for each in chosen))
+        axes = _axes(layout)
+        before = Counter(
+            each.parallelism.activation_checkpointing for each in chosen for axis in axes & _axes(each.parallelism)
+        )
+        policy = min(RECOMPUTE[::-1], key=lambda each: before[each])
         plan = grid.GPT2_PLAN if model == "gpt2" else None
-        chosen.append(cell(model, world, replace(layout, tp_plan=plan)))
+        chosen.append(cell(model, world, replace(layout, tp_plan=plan, activation_checkpointing=policy)))
     return chosen
+
+
+def _axes(layout: ParallelismConfig) -> set[str]:
+    return {axis for axis in AXES if layout.degree(axis) > 1}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -126,6 +140,9 @@ def test_the_part_covers_axes_pairs_and_models() -> None:
         assert any(all(each.parallelism.degree(axis) > 1 for axis in pair) for each in chosen), pair
     for axis in AXES[:-1]:
         assert any(each.parallelism.degree(axis) > 1 and each.parallelism.sequence_parallel for each in chosen), axis
+    for axis, policy in product(AXES, RECOMPUTE):
+        found = [each for each in chosen if each.parallelism.activation_checkpointing == policy]
+        assert any(axis in _axes(each.parallelism) for each in found), (axis, policy)
     for model in grid.MODELS:
         assert sum(each.model == model for each in chosen) >= 3, model
 
@@ -151,7 +168,13 @@ def test_gpt2_has_no_plan_for_tp_and_is_refused_without_one() -> None:
     assert all("parallelism.tp_plan" in text for each in findings if "tp" in each.mesh for text in each.refused)
 
 
-@pytest.mark.parametrize("name", ["dp_shard2", "pp2_dp_replicate2_dp_shard2_ep4_cp2_tp2_sp", "ddp4", "dp_shard2_cp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dp_shard2", "pp2_dp_replicate2_dp_shard2_ep4_cp2_tp2_sp", "ddp4", "dp_shard2_cp2"),
+        *("ddp2_full", "tp2_sp_selective"),
+    ],
+)
 def test_names_of_meshes_can_be_read_back(name: str) -> None:
     layout = layout_of(name, ParallelismConfig())
     assert layout is not None
@@ -184,6 +207,19 @@ def test_both_ways_to_attend_over_cp() -> None:
     assert not problems, problems
 
 
+def test_compiled_layers_attend_over_cp() -> None:
+    cases = [
+        Case("llama", {**CP, "cp_attention": method}, steps=1, compile="aot_eager")
+        for method in (ContextAttention.ulysses, ContextAttention.all_gather)
+    ]
+    expected, model = reference(cases[0]), build("llama", torch.float64)
+
+    def on_rank(rank: int) -> list[str]:
+        return [line for case in cases for line in check(case, expected, *run_case(case, model))]
+
+    assert not [line for lines in run_ranks(2, on_rank, timeout=240) for line in lines]
+
+
 def test_some_experts_get_no_token() -> None:
     gradients = grid.expected_curve("qwen3_moe", 2, torch.float64).gradients
     largest = gradients["model.layers.0.mlp.experts.down_proj"].abs().amax(dim=(1, 2))  # (experts,)
@@ -196,13 +232,15 @@ def test_some_experts_get_no_token() -> None:
 @pytest.mark.parametrize("model", grid.MODELS)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_whole_grid(world: int, model: str) -> None:
-    found = cells(world, model)
+    found = cells(world, model, RECOMPUTE)
     record([Finding(world, model, each.name, "float64", refused=list(each.refused)) for each in found if each.refused])
     legal = [each for each in found if not each.refused]
     problems = []
     for start in range(0, len(legal), AT_ONCE):
-        for dtype in (torch.float64, torch.float32):
-            work = [(each, dtype) for each in legal[start : start + AT_ONCE]]
+        some = legal[start : start + AT_ONCE]
+        plain = [each for each in some if each.parallelism.activation_checkpointing == ActivationCheckpointing.none]
+        for dtype, chosen in ((torch.float64, some), (torch.float32, plain)):
+            work = [(each, dtype) for each in chosen]
             problems.append(problems_of(run_cells(world, work, timeout=3500)))
     assert not any(problems), "\n".join(problems)
 
@@ -224,6 +262,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "zamba2": ({"num_hidden_layers": 4, "mamba_d_state": 4, "n_mamba_heads": 8, "hybrid_layer_ids": [1, 3],
                 "num_mem_blocks": 1, "layers_block_type": ["mamba", "hybrid"] * 2}, FSDP2,
                "model.layers.1 and model.layers.3 of Zamba2ForCausalLM share parameters"),
+    "falcon": ({}, CP, "FalconForCausalLM computes attention in its own code, outside transformers' attention "
+               "interface, so it cannot compute parts of rows; set parallelism.cp=1"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, CP, "Lfm2ForCausalLM has layers of conv, which are neither"),
+    "minimax": ({"num_local_experts": 2}, CP, "MiniMaxForCausalLM has layers of linear_attention, which are neither"),
     "doge": ({"sliding_window": None}, FSDP2, "makes a mask of its own on top of transformers' causal one"),
 }  # fmt: skip
 
