@@ -72,7 +72,8 @@ parity: install
 torture: install
 	MESHBOOK_TORTURE=1 MESHBOOK_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)
 	MESHBOOK_TORTURE=1 $(BIN)/python -m pytest -s tests/distributed/test_checkpoint_*.py tests/distributed/test_lora_checkpoint.py \
-	    tests/distributed/test_run_directory_damage.py tests/distributed/test_stage_state.py tests/unit/test_no_pickle_is_read.py tests/recipes $(ARGS)
+	    tests/distributed/test_run_directory_damage.py tests/distributed/test_stage_state.py \
+	    tests/unit/test_no_pickle_is_read.py tests/unit/test_models_layers.py tests/recipes $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

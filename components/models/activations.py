@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -32,8 +33,14 @@ KEPT = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable",
     "torch_attn::_varlen_attn",
+    "higher_order::flex_attention",
+    "higher_order::inductor_compiled_code",
 )
-"""Operators whose outputs are kept under `selective`: matmuls and attention. Everything else is cheap to recompute."""
+"""Operators whose outputs are kept under `selective`: matmuls and attention. Everything else is cheap to recompute.
+
+Compiled code inside a layer that is not compiled itself is flex attention, which transformers compiles; torch shows it
+as an operator after `show_compiled_regions`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,17 @@ def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager
     """
     outputs = _KeptOutputs()
     return _KeepOutputs(outputs), _ReuseOutputs(outputs)
+
+
+def show_compiled_regions() -> None:
+    """Let code compiled from now on appear as an operator to `keep_products`; for models that attend by flex attention.
+
+    A setting of the process, because transformers compiles flex attention itself at its first call.
+    """
+    from torch._inductor import config
+
+    if hasattr(config, "wrap_inductor_compiled_regions"):  # torch 2.12
+        config.wrap_inductor_compiled_regions = True
 
 
 def layer_bytes(
@@ -89,9 +107,17 @@ def _is_kept(operator: Any, args: Any, kwargs: Any) -> bool:
     Attention with dropout is not: skipping it in the recomputation would shift the random numbers of later dropouts.
     """
     schema = getattr(operator, "_schema", None)
-    if schema is None or schema.name not in KEPT or schema.is_mutable:
+    if schema is None:
+        return f"higher_order::{operator.name()}" in KEPT
+    if schema.name not in KEPT or schema.is_mutable:
         return False
     return not next((value for name, value in _arguments(schema, args, kwargs) if name == "dropout_p"), 0.0)
+
+
+def _queue_of(operator: Any, args: Any) -> Any:
+    """Return the key under which the outputs of a call wait: one per operator, and per compiled region."""
+    region = args[0] if args and not isinstance(args[0], torch.Tensor) else None
+    return (operator, region) if isinstance(operator, HigherOrderOperator) else operator
 
 
 def _arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
@@ -149,15 +175,15 @@ class _KeptTensor:
 
 
 class _KeptOutputs:
-    """Outputs of one forward of a layer, in the order of the calls of each operator."""
+    """Outputs of one forward of a layer, queued in the order of the calls of each operator."""
 
     def __init__(self) -> None:
         self.of: defaultdict[Any, deque[Any]] = defaultdict(deque)
         self.in_storage: defaultdict[int, list[_KeptTensor]] = defaultdict(list)
 
-    def keep(self, operator: Any, output: Any) -> None:
+    def keep(self, queue: Any, output: Any) -> None:
         """Add the output of a call."""
-        self.of[operator].append(tree_map_only(torch.Tensor, self._hold, output))
+        self.of[queue].append(tree_map_only(torch.Tensor, self._hold, output))
 
     def copy_storage(self, storage: int) -> None:
         """Copy what is kept in a storage that is about to change."""
@@ -173,6 +199,8 @@ class _KeptOutputs:
 
 class _KeepOutputs(TorchDispatchMode):
     """Keeps the outputs of `KEPT` operators in the forward, and copies one before it is changed in place."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, outputs: _KeptOutputs) -> None:
         super().__init__()
@@ -191,7 +219,7 @@ class _KeepOutputs(TorchDispatchMode):
                     self._outputs.copy_storage(storage)
         output = func(*args, **kwargs)
         if _is_kept(func, args, kwargs):
-            self._outputs.keep(func, output)
+            self._outputs.keep(_queue_of(func, args), output)
         return output
 
     def __exit__(self, *exception: Any) -> None:
@@ -208,6 +236,8 @@ class _KeepOutputs(TorchDispatchMode):
 class _ReuseOutputs(TorchDispatchMode):
     """Returns the kept outputs in the recomputation and runs all other operators."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, outputs: _KeptOutputs) -> None:
         super().__init__()
         self._outputs = outputs
@@ -221,7 +251,7 @@ class _ReuseOutputs(TorchDispatchMode):
         kwargs = kwargs or {}
         if not _is_kept(func, args, kwargs):
             return func(*args, **kwargs)
-        waiting = self._outputs.of[func]
+        waiting = self._outputs.of[_queue_of(func, args)]
         if not waiting:
             raise RuntimeError(
                 f"{func} ran more often in the recomputation of a layer than in its forward: the layer depends on "

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from components.anatomy import named_decoder_layers
 from components.config.schema.model import DOCUMENTS
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.models.activations import keep_products
+from components.models.activations import keep_products, show_compiled_regions
+from components.models.compile_cache import remove_truncated_libraries
 from components.models.lora import quantized_layers
 from components.models.shards import local_part
 
@@ -92,15 +93,21 @@ def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str 
 
     Only the layer's own forward is compiled: hooks around it, FSDP's among them, stay outside, and so does the
     recomputation of `checkpoint_activations`, before or after which this may be called. A layer that contains a forward
-    which is closed to the compiler (experts on other ranks) is compiled in the parts around it.
+    which is closed to the compiler (experts on other ranks, attention over gathered keys) is compiled around it.
 
     Layers of one class share their graphs, and with them torch's limit of graphs, past which `fullgraph` raises. It is
     raised here: evaluation, training, frozen inputs under adapters and rows on both sides of a window multiply.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPH_LIMIT)
+    if backend == "inductor":
+        remove_truncated_libraries()
+    from transformers import AttentionInterface
+
+    attention = AttentionInterface().get(getattr(model.config, "_attn_implementation", None))
     for layer in filter(_is_here, decoder_layers(model)):
         forward = layer.forward
-        whole = fullgraph and not any(hasattr(module.forward, "_torchdynamo_disable") for module in layer.modules())
+        closed = [attention, *(module.forward for module in layer.modules())]
+        whole = fullgraph and not any(hasattr(each, "_torchdynamo_disable") for each in closed)
         if isinstance(forward, partial) and forward.func is checkpoint:
             compiled = torch.compile(forward.args[0], fullgraph=whole, backend=backend)
             layer.forward = partial(checkpoint, partial(_call_compiled, compiled), **forward.keywords)
@@ -143,6 +150,11 @@ def checkpoint_activations(model: PreTrainedModel, policy: ActivationCheckpointi
         raise ValueError("parallelism.activation_checkpointing=auto: choose_checkpointing says what it stands for")
     if policy == ActivationCheckpointing.none:
         return
+    if (
+        policy == ActivationCheckpointing.selective
+        and getattr(model.config, "_attn_implementation", None) == "flex_attention"
+    ):
+        show_compiled_regions()
     kept: dict[str, Any] = {"context_fn": keep_products} if policy == ActivationCheckpointing.selective else {}
     for layer in filter(_is_here, decoder_layers(model)[:: 1 + (policy == ActivationCheckpointing.alternate)]):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **kept)

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.nn.attention.varlen  # defines torch_attn::_varlen_attn
 import torch.nn.functional as F
+from torch._higher_order_ops.wrap import InductorCompiledCallable, inductor_compiled_code
+from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -36,6 +38,8 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 class _Counts(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
@@ -75,6 +79,20 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
     return (query @ key.mT).softmax(-1) @ value
 
 
+def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    mask = flex_attention.create_block_mask(lambda b, h, q, k: q >= 0, 1, 1, 8, 8, device="cpu").as_tuple()
+    scores = (query, key, value, lambda score, *_: score, mask, 1.0, {})
+    return torch.ops.higher_order.flex_attention(*scores)[0]
+
+
+def _compiled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return inductor_compiled_code(_REGION, [query, key, value])[0]
+
+
+_REGION = InductorCompiledCallable(lambda inputs: [_attend(*inputs)])
+_HIGHER_ORDER = {"flex_attention": _flex, "inductor_compiled_code": _compiled}
+
+
 @contextmanager
 def kept_operator(name: str) -> Iterator[tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]:
     """Yield a call of an operator of `KEPT` and a composite that computes the same.
@@ -82,6 +100,9 @@ def kept_operator(name: str) -> Iterator[tuple[Callable[..., torch.Tensor], Call
     An operator without a CPU kernel gets one within the context: the composite, as the first of its outputs.
     """
     namespace, _, short = name.partition("::")
+    if namespace == "higher_order":
+        yield _HIGHER_ORDER[short], _attend
+        return
     operator = getattr(getattr(torch.ops, namespace), short).default
     if short == "addmm":
         yield operator, lambda one, two, three: one + two @ three
@@ -172,7 +193,7 @@ def test_gradients_are_right_where_the_output_of_a_kept_operator_is_changed_in_p
                         output.tanh_()
                     output.sum().backward()
                 gradients.append([entering.grad, *(each.grad for each in model.parameters())])
-                calls.append(counted.calls[name.replace("::", ".")])
+                calls.append(counted.calls[name.removeprefix("higher_order::").replace("::", ".")])
             for other in gradients[1:]:
                 assert all(map(_equal, gradients[0], other)), how
             none, full, selective = calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
@@ -37,6 +39,7 @@ from components.models import (
     load_tokenizer,
     materialize,
 )
+from components.models.compile_cache import is_truncated, remove_truncated_libraries
 from components.models.new_folder import NewFolder
 from components.models.weight_files import WeightFiles
 from tests.tiny_models import FAMILIES, logits, reference, tiny_config, tiny_folder
@@ -359,3 +362,58 @@ def test_of_two_exports_at_once_the_later_is_published_and_the_other_fails(tmp_p
     first.abandon()
     assert files_below(tmp_path) == {"export/whole"}
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+COMPILED_RUN = """
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from components.models.layers import compile_layers
+model = nn.Module()
+model.layers, model.config = nn.ModuleList([nn.PReLU()]), LlamaConfig(num_hidden_layers=1)
+compile_layers(model)
+with torch.no_grad():
+    model.layers[0](torch.ones(1, 2))
+"""
+
+
+@pytest.mark.skipif(os.environ.get("MESHBOOK_TORTURE") != "1", reason="make torture: compiles C++ twice")
+def test_a_truncated_library_in_the_compile_cache_is_compiled_again(tmp_path: Path) -> None:
+    """What a kill leaves of the linker's output; torch takes any file that exists for a finished one."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", COMPILED_RUN]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert run().returncode == 0
+    libraries = list(tmp_path.glob("*/*.main.so"))
+    assert libraries
+    for library in libraries:
+        os.truncate(library, 0 if library == libraries[0] else library.stat().st_size // 2)
+        os.utime(library, (0, 0))
+    again = run()
+    assert again.returncode == 0, again.stderr
+    assert f"removed {len(libraries)} truncated files from torch's compile cache" in again.stderr
+    assert not any(is_truncated(each) for each in libraries)
+
+
+def test_only_truncated_libraries_that_no_compiler_is_writing_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.codecache import get_lock_dir
+
+    whole = Path(torch.__file__).parent.joinpath("lib", "libtorch_global_deps.so").read_bytes()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    sizes = {"whole": len(whole), "empty": 0, "header": 20, "half": len(whole) // 2, "last": len(whole) - 1}
+    for name, size in {**sizes, "locked": 8, "recent": 8}.items():
+        library = tmp_path / "ab" / f"{name}.main.so"
+        library.parent.mkdir(exist_ok=True)
+        library.write_bytes(whole[:size])
+        if name != "recent":
+            os.utime(library, (0, 0))
+    with FileLock(Path(get_lock_dir()) / "locked.lock"):
+        removed = remove_truncated_libraries()
+    assert {path.name.partition(".")[0] for path in removed} == {"empty", "header", "half", "last"}
+    left = {path.name.partition(".")[0] for path in tmp_path.glob("*/*.so")}
+    assert left == {"whole", "locked", "recent"}
