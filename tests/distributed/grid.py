@@ -42,7 +42,6 @@ MODELS: dict[str, dict[str, Any]] = {
              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": 1,
              "eos_token_id": 2},
     "phi3": {**SMALL, "model_type": "phi3"},
-    "olmo": {**SMALL, "model_type": "olmo", "clip_qkv": 0.05},
     "mixtral": {**EXPERTS, "model_type": "mixtral", "num_local_experts": 6, "sliding_window": None},
     "qwen3_moe": {**EXPERTS, "model_type": "qwen3_moe", "num_experts": 16, "moe_intermediate_size": 24, "head_dim": 8,
                   "num_attention_heads": 8, "norm_topk_prob": True},
@@ -161,7 +160,8 @@ def run_cells(
     expected = {key: expected_curve(*key) for key in needed}
 
     def on_rank(rank: int) -> list[Finding]:
-        warnings.filterwarnings("error", message="FSDP2-wrapped module .* returned a view tensor")
+        # Placeholders of a pipeline have no parameters to gather, so that their views do no harm.
+        warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDP(?!Entrance|Absent).* returned a view")
         if sabotage is not None:
             sabotage()
         found = []

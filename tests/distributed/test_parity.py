@@ -116,7 +116,8 @@ def covering(world: int) -> list[Cell]:
         before = Counter(
             each.parallelism.activation_checkpointing for each in chosen for axis in axes & _axes(each.parallelism)
         )
-        policy = min(RECOMPUTE[::-1], key=lambda each: before[each])
+        of_all = Counter(each.parallelism.activation_checkpointing for each in chosen)
+        policy = min(RECOMPUTE, key=lambda each: (before[each], of_all[each]))
         plan = grid.GPT2_PLAN if model == "gpt2" else None
         chosen.append(cell(model, world, replace(layout, tp_plan=plan, activation_checkpointing=policy)))
     return chosen
@@ -249,6 +250,7 @@ PP = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "olmo": ({}, PP),  # its last norm has no parameters
+    "olmoe": ({"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.05}, TP),  # clamps its projections in place
     "granite": ({"embedding_multiplier": 2.0}, PP),  # scaled by the forward itself
     "phimoe": ({"sliding_window": 4, "num_local_experts": 2, "router_jitter_noise": 0.0}, FSDP2),  # only in its mask
     "apertus": ({}, TP),  # all features share the numbers of its activation
