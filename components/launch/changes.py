@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,10 @@ def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
             seed, its model) and that run.accept_changes does not name.
     """
     try:
-        then = _flat(load_yaml(before))
+        stored = _flat(load_yaml(before))
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin}: its config cannot be read: {error}") from error
+    then = {**_defaults(cfg), **stored}
     now = _flat(yaml.safe_load(to_yaml(cfg)))
     changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key) and key not in _OF_THE_START]
     raise_all(
@@ -53,6 +54,22 @@ def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
     if changed:
         told = "; ".join(f"{key}: {then.get(key)} -> {now.get(key)}" for key in changed)
         print_text(f"{origin} goes on with other values: {told}", file=sys.stderr)
+
+
+def _defaults(cfg: RecipeConfig) -> dict[str, Any]:
+    """Return the default of every key of `cfg` that has one: what a config written before the key existed meant."""
+    sections = {each.name: getattr(cfg, each.name) for each in fields(cfg)}
+    sources = getattr(cfg.data, "sources", {})
+    sections |= {f"data.sources.{name}": source for name, source in sources.items()}
+    found: dict[str, Any] = {}
+    for name, section in sections.items():
+        for each in fields(section):
+            if each.default is not MISSING:
+                found[f"{name}.{each.name}"] = each.default
+            elif each.default_factory is not MISSING:
+                found[f"{name}.{each.name}"] = each.default_factory()
+    found.pop("data.sources", None)  # compared source by source
+    return json.loads(json.dumps(found, default=asdict))  # as YAML holds them
 
 
 def check_source(cfg: RecipeConfig) -> None:

@@ -13,13 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
-from components.config.compose.frozen import read_frozen
+from components.config.compose.frozen import read_frozen, to_yaml
 from components.config.errors import ConfigError
 from components.config.schema import EvaluateConfig, FinetuneConfig, ModelConfig, PeftConfig, WeightInit
 from components.config.schema.data import DocsDataConfig, MixtureDataConfig
 from components.config.schema.run import RunConfig
 from components.launch import folders
+from components.launch.changes import check_changes
 from components.launch.record import start_record
 from components.launch.run_directory import RunDirectory, attempt_logs, check_run_directory, held, open_run_directory
 
@@ -155,6 +157,18 @@ def test_another_weight_in_a_mixture_is_refused_by_its_key() -> None:
     assert caught.value.problems[0].endswith("run.accept_changes=[data.sources.docs.weight]")
     after.run.accept_changes = ["data.sources.docs.weight"]
     start(after)
+
+
+def test_a_key_that_an_earlier_version_did_not_write_meant_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = config("mine")
+    before = yaml.safe_load(to_yaml(cfg))
+    for section, key in (("data", "overlong"), ("data", "eval_fraction"), ("run", "accept_changes")):
+        del before[section][key]
+    check_changes(yaml.safe_dump(before), cfg, "mine")
+    assert capsys.readouterr().err == ""
+    cfg.data.eval_fraction = 0.5
+    with pytest.raises(ConfigError, match=r"^data.eval_fraction=0.5: the run in mine began with 0.05; "):
+        check_changes(yaml.safe_dump(before), cfg, "mine")
 
 
 def test_every_changed_key_is_told_at_once() -> None:
