@@ -115,7 +115,7 @@ def models_to_measure(overrides: list[str]) -> dict[str, ModelConfig]:
 def _compose(overrides: list[str]) -> ModelConfig:
     argv, sys.argv = sys.argv, [sys.argv[0], *overrides, "parallelism=single", "model.dtype=float32"]
     try:
-        cfg = compose_from_command_line("finetune", FinetuneConfig, CONF.parent / "recipes", lambda cfg: [])
+        cfg = compose_from_command_line("finetune", FinetuneConfig, CONF.parent / "recipes", lambda cfg, refused: [])
     finally:
         sys.argv = argv
     if cfg is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Collection
 from dataclasses import replace
 from os import environ
 from pathlib import Path
@@ -102,8 +103,8 @@ def compose(overrides: list[str], check: bool = True) -> FinetuneConfig | None:
     """Return the recipe's config, on one process; None where Hydra answered the command line itself."""
     single = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
 
-    def problems(cfg: FinetuneConfig) -> list[str]:
-        return problems_before_start(replace(cfg, parallelism=single), 1) if check else []
+    def problems(cfg: FinetuneConfig, refused: Collection[str]) -> list[str]:
+        return problems_before_start(replace(cfg, parallelism=single), 1, refused) if check else []
 
     argv, sys.argv = sys.argv, [sys.argv[0], *overrides]
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -20,8 +20,22 @@ _CREDENTIALS = {
     "an API key (sk-...)": r"(?<![\w-])sk-(?=[\w-]*\d)[\w-]{20,}",
     "a Google API key": r"\bAIza[\w-]{35}",
     "a GitHub token": r"\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}",
+    "an npm token": r"\bnpm_[A-Za-z0-9]{20,}",
+    "a PyPI token": r"\bpypi-[\w-]{20,}",
+    "a Stripe key": r"\b[sr]k_(?:live|test)_[A-Za-z0-9]{10,}|\bwhsec_[A-Za-z0-9+/]{20,}",
+    "an NVIDIA API key": r"\bnvapi-[\w-]{20,}",
+    "a Groq API key": r"\bgsk_[A-Za-z0-9]{20,}",
+    "a webhook": r"hooks\.slack\.com/(?:services|workflows|triggers)/[\w/-]{10,}"
+    r"|discord(?:app)?\.com/api/webhooks/\d+/[\w-]{20,}",
+    "an API key of a provider": r"\bxai-\w{20,}|\br8_\w{20,}|\bpplx-\w{20,}|\bfw_\w{20,}|\btgp_v1_[\w-]{20,}"
+    r"|\bSG\.[\w-]{16,}\.[\w-]{16,}|\bdapi[0-9a-f]{32}|\bdckr_pat_[\w-]{20,}|\bhv[sb]\.[\w-]{20,}"
+    r"|\bdop_v1_[0-9a-f]{40,}|\bglsa_\w{20,}|\bATATT3[\w=-]{20,}|\blin_api_\w{20,}|\bntn_\w{20,}"
+    r"|\btskey-[\w-]{20,}|\bAGE-SECRET-KEY-\w{20,}|\bshp(?:at|ss|ca|pa)_[0-9a-f]{20,}|\bfigd_[\w-]{20,}"
+    r"|\bCFPAT-[\w-]{20,}|\bPMAK-[\w-]{20,}|\bnfp_\w{20,}|\bsbp_[0-9a-f]{20,}|\brnd_\w{20,}",
+    "an Azure key": r"\b(?:AccountKey|SharedAccessKey|SharedAccessSignature)=[\w+/%=-]{20,}|[?&]sig=[\w%+/=-]{20,}",
+    "a bot token": r"\b\d{8,10}:AA[\w-]{30,}",
     "an AWS access key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-    "a GitLab token": r"\bglpat-[\w-]{20,}",
+    "a GitLab token": r"\bgl(?:pat|rt|cbt|dt|ptt|soat|ft)-[\w-]{20,}",
     "a Slack token": r"\bxox[a-z]-[\w-]{10,}",
     "a JSON Web Token": r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY",
@@ -30,6 +44,18 @@ _CREDENTIALS = {
 _CREDENTIAL = [(what, re.compile(pattern)) for what, pattern in _CREDENTIALS.items()]
 _HEX_KEY = re.compile(r"[0-9a-f]{40}")  # of wandb; a commit looks the same
 _LOGIN = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s/:@]*:(?P<password>[^\s/@]+)@", re.IGNORECASE)
+
+_PASSWORD_OPTION = re.compile(
+    r"""(?x)
+    \b(?:mysql\w*|mariadb[\w-]*|sshpass|(?:docker|podman|helm|skopeo|oras|crane|az|twine|kinit|smbclient|mongo\w*)\b
+        [^;&|]*?)\s(?:[^;&|]*?\s)??-p\s*(?P<p>"[^"]*"|'[^']*'|[^\s;&|]+)
+    | \b(?:curl|http|https|xh|ab|wget|aria2c)\b[^;&|]*?\s(?:-u|-U|-a|--user|--proxy-user|--auth)[\s=]?
+        ["']?[^\s:"';&|]+:(?P<u>[^\s"';&|]+)
+    | \bredis-cli\b[^;&|]*?\s-a\s*(?P<a>[^\s;&|]+)
+    """
+)
+"""Passwords in options of one letter, which mean something else in other programs (mkdir -p, ssh -p 22)."""
+_PUBLISHED = re.compile(r"[\d.:]+(?:-\d+)?(?::[\d-]+)?(?:/\w+)?")  # docker run -p 8080:80
 
 _VALUE = r"""(?P<{0}>"[^"]*"|'[^']*'|<[^<>]*>|(?:\$\{{[^}}]*\}}|[^\s;&|,)}}])*)"""
 _SAID = re.compile(
@@ -53,7 +79,28 @@ _SWITCHES = {"", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "n
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_ENDS = ("TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWORDS", "PASSWD", "PASSPHRASE", "APIKEY", "ACCESSKEY",
                 "PRIVATEKEY", "CREDENTIAL", "CREDENTIALS")  # fmt: skip
-_KEYS = {"API", "ACCESS", "PRIVATE", "SIGNING", "ENCRYPTION"}
+_KEYS = {"API", "ACCESS", "PRIVATE", "SIGNING", "ENCRYPTION", "KAGGLE", "DEPLOY", "SSH", "GPG", "PGP", "AUTH", "MASTER",
+         "ACCOUNT", "STORAGE", "LICENSE", "SERVICE", "SERVER", "CLIENT", "ADMIN", "ROOT", "SECURITY", "HMAC", "JWT",
+         "OPENAI", "ANTHROPIC", "WANDB", "HF", "COMET", "NEPTUNE", "AZURE", "AWS", "GCP", "GOOGLE", "STRIPE", "SLACK",
+         "GITHUB", "GITLAB", "DATADOG", "SENTRY", "SENDGRID", "TWILIO", "NGC", "NVIDIA"}  # fmt: skip
+_SECRET_LASTS = {"PAT", "COOKIE", "COOKIES", "JWT", "PWD", "PASS", "PASSCODE", "OTP", "WEBHOOK"}
+_WORKING_DIRS = {"PWD", "OLDPWD"}
+HARMLESS_VARIABLES = {
+    *("USER", "LOGNAME", "USERNAME", "GROUP", "UID", "HOME", "PWD", "HOSTNAME", "HOST", "SHELL", "LANG", "TERM", "TZ"),
+    *("SCRATCH", "WORK", "PROJECT", "STORE", "TMPDIR", "TMP", "TEMP", "DATA", "DATA_ROOT", "DATA_DIR", "LOCAL_SCRATCH"),
+    *(
+        "XDG_CACHE_HOME",
+        "XDG_CONFIG_HOME",
+        "XDG_DATA_HOME",
+        "XDG_RUNTIME_DIR",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_ENDPOINT",
+    ),
+    *("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "WANDB_PROJECT"),
+    *("WANDB_ENTITY", "MASTER_ADDR", "CI_COMMIT_SHA", "GITHUB_SHA"),
+}
+"""Variables whose value an interpolation may bring into the config, besides SLURM_* and PBS_*."""
 _NO_SECRET_LASTS = {"FILE", "PATH", "DIR", "NAME"}
 _VOCABULARY = {"PAD", "BOS", "EOS", "UNK", "SEP", "CLS", "MASK", "IMAGE", "AUDIO", "VIDEO", "SPECIAL", "START",
                "END", "STOP", "PER"}  # fmt: skip
@@ -76,6 +123,8 @@ def secret_problems(cfg: object, arguments: Sequence[str] = (), environ: Mapping
         environ: Variables; by default those of this process.
     """
     held = _secret_values(os.environ if environ is None else environ)
+    allowed = getattr(getattr(cfg, "run", None), "allow_env", ())
+    held = {value: name for value, name in held.items() if name not in allowed}
     found: dict[str, str] = {}
     for key, names, text in _texts(cfg, "", ()):
         what = _secret(names, text, held)
@@ -91,6 +140,28 @@ def secret_problems(cfg: object, arguments: Sequence[str] = (), environ: Mapping
     return [f"{key}: {what}, which would be written to the run directory; {MEND}" for key, what in found.items()]
 
 
+def variable_problem(key: str, name: str, value: str, allowed: Collection[str]) -> str | None:
+    """Return why the value of the variable `name`, which an interpolation brought to `key`, is not written; or None.
+
+    Whatever is as long as a secret could be is refused, since names like DB_PWD or DEPLOY_KEY follow no rule.
+
+    Args:
+        key: The key that holds the value, or a part of it.
+        name: The variable.
+        value: Its value.
+        allowed: Variables that the user has declared harmless: run.allow_env.
+    """
+    listed = name in HARMLESS_VARIABLES or name.startswith(("SLURM_", "PBS_"))
+    if len(value) < SHORTEST or name in allowed or (listed and not is_secret_name(name)):
+        return None
+    if os.path.isabs(value) and os.path.exists(value):
+        return None
+    return (
+        f"{key}: holds the value of the environment variable {name}, which would be written to the run directory; if "
+        f"it is no secret, set run.allow_env=[{name}]; else {MEND}"
+    )
+
+
 def is_secret_name(name: str) -> bool:
     """Whether the name of a variable, key or option says that its value is secret: HF_TOKEN, apiKey, --password."""
     parts = [part.upper() for part in _PARTS.findall(name)]
@@ -102,6 +173,8 @@ def is_secret_name(name: str) -> bool:
 def _is_secret_part(parts: list[str], index: int) -> bool:
     part, before = parts[index], parts[index - 1] if index else ""
     after = parts[index + 1] if index + 1 < len(parts) else ""
+    if part in _SECRET_LASTS and not after and (before or part not in _WORKING_DIRS):
+        return True
     if part == "TOKEN" and (before in _VOCABULARY or after in _OF_A_TOKEN):
         return False  # a token of a text
     return part.endswith(_SECRET_ENDS) or (part == "KEY" and before in _KEYS)
@@ -144,9 +217,21 @@ def _secret(names: tuple[str, ...], text: str, held: Mapping[str, str]) -> str |
         return "holds a secret, as its name says"
     if _HEX_KEY.fullmatch(text.strip()) and not (names and _COMMITS & set(_PARTS.findall(names[-1].upper()))):
         return "holds what looks like a wandb API key (40 hexadecimal digits; shorten a commit)"
+    return _password_of_an_option(text) or _said_secret(text)
+
+
+def _said_secret(text: str) -> str | None:
     for name, value in _said(text):
         if is_secret_name(name) and _is_literal(name, value):
             return f"gives {name} a value"
+    return None
+
+
+def _password_of_an_option(text: str) -> str | None:
+    for found in _PASSWORD_OPTION.finditer(text):
+        option, value = next((option, value) for option, value in found.groupdict().items() if value)
+        if _is_literal("", value) and not _PUBLISHED.fullmatch(value):
+            return f"holds a password (-{option})"
     return None
 
 

@@ -22,6 +22,19 @@ CONFIG_NAMES = {
 }
 """Our name of a number -> the names under which config.json files hold it."""
 
+PLANNED_MLP = frozenset({
+    *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "granite"),
+    *("helium", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "qwen2", "qwen3", "seed_oss"),
+    "smollm3",
+})  # fmt: skip
+"""Dense model types whose own tp plan divides the features of their MLPs (intermediate_size)."""
+DENSE = PLANNED_MLP | {
+    *("bloom", "codegen", "falcon", "falcon_h1", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
+    *("hunyuan_v1_dense", "lfm2", "mamba", "mamba2", "mpt", "opt", "persimmon", "phi", "phi3", "stablelm"),
+    "starcoder2",
+}
+"""Model types without experts; a config of another type may leave the number of its experts to a default."""
+
 GGUF_NAMES = {
     "block_count": "layers",
     "attention.head_count": "heads",
@@ -29,6 +42,7 @@ GGUF_NAMES = {
     "embedding_length": "hidden",
     "vocab_size": "vocab",
     "expert_count": "experts",
+    "feed_forward_length": "mlp",
 }
 """GGUF header key after the architecture -> our name."""
 
@@ -44,17 +58,24 @@ class ModelShape:
     vocab: int | None = None
     experts: int | None = None
     """0: a dense model."""
+    mlp: int | None = None
+    """Features of each MLP, where the model's own tp plan divides them."""
 
 
 def read_shape(model: ModelConfig) -> ModelShape:
     """Return the model's shape: stated in its option, overridden by local files, then by `model.config`."""
-    known: dict[str, Any] = {field.name: getattr(model, field.name) for field in fields(ModelShape)}
+    known: dict[str, Any] = {field.name: getattr(model, field.name, None) for field in fields(ModelShape)}
     if model.path is not None:
         files = locate(model.path)
         if files.gguf_file:
             known |= _read_gguf(Path(files.name_or_folder) / files.gguf_file)
         elif files.is_local and (Path(files.name_or_folder) / "config.json").is_file():
-            known |= _read_config_json(Path(files.name_or_folder) / "config.json")
+            config = _read_config_json(Path(files.name_or_folder) / "config.json")
+            known |= shape_of_config(config) | _shape_of_family({**config, **model.config})
+            if known["experts"] is None and "expert" not in str(config):
+                known["experts"] = 0
+    else:
+        known |= _shape_of_family(model.config)
     known |= shape_of_config(model.config)
     return ModelShape(**known)
 
@@ -71,17 +92,24 @@ def shape_of_config(config: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def _read_config_json(path: Path) -> dict[str, int]:
+def _shape_of_family(config: dict[str, Any]) -> dict[str, int]:
+    """Return what the type of a model says beyond the numbers in its config."""
+    kind, features, shape = config.get("model_type"), config.get("intermediate_size"), {}
+    if kind in DENSE:
+        shape["experts"] = 0
+    if kind in PLANNED_MLP and isinstance(features, int):
+        shape["mlp"] = features
+    return shape
+
+
+def _read_config_json(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path.parent}: config.json cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"model.path={path.parent}: config.json does not hold a JSON object")
-    shape = shape_of_config(config)
-    if "experts" not in shape and "expert" not in str(config):
-        shape["experts"] = 0
-    return shape
+    return config
 
 
 def _read_gguf(path: Path) -> dict[str, int]:
@@ -90,6 +118,7 @@ def _read_gguf(path: Path) -> dict[str, int]:
     Layout: the GGUF specification, version 3 (ggml-org/ggml, docs/gguf.md).
     """
     shape: dict[str, int] = {}
+    architecture = ""
     try:
         with path.open("rb") as file:
             magic, version, _, entries = struct.unpack("<4sIQQ", file.read(24))
@@ -103,7 +132,11 @@ def _read_gguf(path: Path) -> dict[str, int]:
                 ours = GGUF_NAMES.get(key.partition(".")[2])
                 if ours and isinstance(value, int):
                     shape[ours] = value
+                if key == "general.architecture":
+                    architecture = str(value)
             shape.setdefault("experts", 0)
+            if shape["experts"] or architecture not in PLANNED_MLP:
+                shape.pop("mlp", None)
     except (OSError, struct.error, UnicodeDecodeError, KeyError) as error:
         raise ConfigError(f"model.path={path}: the GGUF header cannot be read: {error}") from error
     return shape

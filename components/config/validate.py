@@ -28,16 +28,20 @@ from components.config.schema.training import TrainingConfig
 from components.config.shape import ModelShape
 
 
-def validate(cfg: RecipeConfig, world_size: int, shape: ModelShape | None = None) -> list[str]:
+def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None = None) -> list[str]:
     """Return every problem of `cfg` on `world_size` processes, each one sentence with value, rule and key.
 
-    `shape` is what is known of the model without loading it; unknown numbers (None) are checked on rank 0 later.
+    Rules that need the mesh are left out where it cannot be resolved, and where `world_size` is None because a key
+    that decides it was refused. `shape` is what is known of the model without loading it; unknown numbers (None) are
+    checked on rank 0 later.
     """
+    mesh, problems = MeshShape(), []
     try:
-        mesh = cfg.parallelism.resolve(world_size)
+        if world_size is not None:
+            mesh = cfg.parallelism.resolve(world_size)
     except ConfigError as error:
-        return error.problems
-    problems = model_problems(cfg.parallelism, mesh, shape or ModelShape())
+        problems, world_size = error.problems, None
+    problems += model_problems(cfg.parallelism, mesh, shape or ModelShape())
     if isinstance(cfg, FinetuneConfig):
         problems += batch_problems(cfg.training, cfg.parallelism, mesh)
         problems += _best_problems(cfg.checkpoint, cfg.training)
@@ -197,6 +201,11 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
                 f"which {mesh.tp} ranks cannot share evenly; change parallelism.tp, or set "
                 "parallelism.uneven_heads=replicate to compute attention on every tp rank"
             )
+    if shape.mlp is not None and shape.mlp % mesh.tp and parallelism.tp_plan is None:
+        problems.append(
+            f"parallelism.tp={mesh.tp}: does not divide the {shape.mlp} features of the model's MLPs; change "
+            "parallelism.tp"
+        )
     stages = len(parallelism.stage_places(mesh.pp))
     if shape.layers is not None and shape.layers < stages:
         fewer = ", or parallelism.pp_schedule=1F1B, a stage per rank" if stages > mesh.pp else ""
@@ -253,7 +262,7 @@ def _best_problems(checkpoint: CheckpointConfig, training: TrainingConfig) -> li
     return []
 
 
-def _profile_problems(profile: ProfileConfig, max_steps: int, world_size: int) -> list[str]:
+def _profile_problems(profile: ProfileConfig, max_steps: int, world_size: int | None) -> list[str]:
     """A trace is written when its last step is done, by the ranks that are there."""
     if not profile.enabled:
         return []
@@ -263,7 +272,7 @@ def _profile_problems(profile: ProfileConfig, max_steps: int, world_size: int) -
             f"logging.profile.start={profile.start}: the trace of {profile.steps} steps ends with step {last}, but "
             f"training.max_steps={max_steps}; change logging.profile.start or logging.profile.steps"
         )
-    if absent := [rank for rank in profile.ranks if rank >= world_size]:
+    if world_size is not None and (absent := [rank for rank in profile.ranks if rank >= world_size]):
         problems.append(
             f"logging.profile.ranks={profile.ranks}: there is no rank {absent[0]} of {world_size}; change "
             "logging.profile.ranks"

@@ -144,13 +144,11 @@ def _each(
             continue
         yield sample
     if bad.count and bad_rows is BadRows.refuse:
-        more = [f"... and {bad.count - _TOLD:,} more such rows"] if bad.count > _TOLD else []
+        count = "1 row" if bad.count == 1 else f"{bad.count:,} rows"
+        listed = bad.told + ([f"... and {bad.count - _TOLD:,} more"] if bad.count > _TOLD else [])
         raise ConfigError(
-            [
-                *bad.told,
-                *more,
-                "data.bad_rows=refuse: correct these rows, or set data.bad_rows=drop to leave them out",
-            ]
+            f"data.bad_rows=refuse: {count} cannot become a sample; correct these, or set data.bad_rows=drop "
+            "to leave such rows out:" + "".join(f"\n  {each}" for each in listed)
         )
 
 

@@ -1,7 +1,9 @@
-"""Whether memory ran out: told by what a rank raised, or by the kernel's count of the processes it killed for it."""
+"""How much memory there is, and whether it ran out: by what a rank raised, or by the kernel's count of processes killed
+for it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _RAISED_BY_ALLOCATORS = {"RuntimeError", "OSError", "AcceleratorError", "DistBackendError"}
@@ -32,7 +34,7 @@ def killed_for_memory(root: Path = Path("/")) -> int:
     Counted in this process' control group (its limit is what a job of a cluster or a container runs into), else on
     the whole machine; 0 where nothing counts. Only a difference between two calls means something.
     """
-    for file in (*_own_counts(root), root / "proc/vmstat"):
+    for file in (*_own_files(root, ("memory.events", "memory.oom_control")), root / "proc/vmstat"):
         try:
             counts = dict(line.split() for line in file.read_text().splitlines())
         except (OSError, ValueError):
@@ -42,8 +44,19 @@ def killed_for_memory(root: Path = Path("/")) -> int:
     return 0
 
 
-def _own_counts(root: Path) -> list[Path]:
-    """Where the control group's count may be; inside a container the group's files lie at the mount's root."""
+def usable_memory(root: Path = Path("/")) -> int:
+    """Return how many bytes this process and its children may use: the machine's, or its control group's limit."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in _own_files(root, ("memory.max", "memory.limit_in_bytes")):
+        try:
+            limits.append(int(file.read_text()))
+        except (OSError, ValueError):  # not this version of control groups, or no limit ("max")
+            continue
+    return min(limits)
+
+
+def _own_files(root: Path, names: tuple[str, ...]) -> list[Path]:
+    """Where the control group's files may be; inside a container they lie at the mount's root."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -55,4 +68,4 @@ def _own_counts(root: Path) -> list[Path]:
             places += [mount / "memory" / path.lstrip("/"), mount / "memory"]
         elif not controllers:
             places += [mount / path.lstrip("/"), mount]
-    return [place / name for place in places for name in ("memory.events", "memory.oom_control")]
+    return [place / name for place in places for name in names]

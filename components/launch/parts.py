@@ -1,7 +1,7 @@
-"""The two functions of other parts that launch calls.
+"""The functions of other parts that launch calls.
 
-By name at run time, because parts do not import one another: the data check needs no torch, and the exchange needs
-it, in processes that are ranks already and load it anyway. A launcher and a login node never call the second.
+By name at run time, because parts do not import one another: the checks of data need no torch, and the exchange
+needs it, in processes that are ranks already and load it anyway. A launcher and a login node never call that one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from components.config.schema.data import DataConfig
 def check_files(data: DataConfig) -> list[str]:
     """Return what is wrong with the local files that the data section names."""
     return importlib.import_module("components.data.preflight").check_files(data)
+
+
+def is_local_data(path: str) -> bool:
+    """Return whether a path of the data section is a file or folder of this machine, else a hub name."""
+    return importlib.import_module("components.data.files").is_local(path)
 
 
 def exchange_text_from_rank_zero(text: str | None) -> str:

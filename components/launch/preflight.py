@@ -2,40 +2,81 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
 from components.config.schema.model import WeightInit
+from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.config.secrets import secret_problems
 from components.config.shape import ModelShape, read_shape
 from components.config.validate import validate
+from components.launch.memory import usable_memory
 from components.launch.parts import check_files
+from components.launch.processes import device_problems, processes_of
 
+MESH_KEYS = frozenset(
+    ["cluster.kind", "cluster.nodes", "cluster.procs_per_node", "cluster.device", "cluster.oversubscribe"]
+    + [f"parallelism.{name}" for name in (*AXES, "strategy")]
+)
+"""Keys that decide the number of processes and the degrees of the mesh."""
+MODEL_KEYS = frozenset(["model.config", *(f"model.{each.name}" for each in fields(ModelShape)), "model.path"])
+"""Keys that decide the shape of the model."""
 _MANIFEST = "manifest.json"
 """What makes a folder a checkpoint."""
 
 
-def problems_before_start(cfg: RecipeConfig, world_size: int) -> list[str]:
+def problems_before_start(cfg: RecipeConfig, world_size: int, refused: Collection[str] = ()) -> list[str]:
     """Return every problem of `cfg` on `world_size` processes, one sentence each, files included.
 
     Secrets are told alone: the sentences of other problems repeat values.
+
+    Args:
+        cfg: The config.
+        world_size: Number of ranks.
+        refused: Keys and sections that were refused before: what `cfg` holds there is not what was asked for.
     """
     if secrets := secret_problems(cfg, sys.argv[1:]):
         return secrets
     shape, problems = ModelShape(), []
     try:
-        shape = read_shape(cfg.model)
+        if not decides(refused, MODEL_KEYS):
+            shape = read_shape(cfg.model)
         problems = _model_problems(cfg)
     except ConfigError as error:
         problems = error.problems
-    problems = validate(cfg, world_size, shape) + problems
-    problems += _told(lambda: check_files(cfg.data))
+    problems = validate(cfg, None if decides(refused, MESH_KEYS) else world_size, shape) + problems
+    problems += _told(lambda: check_files(cfg.data)) + _plan_problems(cfg)
     return list(dict.fromkeys(problems + _checkpoint_problems(cfg)))
+
+
+def local_problems(cfg: RecipeConfig, gpus: int, refused: Collection[str] = ()) -> list[str]:
+    """Return every problem of starting `cfg` on this machine: see `problems_before_start`."""
+    processes = processes_of(cfg, gpus)
+    here = [] if decides(refused, MESH_KEYS) else device_problems(cfg, processes, gpus, usable_memory())
+    return here + problems_before_start(cfg, processes, refused)
+
+
+def decides(refused: Collection[str], keys: Collection[str]) -> bool:
+    """Whether one of the refused keys or sections is among `keys`, or holds one of them."""
+    return any(
+        key == each or each.startswith(f"{key}.") or key.startswith(f"{each}.") for key in refused for each in keys
+    )
+
+
+def _plan_problems(cfg: RecipeConfig) -> list[str]:
+    """The module of a tp plan must be there on every mesh, so that a sweep does not find out at its second point."""
+    plan = cfg.parallelism.tp_plan
+    package = (plan or "").partition(":")[0].partition(".")[0]
+    if plan is None or importlib.util.find_spec(package) is not None:
+        return []
+    return [f"parallelism.tp_plan={plan}: no module {package!r} is found; install it, or put it beside the recipe"]
 
 
 def _model_problems(cfg: RecipeConfig) -> list[str]:

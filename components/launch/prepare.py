@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from components.config.batch import fit_micro_batches
 from components.config.compose.command_line import compose_from_command_line
+from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterKind
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import FinetuneConfig, RecipeConfig
-from components.launch.preflight import problems_before_start
-from components.launch.processes import device_problems, processes_of, visible_gpus
+from components.launch.hub_access import OFFLINE, check_hub, is_offline
+from components.launch.preflight import decides, local_problems, problems_before_start
+from components.launch.processes import processes_of, visible_gpus
 from components.launch.rank import Recipe, restrict_new_files
 from components.launch.record import start_record
 from components.launch.run_directory import RunDirectory, check_run_directory, open_run_directory
@@ -45,21 +48,29 @@ def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
     def count_processes(cfg: RecipeConfig) -> int:
         return world_size or processes_of(cfg, gpus)
 
-    def check(cfg: RecipeConfig) -> list[str]:
-        processes = count_processes(cfg)
-        problems = problems_before_start(cfg, processes)
+    def check(cfg: RecipeConfig, refused: Collection[str]) -> list[str]:
+        if not _submits(cfg) and world_size is None:
+            problems = local_problems(cfg, gpus, refused)
+        else:
+            problems = problems_before_start(cfg, count_processes(cfg), refused)
+        if problems or refused:  # else the run directory is checked when it is opened
+            named = {problem.partition("=")[0] for problem in problems}
+            problems += [each for each in _directory_problems(cfg, recipe.name) if each.partition("=")[0] not in named]
         if not _submits(cfg):
-            return (device_problems(cfg, processes, gpus) if world_size is None else []) + problems
+            return problems
         if world_size is not None:
             return [f"cluster.kind=slurm: this is one of {world_size} ranks already; set cluster=local", *problems]
         from components.launch.slurm.preflight import job_problems
 
-        refused, notes[:] = job_problems(cfg)
-        return problems + refused
+        unfit, notes[:] = job_problems(cfg, ask_slurm=not decides(refused, ["cluster"]))
+        return problems + unfit
 
     cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check)
     if cfg is None:
         return None
+    if not _submits(cfg) and (why := check_hub(cfg, os.environ)) and not is_offline(os.environ):
+        os.environ[OFFLINE] = "1"
+        notes.append(f"the hub cannot be reached ({why}): only its cache is used ({OFFLINE}=1)")
     processes = count_processes(cfg)
     cfg, asked = fit_micro_batches(cfg, processes), cfg
     notes += _told_of_batches(asked, cfg)
@@ -75,6 +86,14 @@ def prepare(recipe: Recipe, world_size: int | None = None) -> Prepared | None:
         print_text(f"run {directory.path}: {describe_processes(processes)}{where}", file=sys.stderr)
         print_text(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
     return Prepared(cfg, directory, processes, notes)
+
+
+def _directory_problems(cfg: RecipeConfig, recipe: str) -> list[str]:
+    try:
+        check_run_directory(cfg, recipe)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _submits(cfg: RecipeConfig) -> bool:

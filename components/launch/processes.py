@@ -11,6 +11,11 @@ from components.config.schema.cluster import Device
 from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig
 
+RANKS_PER_CORE = 4
+"""Ranks of a local run that share a CPU core; more only wait for one another."""
+RANK_BYTES = 256 * 2**20
+"""Memory that a rank shares with no other once it has imported torch and transformers, before it has a model."""
+
 
 def processes_of(cfg: RecipeConfig, gpus: int) -> int:
     """Return the number of ranks that are to be started, here or by Slurm.
@@ -45,13 +50,42 @@ def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     return files or sum(1 for _ in (root / "proc/driver/nvidia/gpus").glob("*"))
 
 
-def device_problems(cfg: RecipeConfig, processes: int, gpus: int) -> list[str]:
-    """Return what the visible GPUs do not allow, as sentences."""
+def device_problems(cfg: RecipeConfig, processes: int, gpus: int, memory: int | None = None) -> list[str]:
+    """Return why this machine cannot run that many processes of a local run, as sentences.
+
+    Args:
+        cfg: The run.
+        processes: Ranks that are to be started here.
+        gpus: Visible GPUs.
+        memory: Bytes that this process and its children may use; None: not known.
+    """
     if cfg.cluster.device == Device.cuda and not gpus:
         return ["cluster.device=cuda: no GPU is visible here; set cluster.device=cpu, or see CUDA_VISIBLE_DEVICES"]
-    if cfg.cluster.device != Device.cpu and 0 < gpus < processes:
-        return [
-            f"cluster.procs_per_node={cfg.cluster.procs_per_node}: {processes} processes, but {gpus} visible GPUs; "
-            "each process needs its own; lower it, or set cluster.device=cpu"
-        ]
-    return []
+    if cfg.cluster.device != Device.cpu and gpus:
+        return _too_many_for_gpus(cfg, processes, gpus) if processes > gpus else []
+    return [] if cfg.cluster.oversubscribe else _too_many_for_cpus(cfg, processes, memory)
+
+
+def _too_many_for_gpus(cfg: RecipeConfig, processes: int, gpus: int) -> list[str]:
+    return [
+        f"cluster.procs_per_node={cfg.cluster.procs_per_node}: {processes} processes, but {gpus} visible GPUs; "
+        "each process needs its own; lower it, or set cluster.device=cpu"
+    ]
+
+
+def _too_many_for_cpus(cfg: RecipeConfig, processes: int, memory: int | None) -> list[str]:
+    cores = usable_cores()
+    if processes > RANKS_PER_CORE * cores:
+        limit = f"at most {RANKS_PER_CORE} per core are started, {RANKS_PER_CORE * cores} on {cores} usable cores"
+    elif memory is not None and processes * RANK_BYTES > memory:
+        needed = f"{processes * RANK_BYTES / 2**30:.1f} GiB"
+        limit = f"they take {needed} before they have a model, more than the {memory / 2**30:.1f} GiB there are"
+    else:
+        return []
+    if cfg.cluster.procs_per_node != "auto":
+        key, lower = f"cluster.procs_per_node={cfg.cluster.procs_per_node}", "lower it"
+    else:
+        largest = max(AXES, key=cfg.parallelism.degree)
+        key = f"parallelism.{largest}={cfg.parallelism.degree(largest)}"
+        lower = "lower it or another axis"
+    return [f"{key}: {processes} processes on this machine; {limit}; {lower}, or set cluster.oversubscribe=true"]

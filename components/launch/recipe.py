@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
@@ -60,6 +62,17 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """End as SIGPIPE would have ended this process where nobody reads its output any more: `--help | head`."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes at its end
+        raise SystemExit(128 + signal.SIGPIPE) from error
+
+
 def _run(described: Recipe) -> int:
     """Find out who this process is, and do its part. Each part imports only what it needs."""
     context = detect(os.environ)
@@ -79,7 +92,8 @@ def _run(described: Recipe) -> int:
         from components.launch.sweep.command import run_sweep
 
         return run_sweep(described)
-    prepared = prepare(described)
+    with _reader_may_leave():
+        prepared = prepare(described)
     if prepared is None:
         return 0
     if prepared.cfg.cluster.kind == ClusterKind.slurm:

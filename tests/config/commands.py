@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,8 @@ class Ended:
     output: str
     errors: str
     imported_torch: bool
+    cpu_seconds: float
+    """Of the processor, without the interpreter's start and the imports that all commands share."""
 
 
 class Commands:
@@ -48,20 +51,21 @@ class Commands:
         self._server.stdin.flush()
         answer = json.loads(self._server.stdout.readline())
         output, errors = ((self._folder / name).read_text() for name in ("out", "err"))
-        return Ended(answer["status"], output, errors, answer["torch"])
+        return Ended(answer["status"], output, errors, answer["torch"], answer["cpu"])
 
 
 @contextmanager
 def served() -> Iterator[Commands]:
     """Start the server for the time of the block."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MESHBOOK_")}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as hub:
+        reachable = f"http://127.0.0.1:{hub.getsockname()[1]}"
         server = subprocess.Popen(
             [sys.executable, __file__, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+            env=environment | {"CUDA_VISIBLE_DEVICES": "", "HF_ENDPOINT": reachable},
         )
         try:
             yield Commands(server, Path(folder))
@@ -75,7 +79,7 @@ def _serve(folder: Path) -> None:
     from components.launch import external, local, prepare  # noqa: F401  (what every command needs, imported once)
 
     sys.argv = ["warm-up"]  # fills the caches of Hydra and omegaconf, which the children inherit
-    command_line.compose_from_command_line("finetune", FinetuneConfig, folder, lambda cfg: [])
+    command_line.compose_from_command_line("finetune", FinetuneConfig, folder, lambda cfg, refused: [])
     gc.disable()  # a child lives for a moment
 
     for line in sys.stdin:
@@ -91,8 +95,9 @@ def _serve(folder: Path) -> None:
             os.close(writer)
             with os.fdopen(reader) as pipe:
                 told = pipe.read()
-            _, status = os.waitpid(child, 0)
-        answer = {"status": os.waitstatus_to_exitcode(status), "torch": told == "torch"}
+            _, status, used = os.wait4(child, 0)
+        cpu = used.ru_utime + used.ru_stime
+        answer = {"status": os.waitstatus_to_exitcode(status), "torch": told == "torch", "cpu": cpu}
         print(json.dumps(answer), flush=True)
 
 

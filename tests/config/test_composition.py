@@ -66,6 +66,7 @@ def test_every_recipe_config_is_covered() -> None:
 def test_every_option_composes_and_comes_back_from_yaml(tmp_path: Path, name: str, choice: str) -> None:
     needed = ["data.path=mine.jsonl"] if choice in NEEDS_A_PATH else []
     needed += ["+data@data.sources.docs=pydocs"] if choice == "data=mixture" else []
+    needed += ["data.factory=my_data:build"] if choice == "data=custom" else []
     cfg = compose(name, choice, *needed)
     assert type(cfg) is RECIPES[name]
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
@@ -219,7 +220,7 @@ def test_a_folder_that_was_removed_meanwhile_is_told(tmp_path: Path, monkeypatch
     monkeypatch.setattr("sys.argv", ["finetune.py"])
     gone.rmdir()
     with pytest.raises(ConfigError, match="the folder of this command was removed"):
-        compose_from_command_line("finetune", FinetuneConfig, tmp_path, lambda cfg: [])
+        compose_from_command_line("finetune", FinetuneConfig, tmp_path, lambda cfg, refused: [])
 
 
 def test_own_conf_folders_are_searched(commands: Commands, tmp_path: Path) -> None:
@@ -354,7 +355,7 @@ def test_every_key_misspelt_is_recognised(name: str) -> None:
     keys = [key for key in known_keys(schema) if not key.startswith("data.") and len(key.rpartition(".")[2]) > 3]
     misspelt = {key: key[:-2] + key[-1] for key in keys if key[:-2] + key[-1] not in keys}
     overrides = tuple(f"{wrong}=1" for wrong in misspelt.values())
-    problems = diagnose(Request(name, schema, (CONF,), overrides), ValueError(), lambda cfg: [])
+    problems = diagnose(Request(name, schema, (CONF,), overrides), ValueError(), lambda cfg, refused: [])
     assert len(problems) == len(misspelt)
     told = dict(re.fullmatch(r"(.*)=1: no such key(?:; did you mean (.*)\?)?", line).groups() for line in problems)
     right = [key for key, wrong in misspelt.items() if told[wrong] == key]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +180,33 @@ def test_model_without_files_refused_in_one_sentence(
     assert_refused(commands.run(finetune, line.split(" "), tmp_path), parts, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "argument", "parts"),
+    [
+        (
+            "experiment/mine.yaml",
+            "training: {max_steps: 3}",
+            "experiment=mine",
+            ["conf file experiment/mine.yaml", "read as experiment.KEY", "make `# @package _global_` its first line"],
+        ),
+        ("local/user.yaml", "cluster: {nodes: 1}", "run.seed=1", ["local/user.yaml", "`# @package _global_`"]),
+        ("network/mine.yaml", "network_env: {A: b}", "network=mine", ["network/mine.yaml", "`# @package cluster`"]),
+        ("model/mine.yaml", "model: {path: x}", "model=mine", ["model/mine.yaml", "leave the line `model:` out"]),
+        ("experiment/b.yaml", "# @package _global_\nlogging: {plot: 1}", "experiment=b", ["plot: must be true or"]),
+    ],
+)
+def test_a_conf_file_of_ones_own_is_refused_by_its_name(
+    commands: Commands, finetune: Path, tmp_path: Path, file: str, text: str, argument: str, parts: list[str]
+) -> None:
+    (tmp_path / "conf" / file).parent.mkdir(parents=True)
+    (tmp_path / "conf" / file).write_text(text)
+    ended = commands.run(finetune, ["model=tiny", argument], tmp_path)
+    assert_refused(ended, parts, tmp_path)
+    both = commands.run(finetune, ["model=tiny", argument, "xyzzy=3"], tmp_path)
+    assert both.errors.splitlines()[0] == "2 problems with this run:"
+    assert {ended.errors.strip(), "xyzzy=3: no such key"} == set(both.errors.splitlines()[1:])
+
+
 def test_the_other_recipe_is_as_strict(commands: Commands, evaluate: Path, tmp_path: Path) -> None:
     ended = commands.run(evaluate, ["model=tiny", "evaluation.micro_batch=3"], tmp_path)
     assert_refused(ended, ["did you mean evaluation.micro_batch_size?"], tmp_path)
@@ -212,38 +241,99 @@ def test_a_checkpoint_is_looked_for_before_the_start(
         assert (ended.status, ended.output) == (0, "started\n"), ended
 
 
+def test_a_hub_out_of_reach_is_reported_at_once_and_its_cache_is_used(
+    commands: Commands, finetune: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": ""}
+    model, rows = ["model.path=owner/name"], ["model=tiny", "data=jsonl", "data.path=owner/rows"]
+    ended = commands.run(finetune, model, tmp_path, **environment)
+    reason = f"owner/name: is not in the hub's cache {tmp_path}/home, and {endpoint} cannot be reached (Connection"
+    assert_refused(ended, [f"model.path={reason}", "hf download owner/name", "a local folder"], tmp_path)
+    ended = commands.run(finetune, rows, tmp_path, **environment)
+    assert_refused(ended, ["data.path=owner/rows: is not in the hub's cache", "--repo-type dataset"], tmp_path)
+    ended = commands.run(finetune, model, tmp_path, **{**environment, "HF_HUB_OFFLINE": "1"})
+    assert_refused(ended, ["model.path=owner/name", "cannot be reached (HF_HUB_OFFLINE is set)"], tmp_path)
+    for folder, arguments in (("hub/models--owner--name/snapshots/1", model), ("datasets/owner___rows", rows)):
+        (tmp_path / "home" / folder).mkdir(parents=True)
+        (tmp_path / "home" / folder / "config.json").write_text("{}")
+        ended = commands.run(finetune, arguments, tmp_path, **environment)
+        assert (ended.status, ended.output) == (0, "started\n"), ended
+        assert "the hub cannot be reached (Connection refused): only its cache is used" in ended.errors
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"], ["model=tiny", "cluster.dry_run=true"]])
+def test_output_that_nobody_reads_ends_a_command_quietly(tmp_path: Path, arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(REPOSITORY / "recipes/finetune.py"), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
 def test_gpus_are_counted_without_torch(commands: Commands, finetune: Path, tmp_path: Path) -> None:
     arguments = ["model=tiny", "cluster.procs_per_node=2"]
     ended = commands.run(finetune, arguments, tmp_path, CUDA_VISIBLE_DEVICES="0")
     assert_refused(ended, ["cluster.procs_per_node=2", "2 processes, but 1 visible GPU"], tmp_path)
 
 
+ALL_STAGES = {
+    "parallelism=tp2": "",
+    "cluster.procs_per_node=3": "parallelism: tp 2 = 2 processes, but there are 3",
+    "data=jsonl": "",
+    "data.path=nope.jsonl": "data.path=nope.jsonl: no such file",
+    "model.path=./nowhere": "model.path=./nowhere: no such folder",
+    "model.dtype=auto": "model.dtype=auto: the stored type must be stated",
+    "optimizer.lr=-1": "optimizer.lr=-1.0: must be greater than 0",
+    "optimizer.eps=tiny": "optimizer.eps=tiny: must be a number",
+    "optimizer.schedule=cosin": "optimizer.schedule=cosin: must be one of",
+    "checkpoint.keep=0": "checkpoint.keep=0: must be at least 1",
+    "checkpoint.keep_best=true": "checkpoint.keep_best=true: needs checkpoint.every=0 to be a multiple of",
+    "training.max_step=3": "training.max_step=3: no such key",
+    "+logging.plott=true": "logging.plott=True: no such key",
+    "logging.progress=1": "logging.progress=1: must be true or false",
+    "logging.profile.start=0": "logging.profile.start=0: must be at least 1",
+    "run.seed=x": "run.seed=x: must be a whole number",
+    "run.name=a=b": "run.name=a=b: cannot be read",
+    "run.dir=/dev/null/run": "run.dir=/dev/null/run: cannot be used",
+    "generation.samples=${nowhere}": "generation.samples: Interpolation key 'nowhere' not found",
+    "hydra.run.dir=x": "hydra.run.dir=x: Hydra only composes here",
+    "--lr=3": "--lr=3: no such option",
+    "--config-dir=nowhere": "--config-dir=nowhere: no such folder",
+    "peft.rank=8": "peft.rank=8: peft.method=none trains every parameter",
+}
+"""Arguments of one command line, and how the sentence about each begins; "": it is right."""
+
+
 def test_all_mistakes_are_told_at_once(commands: Commands, finetune: Path, tmp_path: Path) -> None:
-    """Of composition, of sections, across sections, of the model's and the data's files."""
-    arguments = [
-        *("parallelism=tp2", "cluster.procs_per_node=3"),
-        *("data=jsonl", "data.path=nope.jsonl"),
-        *("model.path=./nowhere", "optimizer.lr=-1", "checkpoint.keep=0"),
-        *("training.max_step=3", "+logging.plott=true", "run.seed=x"),
-    ]
-    ended = commands.run(finetune, arguments, tmp_path)
+    """Of the options, of composition, of sections, across sections, of files and of the run directory."""
+    ended = commands.run(finetune, list(ALL_STAGES), tmp_path)
     assert ended.status == 2
     heading, *lines = ended.errors.splitlines()
-    expected = [
-        "training.max_step=3: no such key",
-        "run.seed=x: must be a whole number",
-        "logging.plott=True: no such key",
-        "optimizer.lr=-1.0: must be greater than 0",
-        "checkpoint.keep=0: must be at least 1",
-        "parallelism: tp 2 = 2 processes, but there are 3",
-        "model.path=./nowhere: no such folder",
-        "data.path=nope.jsonl: no such file",
-    ]
-    assert heading == f"{len(expected)} problems with this run:"
-    assert len(lines) == len(expected)
+    expected = [sentence for sentence in ALL_STAGES.values() if sentence]
     for sentence in expected:
         assert sum(line.startswith(sentence) for line in lines) == 1, (sentence, ended.errors)
+    assert heading == f"{len(expected)} problems with this run:", ended.errors
+    assert len(lines) == len(expected)
     assert os.listdir(tmp_path) == []
+
+
+def test_all_mistakes_of_a_sweep_are_told_at_once(commands: Commands, finetune: Path, tmp_path: Path) -> None:
+    wrong = {
+        "run.seed=range(1,9,0)": "run.seed=range(1,9,0): a range with a step of 0",
+        "trainig.max_steps=1,2": "trainig.max_steps=1,2: no such key",
+        "optimizer.lr=-1,-2": "optimizer.lr=-1.0: must be greater than 0",
+        "logging.plott=true": "logging.plott=true: no such key",
+        "checkpoint.keep=0": "checkpoint.keep=0: must be at least 1",
+        "checkpoint.keep_best=true": "checkpoint.keep_best=true: needs",
+    }
+    ended = commands.run(finetune, ["-m", "model=tiny", *wrong], tmp_path)
+    heading, *lines = ended.errors.splitlines()
+    for sentence in wrong.values():
+        assert sum(line.startswith(sentence) for line in lines) == 1, (sentence, ended.errors)
+    assert (ended.status, heading) == (2, f"{len(wrong)} problems with this run:")
 
 
 @pytest.mark.parametrize(

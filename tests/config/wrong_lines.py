@@ -26,7 +26,19 @@ UNKNOWN_KEY = [
     ),
     ("data=pydocs data.prompt_column=q", "add data=jsonl, or another data=NAME that has it (gsm8k, alpaca)"),
     ("data=jsonl data.path=x data.messages_column=q", "data.messages_column=q", "no such key; add data=chat_jsonl"),
-    ("data.factory=a:b", "the chosen option of data has no such key; choose another with data=NAME", "pydocs"),
+    ("data.factory=a:b", "data.factory=a:b: the chosen option of data has no such key; add data=custom"),
+    ("learning_rate=3e-4", "learning_rate=3e-4: no such key; did you mean optimizer.lr?"),
+    ("epochs=3", "epochs=3: no such key; did you mean training.max_steps?"),
+    ("batch_size=32", "batch_size=32: no such key; did you mean training.global_batch_size?"),
+    ("training.per_device_train_batch_size=2", "did you mean training.micro_batch_size?"),
+    ("lora_r=8", "lora_r=8: no such key; did you mean peft.rank?"),
+    ("peft=lora peft.r=8", "peft.r=8: no such key; did you mean peft.rank?"),
+    ("bf16=true", "bf16=true: no such key; did you mean model.compute_dtype=bfloat16?"),
+    ("use_lora=true", "use_lora=true: no such key; did you mean peft=lora?"),
+    ("max_seq_length=512", "did you mean training.seq_len?"),
+    ("output_dir=x", "did you mean run.dir?"),
+    ("--learning-rate=3", "--learning-rate=3: no such option", "written KEY=VALUE; did you mean optimizer.lr?"),
+    ("--xyzzy", "--xyzzy: no such option, see --help"),
 ]
 WRONG_TYPE = [
     ("training.max_steps=abc", "training.max_steps=abc: must be a whole number"),
@@ -42,6 +54,12 @@ WRONG_TYPE = [
     ("run.seed=null", "run.seed=null: must not be null"),
     ("run.dir=[a]", "run.dir=[a]: must be a single value"),
     ("training=3", "training=3: is a section with keys"),
+    ("logging.plot=1", "logging.plot=1: must be true or false"),
+    ("++logging.plot=0", "must be true or false"),
+    ("logging={plot:2}", "must be true or false"),
+    ("optimizer.lr=true", "optimizer.lr=true: must be a number"),
+    ("logging.profile.ranks=[true]", "must be a whole number"),
+    ("training.max_steps=99999999999999999999", "training.max_steps=99999999999999999999: must fit in 64 bits"),
 ]
 WRONG_CHOICE = [
     ("parallelism.strategy=fsdp", "must be one of single, ddp, fsdp2", "did you mean fsdp2?"),
@@ -89,6 +107,12 @@ OUT_OF_RANGE = [
     ("checkpoint.keep_best=true training.eval_every=0", "checkpoint.keep_best=true: needs", "set training.eval_every"),
     ("checkpoint.keep_best=true", "checkpoint.every=0 to be a multiple of training.eval_every=20"),
     ("checkpoint.keep_best=true checkpoint.every=30", "checkpoint.every=30 to be a multiple of", "eval_every=20"),
+    ("optimizer.lr=inf", "optimizer.lr=inf: must be greater than 0, and a finite number"),
+    ("optimizer.eps=1e400", "optimizer.eps=inf: must be greater than 0, and a finite number"),
+    ("optimizer.weight_decay=nan", "optimizer.weight_decay=nan: must be at least 0, and a finite number"),
+    ("training.max_grad_norm=inf", "training.max_grad_norm=inf: must be at least 0, and a finite number"),
+    ("cluster.startup_timeout_minutes=1e300", "startup_timeout_minutes=1e+300: must lie between 0.01 and 525600"),
+    ('cluster.procs_per_node="²"', "cluster.procs_per_node=²: must be auto or a number of processes"),
     ("run.seed=-1", "run.seed=-1: must lie between 0"),
     ("model=tiny_moe model.router_aux_coef=-0.1", "model.router_aux_coef=-0.1: must be at least 0"),
     ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: must be two numbers"),
@@ -116,6 +140,19 @@ MESH = [
         "parallelism.tp=2: strategy ddp has no such axis",
         "parallelism.strategy=fsdp2",
     ),
+    ("parallelism.tp_plan=a:", "parallelism.tp_plan=a:: is not an import path; write package.module:name"),
+    ("parallelism.tp_plan=no_such_module:plan", "no module 'no_such_module' is found", "beside the recipe"),
+    (
+        "cluster.procs_per_node=4001 training.global_batch_size=4001",
+        *("cluster.procs_per_node=4001: 4001 processes on this machine", "at most 4 per core"),
+        "cluster.oversubscribe=true",
+    ),
+    (
+        "parallelism.dp_replicate=4001 training.global_batch_size=4001",
+        *("parallelism.dp_replicate=4001: 4001 processes on this machine", "cluster.oversubscribe=true"),
+    ),
+    ("parallelism.tp=3", "parallelism.tp=3: does not divide the 160 features of the model's MLPs"),
+    ("model=smollm2_135m parallelism.tp=5", "parallelism.tp=5: does not divide the 1536 features"),
     ("parallelism.sequence_parallel=true", "parallelism.sequence_parallel=true: needs parallelism.tp > 1"),
     ("parallelism=single parallelism.pp=2", "parallelism.pp=2: strategy single has no such axis"),
 ]
@@ -212,6 +249,7 @@ AXES = [
     ("parallelism.cp_attention=ring", "parallelism.cp_attention=ring", "must be one of auto, ulysses, all_gather"),
 ]
 EXPERTS = [
+    ("model=tiny parallelism=fsdp2_ep2", "parallelism.ep=2: the model is dense", "parallelism.ep=1"),
     ("model=smollm2_135m parallelism=fsdp2_ep2", "parallelism.ep=2: the model is dense", "parallelism.ep=1"),
     (
         "model=tiny_moe parallelism.ep=3 training.global_batch_size=12",
@@ -293,7 +331,6 @@ MIXTURES = [
         f"{TWO_SOURCES} data.sources.web.weight=2",
         "data.sources.web.weight=2: the mixture has no source web; add it: +data@data.sources.web=OPTION",
     ),
-    ("data=mixture data.path=x", "data.path=x: each source of a mixture has its own; set data.sources.NAME.path"),
     (f"{TWO_SOURCES} data.path=x", "data.path=x: each source of a mixture has its own; set data.sources.NAME.path"),
     (f"{TWO_SOURCES} data.max_samples=9", "data.max_samples=9", "set data.sources.NAME.max_samples"),
     (

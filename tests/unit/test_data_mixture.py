@@ -308,8 +308,9 @@ def test_what_is_wrong_with_a_source_is_told_by_its_keys(tmp_path: Path) -> None
     told = refused.value.problems
     assert told[0] == one
     assert "name others by data.sources.two.path or data.sources.two.split" in told[1]
-    assert "data.sources.three.bad_rows=refuse: correct these rows, or set data.sources.three.bad_rows" in told[3]
-    assert told[4] == four
+    assert told[2].startswith("data.sources.three.bad_rows=refuse: 1 row cannot become a sample; correct these")
+    assert "set data.sources.three.bad_rows=drop" in told[2]
+    assert told[3] == four
 
 
 def test_a_source_may_hold_out_nothing_but_not_all_of_them(tmp_path: Path) -> None:

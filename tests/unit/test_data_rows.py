@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from components.config.schema.data import BadRows, ChatDataConfig
+from components.config.schema.data import BadRows, ChatDataConfig, RowsDataConfig
 from components.data.files import read_rows
 from components.data.load import build_dataset
 from components.data.rows import BadRowsSeen, each_conversation
 from tests.unit.test_data_examples import byte_tokenizer
 from tests.unit.test_data_files import ROWS, both, problems, sft, texts, write
+
+
+def listed(cfg: RowsDataConfig) -> list[str]:
+    """Return the lines of the one problem of bad rows, however many there are."""
+    (problem,) = problems(cfg)
+    return problem.splitlines()
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
@@ -18,15 +24,16 @@ def test_bad_rows_are_named_or_left_out(tmp_path, name):
     file = write(tmp_path / name, rows)
     where = (lambda number: f"{file}:{number}") if name == "x.jsonl" else (lambda number: f"{file} row {number}")
     gone = " (it is not there)" if name == "x.jsonl" else ""
-    assert problems(sft(file)) == [
-        f"{where(4)}: data.response_column=response: holds null, not text",
-        f"{where(5)}: data.response_column=response: is empty",
-        f"{where(6)}: data.prompt_column=prompt: holds null, not text",
-        "data.bad_rows=refuse: correct these rows, or set data.bad_rows=drop to leave them out",
+    assert listed(sft(file)) == [
+        "data.bad_rows=refuse: 3 rows cannot become a sample; correct these, or set data.bad_rows=drop to leave "
+        "such rows out:",
+        f"  {where(4)}: data.response_column=response: holds null, not text",
+        f"  {where(5)}: data.response_column=response: is empty",
+        f"  {where(6)}: data.prompt_column=prompt: holds null, not text",
     ]
     write(file, [*rows, {"prompt": "x"}, {"prompt": "y"}, {"prompt": "z"}])
-    assert problems(sft(file))[3] == f"{where(7)}: data.response_column=response: holds null, not text{gone}"
-    assert problems(sft(file))[5:-1] == ["... and 1 more such rows"]
+    assert listed(sft(file))[4] == f"  {where(7)}: data.response_column=response: holds null, not text{gone}"
+    assert listed(sft(file))[6:] == ["  ... and 1 more"]
     cfg = sft(file, bad_rows=BadRows.drop, eval_fraction=0)
     dataset = build_dataset(cfg, byte_tokenizer(eos="</s>"), seq_len=1000, split="train")
     assert len(dataset) == 3
@@ -36,14 +43,16 @@ def test_bad_rows_are_named_or_left_out(tmp_path, name):
 
 def test_a_number_is_no_text(tmp_path):
     file = write(tmp_path / "x.jsonl", [{"prompt": "a", "response": 72}])
-    assert problems(sft(file))[0] == f"{file}:1: data.response_column=response: holds int 72, not text"
+    heading, row = listed(sft(file))
+    assert heading.startswith("data.bad_rows=refuse: 1 row cannot become a sample;")
+    assert row == f"  {file}:1: data.response_column=response: holds int 72, not text"
 
 
 def test_a_bad_row_in_a_later_file_of_a_folder_is_told_by_its_file(tmp_path):
     write(tmp_path / "train-0.jsonl", ROWS)
     write(tmp_path / "train-1.jsonl", [{"question": "a"}])
-    assert problems(sft(tmp_path))[0] == (
-        f"{tmp_path}/train-1.jsonl:1: data.prompt_column=prompt: holds null, not text (it is not there)"
+    assert listed(sft(tmp_path))[1] == (
+        f"  {tmp_path}/train-1.jsonl:1: data.prompt_column=prompt: holds null, not text (it is not there)"
     )
 
 
@@ -125,7 +134,7 @@ def test_chat_in_both_customs(tmp_path):
 )
 def test_bad_conversations(tmp_path, messages, problem):
     file = write(tmp_path / "x.jsonl", [{"messages": messages}])
-    assert problems(ChatDataConfig(path=str(file)))[0] == f"{file}:1: {problem}"
+    assert listed(ChatDataConfig(path=str(file)))[1] == f"  {file}:1: {problem}"
     cfg = ChatDataConfig(path=str(file), bad_rows=BadRows.drop)
     bad = BadRowsSeen()
     assert list(each_conversation(cfg, read_rows(file), bad)) == []

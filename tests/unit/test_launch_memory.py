@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from components.launch.memory import is_out_of_memory, killed_for_memory
+from components.launch.memory import is_out_of_memory, killed_for_memory, usable_memory
 from components.launch.rank import status_of
 
 ALLOCATOR = (
@@ -72,3 +73,18 @@ def test_the_count_of_the_own_group(tmp_path: Path, lines: str, place: str) -> N
 
 def test_where_nothing_counts(tmp_path: Path) -> None:
     assert killed_for_memory(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc__self__cgroup": "0::/job\n", "sys__fs__cgroup__job__memory.max": "1073741824\n"}, 2**30),
+        ({"proc__self__cgroup": "0::/job\n", "sys__fs__cgroup__job__memory.max": "max\n"}, None),
+        ({"proc__self__cgroup": "4:memory:/j\n", "sys__fs__cgroup__memory__j__memory.limit_in_bytes": "4096"}, 4096),
+        ({"proc__self__cgroup": "4:memory:/j\n", "sys__fs__cgroup__memory__memory.limit_in_bytes": str(2**63)}, None),
+    ],
+)
+def test_a_control_group_limits_the_memory(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert usable_memory(written(tmp_path, **files)) == (expected or machine)

@@ -16,7 +16,7 @@ from components.config.schema import (
     WeightInit,
 )
 from components.config.schema.data import DocsDataConfig
-from components.launch.processes import device_problems, processes_of, visible_gpus
+from components.launch.processes import device_problems, processes_of, usable_cores, visible_gpus
 
 
 def config(procs: str = "auto", device: Device = Device.auto, **degrees: int) -> FinetuneConfig:
@@ -79,3 +79,24 @@ def test_every_process_needs_a_gpu_of_its_own() -> None:
     assert device_problems(config("2", Device.cpu), 2, gpus=1) == []
     assert "2 processes, but 1 visible GPUs" in device_problems(config("2"), 2, gpus=1)[0]
     assert "no GPU is visible" in device_problems(config(device=Device.cuda), 1, gpus=0)[0]
+
+
+def test_a_machine_of_cpus_runs_four_processes_a_core_and_as_many_as_its_memory_holds() -> None:
+    cores = usable_cores()
+    assert device_problems(config(str(4 * cores)), 4 * cores, gpus=0, memory=2**50) == []
+    (many,) = device_problems(config("99"), 4 * cores + 1, gpus=0, memory=2**50)
+    assert many.startswith(f"cluster.procs_per_node=99: {4 * cores + 1} processes on this machine; at most 4 per core")
+    assert many.endswith("set cluster.oversubscribe=true")
+    (degree,) = device_problems(config(tp=2, cp=9999), 19998, gpus=0)
+    assert degree.startswith("parallelism.cp=9999: 19998 processes on this machine")
+    assert device_problems(config("2"), 2, gpus=0, memory=2**29) == []
+    (large,) = device_problems(config("3"), 3, gpus=0, memory=2**29)
+    assert "they take 0.8 GiB before they have a model, more than the 0.5 GiB there are" in large
+    for few_gpus in (0, 8):
+        cfg = config("9999", Device.cpu)
+        assert len(device_problems(cfg, 9999, gpus=few_gpus, memory=2**50)) == 1
+        cfg.cluster.oversubscribe = True
+        assert device_problems(cfg, 9999, gpus=few_gpus, memory=2**20) == []
+    shared = config("2")
+    shared.cluster.oversubscribe = True
+    assert "2 processes, but 1 visible GPUs" in device_problems(shared, 2, gpus=1)[0]

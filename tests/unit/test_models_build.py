@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 
 from components.config.errors import ConfigError
 from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
-from components.config.shape import ModelShape, read_shape
+from components.config.shape import DENSE, PLANNED_MLP, ModelShape, read_shape
 from components.models import build_on_meta, load_tokenizer, model_shape
 from tests.tiny_models import FAMILIES, SIZES, tiny_folder
 
@@ -89,6 +89,21 @@ def test_the_shape_after_building_agrees_with_the_one_read_from_the_files(family
     kv_heads = 4 if family == "gpt2" else 2
     assert real == ModelShape(layers=2, heads=4, kv_heads=kv_heads, hidden=32, vocab=272, experts=experts)
     assert guessed.kv_heads in (kv_heads, None)
+
+
+def test_families_that_are_told_by_their_type_are_as_transformers_has_them() -> None:
+    """Dense, and with MLPs whose features the published tp plan divides."""
+    for kind in DENSE:
+        cls = CONFIG_MAPPING[kind]
+        assert not [key for key in cls().to_dict() if "expert" in key or "moe" in key], kind
+        if kind in PLANNED_MLP:
+            plan = cls.base_model_tp_plan
+            assert plan["layers.*.mlp.up_proj"] == "colwise", kind
+            assert plan["layers.*.mlp.down_proj"] == "rowwise", kind
+            assert "intermediate_size" in cls().to_dict(), kind
+    scratch_shape = read_shape(scratch(model_type="qwen3", intermediate_size=96))
+    assert (scratch_shape.experts, scratch_shape.mlp) == (0, 96)
+    assert read_shape(scratch(model_type="mixtral", intermediate_size=96)).experts is None
 
 
 def test_attention_that_is_not_installed_is_refused() -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import DictConfig, OmegaConf
 
+from components.config.compose.frozen import from_container
+from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import ModelConfig
@@ -38,6 +41,19 @@ CREDENTIALS = {
     "slack": "xoxb-" + "123456789012-abcdefABCDEF",
     "jwt": JWT,
     "pem": "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n-----END OPENSSH PRIVATE KEY-----",
+    "npm": "npm_" + "aB3dE6gH9jK2mN5pQ8sTaB3dE6gH9jK2mN5p",
+    "pypi": "pypi-" + "AgEIcHlwaS5vcmcCJGFiY2RlZmdo",
+    "stripe": "sk_live_" + "aB3dE6gH9jK2mN5pQ8sT",
+    "nvidia": "nvapi-" + "aB3dE6gH9jK2mN5pQ8sT_aB3dE6gH9jK2",
+    "groq": "gsk_" + "aB3dE6gH9jK2mN5pQ8sTaB3dE6gH9jK2",
+    "slack webhook": "https://hooks.slack.com/services/" + "T00000000/B00000000/aB3dE6gH9jK2mN5pQ8sT",
+    "discord webhook": "https://discord.com/api/webhooks/" + "123456789012345678/aB3dE6gH9jK2mN5pQ8sT_aB3",
+    "replicate": "r8_" + "aB3dE6gH9jK2mN5pQ8sTaB3dE6gH9jK2",
+    "databricks": "dapi" + HEX_KEY[:32],
+    "docker": "dckr_pat_" + "aB3dE6gH9jK2mN5pQ8sT",
+    "vault": "hvs." + "aB3dE6gH9jK2mN5pQ8sTaB3d",
+    "sendgrid": "SG." + "aB3dE6gH9jK2mN5pQ8sT" + "." + "aB3dE6gH9jK2mN5pQ8sT",
+    "azure": "AccountKey=" + "aB3dE6gH9jK2mN5pQ8sT+/aB3dE6gH9jK2mN5pQ8sT==",
     "url": "https://user:hunter22@example.org/data.jsonl",
     "database": "postgresql+psycopg2://:hunter22@db:5432/runs",
 }
@@ -60,12 +76,24 @@ LINES = [  # of cluster.setup, and the secret in them
     ("--export=ALL,HF_TOKEN=abc", "abc"),
     ("export aws_secret_access_key=abc", "abc"),
     ("mysql --password hunter22", "hunter22"),
+    ("mysql -u root -phunter22 db", "hunter22"),
+    ("mysqldump -p'hunter 22' db > x", "hunter 22"),
+    ("sshpass -p hunter22 ssh host", "hunter22"),
+    ("docker login -u me -p hunter22 registry", "hunter22"),
+    ("module load x; podman login registry -u me -p hunter22", "hunter22"),
+    ("helm registry login -u me -p hunter22 host", "hunter22"),
+    ("curl -u me:hunter22 https://example.org", "hunter22"),
+    ("curl -fsSL --user 'me:hunter22' https://example.org", "hunter22"),
+    ("curl -x proxy -U me:hunter22 https://example.org", "hunter22"),
+    ("redis-cli -h host -a hunter22 ping", "hunter22"),
+    ("curl https://example.org/x?sv=1&sig=aB3dE6gH9jK2mN5pQ8sTaB3d", "aB3dE6gH9jK2mN5pQ8sTaB3d"),
 ]
 SECRET_NAMES = [
     *("HF_TOKEN", "hf_token", "HUGGING_FACE_HUB_TOKEN", "token", "WANDB_API_KEY", "wandb-api-key", "apiKey", "apikey"),
     *("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "accessToken", "HFTOKEN"),
     *("PGPASSWORD", "DB_PASSWORD", "db_passwd", "PASSPHRASE", "PRIVATE_KEY", "SSH_PRIVATE_KEY", "client-secret"),
-    *("CREDENTIALS", "AWS_CREDENTIAL", "Password", "MY_SECRETS", "TOKEN_2"),
+    *("CREDENTIALS", "AWS_CREDENTIAL", "Password", "MY_SECRETS", "TOKEN_2", "GITHUB_PAT", "DB_PWD", "KAGGLE_KEY"),
+    *("DEPLOY_KEY", "SESSION_COOKIE", "SLURM_JWT", "SSH_KEY", "SLACK_WEBHOOK", "MYSQL_PWD", "DB_PASS", "NGC_API_KEY"),
 ]
 HARMLESS_NAMES = [
     *("tokenizer", "max_new_tokens", "pad_token_id", "eos_token", "bos_token_id", "image_token_index", "tokens"),
@@ -86,6 +114,14 @@ HARMLESS = [
     *("HF_TOKEN= python x.py", "unset HF_TOKEN", 'test "$HF_TOKEN" = ""', "[ $HF_TOKEN == x ]", "echo $HF_TOKEN"),
     *("export HF_HUB_DISABLE_IMPLICIT_TOKEN=1", "export HF_TOKEN_PATH=/home/me/token", "--pad-token '<pad>'"),
     *("export GOOGLE_APPLICATION_CREDENTIALS=/home/me/key.json", "--max-tokens 100", "wandb login $WANDB_API_KEY"),
+    *("mkdir -p /scratch/run", "ssh -p 22 host", "docker run -p 8080:80 image", "docker run -p 127.0.0.1:80:80 image"),
+    *("curl -u $USER:$PASSWORD example.org", "mysql -u root -p$MYSQL_PWD db", "mysql -u root -p", "cp -rp a b"),
+    *(
+        "rsync -u me@host:/data/x .",
+        "docker run -u 1000:1000 image",
+        "python -u train.py",
+        "nc -p 22 host; echo -u a:b",
+    ),
     *("export TOKENIZERS_PARALLELISM=false", "module load cuda/12.8", "ulimit -l unlimited", "--token <your token>"),
 ]
 
@@ -167,6 +203,67 @@ def test_the_value_of_a_secret_variable_is_found_in_any_text() -> None:
     assert problems(config("a short one"), HF_TOKEN="a short") == []
     assert problems(config("x/y"), HF_TOKEN="", WANDB_API_KEY="true", MY_SECRET="none") == []
     assert problems(config("/tmp/x"), GOOGLE_APPLICATION_CREDENTIALS="/tmp/x", MY_SECRET="/tmp") == []
+
+
+SECRET_VARIABLES = [
+    *("GITHUB_PAT", "DB_PWD", "KAGGLE_KEY", "DEPLOY_KEY", "SESSION_COOKIE", "HF_TOKEN", "WANDB_API_KEY", "NGC_KEY"),
+    *("MY_LOGIN", "PGPASSFILE_CONTENT", "SSH_PHRASE", "VAULT_UNSEAL", "JWT", "SLURM_JWT", "AUTH", "BEARER", "PIN"),
+    *("OTP_SEED", "ENCRYPTION_SALT", "DSN", "SENTRY_DSN", "MONGO_URI", "AMQP", "SMTP_PASS", "LICENSE", "SIGNATURE"),
+    *("NETRC", "COOKIE_JAR", "RECOVERY", "MNEMONIC", "X"),
+]
+HARMLESS_PATHS = [
+    *("DATA_ROOT", "WORK", "PROJECT", "TMPDIR", "SCRATCH", "HOME", "DATASETS", "GROUP_HOME", "STORE_DIR", "MY_FOLDER"),
+]
+
+
+@pytest.mark.parametrize("name", SECRET_VARIABLES)
+def test_what_a_variable_brings_into_the_config_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever name: as a whole, within a text, in a list, through another key, decoded."""
+    assert len(SECRET_VARIABLES) == 31
+    secret = "correct-horse-battery"
+    monkeypatch.setenv(name, secret)
+    for key, value, at in (
+        ("model.path", f"${{oc.env:{name}}}", "model.path"),
+        ("model.revision", f"x-${{oc.env:{name},none}}-y", "model.revision"),
+        ("cluster.setup", ["a", f"echo ${{oc.env:{name}}}"], "cluster.setup[1]"),
+        ("model.config", {"deep": {"er": f"${{oc.env:{name}}}"}}, "model.config.deep.er"),
+        ("model.config", {"deep": f"${{oc.decode:'[${{oc.env:{name}}}, 1]'}}"}, "model.config.deep"),
+    ):
+        (problem,) = resolved({key: value})
+        assert problem.startswith(f"{at}: holds the value of the environment variable {name}, which would be written")
+        assert f"run.allow_env=[{name}]" in problem
+        assert secret not in problem
+        assert resolved({key: value, "run.allow_env": [name]}) == []
+    through = resolved({"run.name": "${model.path}", "model.path": f"${{oc.env:{name}}}"})
+    assert sorted(problem.partition(":")[0] for problem in through) == ["model.path", "run.name"]
+
+
+@pytest.mark.parametrize("name", HARMLESS_PATHS)
+def test_paths_and_short_values_of_variables_pass(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(name, str(tmp_path))
+    assert resolved({"data.cache": f"${{oc.env:{name}}}/cache", "model.path": f"${{oc.env:{name}}}"}) == []
+    monkeypatch.setenv("SHORT", "1234567")
+    assert resolved({"model.path": "${oc.env:SHORT}", "run.name": "${oc.env:NOT_SET,a-long-default}"}) == []
+    monkeypatch.setenv("SLURM_JOB_ID", "123456789")
+    assert resolved({"run.name": "${oc.env:SLURM_JOB_ID}"}) == []
+
+
+def resolved(values: dict[str, object]) -> list[str]:
+    """Return what is wrong with a config of these values, as it is composed."""
+    sections: DictConfig = OmegaConf.create({"model": {"path": "x/y"}, "data": {"kind": "docs"}})
+    for key, value in values.items():
+        OmegaConf.update(sections, key, value)
+    try:
+        from_container(sections, FinetuneConfig)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_a_variable_that_is_allowed_may_be_in_any_text() -> None:
+    cfg = config("canary-of-this-test")
+    cfg.run.allow_env = ["CANARY_TOKEN"]
+    assert problems(cfg, CANARY_TOKEN="canary-of-this-test") == []
 
 
 def test_the_environment_of_this_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

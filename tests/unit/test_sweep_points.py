@@ -51,14 +51,14 @@ def test_the_folder_of_the_sweep_is_no_override_of_its_points(monkeypatch: pytes
     sweep = expanded(monkeypatch, f"run.dir={tmp_path}/here", "run.seed=1,2", "--config-dir", str(tmp_path))
     assert [point.overrides for point in sweep.points] == [("run.seed=1",), ("run.seed=2",)]
     assert sweep.options == ("--config-dir", str(tmp_path))
-    cfg, problems = compose_point(sweep, sweep.points[1], lambda cfg: [])
+    cfg, problems = compose_point(sweep, sweep.points[1], lambda cfg, refused: [])
     assert cfg is not None
     assert (cfg.run.dir, cfg.run.seed, problems) == (f"{tmp_path}/here", 2, [])
 
 
 def test_free_keys_and_lists_are_swept_too(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = expanded(monkeypatch, "model=tiny", "model.config.hidden_size=64,128", "generation.prompts=[a,b],[c]")
-    configs = [compose_point(sweep, point, lambda cfg: [])[0] for point in sweep.points]
+    configs = [compose_point(sweep, point, lambda cfg, refused: [])[0] for point in sweep.points]
     assert [(cfg.model.config["hidden_size"], cfg.generation.prompts) for cfg in configs if cfg] == [
         (64, ["a", "b"]),
         (64, ["c"]),
@@ -72,7 +72,7 @@ def test_a_source_of_a_mixture_is_swept_beside_the_others(monkeypatch: pytest.Mo
     sweep = expanded(monkeypatch, "model=tiny", "data=mixture", *sources)
     kinds = []
     for point in sweep.points:
-        cfg, _ = compose_point(sweep, point, lambda cfg: [])
+        cfg, _ = compose_point(sweep, point, lambda cfg, refused: [])
         assert cfg is not None
         assert isinstance(cfg.data, MixtureDataConfig)
         assert [source.weight for source in cfg.data.sources.values()] == [2, None]
@@ -86,7 +86,7 @@ def test_a_value_is_a_problem_of_its_point_and_a_slip_one_of_the_sweep(monkeypat
     found = {}
     for point in sweep.points:
         try:
-            found[point.overrides[1:]] = compose_point(sweep, point, lambda cfg: ["and this"])[1]
+            found[point.overrides[1:]] = compose_point(sweep, point, lambda cfg, refused: ["and this"])[1]
         except ConfigError as error:
             found[point.overrides[1:]] = ["slip: " + problem.partition(" (there")[0] for problem in error.problems]
     slip = "slip: parallelism=fdsp2: no such option; did you mean fsdp2?"
@@ -115,7 +115,7 @@ def test_names_are_file_names(values: dict[str, str], name: str) -> None:
 @pytest.mark.parametrize("text", ["plain", "it's", 'a "b"', "a\\b", "back\\'slash", "a=b,c", "x y", "[1]", "{}"])
 def test_quoted_text_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     sweep = expanded(monkeypatch, "model=tiny", override_of("run.name", text), "run.seed=1,2")
-    cfg, _ = compose_point(sweep, sweep.points[0], lambda cfg: [])
+    cfg, _ = compose_point(sweep, sweep.points[0], lambda cfg, refused: [])
     assert cfg is not None
     assert cfg.run.name == text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,101 +13,101 @@ from hydra import main
 from hydra._internal.utils import get_args_parser  # the one reader of Hydra's options; hydra-core is held below 1.4
 from omegaconf.errors import OmegaConfBaseException
 
-from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
-from components.config.compose.explain import override_parts
+from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, diagnose
+from components.config.compose.explain import no_option, override_parts
 from components.config.compose.frozen import Config, from_container
 from components.config.compose.sources import Request, config_folders, register_schemas
-from components.config.compose.typed import free_keys
+from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 
 
-def compose_from_command_line(
-    name: str, schema: type[Config], recipe_dir: Path, check: Callable[[Config], list[str]]
-) -> Config | None:
+def compose_from_command_line(name: str, schema: type[Config], recipe_dir: Path, check: Check) -> Config | None:
     """Compose conf/<name>.yaml with the command line (`sys.argv`), and return it typed and checked.
 
     Args:
         name: Of the recipe: conf/<name>.yaml.
         schema: The recipe's dataclass.
         recipe_dir: Folder of the recipe; its conf/ and ./conf are searched after this project's.
-        check: Returns the problems that only show across sections.
+        check: Returns the problems that only show across sections, given what was refused before.
 
     Returns None where Hydra answered the command line itself (`--cfg job`, `--help`, ...). Raises ConfigError with
-    every problem found, and SystemExit for an option that Hydra does not know (after saying so).
+    every problem found, and SystemExit for an option that Hydra cannot read (after saying so).
     """
-    arguments = read_arguments()
+    arguments, problems = read_arguments(schema)
     if arguments.multirun and not _answered_without_config(arguments):
-        raise ConfigError(
+        problems.append(
             "-m (--multirun): a sweep starts the processes of its points itself; start it with plain python, or leave "
             "-m out"
         )
-    request = read_request(arguments, name, schema, recipe_dir)
+    try:
+        request = read_request(arguments, name, schema, recipe_dir)
+    except ConfigError as error:
+        raise ConfigError(problems + error.problems) from error
+    if _answered_by_hydra(arguments):
+        raise_all(problems)
     try:
         if _answered_by_hydra(arguments):
             _let_hydra_answer(request, arguments.overrides)
             return None
         cfg = from_container(request.compose(request.overrides), schema)
     except COMPOSITION_ERRORS as error:
-        raise ConfigError(diagnose(request, error, check)) from error
-    if problems := check(cfg):
-        raise ConfigError(problems)
+        raise ConfigError(problems + diagnose(request, error, check)) from error
+    raise_all(problems + check(cfg, problems))
     return cfg
 
 
 def asks_for_sweep() -> bool:
     """Whether the command line (`sys.argv`) asks for a sweep (-m), and not merely for `--help` and its like."""
-    arguments = read_arguments()
+    arguments = get_args_parser().parse_known_intermixed_args()[0]
     return arguments.multirun and not _answered_without_config(arguments)
 
 
-def read_arguments() -> Namespace:
-    """Return the command line as Hydra reads it. Raises SystemExit for an option that Hydra does not know."""
-    return get_args_parser().parse_intermixed_args()
+def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
+    """Return the command line as Hydra reads it, without what a recipe does not take, and the problems with that.
 
-
-def read_request(arguments: Namespace, name: str, schema: type[Config], recipe_dir: Path) -> Request:
-    """Return what is to be composed. Raises ConfigError for options and folders that cannot be used."""
-    _refuse_options(arguments)
-    register_schemas(name, schema)
-    main_config = arguments.config_name or name
-    folders = config_folders(
-        main_config,
-        recipe_dir,
-        before=_given_folder("--config-path", arguments.config_path),
-        after=_given_folder("--config-dir", arguments.config_dir),
-    )
-    return Request(main_config, schema, folders, addable(arguments.overrides, schema))
-
-
-def _refuse_options(arguments: Namespace) -> None:
-    """Raise ConfigError for what Hydra can do and a recipe does not let it do, and for a folder that it cannot bear."""
-    problems = []
+    Raises SystemExit for an option that Hydra cannot read, and ConfigError in a folder that Hydra cannot bear.
+    """
+    arguments, unread = get_args_parser().parse_known_intermixed_args()
+    unknown = [each for each in unread if each.startswith("-")]
+    overrides = {*arguments.overrides, *unread} - {*unknown}  # argparse leaves what follows an unknown option unread
     try:
         folder = os.getcwd()
     except FileNotFoundError as error:
         raise ConfigError("the folder of this command was removed; cd to one that is there") from error
     if "${" in folder:
-        problems.append(f"{folder!r}: Hydra reads ${{ in the name of a folder as a reference; start from another one")
+        raise ConfigError(f"{folder!r}: Hydra reads ${{ in the name of a folder as a reference; start from another one")
+    problems = [no_option(option, known_keys(schema)) for option in unknown]
     if arguments.experimental_rerun:
         problems.append("--experimental-rerun: a run continues when its run.dir is given again; leave it out")
-    for override in arguments.overrides:
+    for option in ("config_path", "config_dir"):
+        path = getattr(arguments, option)
+        if path is not None and not Path(path).is_dir():
+            problems.append(f"--{option.replace('_', '-')}={path}: no such folder")
+            setattr(arguments, option, None)
+    taken = []
+    for override in [each for each in sys.argv[1:] if each in overrides]:
         key = override_parts(override)[0]
         if not key:
             problems.append(f"{override}: has no key; write KEY=VALUE")
-        if key.startswith(("hydra.", "hydra/")):
+        elif key.startswith(("hydra.", "hydra/")):
             problems.append(
                 f"{override}: Hydra only composes here, so its settings have no effect; leave it out "
                 "(--config-dir adds a folder of configs)"
             )
-    raise_all(problems)
+        else:
+            taken.append(override)
+    arguments.overrides = taken
+    return arguments, problems
 
 
-def _given_folder(option: str, path: str | None) -> list[Path]:
-    """Return the folder that an option names, if any. Raises ConfigError where it is none."""
-    if path is not None and not Path(path).is_dir():
-        raise ConfigError(f"{option}={path}: no such folder")
-    return [Path(path).resolve()] if path is not None else []
+def read_request(arguments: Namespace, name: str, schema: type[Config], recipe_dir: Path) -> Request:
+    """Return what is to be composed. Raises ConfigError where the main config is in no folder."""
+    register_schemas(name, schema)
+    main_config = arguments.config_name or name
+    before, after = ([Path(path).resolve()] if path else [] for path in (arguments.config_path, arguments.config_dir))
+    folders = config_folders(main_config, recipe_dir, before=before, after=after)
+    return Request(main_config, schema, folders, addable(arguments.overrides, schema))
 
 
 def addable(overrides: Iterable[str], schema: type[Config]) -> tuple[str, ...]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl  # how Hydra applies an override, one at a time
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,36 +23,48 @@ from components.config.compose.explain import (
     explain_value,
     no_source,
     override_parts,
+    unknown_key,
     unreadable,
 )
 from components.config.compose.frozen import from_container
-from components.config.compose.sources import Request, option_groups
+from components.config.compose.sources import Request, option_groups, option_texts
 from components.config.compose.texts import UNSET
-from components.config.compose.typed import known_keys
+from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
+from components.config.schema.data import DATA_KINDS, DataKind
 from components.config.schema.recipes import RecipeConfig
+
+DATA = "data"
+"""The group whose options have keys of several kinds."""
+_KIND = re.compile(rf"/schema/data/(?P<kind>{'|'.join(DataKind)})@_here_")
+_MEANT = re.compile(r"; did you mean ([\w.]+)")
 
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ConfigError)
 
 
-def diagnose(request: Request, error: Exception, check: Callable[[Any], list[str]]) -> list[str]:
+Check = Callable[[Any, Collection[str]], list[str]]
+"""Returns the problems of a config that only show across sections, given the keys and sections that were refused: what
+the config holds there is not what was asked for."""
+
+
+def diagnose(request: Request, error: Exception, check: Check) -> list[str]:
     """Return every problem of a request that could not be composed, one sentence each.
 
     Each override is tried on top of the good ones before it. What is left without the bad ones is checked further,
-    and of that only what does not concern a section with a problem is told: there it could be a mere consequence.
+    and of that only what names no refused key is reported: the rest could be a mere consequence.
 
     Args:
-        error: What stopped the composition; it is all there is to tell where no override is to blame.
+        error: What stopped the composition; it is all there is to report where no override is to blame.
         check: Returns the problems that only show across sections.
     """
     search = _Search(request)
     try:
         base = search.choose_options()
     except COMPOSITION_ERRORS:
-        return [explain_file(error, search.keys, search.groups)]
+        return [explain_file(error, search.keys, search.groups), *search.misspelt()]
     cfg = search.complete(search.apply_values(base))
     if cfg is not None:
-        search.add_independent(check(cfg))
+        search.add_independent(check(cfg, search.refused()))
     return search.problems or getattr(error, "problems", None) or [explain_value(error)]
 
 
@@ -64,7 +76,8 @@ class _Search:
         self.problems: list[str] = []
         self.options: list[str] = []
         self.values: list[str] = []
-        self.bad_options: set[str] = set()
+        self.bad_sections: set[str] = set()
+        """Sections that do not hold what was asked for, since their option or several of their keys were refused."""
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
@@ -73,6 +86,18 @@ class _Search:
     @cached_property
     def keys(self) -> list[str]:
         return known_keys(self.request.schema)
+
+    def misspelt(self) -> list[str]:
+        """Return what is wrong with the overrides whatever the files hold."""
+        known, free = [*self.keys, *self.groups], tuple(f"{key}." for key in free_keys(self.request.schema))
+        problems = []
+        for override in self.request.overrides:
+            key, assigned, value = override_parts(override)
+            if problem := _misspelt(override):
+                problems.append(problem)
+            elif key not in known and not key.startswith(free):
+                problems.append(unknown_key(key, value if assigned else None, known))
+        return problems
 
     def choose_options(self) -> DictConfig:
         """Compose with the options of groups (model=tiny) that exist: they decide which keys there are."""
@@ -85,7 +110,7 @@ class _Search:
             for override in chosen:
                 if problem := self._unusable(override):
                     self.problems.append(problem)
-                    self.bad_options.add(override_parts(override)[0])
+                    self.bad_sections.add(override_parts(override)[0])
                 else:
                     self.options.append(override)
             base = self.request.compose(self.options)
@@ -107,7 +132,7 @@ class _Search:
             key = override_parts(override)[0]
             if key in self.groups:
                 continue
-            if key.partition(".")[0] in self.bad_options and key in self.keys:
+            if key.partition(".")[0] in self.bad_sections and key in self.keys:
                 continue  # whether the option that was meant has this key cannot be told
             if problem := self._refused(override, cfg):
                 self.problems.append(problem)
@@ -122,18 +147,26 @@ class _Search:
         except ConfigError as error:
             self.add_independent(error.problems)
             bad = error.problems
-        kept = [given for given in (*self.options, *self.values) if not _concerns(bad, _section(given))]
-        try:
+        given = (*self.options, *self.values)
+        keys = {_key(problem) for problem in bad}
+        with suppress(*COMPOSITION_ERRORS):
+            kept = [each for each in given if override_parts(each)[0] not in keys]
             return from_container(self.request.compose(kept), self.request.schema)
-        except COMPOSITION_ERRORS:
-            return None  # the trouble is in a file, or a mere consequence: it was told above
+        self.bad_sections |= {_section(problem) for problem in bad}
+        with suppress(*COMPOSITION_ERRORS):
+            kept = [each for each in given if not _concerns(bad, _section(each))]
+            return from_container(self.request.compose(kept), self.request.schema)
+        return None  # the trouble is in a file, or a mere consequence: it was reported above
+
+    def refused(self) -> set[str]:
+        """Return the keys with a problem, those that were probably meant, and the sections of bad options."""
+        meant = {found[1] for problem in self.problems if (found := _MEANT.search(problem))}
+        return {_key(problem) for problem in self.problems} | meant | self.bad_sections
 
     def add_independent(self, problems: list[str]) -> None:
-        """Add the problems that concern no section which has one already."""
-        bad = {_section(problem) for problem in self.problems} | self.bad_options
-        if "cluster" in bad:
-            bad.add("parallelism")  # the number of processes decides the degrees
-        self.problems += [problem for problem in problems if not any(_concerns([problem], section) for section in bad)]
+        """Add the problems that name no key which has one already."""
+        refused = self.refused()
+        self.problems += [problem for problem in problems if not any(_names(problem, key) for key in refused)]
 
     def _refused(self, override: str, cfg: DictConfig) -> str | None:
         if problem := _misspelt(override):
@@ -155,19 +188,17 @@ class _Search:
     def _options_with(self, key: str, value: str, cfg: DictConfig) -> list[str]:
         """The options of a section that have a key which the chosen one lacks.
 
-        Those first that wait for values, of them that which the value names (`mine.jsonl`: jsonl).
+        Those first that wait for values, of them that which the value names (`mine.jsonl`: jsonl). Only options of
+        data differ in their keys.
         """
         section, _, name = key.partition(".")
-        if section not in self.groups or key not in self.keys or name in _values(cfg, section):
+        if section != DATA or key not in self.keys or name in _values(cfg, section):
             return []
-        others, found = [given for given in self.options if _section(given) != section], {}
-        for option in self.groups[section]:
-            with suppress(*COMPOSITION_ERRORS):
-                found[option] = _values(self.request.compose([*others, f"{section}={option}"]), section)
-        fitting = [option for option, values in found.items() if name in values]
-        return sorted(
-            fitting, key=lambda option: (UNSET not in found[option].values(), option not in value, len(option))
-        )
+        texts = option_texts(self.request.folders, DATA)
+        kinds = {option: found["kind"] for option, text in texts.items() if (found := _KIND.search(text))}
+        schemas = {option: schema for option, kind in kinds.items() if (schema := DATA_KINDS.get(DataKind(kind)))}
+        fitting = [option for option, schema in schemas.items() if name in get_type_hints(schema)]
+        return sorted(fitting, key=lambda option: (UNSET not in texts[option], option not in value, len(option)))
 
 
 def _misspelt(override: str) -> str | None:
@@ -187,6 +218,18 @@ def _values(cfg: DictConfig, section: str) -> dict[str, Any]:
 def _section(text: str) -> str:
     """The section that an override or a problem is about: what comes before the first dot, sign or colon."""
     return re.split(r"[.=:@ ]", text.lstrip("+~"), maxsplit=1)[0]
+
+
+def _key(text: str) -> str:
+    """The key that a problem or an override is about: what comes before the first sign or colon."""
+    return re.split(r"[=:@ ]", text.lstrip("+~"), maxsplit=1)[0]
+
+
+def _names(problem: str, key: str) -> bool:
+    """Whether a problem is about a key; of a section: about any key within it."""
+    fact = problem.partition("; did you mean")[0]
+    ends = r"(?!\w)" if "." in key else "[.=:]"
+    return re.search(rf"(?<![\w.]){re.escape(key)}{ends}", fact) is not None
 
 
 def _concerns(problems: Iterable[str], section: str) -> bool:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import get_type_hints
 
+from components.config.compose.synonyms import synonym_of
 from components.config.schema.data import DATA_KINDS, DataConfig
 
 NUMBER_WORDS = {"Integer": "a whole number", "Float": "a number"}
@@ -21,6 +22,9 @@ NOT_A_MIXTURE = "only a mixture has sources; add data=mixture, or another option
 NOT_YAML = re.compile(
     r'(?P<what>expected .*|found .*|could not .*|mapping values .*)\n\s*in "(?P<file>.*)", line (?P<line>\d+)'
 )
+
+PACKAGES = {"network": "cluster"}
+"""Groups whose options set keys of a section with another name; those of other such groups set any: _global_."""
 
 VALUE_RULES = (
     (r"could not be converted to (?P<wanted>\w+)", "must be {wanted}"),
@@ -61,6 +65,13 @@ def unknown_key(key: str, value: object, known: Iterable[str]) -> str:
     return f"{shown}: no such key{did_you_mean(nearest_key(key, names))}"
 
 
+def no_option(option: str, known: Iterable[str]) -> str:
+    """Return the sentence for an option (--lr) that Hydra does not know."""
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    key = nearest_key(name, list(known))
+    return f"{option}: no such option, see --help; settings are written KEY=VALUE{did_you_mean(key)}"
+
+
 def no_source(said: str, name: str, sources: Iterable[str]) -> str:
     """Return the sentence for a key of a source that was never added to a mixture."""
     like = did_you_mean(nearest(name, sources))
@@ -80,10 +91,13 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 def nearest_key(key: str, known: list[str]) -> str | None:
     """Return the dotted key that was probably meant.
 
-    A sibling with a similar name (model.head: model.heads), else the same path with a slip in it
-    (trainig.max_steps), else a key of that name in another section (training.lr: optimizer.lr).
+    The one that another tool calls so (learning_rate: optimizer.lr), else a sibling with a similar name (model.head:
+    model.heads), else the same path with a slip in it (trainig.max_steps), else a key of that name in another section
+    (training.lr: optimizer.lr).
     """
     prefix, _, leaf = key.rpartition(".")
+    if synonym := synonym_of(leaf, known):
+        return synonym
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == prefix}
     if sibling := nearest(leaf, siblings):
         return siblings[sibling]
@@ -171,8 +185,21 @@ def explain_file(error: Exception, keys: list[str], groups: dict[str, list[str]]
     where, key = f"conf file {found['file']}.yaml", RESOLUTION.search(found["what"])
     named = f"{where}: {key['key']}" if key else where
     if unknown := UNKNOWN_IN_FILE.search(found["what"]):
+        if forgotten := _forgotten_package(found["file"], key["key"] if key else "", keys):
+            return f"{where}: {forgotten}"
         return _unknown_in_file(named, key["key"] if key else "", unknown, keys)
     return f"{named}: {_rule(found['what'])}"
+
+
+def _forgotten_package(file: str, key: str, keys: Sequence[str]) -> str | None:
+    """Say that a file lacks the line that puts its keys where they belong, where that explains an unknown key."""
+    group = file.rpartition("/")[0]
+    header = f"`# @package {PACKAGES.get(group, '_global_')}`"
+    if group and key == group and group not in keys:
+        return f"its keys are read as {group}.KEY, and there is no section {group}; make {header} its first line"
+    if group in keys and key == f"{group}.{group}":
+        return f"its keys are below {group} already; leave the line `{group}:` out, or make {header} its first line"
+    return None
 
 
 def _unknown_in_file(named: str, key: str, unknown: re.Match[str], keys: list[str]) -> str:

@@ -10,14 +10,14 @@ from typing import TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from components.config.compose.explain import explain_resolution
+from components.config.compose.interpolations import resolve
 from components.config.compose.texts import literal
 from components.config.compose.typed import typed
 from components.config.errors import ConfigError
 from components.config.run_files import read_regular
 from components.config.safe_yaml import check_expansion, load_yaml
+from components.config.schema.checks import raise_all
 from components.config.schema.recipes import RecipeConfig
 from components.config.schema.run import CONFIG
 
@@ -30,13 +30,15 @@ _CHECKSUM = "# sha256 of the lines below: "
 
 def from_container(cfg: DictConfig, schema: type[Config]) -> Config:
     """Resolve interpolations and return the typed config. Raises ConfigError with every problem."""
-    try:
-        container = OmegaConf.to_container(cfg, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(explain_resolution(error)) from error
+    container, refused = resolve(cfg)
     # The option of conf/data/ named its class; a file that was frozen is plain and only knows data.kind.
     data_schema = OmegaConf.get_type(cfg, "data") if "data" in cfg else None
-    return typed(container, schema, data_schema)
+    try:
+        made = typed(container, schema, data_schema, [key.partition("[")[0] for key in refused])
+    except ConfigError as error:
+        raise ConfigError([*refused.values(), *error.problems]) from error
+    raise_all(list(refused.values()))
+    return made
 
 
 def read_frozen(path: Path, schema: type[Config]) -> Config:

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import BooleanNode, DictConfig, OmegaConf, ValidationError
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -56,9 +57,41 @@ class Request:
 def register_schemas(name: str, schema: type[RecipeConfig]) -> None:
     """Put the dataclasses where the defaults lists find them: schema/<name> and schema/data/<kind>."""
     store = ConfigStore.instance()
-    store.store(group="schema", name=name, node=schema, package="_global_")
+    store.store(group="schema", name=name, node=strict_booleans(schema), package="_global_")
     for kind, data_schema in DATA_KINDS.items():
-        store.store(group="schema/data", name=str(kind), node=data_schema)
+        store.store(group="schema/data", name=str(kind), node=strict_booleans(data_schema))
+
+
+class _StrictBoolean(BooleanNode):
+    """A boolean that is not set by a number: `plot: 2` is a slip, which omegaconf would take for true."""
+
+    def _validate_and_convert_impl(self, value: Any) -> bool:
+        if type(value) is int or (isinstance(value, str) and value.isdigit()):
+            raise ValidationError("Value '$VALUE' is not a valid bool (type $VALUE_TYPE)")
+        return super()._validate_and_convert_impl(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StrictBoolean:
+        copied = _StrictBoolean()
+        self._deepcopy_impl(copied, memo)
+        return copied
+
+
+def strict_booleans(schema: type) -> DictConfig:
+    """Return the structured config of a dataclass, in which booleans refuse numbers."""
+    cfg = OmegaConf.structured(schema)
+    _replace_booleans(cfg)
+    return cfg
+
+
+def _replace_booleans(section: DictConfig) -> None:
+    for name in section:
+        node = section._get_node(name)
+        if isinstance(node, DictConfig):
+            if not (node._is_none() or node._is_missing()):
+                _replace_booleans(node)
+        elif type(node) is BooleanNode:
+            optional = node._metadata.optional
+            section.__dict__["_content"][name] = _StrictBoolean(node._value(), name, section, optional)
 
 
 def config_folders(
@@ -102,3 +135,13 @@ def option_groups(folders: Iterable[Path]) -> dict[str, list[str]]:
             if file.stem not in options:
                 options.append(file.stem)
     return groups
+
+
+def option_texts(folders: Iterable[Path], group: str) -> dict[str, str]:
+    """Return the text of each option of a group, by its name; of several files with one name that of the first."""
+    texts: dict[str, str] = {}
+    for folder in folders:
+        for file in sorted((folder / group).glob("*.yaml")):
+            with suppress(OSError, UnicodeDecodeError):
+                texts.setdefault(file.stem, file.read_text())
+    return texts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,13 +16,12 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.command_line import addable, read_arguments, read_request
-from components.config.compose.diagnose import diagnose
+from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, diagnose
 from components.config.compose.explain import override_parts, unknown_key, unreadable
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import Request, option_groups
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
-from components.config.schema.checks import raise_all
 from components.config.schema.recipes import RecipeConfig
 
 
@@ -50,23 +49,33 @@ class SweepRequest:
     """--cfg and what belongs to it; empty where the points are to run."""
 
 
-def expand_sweep(name: str, schema: type[RecipeConfig], recipe_dir: Path) -> SweepRequest:
+def expand_sweep(
+    name: str, schema: type[RecipeConfig], recipe_dir: Path, check: Check = lambda cfg, refused: []
+) -> SweepRequest:
     """Return the points that the command line (`sys.argv`) stands for; nothing is composed yet.
 
     Choices (a,b), range(...), glob(...), and sorted or shuffled ones multiply in the order of the command line.
-    Raises ConfigError with every problem of the syntax.
+    Raises ConfigError with every problem of the syntax, and with those of the first point besides.
     """
-    arguments = read_arguments()
-    request = read_request(arguments, name, schema, recipe_dir)
+    arguments, problems = read_arguments(schema)
+    try:
+        request = read_request(arguments, name, schema, recipe_dir)
+    except ConfigError as error:
+        raise ConfigError(problems + error.problems) from error
     groups = option_groups(request.folders)
-    parsed = _parse(arguments.overrides, groups)
+    parsed, unparsed = _parse(arguments.overrides, groups)
     swept = [override for override in parsed if override.is_sweep_override()]
     known = [*known_keys(schema), *groups]
     unknown = [given for given in swept if given.key_or_group not in known and not _is_free(given, schema)]
-    raise_all(
-        [unknown_key(given.key_or_group, given.get_value_string(), known) for given in unknown]
-        + _sweep_problems(parsed, [given for given in swept if given not in unknown], groups)
-    )
+    refused = {given.input_line or "": unknown_key(given.key_or_group, given.get_value_string(), known)
+               for given in unknown}  # fmt: skip
+    for override, problem in _sweep_problems(parsed, [given for given in swept if given not in unknown], groups):
+        refused.setdefault(override, problem)
+    problems += [*unparsed.values(), *refused.values()]
+    if problems:
+        readable = [given for given in parsed if given.input_line not in refused]
+        first = [_first_value(given) for given in readable]
+        raise ConfigError(problems + _problems_of(replace(request, overrides=addable(first, schema)), check, problems))
     products = BasicSweeper.split_arguments(swept, None)[0]
     typed = [(_place_of(given), given) for given in arguments.overrides]
     return SweepRequest(
@@ -78,9 +87,7 @@ def expand_sweep(name: str, schema: type[RecipeConfig], recipe_dir: Path) -> Swe
     )
 
 
-def compose_point(
-    sweep: SweepRequest, point: PointRequest, check: Callable[[RecipeConfig], list[str]]
-) -> tuple[RecipeConfig | None, list[str]]:
+def compose_point(sweep: SweepRequest, point: PointRequest, check: Check) -> tuple[RecipeConfig | None, list[str]]:
     """Return the point's config (None where there is none) and what is wrong with it.
 
     Args:
@@ -98,7 +105,22 @@ def compose_point(
         cfg = from_container(composed, schema)
     except ConfigError as error:
         return None, diagnose(request, error, check)
-    return cfg, check(cfg)
+    return cfg, check(cfg, ())
+
+
+def _problems_of(request: Request, check: Check, refused: list[str]) -> list[str]:
+    """Return what is wrong with one point of a sweep that cannot be expanded."""
+    try:
+        return check(from_container(request.compose(request.overrides), request.schema), refused)
+    except COMPOSITION_ERRORS as error:
+        return diagnose(request, error, check)
+
+
+def _first_value(override: Override) -> str:
+    """Return the override of the first point."""
+    if not override.is_sweep_override():
+        return override.input_line or ""
+    return BasicSweeper.split_arguments([override], None)[0][0][0]
 
 
 def override_of(key: str, text: str) -> str:
@@ -106,33 +128,35 @@ def override_of(key: str, text: str) -> str:
     return f"{key}={QuotedString(text=text, quote=Quote.single).with_quotes()}"
 
 
-def _parse(overrides: list[str], groups: dict[str, list[str]]) -> list[Override]:
-    parser, parsed, problems = OverridesParser.create(cast(ConfigLoader, _Options(groups))), [], []
+def _parse(overrides: list[str], groups: dict[str, list[str]]) -> tuple[list[Override], dict[str, str]]:
+    """Return the overrides that Hydra can read, and the problems of the others."""
+    parser, parsed, problems = OverridesParser.create(cast(ConfigLoader, _Options(groups))), [], {}
     for override in overrides:
         try:
             parsed += parser.parse_overrides([override])
         except HydraException:
-            problems.append(unreadable(override))
-    raise_all(problems)
-    return parsed
+            problems[override] = unreadable(override)
+    return parsed, problems
 
 
-def _sweep_problems(parsed: list[Override], swept: list[Override], groups: dict[str, list[str]]) -> list[str]:
-    problems, places = [], [_place_of(override.input_line or "") for override in parsed]
+def _sweep_problems(
+    parsed: list[Override], swept: list[Override], groups: dict[str, list[str]]
+) -> Iterator[tuple[str, str]]:
+    """Yield the swept overrides that cannot be expanded, each with its problem."""
+    places = [_place_of(override.input_line or "") for override in parsed]
     for override in swept:
         key, typed = override.key_or_group, override.input_line or ""
         if key == "run.dir":
-            problems.append(f"{typed}: is the folder of the whole sweep, with a folder for each point in it; give one")
+            yield typed, f"{typed}: is the folder of the whole sweep, with a folder for each point in it; give one"
         if (count := places.count(_place_of(typed))) > 1:
-            problems.append(f"{typed}: {_place_of(typed)} is given {count} times; give it once")
+            yield typed, f"{typed}: {_place_of(typed)} is given {count} times; give it once"
         if isinstance(override.value(), RangeSweep) and not override.value().step:  # type: ignore[union-attr]
-            problems.append(f"{typed}: a range with a step of 0 never ends; write range(START,STOP,STEP)")
+            yield typed, f"{typed}: a range with a step of 0 never ends; write range(START,STOP,STEP)"
         elif not override.is_discrete_sweep():
-            problems.append(f"{typed}: an interval has no values to list; write a,b or range(START,STOP,STEP)")
+            yield typed, f"{typed}: an interval has no values to list; write a,b or range(START,STOP,STEP)"
         elif not any(True for _ in override.sweep_string_iterator()):
             options = f" (there are: {', '.join(groups[key])})" if key in groups else ", which only groups have"
-            problems.append(f"{typed}: is the name of no option{options}")
-    return problems
+            yield typed, f"{typed}: is the name of no option{options}"
 
 
 def _point(typed: list[tuple[str, str]], product: list[str]) -> PointRequest:

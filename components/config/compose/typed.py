@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_origin, get_type_hints
 
@@ -15,19 +17,25 @@ from components.config.schema.data import DATA_KINDS, DataConfig, DataKind, of_s
 
 Schema = TypeVar("Schema")
 
+LARGEST = 2**63 - 1
+"""The largest whole number that torch and safetensors take."""
 
-def typed(container: Any, schema: type[Schema], data_schema: type | None = None) -> Schema:
+
+def typed(
+    container: Any, schema: type[Schema], data_schema: type | None = None, refused: Collection[str] = ()
+) -> Schema:
     """Return `container` (nested dicts, no interpolations left) as an instance of `schema`.
 
     Args:
         container: Values by section and key.
         schema: A dataclass of dataclasses.
         data_schema: The class of the section `data`, one of DATA_KINDS; anything else: the one data.kind names.
+        refused: Keys that were refused before, whose values are not in `container`.
 
     Raises ConfigError with every problem: unknown keys with the nearest known one, values that are missing or of
     the wrong type, and what each section says of itself.
     """
-    builder = _Builder(known_keys(schema), data_schema if data_schema in DATA_KINDS.values() else None)
+    builder = _Builder(known_keys(schema), data_schema if data_schema in DATA_KINDS.values() else None, refused)
     result = builder.build(container, schema, "")
     if builder.problems:
         raise ConfigError(builder.problems)
@@ -63,6 +71,7 @@ class _Builder:
 
     known: list[str]
     data_schema: type | None
+    refused: Collection[str] = ()
     problems: list[str] = field(default_factory=list)
 
     def build(self, values: Any, schema: Any, prefix: str) -> Any:
@@ -70,24 +79,36 @@ class _Builder:
         if not isinstance(values, dict):
             self.problems.append(f"{prefix.rstrip('.')}={values}: is a section with keys, not a value")
             return None
-        before = len(self.problems)
-        hints = get_type_hints(schema)
+        hints, before = get_type_hints(schema), len(self.problems)
         for key in values:
             if key not in hints:
                 self.problems += [unknown_key(*leaf, self.known) for leaf in _leaves(f"{prefix}{key}", values[key])]
         node = OmegaConf.structured(schema)
-        arguments = {
-            name: self._value(values[name], kind, node, f"{prefix}{name}")
-            for name, kind in hints.items()
-            if name in values
-        }
-        self._require(schema, values, prefix)
-        if len(self.problems) > before:
-            return None
+        refused = [name for name in hints if f"{prefix}{name}" in self.refused]
+        refused += self._require(schema, values, prefix)
+        arguments = {}
+        for name, kind in hints.items():
+            if name in values and name not in refused:
+                found = len(self.problems)
+                arguments[name] = self._value(values[name], kind, node, f"{prefix}{name}")
+                if len(self.problems) > found:
+                    refused.append(name)
+        made = self._construct(schema, arguments, refused)
+        return made if len(self.problems) == before else None
+
+    def _construct(self, schema: Any, arguments: dict[str, Any], refused: list[str]) -> Any:
+        """Construct a section for what it says of itself, with defaults for what was refused.
+
+        What concerns a refused value is left out: it could be a mere consequence.
+        """
+        accepted = {name: value for name, value in arguments.items() if name not in refused}
+        required = [each.name for each in fields(schema) if each.default is MISSING and each.default_factory is MISSING]
+        unset = {name: "unset:unset" for name in required if name not in accepted}
         try:
-            return schema(**arguments)
+            return schema(**accepted, **unset)
         except ConfigError as error:
-            self.problems += error.problems
+            about = "|".join(map(re.escape, refused)) or "$."
+            self.problems += [each for each in error.problems if not re.search(rf"\.({about})(?!\w|\.\w)", each)]
         return None
 
     def _value(self, value: Any, kind: Any, node: DictConfig, key: str) -> Any:
@@ -100,6 +121,12 @@ class _Builder:
             return {name: self._source(name, source, value) for name, source in value.items()}
         if problem := unstorable(value):
             self.problems.append(f"{key}={value!r}: {problem}")
+            return None
+        if kind is bool and not isinstance(value, bool):
+            self.problems.append(f"{key}={value}: must be true or false")
+            return None
+        if any(abs(number) > LARGEST for number in _integers(value)):
+            self.problems.append(f"{key}={value}: must fit in 64 bits, at most {LARGEST}")
             return None
         name = key.rpartition(".")[2]
         try:
@@ -125,12 +152,17 @@ class _Builder:
         self.problems += of_source(name, builder.problems)
         return source
 
-    def _require(self, schema: type, values: dict[str, Any], prefix: str) -> None:
+    def _require(self, schema: type, values: dict[str, Any], prefix: str) -> list[str]:
+        """Report the values that must be given and are not, and return their names."""
+        missing = []
         for entry in fields(schema):
             has_default = entry.default is not MISSING or entry.default_factory is not MISSING
             if values.get(entry.name) == UNSET or (entry.name not in values and not has_default):
                 key = f"{prefix}{entry.name}"
-                self.problems.append(f"{key}: not set, and it has no default; set {key}=...")
+                if key not in self.refused:
+                    self.problems.append(f"{key}: not set, and it has no default; set {key}=...")
+                missing.append(entry.name)
+        return missing
 
 
 def _schema_of(data: Any) -> type[DataConfig]:
@@ -144,3 +176,11 @@ def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
     if not isinstance(value, dict) or not value:
         return [(key, value)]
     return [leaf for name, nested in value.items() for leaf in _leaves(f"{key}.{name}", nested)]
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, dict | list):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _integers(entry)

@@ -1,24 +1,31 @@
-"""The one-line rules that sections share. Each returns its problem as a sentence, or nothing."""
+"""The one-line rules that sections share. Each returns its problem as a sentence, or nothing.
+
+Values that are not finite (inf, nan, 1e400) are out of every range.
+"""
 
 from __future__ import annotations
+
+import math
 
 from components.config.errors import ConfigError
 
 
 def at_least(key: str, value: float | None, minimum: float) -> list[str]:
-    """`value` must be `minimum` or more; None (not given) is left to others."""
-    if value is None or value >= minimum:
+    """Require `value` to be `minimum` or more; None (not given) is left to others."""
+    if value is None or (value >= minimum and _is_finite(value)):
         return []
-    return [f"{key}={value}: must be at least {minimum:g}"]
+    return [f"{key}={value}: must be at least {minimum:g}{_and_finite(value)}"]
 
 
 def above(key: str, value: float, bound: float) -> list[str]:
-    """`value` must be greater than `bound`."""
-    return [] if value > bound else [f"{key}={value}: must be greater than {bound:g}"]
+    """Require `value` to be greater than `bound`."""
+    if value > bound and _is_finite(value):
+        return []
+    return [f"{key}={value}: must be greater than {bound:g}{_and_finite(value)}"]
 
 
 def within(key: str, value: float, low: float, high: float) -> list[str]:
-    """`value` must lie in [low, high]."""
+    """Require `value` to lie in [low, high]."""
     return [] if low <= value <= high else [f"{key}={value}: must lie between {low:g} and {high:g}"]
 
 
@@ -26,3 +33,11 @@ def raise_all(problems: list[str]) -> None:
     """Raise one ConfigError with every problem of a section, or return when there is none."""
     if problems:
         raise ConfigError(problems)
+
+
+def _is_finite(value: float) -> bool:
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def _and_finite(value: float) -> str:
+    return "" if _is_finite(value) else ", and a finite number"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
 
-from components.config.schema.checks import at_least, raise_all
+from components.config.schema.checks import at_least, raise_all, within
 from components.config.schema.slurm import (
     NAMED_ELSEWHERE,
     SCRIPT_VARIABLES,
@@ -20,7 +20,10 @@ from components.config.schema.slurm import (
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_NUMBER = re.compile(r"0*[1-9][0-9]{0,8}", re.ASCII)
 _RESOURCE = re.compile(r"[\w.,:;&|*()\[\]+=@%/-]+")
+LONGEST_TIMEOUT = 525_600.0
+"""Minutes of a year: an upper bound of timeouts, so that they fit what torch and the OS take."""
 _RESOURCE_KEYS = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation", "mem")
 
 
@@ -49,6 +52,9 @@ class ClusterConfig:
     """Machines of the run."""
     procs_per_node: str = "auto"
     """Processes per node: a number, or (local only) auto: the visible GPUs, on CPU the product of the mesh degrees."""
+    oversubscribe: bool = False
+    """Allow a local run on CPUs more than four processes per core, or more than the free memory holds. A GPU is never
+    shared: NCCL refuses two ranks on one."""
     device: Device = Device.auto
     """auto, cpu or cuda. Under Slurm auto asks for a GPU per process, cpu for none."""
     dry_run: bool = False
@@ -111,12 +117,12 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         problems = [
             *at_least("cluster.nodes", self.nodes, 1),
-            *at_least("cluster.startup_timeout_minutes", self.startup_timeout_minutes, 0.01),
-            *at_least("cluster.collective_timeout_minutes", self.collective_timeout_minutes, 0.01),
+            *within("cluster.startup_timeout_minutes", self.startup_timeout_minutes, 0.01, LONGEST_TIMEOUT),
+            *within("cluster.collective_timeout_minutes", self.collective_timeout_minutes, 0.01, LONGEST_TIMEOUT),
             *at_least("cluster.cpus_per_proc", self.cpus_per_proc, 1),
             *at_least("cluster.signal_lead_seconds", self.signal_lead_seconds, 1),
         ]
-        if self.procs_per_node != "auto" and not (self.procs_per_node.isdigit() and int(self.procs_per_node) > 0):
+        if self.procs_per_node != "auto" and not _NUMBER.fullmatch(self.procs_per_node):
             problems.append(
                 f"cluster.procs_per_node={self.procs_per_node}: must be auto or a number of processes, 1 or more"
             )

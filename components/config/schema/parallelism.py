@@ -200,6 +200,11 @@ class ParallelismConfig:
                 f"not {self.pp}, or parallelism.cpu_offload=false"
             )
         problems += at_least("parallelism.prefetch", self.prefetch, 0)
+        if self.tp_plan is not None and not _is_import_path(self.tp_plan):
+            problems.append(
+                f"parallelism.tp_plan={self.tp_plan}: is not an import path; write package.module:name, or null "
+                "for the model's own plan"
+            )
         if not self.reshard_after_forward and self.strategy != Strategy.fsdp2:
             problems.append(
                 "parallelism.reshard_after_forward=false: only fsdp2 gathers parameters and frees them; set it "
@@ -267,3 +272,10 @@ class ParallelismConfig:
                 f"set one to -1, or make cluster.nodes x cluster.procs_per_node={product}"
             )
         return MeshShape(**stated)
+
+
+def _is_import_path(path: str) -> bool:
+    """Whether `path` has the form package.module:name or package.module.Name."""
+    module, colon, name = path.partition(":")
+    parts = [*module.split("."), *(name.split(".") if colon else ())]
+    return len(parts) > 1 and all(part.isidentifier() for part in parts)

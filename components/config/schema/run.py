@@ -47,6 +47,8 @@ class RunConfig:
     what holds samples, the environment or addresses of ranks: logs, environment.json, job.sbatch."""
     accept_changes: list[str] = field(default_factory=list)
     """Keys, or `data` as a whole, that may differ from what the run began with although that makes it another run."""
+    allow_env: list[str] = field(default_factory=list)
+    """Environment variables whose values may be written to the run directory where ${oc.env:NAME} brings them here."""
 
     def __post_init__(self) -> None:
         problems = within("run.seed", self.seed, 0, 2**32 - 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from components.config.schema.checks import above, at_least, raise_all
+
+LONGEST_STEP = 31_536_000.0
+"""Seconds of a year."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,9 +54,12 @@ class TrainingConfig:
 
 
 def _timeout_problems(section: str, seconds: float) -> list[str]:
-    if seconds == 0 or 1 <= seconds < math.inf:
+    if seconds == 0 or 1 <= seconds <= LONGEST_STEP:
         return []
-    return [f"{section}.step_timeout_seconds={seconds}: must be 0 (wait for ever) or at least 1"]
+    return [
+        f"{section}.step_timeout_seconds={seconds}: must be 0 (wait for ever) or at least 1, and at most "
+        f"{LONGEST_STEP:g}, a year"
+    ]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from components.config.schema.cluster import ClusterConfig
 from components.config.schema.data import MixtureDataConfig
 from components.config.schema.recipes import RecipeConfig
 from components.config.schema.slurm import ContainerRuntime
+from components.launch.hub_access import hub_cache, is_offline
 from components.launch.slurm.commands import ask
 from components.launch.slurm.options import as_argument, resource_options
 from components.launch.slurm.script import setup_problems
@@ -30,14 +31,20 @@ UNREACHABLE = (
 """How sbatch says that there is nobody to ask."""
 
 _REASON = re.compile(r"^(sbatch|allocation failure|error|fatal|Batch job submission failed)[:\s]*", re.IGNORECASE)
-_TRUE = ("1", "on", "yes", "true")
 
 
-def job_problems(cfg: RecipeConfig) -> tuple[list[str], list[str]]:
-    """Return the problems of submitting `cfg`, and notes: when it could start, and which paths may be local."""
+def job_problems(cfg: RecipeConfig, *, ask_slurm: bool = True) -> tuple[list[str], list[str]]:
+    """Return the problems of submitting `cfg`, and notes: when it could start, and which paths may be local.
+
+    Args:
+        cfg: The config.
+        ask_slurm: Whether sbatch is asked for its opinion, which is of no use where a key of `cluster` was refused.
+    """
     problems = setup_problems(cfg.cluster) + _script_problems(cfg.cluster) + _cache_problems(cfg)
     problems += _build_problems(cfg.cluster)
     problems += _path_problems(cfg)
+    if not ask_slurm:
+        return problems, []
     try:
         refused, estimate = _test_only(cfg.cluster)
     except ConfigError as error:
@@ -132,10 +139,10 @@ def _path_problems(cfg: RecipeConfig) -> list[str]:
 def _cache_problems(cfg: RecipeConfig) -> list[str]:
     """What must come from the hub on nodes that are told to do without: it has to be in the cache already."""
     environ = {**os.environ, **cfg.cluster.network_env, **cfg.cluster.env}
-    if environ.get("HF_HUB_OFFLINE", "").lower() not in _TRUE:
+    if not is_offline(environ):
         return []
     wanted = {"model.tokenizer": cfg.model.tokenizer, "model.path": cfg.model.path}
-    cache = _hub_cache(environ)
+    cache = hub_cache(environ)
     return [
         f"{key}={name}: is not in the hub's cache {cache}, and the nodes have no hub (HF_HUB_OFFLINE); download it "
         f"first: hf download {name}"
@@ -151,11 +158,6 @@ def _is_missing(name: str, key: str, cache: Path) -> bool:
         return False  # told elsewhere
     folder = cache / ("models--" + files.name_or_folder.replace("/", "--")) / "snapshots"
     return not files.is_local and not any(folder.glob("*/config.json"))
-
-
-def _hub_cache(environ: Mapping[str, str]) -> Path:
-    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    return Path(environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
 
 
 def _local_paths(cfg: RecipeConfig) -> list[str]:

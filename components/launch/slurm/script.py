@@ -39,16 +39,17 @@ class Job:
 
 def render(job: Job) -> str:
     """Return the script. Raises ConfigError where the template, or a shell line in it, does not parse."""
-    from jinja2 import Environment, StrictUndefined, TemplateError
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
 
     file = Path(os.path.expanduser(job.cluster.template or TEMPLATE))
-    environment = Environment(
+    environment = SandboxedEnvironment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {"quote": as_word, "words": lambda texts: " ".join(map(as_word, texts))}
     try:
         script = environment.from_string(file.read_text()).render(_values(job))
-    except (OSError, UnicodeDecodeError, TemplateError) as error:
+    except Exception as error:  # a template is a program: it may divide by zero, or be refused by the sandbox
         number = getattr(error, "lineno", None)
         line = f", line {number}" if number else ""
         raise ConfigError(f"cluster.template={file}: cannot be filled in{line}: {error}") from error

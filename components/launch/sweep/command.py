@@ -6,8 +6,10 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
+from components.config.compose.diagnose import Check
 from components.config.compose.sweep import PointRequest, SweepRequest, compose_point, expand_sweep, override_of
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
@@ -15,8 +17,8 @@ from components.config.schema.cluster import ClusterKind
 from components.config.schema.logging import WandbMode
 from components.config.schema.recipes import RecipeConfig
 from components.launch.folders import check_writable, told_by_path
-from components.launch.preflight import problems_before_start
-from components.launch.processes import device_problems, processes_of, visible_gpus
+from components.launch.preflight import local_problems, problems_before_start
+from components.launch.processes import processes_of, visible_gpus
 from components.launch.rank import Recipe
 from components.launch.run_directory import check_run_directory
 from components.launch.sweep.plan import Point, Sweep, new_directory, point_name
@@ -34,10 +36,15 @@ def run_sweep(recipe: Recipe) -> int:
     0: every point is ok or submitted; 1: one is not, or losses disagree; 130: stopped by Ctrl-C. Raises ConfigError
     for a mistake that no point can do without, before anything is written.
     """
-    request = expand_sweep(recipe.name, recipe.schema, recipe.file.parent)
+    gpus = visible_gpus(os.environ)
+
+    def check(cfg: RecipeConfig, refused: Collection[str]) -> list[str]:
+        return _problems(cfg, gpus, refused)
+
+    request = expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)
     if request.shown:
         return _show_configs(recipe, request)
-    configs, problems = _compose_all(request)
+    configs, problems = _compose_all(request, check)
     first = next(cfg for cfg in configs if cfg is not None)
     directory, identity = new_directory(recipe.name, first.run.dir)
     points = [
@@ -64,22 +71,25 @@ def run_sweep(recipe: Recipe) -> int:
     return run_points(sweep, points)
 
 
-def _compose_all(request: SweepRequest) -> tuple[list[RecipeConfig | None], list[list[str]]]:
+def _compose_all(request: SweepRequest, check: Check) -> tuple[list[RecipeConfig | None], list[list[str]]]:
     """Compose and check every point.
 
-    Raises ConfigError for mistakes of spelling in any point, where not one point can run, and where nothing is swept.
+    Raises ConfigError for mistakes of spelling in any point, with the problems that all others share; where not one
+    point can run; and where nothing is swept.
     """
-    gpus, refused = visible_gpus(os.environ), []
+    refused: list[str] = []
     configs: list[RecipeConfig | None] = []
     problems: list[list[str]] = []
     for point in request.points:
         try:
-            cfg, found = compose_point(request, point, lambda cfg: _problems(cfg, gpus))
+            cfg, found = compose_point(request, point, check)
         except ConfigError as error:
             refused += error.problems
             continue
         configs.append(cfg)
         problems.append(found)
+    if refused and problems:
+        refused += [problem for problem in problems[0] if all(problem in found for found in problems)]
     if not refused and all(problems):
         refused = [problem for found in problems for problem in found]
     if not request.points[0].values:
@@ -88,11 +98,11 @@ def _compose_all(request: SweepRequest) -> tuple[list[RecipeConfig | None], list
     return configs, problems
 
 
-def _problems(cfg: RecipeConfig, gpus: int) -> list[str]:
+def _problems(cfg: RecipeConfig, gpus: int, refused: Collection[str]) -> list[str]:
     """What can be told of a point without asking Slurm: that is left to the point's own launcher."""
-    processes = processes_of(cfg, gpus)
-    here = cfg.cluster.kind == ClusterKind.local
-    return (device_problems(cfg, processes, gpus) if here else []) + problems_before_start(cfg, processes)
+    if cfg.cluster.kind != ClusterKind.local:
+        return problems_before_start(cfg, processes_of(cfg, gpus), refused)
+    return local_problems(cfg, gpus, refused)
 
 
 def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems: list[str], sweep_id: str) -> Point:

@@ -1,0 +1,87 @@
+"""What other tools (Trainer, TRL, PEFT, torchrun, DeepSpeed, Megatron, axolotl) call the keys of this schema."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+_NAMES = {
+    "optimizer.lr": "learning_rate peak_lr max_lr base_lr lr",
+    "optimizer.schedule": "lr_scheduler lr_scheduler_type scheduler lr_schedule lr_decay_style",
+    "optimizer.warmup_steps": "warmup warmup_ratio num_warmup_steps lr_warmup_steps lr_warmup_iters",
+    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
+    "optimizer.eps": "adam_epsilon epsilon adam_eps",
+    "optimizer.weight_decay": "wd decay",
+    "optimizer.min_lr_ratio": "min_lr min_learning_rate",
+    "training.max_steps": "epochs epoch num_epochs num_train_epochs n_epochs max_epochs steps num_steps train_steps "
+    "train_iters max_iters total_steps iterations",
+    "training.global_batch_size": "batch_size train_batch_size total_batch_size effective_batch_size bs "
+    "gradient_accumulation_steps gradient_accumulation grad_accum accumulation_steps",
+    "training.micro_batch_size": "per_device_train_batch_size per_device_batch_size micro_batch device_batch_size "
+    "train_micro_batch_size_per_gpu",
+    "evaluation.micro_batch_size": "per_device_eval_batch_size eval_batch_size batch_size",
+    "training.seq_len": "max_seq_length max_seq_len max_length seq_length sequence_length sequence_len block_size "
+    "context_length cutoff_len model_max_length",
+    "evaluation.seq_len": "max_seq_length max_seq_len max_length seq_length sequence_length block_size",
+    "training.log_every": "logging_steps log_steps log_interval",
+    "training.eval_every": "eval_steps eval_interval evaluation_steps",
+    "training.max_grad_norm": "grad_clip gradient_clipping clip_grad clip_grad_norm gradient_clip_val",
+    "checkpoint.every": "save_steps save_interval save_every checkpoint_interval",
+    "checkpoint.keep": "save_total_limit keep_last max_checkpoints",
+    "run.resume": "resume_from_checkpoint resume_from load_checkpoint",
+    "run.seed": "random_seed manual_seed",
+    "run.dir": "output_dir out_dir save_dir output_path log_dir logging_dir",
+    "run.name": "run_name experiment_name job_name exp_name",
+    "model.path": "model_name_or_path model_name model_id base_model pretrained_model_name_or_path checkpoint_path",
+    "model.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
+    "model.attention": "attn_implementation attn_impl use_flash_attention flash_attention flash_attn",
+    "model.dtype": "torch_dtype param_dtype",
+    "model.compute_dtype=bfloat16": "bf16 bfloat16 amp mixed_precision use_bf16",
+    "model.compute_dtype": "fp16 half precision",
+    "model.compile": "torch_compile use_compile",
+    "data.path": "dataset dataset_name dataset_path train_file data_path data_files train_data",
+    "data.eval_path": "eval_file validation_file eval_dataset valid_file test_file",
+    "data.max_samples": "max_train_samples num_samples train_samples",
+    "data.max_eval_samples": "num_eval_samples eval_samples",
+    "data.pack": "packing sample_packing use_packing",
+    "data.eval_fraction": "val_set_size validation_split test_size val_fraction",
+    "data.text_column": "text_field dataset_text_field",
+    "peft.rank": "lora_r lora_rank r lora_dim",
+    "peft.alpha": "lora_alpha",
+    "peft.dropout": "lora_dropout",
+    "peft.targets": "target_modules lora_target_modules lora_target lora_targets",
+    "peft.rslora": "use_rslora",
+    "peft.dora": "use_dora",
+    "peft=lora": "use_peft use_lora lora adapter",
+    "peft=qlora": "load_in_4bit qlora use_qlora quantize_4bit",
+    "parallelism.activation_checkpointing": "gradient_checkpointing recompute recompute_granularity remat "
+    "use_gradient_checkpointing",
+    "parallelism.tp": "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size tp_size "
+    "tp_degree",
+    "parallelism.pp": "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
+    "pipeline_model_parallel_size pp_size",
+    "parallelism.cp": "context_parallel context_parallel_size context_parallel_degree cp_size sequence_parallel_size",
+    "parallelism.ep": "expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size ep_size",
+    "parallelism.dp_shard": "data_parallel_shard_degree fsdp_size",
+    "parallelism.dp_replicate": "data_parallel_replicate_degree data_parallel_size dp_size ddp_size",
+    "parallelism.strategy": "fsdp fsdp_config deepspeed zero_stage distributed_strategy ddp",
+    "cluster.procs_per_node": "num_gpus gpus n_gpus ngpus num_processes nproc_per_node nproc gpus_per_node devices "
+    "world_size tasks_per_node",
+    "cluster.nodes": "num_nodes nnodes n_nodes num_machines",
+    "cluster.time": "walltime time_limit",
+    "logging.wandb.mode": "report_to wandb use_wandb wandb_mode",
+    "logging.wandb.project": "wandb_project project project_name",
+    "generation.max_new_tokens": "max_tokens",
+}
+_KEYS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        name: tuple(key for key, names in _NAMES.items() if name in names.split())
+        for name in " ".join(_NAMES.values()).split()
+    }
+)
+
+
+def synonym_of(name: str, known: Collection[str]) -> str | None:
+    """Return the key, or the setting (peft=lora), that other tools call `name`, of those that are `known`."""
+    meant = _KEYS_OF.get(name.lower().replace("-", "_"), ())
+    return next((key for key in meant if key.partition("=")[0] in known), None)
