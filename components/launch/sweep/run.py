@@ -14,6 +14,7 @@ from pathlib import Path
 
 from components.config.compose.sweep import override_of
 from components.config.errors import ConfigError
+from components.config.interrupt import ANSWER
 from components.config.run_files import PRIVATE, open_append
 from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import describe_processes
@@ -141,6 +142,8 @@ def _wait(process: subprocess.Popen[bytes], arrived: deque[int]) -> list[int]:
     while process.poll() is None:
         while arrived:
             stops.append(arrived.popleft())
+            if stops[-1] == signal.SIGINT and stops.count(signal.SIGINT) == 1:
+                print(f"\n{ANSWER}", file=sys.stderr, flush=True)
             is_last = stops.count(signal.SIGINT) > PATIENCE
             process.send_signal(signal.SIGKILL if is_last else stops[-1])
         time.sleep(POLL)
