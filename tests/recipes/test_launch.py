@@ -107,7 +107,8 @@ def test_stale_rank_variables_do_not_leak(bench: Bench) -> None:
     bench.write(TELL)
     stale = {
         **dict.fromkeys(("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK", "MASTER_PORT"), "77"),
-        **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "MESHBOOK_STORE_FD"), "77"),
+        **dict.fromkeys(("SLURM_LOCALID", "SLURM_NTASKS", "MESHBOOK_STORE_FD"), "77"),
+        "SLURM_PROCID": "0",  # of a batch shell; a higher one would be that of a task, which is a rank
         **dict.fromkeys(("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "MESHBOOK_RUN_DIR"), "77"),
     }
     for processes in ("1", "2"):
