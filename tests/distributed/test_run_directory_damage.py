@@ -15,6 +15,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from safetensors import safe_open
 
 from tests.distributed.forked_runs import Command
@@ -78,6 +79,7 @@ def has_to_be_reported(path: Path, run: Path) -> bool:
     return name in ("config.yaml", "metrics.jsonl", "checkpoints") or f"checkpoints/step_{SAVED}" in name
 
 
+@pytest.mark.timeout(600 + 60 * CASES)
 def test_damage_to_any_file_is_refused_in_a_sentence_or_healed(tmp_path: Path) -> None:
     quiet = one_process(tmp_path, "quiet")
     assert (attempt := quiet.start()).wait(PATIENCE) == 0, attempt.said()
