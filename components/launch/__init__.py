@@ -6,6 +6,7 @@ preflight.py      everything that can be checked before a run starts
 processes.py      how many processes a run has
 run_directory.py  chosen once, guarded, locked; config.yaml and result.json
 folders.py        made with their parents, or only looked at
+lease.py          one rank 0 trains in a run directory at a time, on whichever machine
 files.py          written whole, read, locked
 record.py         environment.json: versions, git, command, host
 rank.py           main on one rank, and what is kept of its failure

@@ -23,6 +23,8 @@ LOST_PEER_TYPES = ("DistNetworkError", "DistBackendError", "DistStoreError", "Pe
 """How a rank tells that another one is gone: a consequence, not the cause."""
 STOOD_STILL = "StepTimeout"
 """What ends a run that makes no progress; its message names the rank that is missing, whoever reports it."""
+IN_USE = "RunDirectoryInUse"
+"""What rank 0 raises while another run trains in its run directory: nothing in it may be changed."""
 
 LAST_LINES = 15
 
@@ -52,6 +54,11 @@ class Report:
     def lost_peer(self) -> bool:
         """Whether the rank failed because another one was gone."""
         return self.type in LOST_PEER_TYPES or any(sign in self.message for sign in LOST_PEER)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the rank refused to train, because another run holds the run directory."""
+        return self.type == IN_USE
 
     @property
     def stood_still(self) -> bool:

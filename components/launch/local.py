@@ -211,7 +211,8 @@ def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
         return _stopped(ranks, directory)
     report = failure.report
     if report is not None and report.kind == Kind.config:
-        directory.discard(report.message)
+        if not report.in_use:
+            directory.discard(report.message)
         tell_failure(failure, directory.logs)
         return EXIT_INVALID
     directory.conclude(_status(ranks, failure), failure.error)  # first: the output may have no reader any more

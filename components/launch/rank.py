@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -21,8 +21,10 @@ from components.config.run_files import PRIVATE, create_marker, open_append
 from components.config.schema.recipes import RecipeConfig
 from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR, WORKER, rank_and_size
 from components.launch.failures import STOOD_STILL, log_file, tell_problems, write_report
+from components.launch.lease import LeaseLost, RunDirectoryInUse, end_process, take_lease
 from components.launch.memory import is_out_of_memory
 from components.launch.run_directory import (
+    CANCELLED,
     CONFIG,
     REQUEUE,
     RESULT,
@@ -98,14 +100,19 @@ def run_worker(recipe: Recipe) -> int:
     try:
         cfg = read_frozen(run_dir / CONFIG, recipe.schema)
         restrict_new_files(cfg)
-        recipe.main(cfg)
+        with _leased(run_dir, logs, rank):
+            recipe.main(cfg)
     except ConfigError as error:
         write_report(logs, rank, error)
         return EXIT_INVALID
     for number in STOP_SIGNALS:  # the run is over: there is nothing left to stop, only an exit status to lose
         signal.signal(number, signal.SIG_IGN)
-    if rank == 0 and not by_launcher and read_result(run_dir).get("status") == "preempted":
-        create_marker(run_dir / REQUEUE)
+    result = read_result(run_dir) if rank == 0 and not by_launcher else {}
+    if result.get("status") == "preempted":
+        if (logs / CANCELLED).exists():  # the batch script may be killed before it can record that
+            write_result(run_dir, {**result, "status": "cancelled"})
+        else:
+            create_marker(run_dir / REQUEUE)
     return 0
 
 
@@ -118,12 +125,14 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
     record_collectives(directory.logs)
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     try:
-        recipe.main(cfg)
+        with _leased(directory.path, directory.logs, rank):
+            recipe.main(cfg)
     except ConfigError as error:
         write_report(directory.logs, rank, error)
         if _first_to_tell(directory.logs):
             tell_problems(error.problems)
-        directory.discard(str(error))
+        if not isinstance(error, RunDirectoryInUse):
+            directory.discard(str(error))
         return EXIT_INVALID
     except KeyboardInterrupt:
         directory.conclude("interrupted", "stopped by SIGINT before it could save")
@@ -144,6 +153,24 @@ def restrict_new_files(cfg: RecipeConfig) -> None:
     """Let this process create files for its owner only, if the run is private; otherwise the user's umask decides."""
     if cfg.run.private:
         os.umask(0o077)
+
+
+@contextmanager
+def _leased(run_dir: Path, logs: Path, rank: int) -> Iterator[None]:
+    """Hold the lease on the run directory on rank 0. Raises RunDirectoryInUse while another run trains in it."""
+    if rank != 0:
+        yield
+        return
+
+    def end(error: LeaseLost) -> None:
+        write_report(logs, rank, error)
+        end_process(error)
+
+    lease = take_lease(run_dir, end)
+    try:
+        yield
+    finally:
+        lease.release()
 
 
 def report_hang(error: BaseException) -> None:

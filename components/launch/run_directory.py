@@ -29,14 +29,19 @@ from components.config.schema.run import CONFIG
 from components.launch.changes import check_changes, check_source
 from components.launch.files import read_json, take_lock, write_json, write_text
 from components.launch.folders import check_writable, make, make_new, told_by_path
-from components.launch.slurm.jobs import ENDED, GONE, UNKNOWN, job_states
+from components.launch.lease import LEASE, take_lease
+from components.launch.slurm.jobs import ENDED, GONE, UNKNOWN, find_submission, job_states
 from components.terminal import print_text
 
 RECORD, RESULT, LOGS, LOCK = "environment.json", "result.json", "logs", ".lock"
 CHECKPOINTS = "checkpoints"
 CODE, SCRIPT, JOB_ID, REQUEUE = "code", "job.sbatch", "job_id", "requeue"
 """Of a Slurm job: its copy of the code, its batch script, its number, and the wish to be started again."""
-OWN_NAMES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_ID}
+CANCELLED = "cancelled"
+"""File that the batch script writes into an attempt's logs when the job is cancelled."""
+SUBMISSION = ".submission"
+"""The tag of a submission while it is unknown whether Slurm took the job."""
+OWN_NAMES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_ID, SUBMISSION, LEASE}
 """What a start writes before the recipe does anything."""
 
 
@@ -151,6 +156,25 @@ def job_of(run_dir: Path) -> str | None:
         ) from error
 
 
+def adopt_submission(run_dir: Path) -> str | None:
+    """Return the number of the directory's job, where needed that of a submission whose answer was lost.
+
+    Raises ConfigError where there is such a submission and squeue cannot be asked.
+    """
+    file, job = run_dir / SUBMISSION, job_of(run_dir)
+    if job is None and file.exists():
+        job = find_submission(file.read_text().strip(), run_dir / SCRIPT)
+        if job is not None:
+            record_job(run_dir, job)
+    return job
+
+
+def record_job(run_dir: Path, job: str) -> None:
+    """Write down the number of the job that was submitted for a directory."""
+    write_text(run_dir / JOB_ID, f"{job}\n")
+    (run_dir / SUBMISSION).unlink(missing_ok=True)
+
+
 def attempt_logs(run_dir: Path, attempt: int) -> Path:
     """Return the folder of the logs of an attempt."""
     return run_dir / LOGS / f"attempt_{attempt}"
@@ -172,6 +196,7 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
             stored = _stored_config(path)
             _guard(path, stored, cfg, recipe)
             with told_by_path(path):
+                take_lease(path).release()  # refuses while a rank 0 elsewhere trains in it; ours takes it again
                 stored.restore(path)
         except ConfigError:
             _unlock(lock)
@@ -202,7 +227,7 @@ def _place(cfg: RecipeConfig, recipe: str) -> Path:
 
 def _names(path: Path) -> set[str]:
     """Return the names in a run directory. Raises ConfigError if it holds no run."""
-    ours = {LOCK, *(left.name for left in temporaries(path))}
+    ours = {LOCK, LEASE, *(left.name for left in temporaries(path))}
     names = {entry.name for entry in path.iterdir()} - ours
     if names and CONFIG not in names and intact_copy(path) is None:
         lost = f" ({CONFIG} is missing, and no copy of it is intact)" if names & {LOGS, CHECKPOINTS} else ""
@@ -248,7 +273,7 @@ def held(path: Path) -> Iterator[None]:
     Raises ConfigError while a run uses it, or a job that has not ended (or that nobody here can ask for) owns it.
     """
     mend = "wait for its end"
-    lock = _lock(path, mend)
+    lock, lease = _lock(path, mend), None
     try:
         if lock is None and not (path / RESULT).exists():
             raise ConfigError(f"run.dir={path}: nothing tells here whether its run has ended: no locks, no {RESULT}")
@@ -257,8 +282,11 @@ def held(path: Path) -> Iterator[None]:
                 f"run.dir={path}: {doubt}; try again from a login node of its cluster, or remove {path / JOB_ID} if it "
                 "has ended"
             )
+        lease = take_lease(path)
         yield
     finally:
+        if lease is not None:
+            lease.release()
         _unlock(lock)
 
 
@@ -314,7 +342,10 @@ def _refuse_live_job(path: Path, mend: str = "choose another run.dir") -> str | 
 
     Raises ConfigError while a job that was submitted for this directory waits or runs.
     """
-    job = job_of(path)
+    try:
+        job = adopt_submission(path)
+    except ConfigError as error:
+        return f"was submitted, and it is unknown whether Slurm took the job ({error})"
     state = job_states([job]).get(job, UNKNOWN) if job else GONE
     if state == UNKNOWN:
         return f"belongs to job {job}, which may still run: there is no squeue on PATH, or Slurm does not answer it"

@@ -165,9 +165,16 @@ class Reporter:
         self._asked += 1
         if self._asked == 2:
             self._second_batch = began
+            self._note_first_step()
         batch = next(batches)
         self._waited += time.perf_counter() - began
         return batch
+
+    def _note_first_step(self) -> None:
+        """Leave a file that tells a cluster's requeue policy that this attempt got as far as an optimizer step."""
+        logs = self._run_dir / "logs"
+        if self.enabled and logs.is_dir():
+            (logs / "first_step").touch()
 
     def step(self, metrics: StepNumbers, *, lr: float, tokens: int, every: int = 1) -> None:
         """Take the numbers of an optimizer step, and log them if the step is a multiple of `every`.

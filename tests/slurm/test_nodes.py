@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -73,3 +76,19 @@ def _await_checkpoint(run: Path) -> None:
 
 def _job_log(run: Path) -> str:
     return (run / "logs" / "job.log").read_text()
+
+
+def test_a_run_that_hangs_goes_on_without_the_node_that_hung(login: Login) -> None:
+    """A rank is stopped once there is a checkpoint: the others end the run, and it starts again on other nodes."""
+    answer = login.type(*RUN, "training.max_steps=60", "training.step_timeout_seconds=4")
+    run, cluster = answer.run_dir, login.cluster
+    _await_checkpoint(run)
+    for process in cluster.processes("n2"):
+        if "finetune.py" in Path(f"/proc/{process}/cmdline").read_text():
+            os.kill(process, signal.SIGSTOP)
+    job = login.ended(answer)
+    assert (job["Restarts"], job["ExcNodeList"], result_of(run)["status"]) == ("1", "n2", "ok"), log_of(run)
+    assert "n2" not in cluster.run("scontrol", "show", "hostnames", job["NodeList"]).stdout.split()
+    assert json.loads((run / "logs" / "attempt_0" / "result.json").read_text())["status"] == "hung"
+    assert "requeued without n2" in _job_log(run)
+    assert "resumed from" in (run / "logs" / "latest" / "rank_0.log").read_text()

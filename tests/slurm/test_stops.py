@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -161,3 +162,44 @@ def test_stopped_whenever_and_by_whatever(
         return
     kind, moment = KINDS[number % 3], MOMENTS[number // 3 % len(MOMENTS)]
     _stop_and_compare(login, undisturbed, _stop(login, kind, moment, number), *options)
+
+
+def test_a_job_without_progress_ends(login: Login) -> None:
+    """A run that is stopped after a step and saves nothing: three attempts, and the limit is named."""
+    recipe = login.write_recipe(
+        """
+        (HERE / "logs" / "first_step").touch()
+        (HERE / "result.json").write_text(json.dumps({"status": "preempted"}))
+        """
+    )
+    answer = login.type("cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK, recipe=recipe)
+    job = login.ended(answer, "FAILED")
+    assert job["Restarts"] == "2"
+    assert "(cluster.requeue.without_progress=3): save more often" in log_of(answer.run_dir)
+
+
+def test_a_cancelled_run_whose_end_is_never_recorded(login: Login) -> None:
+    """On a busy machine the batch script is killed (KillWait) before it can conclude: here it cannot even begin to."""
+    slow = login.folder / "python"
+    slow.write_text(f'#!/bin/sh\ncase "$*" in *conclude*) sleep 300;; esac\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    recipe = login.write_recipe(
+        """
+        import signal, time
+        ended = []
+        signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+        (HERE / "logs" / "listening").touch()
+        while not ended:
+            time.sleep(0.1)
+        time.sleep(2)
+        (HERE / "result.json").write_text(json.dumps({"status": "preempted", "steps": 9}))
+        """
+    )
+    one = ("cluster=slurm_1node", "cluster.procs_per_node=1", f"cluster.python={slow}", "cluster.health_check=false")
+    answer = login.type(*one, *CPU, *QUICK, recipe=recipe)
+    until((answer.run_dir / "logs" / "listening").exists, lambda: log_of(answer.run_dir))
+    login.cluster.cancel(answer.job)
+    login.ended(answer, "CANCELLED")
+    until(lambda: not login.cluster.processes("n1"), lambda: log_of(answer.run_dir))
+    assert result_of(answer.run_dir) == {"status": "cancelled", "steps": 9}
+    assert not (answer.run_dir / "requeue").exists()

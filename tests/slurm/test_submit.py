@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import until
-from tests.slurm.login import CPU, FINETUNE, QUICK, Login, result_of, steps_of
+from tests.slurm.login import CPU, FINETUNE, QUICK, Login, log_of, result_of, steps_of
 
 REFUSED = ("cluster=slurm_2node", "cluster.procs_per_node=1", *CPU, *QUICK, "training.global_batch_size=144")
 """Without a mistake, were it not for the one that a test adds. 144 sequences suit 2, 8, 9 and 18 processes."""
@@ -190,3 +193,63 @@ def test_every_problem_is_told_at_once(login: Login) -> None:
     assert refused.status == 2
     for part in ("nosuch", "training.global_batch_size=7", "run.resume=nowhere"):
         assert part in refused.errors
+
+
+TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+LATE = {"the answer times out": f"echo '{TIMED_OUT}' >&2; exit 1", "sbatch is killed": "kill -KILL $$"}
+
+
+@pytest.mark.parametrize("end", LATE)
+def test_a_job_whose_submission_fails_after_slurm_took_it_is_adopted(login: Login, end: str) -> None:
+    """sbatch submits, and fails afterwards: the job is found by its comment, or by its script where that is taken."""
+    program = login.folder / "bin" / "sbatch"
+    program.parent.mkdir()
+    sbatch = shutil.which("sbatch")
+    program.write_text(f'#!/bin/sh\n{sbatch} "$@" || exit 1\ncase "$*" in *--test-only*) exit 0;; esac\n{LATE[end]}\n')
+    program.chmod(0o755)
+    comment = ["+cluster.sbatch_extra.comment='of a person'"] if end == "sbatch is killed" else []
+    answer = login.type(
+        *("cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK, "run.dir=mine", *comment),
+        recipe=login.write_recipe("(HERE / 'done').touch()"),
+        environment={"PATH": f"{program.parent}:{os.environ['PATH']}"},
+    )
+    login.ended(answer)
+    assert "sbatch failed after Slurm had taken the job" in answer.output
+    assert (answer.run_dir / "job_id").read_text().strip() == answer.job
+    assert (answer.run_dir / "done").exists()
+    assert not (answer.run_dir / ".submission").exists()
+
+
+def test_the_script_by_hand_is_an_attempt_of_its_own(login: Login) -> None:
+    """Not while another job of the run is alive; then neither logs nor the result of the first attempt change."""
+    recipe = login.write_recipe(
+        """
+        import time
+        until = time.monotonic() + 60
+        while not Path("go").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        print("job", os.environ["SLURM_JOB_ID"], flush=True)
+        (HERE / "result.json").write_text(json.dumps({"status": "ok", "job": os.environ["SLURM_JOB_ID"]}))
+        """
+    )
+    answer = login.type("cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK, recipe=recipe)
+    run, cluster = answer.run_dir, login.cluster
+    cluster.wait_for(answer.job, "RUNNING")
+    until((run / "job_id").exists, lambda: log_of(run))
+    by_hand = cluster.run("sbatch", "--parsable", str(run / "job.sbatch")).stdout.strip()
+    assert cluster.wait_for(by_hand, "FAILED")["ExitCode"] == "2:0"
+    assert f"belongs to job {answer.job}, which has not ended; end it with scancel {answer.job}" in log_of(run)
+    (run / "job_id").unlink()  # a script that looks before the other one has written it
+    at_once = cluster.run("sbatch", "--parsable", "--nodelist=n5", str(run / "job.sbatch")).stdout.strip()
+    assert cluster.wait_for(at_once, "FAILED")["ExitCode"] == "2:0"
+    assert re.search(rf"job {answer.job} .process \d+ on host n1. trains in it; wait for its end", log_of(run))
+    assert not (run / "result.json").exists()
+    (login.folder / "go").touch()
+    login.ended(answer)
+    second = cluster.run("sbatch", "--parsable", str(run / "job.sbatch")).stdout.strip()
+    cluster.wait_for(second, "COMPLETED")
+    first_log, second_log = ((run / "logs" / f"attempt_{number}" / "rank_0.log").read_text() for number in (0, 2))
+    assert (first_log, second_log) == (f"job {answer.job}\n", f"job {second}\n")
+    (earlier,) = (run / "logs").glob("attempt_*/result.json")
+    assert json.loads(earlier.read_text())["job"] == answer.job
+    assert (result_of(run)["job"], (run / "job_id").read_text().strip()) == (second, second)

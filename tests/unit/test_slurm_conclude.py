@@ -77,6 +77,100 @@ def test_the_end_of_an_attempt(run_dir: Path, name: str) -> None:
     assert (run_dir / "requeue").exists() == (ended == "preempted")
 
 
+def job_of_attempts(run_dir: Path, *attempts: tuple[bool, bool], hung: int = 0) -> int:
+    """Leave the files of a job's attempts, each (finished a step, published a checkpoint); return the last number.
+
+    The first `hung` of them ended in a hang. An attempt of an earlier job, without progress, comes before.
+    """
+    shutil.rmtree(run_dir / "logs")
+    checkpoints = ["step_1.tmp-ab", "step_10"]
+    (run_dir / "checkpoints").mkdir()
+    for number, (stepped, published) in enumerate([(True, False), *attempts]):
+        logs = run_dir / "logs" / f"attempt_{number}"
+        logs.mkdir(parents=True)
+        (logs / "job").write_text("7\n" if number else "6\n")
+        (logs / "checkpoints").write_text("".join(f"{name}\n" for name in checkpoints))
+        checkpoints += [f"step_{10 + number}.1"] if published else []
+        if stepped:
+            (logs / "first_step").touch()
+        if 0 < number <= hung:
+            (logs / "result.json").write_text('{"status": "hung"}')
+    for name in checkpoints:
+        (run_dir / "checkpoints" / name).mkdir()
+    return len(attempts)
+
+
+STEP, PUBLISHED, NOTHING = (True, False), (True, True), (False, False)
+PROGRESS = {
+    "two attempts without progress": ([STEP, STEP], None),
+    "three in a row": ([PUBLISHED, STEP, STEP, STEP], "cluster.requeue.without_progress=3"),
+    "not in a row": ([STEP, STEP, PUBLISHED, STEP, STEP], None),
+    "some of them before the first step": ([STEP, NOTHING, STEP, NOTHING, STEP], "cluster.requeue.without_progress=3"),
+    "nine before the first step": ([NOTHING] * 9, None),
+    "ten before the first step": ([PUBLISHED, *[NOTHING] * 10], "cluster.requeue.before_first_step=10"),
+}
+
+
+@pytest.mark.parametrize("name", PROGRESS)
+def test_a_job_without_progress_is_not_requeued(run_dir: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the end of an attempt that has stopped as asked, and at the start of one that Slurm requeued."""
+    attempts, limit = PROGRESS[name]
+    last = job_of_attempts(run_dir, *attempts)
+    (run_dir / "result.json").write_text(json.dumps(STOPPED))
+    (run_dir / "requeue").touch()
+    assert conclude(run_dir, last, 0, cancelled=False) == (1 if limit else 0)
+    assert (run_dir / "requeue").exists() == (limit is None)
+    assert (limit or "back into the queue") in capsys.readouterr().out
+    following = run_dir / "logs" / f"attempt_{last + 1}"
+    following.mkdir()
+    (following / "job").write_text("7\n")
+    published = [path.name for path in (run_dir / "checkpoints").iterdir()]
+    (following / "checkpoints").write_text("".join(f"{name}\n" for name in published))
+    (run_dir / "result.json").unlink()
+    command = [sys.executable, "-m", "components.launch.slurm.requeue", str(run_dir), str(last + 1)]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1 if limit else 0, "")
+    assert (limit or "") in result(run_dir).get("error", "")
+
+
+def test_the_limits_are_those_of_the_runs_config(run_dir: Path) -> None:
+    last = job_of_attempts(run_dir, STEP)
+    (run_dir / "config.yaml").write_text("cluster: {kind: slurm, procs_per_node: '1', requeue: {without_progress: 1}}")
+    (run_dir / "result.json").write_text(json.dumps(STOPPED))
+    (run_dir / "requeue").touch()
+    assert conclude(run_dir, last, 0, cancelled=False) == 1
+
+
+HANGS = {
+    "with progress": ([PUBLISHED], 0, True),
+    "without progress": ([PUBLISHED, STEP], 0, False),
+    "after three others": ([PUBLISHED] * 4, 3, False),
+    "after two others": ([PUBLISHED] * 3, 2, True),
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_run_that_hung_is_requeued_while_it_makes_progress(run_dir: Path, name: str) -> None:
+    """Without the node of the rank that the others waited for; the rank that reported it is elsewhere."""
+    attempts, before, requeued = HANGS[name]
+    last = job_of_attempts(run_dir, *attempts, hung=before)
+    write_report(run_dir / "logs" / f"attempt_{last}", 0, HUNG)
+    assert conclude(run_dir, last, 137, cancelled=False) == 75
+    assert result(run_dir)["status"] == "hung"
+    marker = run_dir / "requeue"
+    assert (marker.read_text() if marker.exists() else None) == ("n2\n" if requeued else None)
+
+
+def test_cancelled_before_anything_could_be_concluded(run_dir: Path) -> None:
+    """The batch script's own note, left as soon as it is told, does what its argument does."""
+    (run_dir / "logs" / "attempt_1" / "cancelled").touch()
+    (run_dir / "result.json").write_text(json.dumps(STOPPED))
+    (run_dir / "requeue").touch()
+    assert conclude(run_dir, 1, 0, cancelled=False) == 1
+    assert result(run_dir)["status"] == "cancelled"
+    assert not (run_dir / "requeue").exists()
+
+
 def test_agents_that_were_stopped_before_their_ranks_listened(run_dir: Path) -> None:
     (run_dir / "logs" / "attempt_1" / "node_0.log").write_text("Process 7 got signal: 12\n")
     assert conclude(run_dir, 1, 1, cancelled=False) == 0

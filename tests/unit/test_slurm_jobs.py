@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from components.config.errors import ConfigError
+from components.config.schema.cluster import ClusterConfig, ClusterKind
+from components.launch.run_directory import adopt_submission, job_of
 from components.launch.slurm.jobs import ENDED, GONE, RUNNING, SUBMITTED, UNKNOWN, in_words, job_states
+from components.launch.slurm.submit import LOOKS, UnknownSubmission, _hand_over
 
 
 @pytest.mark.parametrize(
@@ -78,3 +82,76 @@ def test_a_controller_that_is_down_is_not_asked_for_every_job(tmp_path: Path, mo
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert job_states(["12", "13", "14"]) == {"12": UNKNOWN, "13": "COMPLETED", "14": UNKNOWN}
     assert (tmp_path / "asked").read_text().split() == ["squeue", "scontrol"]
+
+
+def _programs(folder: Path, **scripts: str) -> None:
+    """Stand-ins for Slurm's commands that are first on PATH."""
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+
+
+CLUSTER = ClusterConfig(kind=ClusterKind.slurm, procs_per_node="1")
+TAKES = 'for word; do case "$word" in --comment=*) echo "31 ${word#--comment=}" >> jobs;; esac; done'
+"""An sbatch that takes the job, whatever it answers."""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("components.launch.slurm.submit.PAUSE", 0.0)
+    monkeypatch.setattr("components.launch.slurm.commands.TIMEOUT", 2.0)
+    (tmp_path / "job_id").write_text("7\n")
+    return tmp_path / "job.sbatch"
+
+
+def test_a_submission_that_is_never_answered_is_looked_for(script: Path) -> None:
+    _programs(script.parent, sbatch=f"{TAKES}\nexec sleep 60", squeue="cat jobs")
+    notes: list[str] = []
+    assert _hand_over(script, CLUSTER, notes) == "31"
+    assert "has not answered" in notes[0]
+    assert job_of(script.parent) == "31"
+
+
+def test_a_submission_that_slurm_never_saw_is_refused(script: Path) -> None:
+    """The earlier job of the directory stays its job."""
+    _programs(script.parent, sbatch="echo Socket timed out >&2; exit 1", squeue="echo x >> asked; echo '30 other'")
+    with pytest.raises(ConfigError, match="sbatch failed: Socket timed out"):
+        _hand_over(script, CLUSTER, [])
+    assert len(Path("asked").read_text().split()) == LOOKS
+    assert job_of(script.parent) == "7"
+    assert not Path(".submission").exists()
+
+
+def test_a_refusal_is_looked_up_once(script: Path) -> None:
+    refusing = "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1"
+    _programs(script.parent, sbatch=refusing, squeue="echo x >> asked")
+    with pytest.raises(ConfigError, match="sbatch refuses"):
+        _hand_over(script, CLUSTER, [])
+    assert len(Path("asked").read_text().split()) == 1
+
+
+def test_a_submission_of_which_nobody_knows_is_kept_until_somebody_does(script: Path) -> None:
+    _programs(script.parent, sbatch=f"{TAKES}; echo Socket timed out >&2; exit 1", squeue="exit 1")
+    with pytest.raises(UnknownSubmission, match="grep meshbook:"):
+        _hand_over(script, CLUSTER, [])
+    assert job_of(script.parent) is None
+    with pytest.raises(ConfigError, match="squeue fails"):
+        adopt_submission(script.parent)
+    _programs(script.parent, squeue="cat jobs")
+    assert adopt_submission(script.parent) == "31"
+    assert job_of(script.parent) == "31"
+
+
+def test_an_interrupted_submission_is_cancelled(script: Path) -> None:
+    """Ctrl-C reaches a terminal's whole process group, sbatch included."""
+    _programs(
+        script.parent,
+        sbatch=f"{TAKES}; kill -INT $PPID; sleep 1",
+        squeue="cat jobs",
+        scancel='echo "$@" > cancelled',
+    )
+    with pytest.raises(KeyboardInterrupt):
+        _hand_over(script, CLUSTER, [])
+    assert Path("cancelled").read_text() == "31\n"

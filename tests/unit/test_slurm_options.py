@@ -10,6 +10,7 @@ from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig, ClusterKind, Device
 from components.config.schema.slurm import (
     NAMED_ELSEWHERE,
+    NOT_A_SUBMISSION,
     ContainerConfig,
     ContainerRuntime,
     GpuRequest,
@@ -90,6 +91,14 @@ def test_nothing_of_the_job_can_be_given_twice() -> None:
         assert name in NAMED_ELSEWHERE, name
         with pytest.raises(ConfigError, match=f"cluster.sbatch_extra.{name}=x: is set by"):
             cluster(sbatch_extra={name: "x"})
+
+
+@pytest.mark.parametrize("name", [*NOT_A_SUBMISSION, "test-onl", "wai", "hel", "usa"])
+def test_options_that_submit_nothing_are_refused(name: str) -> None:
+    """By their abbreviations too, which sbatch understands."""
+    with pytest.raises(ConfigError, match=f"cluster.sbatch_extra.{name}=: (would|is already)"):
+        cluster(sbatch_extra={name: ""})
+    cluster(sbatch_extra={"wait-all-nodes": "1"})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from enum import StrEnum
 from components.config.schema.checks import at_least, raise_all, within
 from components.config.schema.slurm import (
     NAMED_ELSEWHERE,
+    NOT_A_SUBMISSION,
     SCRIPT_VARIABLES,
     ContainerConfig,
     GpuRequest,
@@ -178,7 +179,11 @@ class ClusterConfig:
             if not _is_one_line(line):
                 problems.append(f"cluster.setup={line!r}: must be one shell line each; write several as a list")
         for name, value in self.sbatch_extra.items():
-            if name in NAMED_ELSEWHERE:
+            # sbatch takes any unambiguous beginning of a long option for the option.
+            refused = next((why for option, why in NOT_A_SUBMISSION.items() if name and option.startswith(name)), None)
+            if refused is not None:
+                problems.append(f"cluster.sbatch_extra.{name}={value}: {refused}")
+            elif name in NAMED_ELSEWHERE:
                 problems.append(f"cluster.sbatch_extra.{name}={value}: is set by {NAMED_ELSEWHERE[name]}; leave it out")
             elif not _OPTION.fullmatch(name) or not _is_one_line(value):
                 problems.append(f"cluster.sbatch_extra.{name}={value!r}: must be a long option of sbatch, on one line")

@@ -37,8 +37,20 @@ NAMED_ELSEWHERE = {
 }
 """sbatch options that have a key of their own, and that key."""
 
+NOT_A_SUBMISSION = {
+    "test-only": "would check the job and submit nothing; use cluster.dry_run=true",
+    "wait": "would keep the command on the login node until the job ends; follow the job's log instead",
+    "help": "would print sbatch's help and submit nothing; run sbatch --help",
+    "usage": "would print sbatch's usage and submit nothing; run sbatch --usage",
+    "version": "would print Slurm's version and submit nothing; run sbatch --version",
+    "wrap": "would replace the batch script; use cluster.setup or cluster.template",
+    "parsable": "is already passed to sbatch; leave it out",
+}
+"""sbatch options with which nothing would be submitted, or not the run, and why. Also refused abbreviated."""
+
 SCRIPT_VARIABLES = {
-    *("run_dir", "attempt", "restarts", "logs", "cancelled", "threads", "python", "container", "status", "why"),
+    *("run_dir", "attempt", "restarts", "logs", "cancelled", "threads", "python", "container", "here", "status"),
+    *("owner", "signals", "seen", "file", "ended", "excluded", "left", "node"),
     *("MASTER_ADDR", "MASTER_PORT", "MESHBOOK_WORKER", "MESHBOOK_RUN_DIR", "MESHBOOK_ATTEMPT"),
     *("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO"),
 }
@@ -78,9 +90,23 @@ class RequeueConfig:
     """How often a run that was asked to stop (time limit, preemption) and has saved is put back into the queue."""
     node_failure: bool = True
     """Let Slurm itself put the job back when a node fails, or when a preempted job did not end in its grace time."""
+    without_progress: int = 3
+    """Consecutive attempts that took steps but published no newer checkpoint, after which the job is not requeued."""
+    before_first_step: int = 10
+    """Consecutive attempts that were stopped before their first step, after which the job is not requeued."""
+    hang: int = 3
+    """How often a run that hung (status 75) is requeued without the node of the rank that hung, as long as each attempt
+    publishes a newer checkpoint; 0: never."""
 
     def __post_init__(self) -> None:
-        raise_all(at_least("cluster.requeue.max", self.max, 0))
+        raise_all(
+            [
+                *at_least("cluster.requeue.max", self.max, 0),
+                *at_least("cluster.requeue.without_progress", self.without_progress, 1),
+                *at_least("cluster.requeue.before_first_step", self.before_first_step, 1),
+                *at_least("cluster.requeue.hang", self.hang, 0),
+            ]
+        )
 
 
 @dataclass(kw_only=True, slots=True)

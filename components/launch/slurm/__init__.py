@@ -8,5 +8,6 @@ commands.py    sbatch, squeue and scontrol as processes, in a clean environment
 jobs.py        states of jobs
 snapshot.py    a copy of the code in the run directory
 node_check.py  on every node before the ranks start
+requeue.py     whether a job may be requeued: how often, and only while it makes progress
 conclude.py    at the end of the batch script: result.json, the first failure, the exit status
 """

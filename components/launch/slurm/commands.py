@@ -14,6 +14,10 @@ TIMEOUT = 75.0
 """Seconds that a controller may take to answer."""
 
 
+class NoAnswer(ConfigError):
+    """The controller did not answer in time: it may still do what it was asked to."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a command said."""
@@ -35,8 +39,8 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def ask(command: Sequence[str], script: str = "") -> Answer:
     """Run a command of Slurm's with `script` as its input.
 
-    Raises ConfigError where it is not installed, where SLURM_CONF is no file (it would look for a minute), or where the
-    controller does not answer.
+    Raises ConfigError where it is not installed or SLURM_CONF is no file (it would look for a minute), and NoAnswer
+    where the controller does not answer.
     """
     conf = os.environ.get("SLURM_CONF")
     if conf and not os.path.isfile(conf):
@@ -58,7 +62,7 @@ def ask(command: Sequence[str], script: str = "") -> Answer:
             "cluster=local"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(
+        raise NoAnswer(
             f"cluster.kind=slurm: {command[0]} has not answered for {TIMEOUT:g} s; is the controller up (sinfo)?"
         ) from error
     return Answer(done.returncode, done.stdout.strip(), done.stderr.strip())

@@ -6,6 +6,7 @@ the job's exit status. The marker RUN_DIR/requeue is there afterwards when the j
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -21,7 +22,8 @@ from components.launch.failures import (
     tell_failure,
 )
 from components.launch.rank import status_of
-from components.launch.run_directory import REQUEUE, attempt_logs, read_result, write_result
+from components.launch.run_directory import CANCELLED, REQUEUE, attempt_logs, read_result, write_result
+from components.launch.slurm.requeue import attempts_of_job, hung_nodes, reason_not_after_hang, reason_to_stop
 from components.terminal import print_text
 
 STOPPED_EARLY = 128 + signal.SIGUSR2
@@ -32,13 +34,28 @@ def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> in
     """Say and record how an attempt ended, and return the exit status of the job."""
     logs, result = attempt_logs(run_dir, attempt), read_result(run_dir)
     failure = _first_failure(logs)
+    cancelled = cancelled or (logs / CANCELLED).exists()
     if cancelled and result.get("status") != "ok" and (failure is None or _lost_peer(failure)):
         (run_dir / REQUEUE).unlink(missing_ok=True)
         write_result(run_dir, {**result, "status": "cancelled"})
         print_text("cancelled", flush=True)
         return status or 1
     if failure is not None:
-        return _failed(run_dir, logs, failure, status)
+        return _failed(run_dir, attempt, failure, status, cancelled=cancelled)
+    ended = _stopped(run_dir, logs, status)
+    if not (run_dir / REQUEUE).exists():
+        return ended
+    if reason := reason_to_stop(run_dir, attempts_of_job(run_dir, attempt), os.environ):
+        (run_dir / REQUEUE).unlink()
+        print_text(f"stopped, but not requeued: {reason}; submit the same command again", flush=True)
+        return ended or 1
+    print_text("stopped: back into the queue", flush=True)
+    return ended
+
+
+def _stopped(run_dir: Path, logs: Path, status: int) -> int:
+    """The exit status of an attempt without a failure; result.json where no rank wrote it."""
+    result = read_result(run_dir)
     if result:
         print_text(result["status"], flush=True)
         # A run that has stopped as asked is no failure, though torchrun's agents end with 1; nor is one that was asked
@@ -71,20 +88,33 @@ def _lost_peer(failure: Failure) -> bool:
     return failure.report is not None and failure.report.lost_peer
 
 
-def _failed(run_dir: Path, logs: Path, failure: Failure, status: int) -> int:
-    report = failure.report
+def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cancelled: bool) -> int:
+    report, logs = failure.report, attempt_logs(run_dir, attempt)
     if _lost_peer(failure):
         print_text(
             "every rank that could speak lost another one; srun names above who ended without a word", flush=True
         )
-    tell_failure(failure, logs)
+    if report is not None and report.in_use:
+        tell_failure(failure, logs)
+        return EXIT_INVALID
     (run_dir / REQUEUE).unlink(missing_ok=True)
     if report is not None and report.kind == Kind.config:
+        tell_failure(failure, logs)
         write_result(run_dir, {"status": "invalid", "error": report.message})
         return EXIT_INVALID
     kind, message = (report.type, report.message) if report else ("", failure.what)
     write_result(run_dir, {"status": status_of(kind, message), "error": failure.error})
-    return EXIT_HUNG if report is not None and report.stood_still else status or 1
+    if report is None or not report.stood_still:
+        tell_failure(failure, logs)
+        return status or 1
+    reason = reason_not_after_hang(run_dir, attempts_of_job(run_dir, attempt), os.environ)
+    if reason is None and not cancelled:
+        (run_dir / REQUEUE).write_text("".join(f"{node}\n" for node in hung_nodes(message)))
+        print_text("the run hung: back into the queue", flush=True)
+    elif not cancelled:
+        print_text(f"the run hung, and is not requeued: {reason}", flush=True)
+    tell_failure(failure, logs)
+    return EXIT_HUNG
 
 
 if __name__ == "__main__":

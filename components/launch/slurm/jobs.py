@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.launch.slurm.commands import ask
@@ -43,6 +44,25 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
     further = [job for job in wanted if job not in states]
     is_up = " is UP" in (_answer("scontrol", "ping") or "") if further else False
     return states | {job: _ask_further(job, is_up) for job in further}
+
+
+def find_submission(tag: str, script: Path) -> str | None:
+    """Return the number of the job that a submission became, or None where Slurm has no such job.
+
+    Args:
+        tag: The comment of that submission alone. Empty where the comment is the user's: then the job is the one of
+            this batch script that has not ended.
+        script: The batch script of the run.
+
+    Raises ConfigError where squeue cannot be asked.
+    """
+    states = ("-t", "all") if tag else ()
+    answer = ask(["squeue", "-h", "--me", *states, "-o", "%A %k" if tag else "%A %o"])
+    if answer.status:
+        raise ConfigError(f"cluster.kind=slurm: squeue fails: {answer.errors}")
+    listed = [line.partition(" ") for line in answer.output.splitlines()]
+    found = [job for job, _, said in listed if said.strip() == (tag or str(script))]
+    return max(found, key=int, default=None)
 
 
 def in_words(state: str) -> str:

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
+import sys
+import time
 from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.run_files import PRIVATE, keep_only_folder, open_append
+from components.config.schema.cluster import ClusterConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
 from components.launch.files import write_text
 from components.launch.prepare import Prepared
 from components.launch.rank import Recipe
-from components.launch.run_directory import CODE, JOB_ID, LOGS, SCRIPT
-from components.launch.slurm.commands import ask
+from components.launch.run_directory import CODE, JOB_ID, LOGS, SCRIPT, SUBMISSION, job_of, record_job
+from components.launch.slurm.commands import NoAnswer, ask
+from components.launch.slurm.jobs import find_submission
 from components.launch.slurm.preflight import refusal
 from components.launch.slurm.script import Job, render
 from components.launch.slurm.snapshot import PROJECT, place_of_copy, take_snapshot
 from components.terminal import print_text
+
+LOST_ANSWERS = ("timed out", "Zero Bytes", "send/recv", "Unexpected message", "slurm controller", "onnection")
+"""How sbatch reports that the controller did not answer; it may have taken the job."""
+LOOKS, PAUSE = 5, 2.0
+"""How often squeue is asked for a job whose submission was not answered, and the seconds between two looks."""
+
+
+class UnknownSubmission(Exception):
+    """It is unknown whether Slurm took a job: sbatch failed, and squeue does not answer."""
 
 
 def submit(recipe: Recipe, prepared: Prepared) -> int:
@@ -33,19 +47,98 @@ def submit(recipe: Recipe, prepared: Prepared) -> int:
         files = take_snapshot(recipe.file, code) if cfg.cluster.snapshot else 0
         write_text(script, render(_job(recipe, cfg, directory.path, directory.attempt)), PRIVATE)
         open_append(directory.path / LOGS / "job.log", PRIVATE).close()  # Slurm appends to it
-        answer = ask(["sbatch", "--parsable", str(script)])
-        if answer.status:
-            raise ConfigError(refusal(answer.errors.splitlines(), cfg.cluster))
+        job = _hand_over(script, cfg.cluster, prepared.notes)
+    except UnknownSubmission as error:
+        print_text(error, file=sys.stderr, flush=True)
+        return 1
     except ConfigError as error:
         directory.discard(str(error))
         raise
     except OSError as error:
         directory.discard(str(error))
         raise ConfigError(f"run.dir={directory.path}: cannot be written: {error}; choose another run.dir") from error
-    job = answer.output.partition(";")[0]
-    write_text(directory.path / JOB_ID, f"{job}\n")
+    except KeyboardInterrupt:
+        directory.discard("interrupted while it was submitted")
+        raise
     _tell(prepared, job, files)
     return 0
+
+
+def _hand_over(script: Path, cluster: ClusterConfig, notes: list[str]) -> str:
+    """Submit a batch script and return the number of its job, which is then in the run directory too.
+
+    An sbatch that fails may have submitted the job all the same: the answer of a busy controller can be late or lost.
+    So the job gets a comment of its own, by which squeue is asked for it after any failure.
+
+    Raises:
+        ConfigError: Slurm refused the job, or has no such job.
+        UnknownSubmission: sbatch failed, and squeue cannot be asked either.
+    """
+    run_dir, tag = script.parent, "" if "comment" in cluster.sbatch_extra else f"meshbook:{secrets.token_hex(8)}"
+    earlier = job_of(run_dir)  # it has ended: the run directory is locked, and its owner was looked up
+    write_text(run_dir / SUBMISSION, tag)
+    (run_dir / JOB_ID).unlink(missing_ok=True)
+    refused: ConfigError
+    try:
+        answer = ask(["sbatch", "--parsable", *([f"--comment={tag}"] if tag else []), str(script)])
+        job = answer.output.partition(";")[0]
+        if answer.status == 0 and job.isdigit():
+            record_job(run_dir, job)
+            return job
+        lost = answer.status < 0 or any(sign in answer.errors for sign in LOST_ANSWERS)
+        why = answer.errors or f"it ended with status {answer.status}"
+        refused = ConfigError(
+            f"cluster.kind=slurm: sbatch failed: {why}; type the command again"
+            if lost
+            else refusal(answer.errors.splitlines(), cluster)
+        )
+    except NoAnswer as error:
+        lost, refused = True, error
+    except KeyboardInterrupt:
+        _cancel(tag, script)
+        raise
+    found = _look_for(tag, script, refused, patient=lost)
+    if found is None:
+        (run_dir / SUBMISSION).unlink()
+        if earlier is not None:
+            record_job(run_dir, earlier)
+        raise refused
+    record_job(run_dir, found)
+    notes.append(f"sbatch failed after Slurm had taken the job, which squeue lists: {refused}")
+    return found
+
+
+def _look_for(tag: str, script: Path, failure: ConfigError, *, patient: bool) -> str | None:
+    """Return the job of a submission that failed, or None; where the answer was lost it may take a moment to appear."""
+    for look in range(LOOKS if patient else 1):
+        time.sleep(PAUSE if look else 0)
+        try:
+            job = find_submission(tag, script)
+        except ConfigError as error:
+            if not patient:
+                return None  # sbatch said itself that it submitted nothing
+            search = f"squeue --me -o '%A %k' | grep {tag}" if tag else f"squeue --me -o '%A %o' | grep {script}"
+            raise UnknownSubmission(
+                f"{failure}\nIt is unknown whether Slurm took the job, as squeue does not answer either: {error}\n"
+                f"The run directory {script.parent} is kept. Once Slurm answers, find the job with {search}, or type "
+                "the command again with this run.dir: it looks for the job first"
+            ) from error
+        if job is not None:
+            return job
+    return None
+
+
+def _cancel(tag: str, script: Path) -> None:
+    """Cancel the job of an interrupted submission, if Slurm has taken it; print what happened."""
+    try:
+        job = find_submission(tag, script)
+        done = job is None or ask(["scancel", job]).status == 0
+    except ConfigError:
+        print_text(f"interrupted: look for the job with squeue --me; its comment is {tag or 'yours'}", file=sys.stderr)
+        return
+    if job is not None:
+        ending = "was cancelled" if done else f"could not be cancelled: run scancel {job}"
+        print_text(f"interrupted: job {job}, which Slurm had taken, {ending}", file=sys.stderr)
 
 
 def show(recipe: Recipe, cfg: RecipeConfig, notes: list[str]) -> None:
