@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from components import training
 from components.config.schema.optimizer import OptimizerConfig
+from components.exchange import all_gather_json
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 """Tokens and labels of one row without padding, (seq,) each."""
@@ -168,13 +168,12 @@ def differing_replicas(model: nn.Module) -> list[str]:
                 mesh.get_local_rank(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate()
             )
         content = local.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        mine[name, where] = hashlib.sha256(content).hexdigest()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+        mine[f"{name} {where}"] = hashlib.sha256(content).hexdigest()
+    everyone = all_gather_json(mine)
     different = {
-        name
-        for (name, where), digest in mine.items()
-        if any(other.get((name, where), digest) != digest for other in everyone)
+        part.partition(" ")[0]
+        for part, digest in mine.items()
+        if any(other.get(part, digest) != digest for other in everyone)
     }
     return sorted(different)
 

@@ -21,6 +21,7 @@ from components import data, distributed, models, training
 from components.config.errors import ConfigError
 from components.config.schema.model import RouterAux
 from components.config.schema.recipes import FinetuneConfig
+from components.exchange import all_gather_json
 from scripts import parity_curves as curves
 from scripts.parity_curves import Course, Curve, Sample
 from scripts.parity_shapes import MeshPlan
@@ -213,14 +214,12 @@ def _gradients(
             worst = max(worst, (error if error == error else float("inf"), name))
 
         curves.visit_gradients(model, called, batches, settings, visit)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, seen)
+        everyone = all_gather_json(sorted(seen))
         return *worst, sorted(set(stored.keys()) - set().union(*everyone))
 
 
 def _merge(row: Row) -> Row:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, row)
+    everyone = [Row(**each) for each in all_gather_json(asdict(row))]
     worst = max(everyone, key=lambda each: each.gradient)
     return replace(
         worst,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from components.distributed import all_gather_object
+from components.exchange import all_gather_json
 
 
 class CheckpointError(RuntimeError):
@@ -33,7 +33,7 @@ def agreed(what: str | Callable[[], str], group: dist.ProcessGroup | None = None
     except Exception as error:  # told below, on every rank
         problem = error
     mine = None if problem is None else f"{type(problem).__name__}: {problem}"
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_object(mine, group)) if text is not None]
+    told = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(mine, group)) if text is not None]
     if told:
         raise CheckpointError(f"{_said(what)}: {'; '.join(told)}") from problem
 

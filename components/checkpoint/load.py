@@ -31,7 +31,7 @@ from components.checkpoint.tensors import (
 )
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
-from components.distributed import all_gather_object, broadcast_object
+from components.exchange import all_gather_json, broadcast_json
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def find_checkpoint(run_dir: Path | str, resume: str) -> Path | None:
     """
     if resume == NEVER:
         return None
-    for path in broadcast_object(_newest_first(Path(run_dir) / FOLDER, resume)):
+    for path in map(Path, broadcast_json([str(each) for each in _newest_first(Path(run_dir) / FOLDER, resume)])):
         problems = verify(path)
         if not problems:
             return path
@@ -70,18 +70,20 @@ def find_checkpoint(run_dir: Path | str, resume: str) -> Path | None:
 
 def verify(path: Path) -> list[str]:
     """Return what is wrong with a checkpoint, file by file; the same on every rank, which share the reading."""
-    told: Manifest | list[str] = []
+    problems: list[str] = []
+    body: dict[str, Any] = {}
     if _rank() == 0:
         try:
             manifest = Manifest.read(path)
-            told = manifest.check_sizes(path) or manifest
+            body, problems = manifest.body(), manifest.check_sizes(path)
         except ManifestError as error:
-            told = [str(error)]
-    told = broadcast_object(told)
-    if isinstance(told, list):
-        return told
+            problems = [str(error)]
+    body, problems = broadcast_json([body, problems])
+    if problems:
+        return problems
     world = dist.get_world_size() if dist.is_initialized() else 1
-    return [problem for part in all_gather_object(told.check_hashes(path, _rank(), world)) for problem in part]
+    mine = Manifest.from_body(body).check_hashes(path, _rank(), world)
+    return [problem for part in all_gather_json(mine) for problem in part]
 
 
 def load_checkpoint(path: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -174,7 +176,7 @@ def _same_place(begun: str | None, resume: str) -> bool:
 
 def _check_model(path: Path, mine: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:
     """Compare what is stored with the tensors of all ranks together, so that all come to the same end."""
-    tensors = over_all_ranks({name: (tuple(tensor.shape) or (1,), tensor.dtype) for name, tensor in mine.items()})
+    tensors = over_all_ranks({name: (list(tensor.shape) or [1], str(tensor.dtype)) for name, tensor in mine.items()})
     held = {name: described for name, described in stored.items() if name.startswith(MODEL)}
     problems = []
     for what, names in (
@@ -185,8 +187,9 @@ def _check_model(path: Path, mine: Tensors, stored: dict[str, TensorStorageMetad
             listed = ", ".join(name.removeprefix(MODEL) for name in names[:SHOWN])
             problems.append(f"checkpoint {path} {what}: {listed}{', ...' if len(names) > SHOWN else ''}")
     for name in held.keys() & tensors.keys():
-        there = (tuple(held[name].size), held[name].properties.dtype)
-        here = tensors[name]
+        there = (tuple(held[name].size), str(held[name].properties.dtype))
+        shape, dtype = tensors[name]
+        here = (tuple(shape), dtype)
         if there != here:
             problems.append(
                 f"checkpoint {path}: {name.removeprefix(MODEL)} is {there[0]} {there[1]} there and {here[0]} "

@@ -62,8 +62,18 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write it to `folder`, durably."""
-        body = {"format": FORMAT, **asdict(self)}
+        body = {"format": FORMAT, **self.body()}
         write_json(folder / MANIFEST, {"sha256": _digest(body), "body": body})
+
+    def body(self) -> dict[str, Any]:
+        """Return it as JSON values, of which `from_body` makes an equal one."""
+        return asdict(self)
+
+    @classmethod
+    def from_body(cls, body: dict[str, Any]) -> Manifest:
+        """Return the manifest with these values. Raises KeyError or TypeError where they are not a manifest's."""
+        files = {name: FileRecord(**record) for name, record in body["files"].items()}
+        return cls(**{**body, "files": files})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -75,8 +85,7 @@ class Manifest:
                 raise ManifestError(f"{MANIFEST} does not match its own hash")
             if body.pop("format") != FORMAT:
                 raise ManifestError(f"{MANIFEST} has a format that this version does not know")
-            files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
-            manifest = cls(**body, files=files)
+            manifest = cls.from_body(body)
         except FileNotFoundError as error:
             missing = f"{MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
             raise ManifestError(missing) from error
@@ -84,7 +93,7 @@ class Manifest:
             if isinstance(error, ManifestError):
                 raise
             raise ManifestError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
-        if any(Path(name).name != name for name in files):
+        if any(Path(name).name != name for name in manifest.files):
             raise ManifestError(f"{MANIFEST} names files outside the folder")
         return manifest
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from components.checkpoint.tensors import Tensors, over_all_ranks
-from components.distributed import broadcast_object
+from components.exchange import broadcast_json
 
 
 def not_written(tmp: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> str:
@@ -18,7 +18,7 @@ def not_written(tmp: Path, tensors: Tensors, group: dist.ProcessGroup | None = N
     sees: what is free in the file system of `tmp`, and what the failed attempt holds of it.
     """
     sizes = over_all_ranks({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}, group)
-    room = broadcast_object(_room(tmp), group=group)
+    room = broadcast_json(_room(tmp), group=group)
     has = "" if room is None else f", {tmp.parent} has room for {room:,}"
     return f"checkpoint {tmp} could not be written (its tensors are {sum(sizes.values()):,} bytes{has})"
 

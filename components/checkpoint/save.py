@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from components.checkpoint.room import not_written
 from components.checkpoint.tensors import Tensors, model_tensors, optimizer_tensors, write_tensors
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.run import CONFIG
-from components.distributed import all_gather_object, broadcast_object
+from components.exchange import all_gather_json, broadcast_json
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def write_snapshot(
             collectives within a group is the same on all ranks only if a single thread calls them.
     """
     folder = Path(run_dir) / FOLDER
-    tmp = folder / broadcast_object(f"step_{snapshot.step}{TEMPORARY}{secrets.token_hex(4)}", group=group)
+    tmp = folder / broadcast_json(f"step_{snapshot.step}{TEMPORARY}{secrets.token_hex(4)}", group=group)
     failed = partial(not_written, tmp, snapshot.tensors, group)
     try:
         with agreed(failed, group):
@@ -134,7 +134,8 @@ def write_snapshot(
             fault_point("after_shards")
             own |= write_json(tmp / random_file(_rank()), snapshot.random)
             fault_point("after_random")
-        records = {name: record for part in all_gather_object(own, group) for name, record in part.items()}
+        listed = all_gather_json({name: asdict(record) for name, record in own.items()}, group)
+        records = {name: FileRecord(**record) for part in listed for name, record in part.items()}
         final = folder
         with agreed(failed, group):
             if _rank() == 0:
@@ -145,7 +146,7 @@ def write_snapshot(
         raise
     if _rank() == 0:
         _prune(folder, policy)
-    return broadcast_object(final, group=group)
+    return Path(broadcast_json(str(final), group=group))
 
 
 def mesh_of(tensors: Tensors) -> dict[str, int]:

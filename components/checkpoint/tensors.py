@@ -28,7 +28,7 @@ from components.checkpoint.errors import CheckpointError
 from components.checkpoint.manifest import FileRecord
 from components.checkpoint.planners import BlockWriter, LoadBlocks, SaveBlocks, Tensors, held_of
 from components.config.errors import ConfigError
-from components.distributed import all_gather_object
+from components.exchange import all_gather_json
 from components.models.lora import adapted_layers
 
 T = TypeVar("T")
@@ -41,9 +41,9 @@ FILE_BYTES = 512 * 1024**2
 
 
 def over_all_ranks(mine: dict[str, T], group: dist.ProcessGroup | None = None) -> dict[str, T]:
-    """Return the entries of all ranks; of a name that several have, the first rank's. A collective of `group`."""
+    """Return the entries of all ranks, as JSON; of a name that several have, the first rank's. A collective."""
     union: dict[str, T] = {}
-    for held in all_gather_object(mine, group):
+    for held in all_gather_json(mine, group):
         for name, entry in held.items():
             union.setdefault(name, entry)
     return union
@@ -96,7 +96,7 @@ def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | Non
     """
     # Rank 0's mapping is the one that counts, for the names of all ranks.
     mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    everyone = all_gather_object(mine, group)
+    everyone = all_gather_json(mine, group)
     holders = Counter(name for held in everyone for name in held)
     sizes = {name: size // holders[name] for held in everyone for name, size in held.items()}
     writer = BlockWriter(folder, _files_of_bounded_size(sizes))

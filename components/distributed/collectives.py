@@ -128,7 +128,10 @@ def reduce_loss(
 
 
 def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Broadcast an object using pickle to all ranks in the process group. `src` is a rank within `group`."""
+    """Broadcast an object using pickle to all ranks in the process group. `src` is a rank within `group`.
+
+    Unpickling runs whatever code a peer sends: use `components.exchange.broadcast_json` for values that JSON has.
+    """
     if not is_distributed():
         return obj
     require_member(group)
@@ -164,7 +167,10 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
 
 
 def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """All-gather an object using pickle to all ranks in a process group, in rank order."""
+    """All-gather an object using pickle to all ranks in a process group, in rank order.
+
+    Unpickling runs whatever code a peer sends: use `components.exchange.all_gather_json` for values that JSON has.
+    """
     if not is_distributed():
         return [obj]
     require_member(group)

@@ -26,7 +26,7 @@ from components.distributed.environment import (
 )
 from components.distributed.groups import index_on_node
 from components.distributed.network import _set_nccl_env
-from components.distributed.rendezvous import LOOPBACK, is_loopback, master_address, meet, open_store
+from components.distributed.rendezvous import LOOPBACK, is_loopback, meet, meeting_host, open_store
 from components.distributed.shutdown import destroy_global_state
 from components.distributed.store_sync import StoreSync
 
@@ -82,7 +82,7 @@ def start_process_group(
         store = None
         _keep_to_loopback(LOOPBACK)
     else:
-        host = master_address(variables, os.environ)[0]
+        host = meeting_host(variables)
         _keep_to_loopback(host)
         if not is_loopback(host):
             # torch's own default: a timeout ends the process without waiting for an abort, which may hang too.

@@ -5,16 +5,22 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from components.config.run_files import PRIVATE, replace_json
 from components.distributed.environment import (
     RankEnvironmentError,
     RankVariables,
@@ -22,11 +28,13 @@ from components.distributed.environment import (
     read_integer,
     required,
 )
+from components.distributed.relay import LOOPBACK, open_door, open_gate
 from components.distributed.store_sync import MissingRanks, StoreSync
 
 STORE_FD = "MESHBOOK_STORE_FD"
 """Variable that holds the descriptor of a listening socket that rank 0 inherited for its store."""
-LOOPBACK = "127.0.0.1"
+STORE_FILE = "MESHBOOK_STORE_FILE"
+"""Variable that names the file through which rank 0 hands over how to reach its store: set in batch jobs."""
 FIRST_PORT, PORTS = 10000, 20000  # below the range from which Linux takes the ports of outgoing connections
 
 
@@ -58,6 +66,13 @@ def master_address(variables: RankVariables, environ: Mapping[str, str]) -> tupl
     return host, number
 
 
+def meeting_host(variables: RankVariables) -> str:
+    """Return the host that the ranks meet at, where that is this machine alone; else any other name."""
+    if not _handed_over():
+        return master_address(variables, os.environ)[0]
+    return LOOPBACK if _is_one_node() else os.environ.get("MASTER_ADDR", "")
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` names this machine only."""
     return host in ("localhost", "::1") or host.startswith("127.")
@@ -70,6 +85,8 @@ def open_store(variables: RankVariables, timeout: timedelta) -> dist.Store:
         RankEnvironmentError: the address is unknown.
         RendezvousError: the store cannot be served or reached within `timeout`.
     """
+    if _handed_over():
+        return _of_this_attempt(_store_by_file(variables, timeout), timeout)
     host, port = master_address(variables, os.environ)
     try:
         store = _store(host, port, variables.rank, variables.world_size, timeout)
@@ -80,6 +97,10 @@ def open_store(variables: RankVariables, timeout: timedelta) -> dist.Store:
             f"within {timeout.total_seconds():g} s: MASTER_ADDR and MASTER_PORT must name a free port on the "
             f"host of rank 0, the same on all ranks ({error})"
         ) from error
+    return _of_this_attempt(store, timeout)
+
+
+def _of_this_attempt(store: dist.Store, timeout: timedelta) -> dist.Store:
     store.set_timeout(timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"meshbook/{attempt}", store)
@@ -105,6 +126,89 @@ def meet(variables: RankVariables, store: dist.Store, value: str, timeout: timed
 def _stores() -> dict[tuple[str, int], dist.Store]:
     """The stores this process serves or has joined: rank 0 must serve its store for as long as it lives."""
     return {}
+
+
+def _handed_over() -> bool:
+    return bool(os.environ.get(STORE_FILE))
+
+
+def _is_one_node() -> bool:
+    return os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES")) == "1"
+
+
+def _store_by_file(variables: RankVariables, timeout: timedelta) -> dist.Store:
+    """Return the store that rank 0 serves on its loopback interface, behind a gate (relay.py)."""
+    file, rank, world_size = Path(os.environ[STORE_FILE]), variables.rank, variables.world_size
+    key = (str(file), 0)
+    if key in _stores():
+        return _stores()[key]
+    connect = functools.partial(dist.TCPStore, LOOPBACK, world_size=world_size, timeout=timeout, use_libuv=True)
+    if rank == 0:
+        listener = _listen(LOOPBACK, 0)
+        with socket.socket(fileno=os.dup(listener)) as bound:
+            port = bound.getsockname()[1]
+        store = connect(port=port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+        address, gate, secret = _open_gate(port)
+        replace_json(file, {"address": address, "port": gate, "secret": secret.hex()}, PRIVATE)
+        atexit.register(file.unlink, missing_ok=True)
+    else:
+        at = _await_file(file, variables, timeout)
+        door = open_door(at["address"], at["port"], bytes.fromhex(at["secret"]))
+        try:
+            store = connect(port=door, is_master=False, wait_for_workers=False)
+        except (dist.DistError, RuntimeError) as error:
+            raise RendezvousError(
+                f"rank {rank} of {world_size} could not reach the store of rank 0 through {at['address']}:{at['port']} "
+                f"(from {file}) within {timeout.total_seconds():g} s: rank 0 must be running, and its node reachable "
+                f"from this one at that port ({error})"
+            ) from error
+    _stores()[key] = store
+    atexit.register(_leave, store, rank, world_size)
+    return store
+
+
+def _open_gate(store_port: int) -> tuple[str, int, bytes]:
+    """Open the gate to the store on an address that other nodes reach; return address, port and secret."""
+    secret, tried = secrets.token_bytes(32), []
+    for address in [LOOPBACK] if _is_one_node() else _own_addresses():
+        try:
+            return address, open_gate(address, store_port, secret), secret
+        except OSError as error:
+            tried.append(f"{address}: {error}")
+    raise RendezvousError(
+        f"rank 0 on {_node_name()} finds no address of its own that other nodes reach ({'; '.join(tried) or 'none'}): "
+        "the name of the node must resolve to its address there, and not to the loopback interface alone"
+    )
+
+
+def _own_addresses() -> list[str]:
+    """What the name of this node resolves to, and the address that srun was started from: loopback left out."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        found += [
+            str(info[4][0]) for info in socket.getaddrinfo(_node_name(), None, socket.AF_INET, socket.SOCK_STREAM)
+        ]
+    found += [os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")]
+    return [address for address in dict.fromkeys(found) if address and not is_loopback(address)]
+
+
+def _node_name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _await_file(file: Path, variables: RankVariables, timeout: timedelta) -> dict[str, Any]:
+    """Return what rank 0 has handed over. Raises RendezvousError where it does not within `timeout`."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        with contextlib.suppress(FileNotFoundError), file.open() as opened:
+            if os.fstat(opened.fileno()).st_uid == os.getuid():  # nobody else leads the ranks astray
+                return json.loads(opened.read())
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"rank {variables.rank} of {variables.world_size}: rank 0 did not hand over its store's address in "
+                f"{file} within {timeout.total_seconds():g} s; look for the first error of rank 0"
+            )
+        time.sleep(0.05)
 
 
 def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -144,6 +248,8 @@ def _connect(host: str, port: int, rank: int, world_size: int, timeout: timedelt
     descriptor = read_integer(STORE_FD)
     if descriptor is None and is_loopback(host):
         descriptor = _listen(host, port)  # a TCPStore by itself would listen on every interface
+    elif descriptor is None and not os.environ.get("MASTER_ADDR") and (addresses := _own_addresses()):
+        descriptor = _listen(addresses[0], port)  # in a Slurm step, whose ranks know this node by its name
     if descriptor is not None:
         return connect(is_master=True, master_listen_fd=descriptor)
     return connect(is_master=True, multi_tenant=True)
@@ -151,7 +257,8 @@ def _connect(host: str, port: int, rank: int, world_size: int, timeout: timedelt
 
 def agent_serves() -> bool:
     """Whether torchrun's agent serves the store at MASTER_ADDR, so that all ranks are its clients."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and STORE_FD not in os.environ
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return by_agent and STORE_FD not in os.environ and not _handed_over()
 
 
 def _listen(host: str, port: int) -> int:

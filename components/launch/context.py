@@ -17,6 +17,8 @@ ATTEMPT = "MESHBOOK_ATTEMPT"
 """How often this run was started before: 0 for the first start."""
 STORE_FD = "MESHBOOK_STORE_FD"
 """Rank 0's descriptor of the loopback socket on which it serves the ranks' store."""
+STORE_FILE = "MESHBOOK_STORE_FILE"
+"""File through which rank 0 of a batch job hands over how to reach the ranks' store."""
 LAUNCHER_PID = "MESHBOOK_LAUNCHER_PID"
 """The process that a rank must not outlive."""
 
@@ -25,7 +27,7 @@ _RANK_VARIABLES = {
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEPID"),
     *("SLURM_TASKS_PER_NODE", "SLURM_GTIDS", "SLURM_TASK_PID"),
-    *(WORKER, RUN_DIR, ATTEMPT, STORE_FD, LAUNCHER_PID, "MESHBOOK_EXPORTED"),
+    *(WORKER, RUN_DIR, ATTEMPT, STORE_FD, STORE_FILE, LAUNCHER_PID, "MESHBOOK_EXPORTED"),
 }
 _RANK_PREFIXES = ("TORCHELASTIC_", "SLURM_STEP_", "PMI_", "PMIX_", "OMPI_")
 

@@ -19,8 +19,9 @@ from components.config.compose.frozen import read_frozen
 from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.run_files import PRIVATE, create_marker, open_append
 from components.config.schema.recipes import RecipeConfig
-from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR, WORKER, rank_and_size
+from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR, STORE_FILE, WORKER, rank_and_size
 from components.launch.failures import STOOD_STILL, log_file, tell_problems, write_report
+from components.launch.folders import told_by_path
 from components.launch.lease import LeaseLost, RunDirectoryInUse, end_process, take_lease
 from components.launch.memory import is_out_of_memory
 from components.launch.run_directory import (
@@ -86,6 +87,8 @@ def run_worker(recipe: Recipe) -> int:
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _write_to(log_file(logs, rank))  # an agent has one output for all its ranks
+    if not by_launcher:
+        os.environ[STORE_FILE] = str(logs / "store.json")
     record_collectives(logs)
     faulthandler.register(signal.SIGUSR1)  # it writes the stacks of all threads, whatever they do, and harms nothing
 
@@ -166,7 +169,8 @@ def _leased(run_dir: Path, logs: Path, rank: int) -> Iterator[None]:
         write_report(logs, rank, error)
         end_process(error)
 
-    lease = take_lease(run_dir, end)
+    with told_by_path(run_dir):
+        lease = take_lease(run_dir, end)
     try:
         yield
     finally:

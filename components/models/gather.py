@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from components.exchange import all_gather_json, broadcast_json
 from components.models.names import saved_tensors
 from components.models.shards import Block, is_first_holder, local_blocks, local_part, part_shape
 
@@ -30,6 +31,18 @@ class Offer:
     device: str
     """Type of device that the part is sent from: the backend decides."""
     blocks: list[Block]
+
+    def as_json(self) -> list[Any]:
+        """Return what `from_json` makes an equal offer of."""
+        blocks = [[[(each.start, each.stop) for each in part] for part in (b.local, b.full)] for b in self.blocks]
+        return [self.shape, str(self.dtype).removeprefix("torch."), self.device, blocks]
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> Offer:
+        """Return the offer that another rank made."""
+        shape, dtype, device, parts = values
+        blocks = [Block(*(tuple(slice(*each) for each in part) for part in block)) for block in parts]
+        return cls(tuple(shape), getattr(torch, dtype), device, blocks)
 
 
 Giver = tuple[int, Offer]
@@ -66,11 +79,7 @@ def writer_rank() -> int:
 
 def told_by_writer(problem: str | None) -> str | None:
     """Return the writer's problem on every rank; a collective."""
-    if not dist.is_initialized():
-        return problem
-    told = [problem]
-    dist.broadcast_object_list(told, src=WRITER)
-    return told[0]
+    return broadcast_json(problem, src=WRITER)
 
 
 def _exchange(held: dict[str, torch.Tensor]) -> list[dict[str, Offer]]:
@@ -80,15 +89,11 @@ def _exchange(held: dict[str, torch.Tensor]) -> list[dict[str, Offer]]:
         offers = {name: _offer(tensor, name) for name, tensor in held.items() if is_first_holder(tensor)}
     except NotImplementedError as error:
         problem = str(error)
-    mine = problem or offers
-    everyone = [mine]
-    if dist.is_initialized():
-        everyone = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    everyone = all_gather_json(problem or {name: offer.as_json() for name, offer in offers.items()})
     problems = [told for told in everyone if isinstance(told, str)]
     if problems:
         raise NotImplementedError("; ".join(dict.fromkeys(problems)))
-    return [told for told in everyone if isinstance(told, dict)]
+    return [{name: Offer.from_json(each) for name, each in told.items()} for told in everyone]
 
 
 def _offer(tensor: torch.Tensor, name: str) -> Offer:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from components.anatomy import named_decoder_layers
 from components.config.schema.model import DOCUMENTS
 from components.config.schema.parallelism import ActivationCheckpointing
+from components.exchange import all_gather_json
 from components.models.activations import keep_products, show_compiled_regions
 from components.models.compile_cache import remove_truncated_libraries
 from components.models.lora import quantized_layers
@@ -62,10 +62,7 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
         name: (packed.get(name, parameter.numel()), parameter.requires_grad, name in packed)
         for name, parameter in model.named_parameters()
     }
-    everyone = [mine]
-    if dist.is_initialized():
-        everyone = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    everyone = all_gather_json(mine)
     whole = {name: size for held in everyone for name, size in held.items()}
     parts = [local_part(parameter) for parameter in model.parameters()]
     return ParameterCounts(

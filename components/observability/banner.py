@@ -10,11 +10,11 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from components.config.schema.parallelism import MeshShape
+from components.exchange import all_gather_json
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,8 +84,4 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _gather(mine: tuple[str, str, str, str, int]) -> list[tuple[str, str, str, str, int]]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    everyone: list[tuple[str, str, str, str, int]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    return [tuple(each) for each in all_gather_json(mine)]

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from components.config.metrics_log import MetricsLog
+from components.config.run_files import create_marker
 from components.config.schema.logging import LoggingConfig
 from components.console import PlainConsole
 from components.observability.plot import LossPlot
@@ -174,7 +175,7 @@ class Reporter:
         """Leave a file that tells a cluster's requeue policy that this attempt got as far as an optimizer step."""
         logs = self._run_dir / "logs"
         if self.enabled and logs.is_dir():
-            (logs / "first_step").touch()
+            create_marker(logs / "first_step")
 
     def step(self, metrics: StepNumbers, *, lr: float, tokens: int, every: int = 1) -> None:
         """Take the numbers of an optimizer step, and log them if the step is a multiple of `every`.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from components.config.errors import ConfigError
 from components.config.schema.model import NO_FLEX_BACKWARD, Attention, Float8
 from components.config.schema.recipes import FinetuneConfig
 from components.distributed.pipeline import Pipeline
+from components.exchange import all_gather_json
 from components.models.float8 import float8_layers, without_float8
 from components.training.loop import MicroBatch, StepSettings, evaluate, forward_loss
 
@@ -45,7 +46,11 @@ def check_kernels(
 
 @torch.no_grad()
 def _observe_attention(model: Any, cfg: FinetuneConfig, batch: MicroBatch, settings: StepSettings) -> str:
-    from components.models.attention import AttentionProbe, describe_attention  # transformers, which only a run needs
+    from components.models.attention import (  # transformers, which only a run needs
+        AttentionProbe,
+        ObservedAttention,
+        describe_attention,
+    )
 
     module: Any = getattr(model, "module", model)
     row = {name: tensor[:1] for name, tensor in batch.items()}
@@ -58,9 +63,10 @@ def _observe_attention(model: Any, cfg: FinetuneConfig, batch: MicroBatch, setti
             forward_loss(model, row, settings)
     observed = probe.observed
     if isinstance(model, Pipeline):  # layers of other stages may attend otherwise
-        everyone: list[Any] = [observed] * dist.get_world_size(model.group)
-        dist.all_gather_object(everyone, observed, group=model.group)
-        observed = list(dict.fromkeys(each for stage in everyone for each in stage))
+        mine = [{**asdict(each), "dtype": str(each.dtype).removeprefix("torch.")} for each in observed]
+        everyone = [each for stage in all_gather_json(mine, model.group) for each in stage]
+        told = [ObservedAttention(**{**each, "dtype": getattr(torch, each["dtype"])}) for each in everyone]
+        observed = list(dict.fromkeys(told))
     return describe_attention(module, cfg.model, observed, cfg.data.pack)
 
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from components import distributed
 from components.checkpoint import Saver
 from components.config.schema.checkpoint import CheckpointConfig
+from components.exchange import all_gather_json, broadcast_json
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ def main() -> None:
     torch.set_num_threads(1)
     info = distributed.start_process_group("cpu")
     model, optimizer = trained(options.layers, info.world_size)
-    folder = Path(distributed.broadcast_object(tempfile.mkdtemp(prefix="benchmark_save-", dir=options.folder)))
+    folder = Path(broadcast_json(tempfile.mkdtemp(prefix="benchmark_save-", dir=options.folder)))
     try:
         figures = measure(folder, model, optimizer, options.repeats)
     finally:
@@ -139,7 +140,7 @@ def timed(do: Callable[[], object]) -> Seconds:
     distributed.barrier()
     wall, processor = time.perf_counter(), time.thread_time()
     do()
-    taken = distributed.all_gather_object((time.perf_counter() - wall, time.thread_time() - processor))
+    taken = all_gather_json((time.perf_counter() - wall, time.thread_time() - processor))
     return Seconds(*map(max, zip(*taken, strict=True)))
 
 

@@ -21,6 +21,7 @@ from components.launch.failures import (
     read_reports,
     tell_failure,
 )
+from components.launch.files import write_text
 from components.launch.rank import status_of
 from components.launch.run_directory import CANCELLED, REQUEUE, attempt_logs, read_result, write_result
 from components.launch.slurm.requeue import attempts_of_job, hung_nodes, reason_not_after_hang, reason_to_stop
@@ -109,7 +110,7 @@ def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cance
         return status or 1
     reason = reason_not_after_hang(run_dir, attempts_of_job(run_dir, attempt), os.environ)
     if reason is None and not cancelled:
-        (run_dir / REQUEUE).write_text("".join(f"{node}\n" for node in hung_nodes(message)))
+        write_text(run_dir / REQUEUE, "".join(f"{node}\n" for node in hung_nodes(message)))
         print_text("the run hung: back into the queue", flush=True)
     elif not cancelled:
         print_text(f"the run hung, and is not requeued: {reason}", flush=True)

@@ -1,0 +1,127 @@
+"""The store of a batch job's ranks: reached through a file of the user's, and by nobody who scans ports."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from components.distributed import rendezvous
+from components.distributed.heartbeat import Heartbeat
+from components.distributed.process_group import start_process_group
+from components.exchange import all_gather_json, broadcast_json
+from tests.harness import run_ranks, start_ranks
+
+REACHED = "127.0.0.2"
+"""The address by which nodes reach this one; 127.0.0.1 is the loopback interface that they do not."""
+
+
+def batch_job(file: Path) -> dict[str, str | None]:
+    """The variables of a rank of a job on two nodes."""
+    return {"MESHBOOK_STORE_FILE": str(file), "SLURM_NNODES": "2", "MASTER_PORT": None, "MASTER_ADDR": "n1"}
+
+
+def listening() -> list[tuple[str, int]]:
+    """Addresses and ports on which this process listens."""
+    links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+    inodes = {os.readlink(link) for link in links if os.path.islink(link)}
+    fields = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    mine = [each[1].split(":") for each in fields if each[3] == "0A" and f"socket:[{each[9]}]" in inodes]
+    return [(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in mine]
+
+
+def answers(address: str, port: int) -> bool:
+    """Whether a port answers somebody who speaks the store's language and knows nothing else."""
+    try:
+        soon = timedelta(seconds=1)
+        client = dist.TCPStore(address, port, is_master=False, timeout=soon, wait_for_workers=False)
+        return client.num_keys() > 0
+    except (dist.DistError, RuntimeError):
+        return False
+
+
+def test_a_batch_jobs_ranks_meet_behind_a_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_own_addresses", lambda: [REACHED])
+    file, opened = tmp_path / "store.json", list[tuple[str, int]]()
+
+    def recorded(opens: Callable[..., int], address: str | None) -> Callable[..., int]:
+        def record(at: str, *arguments: Any) -> int:
+            opened.append((address or at, opens(at, *arguments)))
+            return opened[-1][1]
+
+        return record
+
+    monkeypatch.setattr(rendezvous, "open_gate", recorded(rendezvous.open_gate, None))
+    monkeypatch.setattr(rendezvous, "open_door", recorded(rendezvous.open_door, "127.0.0.1"))
+
+    def check(rank: int) -> None:
+        info = start_process_group("cpu", rendezvous_timeout=timedelta(seconds=60))
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert (info.world_size, value.item()) == (2, 2.0)
+        assert rank in Heartbeat.join("here").posts()  # through a connection of its own
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert set(opened) <= set(listening())
+        assert not [address for address, _ in listening() if address == "0.0.0.0"]
+        gates, doors = all_gather_json(opened)
+        assert [address for address, _ in (*gates, *doors)] == [REACHED, "127.0.0.1"]
+        assert not any(answers(address, port) for address, port in (doors if rank == 0 else gates))
+        idle = [socket.create_connection(tuple(gate)) for gate in gates]  # says nothing, and holds nobody up
+        again = dist.distributed_c10d._get_default_store().clone()
+        again.set(f"after/{rank}", "x")
+        assert all_gather_json(len(idle)) == [1, 1]
+
+    run_ranks(2, check, env=lambda rank: batch_job(file), init=False)
+
+
+def test_ranks_whose_rank_zero_never_comes(tmp_path: Path) -> None:
+    def check(rank: int) -> None:
+        if rank == 1:
+            start_process_group("cpu", rendezvous_timeout=timedelta(seconds=1))
+
+    outcomes = start_ranks(2, check, env=lambda rank: batch_job(tmp_path / "store.json"), init=False)
+    assert outcomes[0].ok
+    assert outcomes[1].exception
+    assert f"rank 0 did not hand over its store's address in {tmp_path / 'store.json'}" in outcomes[1].exception
+
+
+VALUES = [None, "Grüße\0", ["é" * 70_000, 1.5], {"": [True, float("inf")], "b": {}}]
+
+
+def test_values_travel_as_json_and_nothing_is_unpickled() -> None:
+    def check(rank: int) -> None:
+        def refuse(*_: object) -> None:
+            raise AssertionError("an object was pickled")
+
+        for name in ("_object_to_tensor", "_tensor_to_object"):
+            setattr(dist.distributed_c10d, name, refuse)
+        for group in (None, dist.new_group([0, 1], backend="gloo")):
+            assert all_gather_json(VALUES[rank], group) == VALUES[:2]
+            assert all_gather_json(VALUES[2 + rank], group) == VALUES[2:]
+            assert broadcast_json(VALUES[2 * rank], src=1, group=group) == VALUES[2]
+        with pytest.raises(TypeError):
+            all_gather_json(object())
+
+    run_ranks(2, check)
+
+
+def test_nothing_of_the_project_exchanges_pickled_objects() -> None:
+    """But the functions of seed page 002 that promise any object, which nothing calls."""
+    components = Path(rendezvous.__file__).parents[1]
+    facade = {components / "distributed" / name for name in ("collectives.py", "utils.py", "__init__.py")}
+    calls = ("all_gather_object", "broadcast_object", "gather_object", "scatter_object", "send_object", "recv_object")
+    found = [
+        file
+        for folder in (components, components.parent / "recipes", components.parent / "scripts")
+        for file in folder.rglob("*.py")
+        if file not in facade and any(call in file.read_text() for call in calls)
+    ]
+    assert found == []
