@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,32 +66,6 @@ def test_a_bad_node_is_named_before_the_ranks_start(login: Login) -> None:
     assert result_of(answer.run_dir)["status"] == "failed"
 
 
-def reachable_stores(login: Login, node: str) -> list[int]:
-    """The ports of a node on which somebody elsewhere, who scans them all, can list the keys of a store."""
-    pid = login.cluster.processes(node)[0]
-    tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
-    fields = [line.split() for table in tables for line in table.splitlines()]
-    ports = {int(each[1].rpartition(":")[2], 16) for each in fields if each[3] == "0A"}
-    body = f"""
-import datetime, sys, threading
-from torch.distributed import TCPStore
-def scan(port):
-    soon = datetime.timedelta(seconds=2)
-    store = TCPStore("{login.cluster.subnet}.{node[1:]}", port, is_master=False, timeout=soon, wait_for_workers=False)
-    if store.num_keys() > 0:
-        print(port, flush=True)
-threads = [threading.Thread(target=scan, args=(port,), daemon=True) for port in {sorted(ports)}]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join(8)
-import os; os._exit(0)
-"""
-    scanned = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
-    assert len(ports) > 1
-    return [int(port) for port in scanned.stdout.split()]
-
-
 def nobody_is_left(login: Login, *nodes: str) -> bool:
     return not any(login.cluster.processes(node) for node in nodes)
 
@@ -111,7 +83,6 @@ def test_a_run_that_hangs_goes_on_without_the_node_that_hung(login: Login) -> No
     answer = login.type(*RUN, "training.max_steps=60", "training.step_timeout_seconds=4")
     run, cluster = answer.run_dir, login.cluster
     _await_checkpoint(run)
-    assert not reachable_stores(login, "n1")
     for process in cluster.processes("n2"):
         if "finetune.py" in Path(f"/proc/{process}/cmdline").read_text():
             os.kill(process, signal.SIGSTOP)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -130,9 +131,37 @@ def test_preempted_under_torchrun(login: Login, undisturbed: dict[int, float]) -
     _stop_and_compare(login, undisturbed, stop, TORCHRUN)
 
 
+def reachable_stores(login: Login, node: str) -> list[int]:
+    """The ports of a node on which somebody elsewhere, who scans them all, can list the keys of a store."""
+    pid = login.cluster.processes(node)[0]
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    fields = [line.split() for table in tables for line in table.splitlines()]
+    ports = {int(each[1].rpartition(":")[2], 16) for each in fields if each[3] == "0A"}
+    body = f"""
+import datetime, sys, threading
+from torch.distributed import TCPStore
+def scan(port):
+    soon = datetime.timedelta(seconds=2)
+    store = TCPStore("{login.cluster.subnet}.{node[1:]}", port, is_master=False, timeout=soon, wait_for_workers=False)
+    if store.num_keys() > 0:
+        print(port, flush=True)
+threads = [threading.Thread(target=scan, args=(port,), daemon=True) for port in {sorted(ports)}]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(8)
+import os; os._exit(0)
+"""
+    scanned = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
+    assert len(ports) > 1
+    return [int(port) for port in scanned.stdout.split()]
+
+
 def test_scancel_ends_a_run_for_good(login: Login) -> None:
-    answer = login.type(*RUN)
+    """And while it runs, nobody elsewhere reads the store of its ranks."""
+    answer = login.type(*RUN, "training.max_steps=4000")
     in_a_step(answer.run_dir, random.Random(0))
+    assert reachable_stores(login, "n1") == []
     login.cluster.cancel(answer.job)
     job = login.ended(answer, "CANCELLED")
     assert job["Restarts"] == "0"
