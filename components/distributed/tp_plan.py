@@ -109,8 +109,8 @@ def _translated(model: nn.Module, styles: dict[str, str]) -> Plan:
 def missing_plan(model: nn.Module) -> str:
     """Return the message for a model that has no plan of its own."""
     return (
-        f"parallelism.tp: {type(model).__name__} brings no tensor-parallel plan; set parallelism.tp=1, or give a plan "
-        "by parallelism.tp_plan=module.path:name"
+        f"parallelism.tp: {type(model).__name__} brings no tensor-parallel plan for its decoder layers; set "
+        "parallelism.tp=1, or give a plan by parallelism.tp_plan=module.path:name"
     )
 
 

@@ -258,7 +258,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "cohere": ({"use_qk_norm": True}, TP, "self_attn.q_norm has a weight for each head, and tp divides heads"),
-    "jamba": ({"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}, TP,
+    "jamba": ({"num_experts": 2, "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 2,
+               "attn_layer_offset": 1, "use_mamba_kernels": False}, TP,
               "model.layers.0.mamba.conv1d is a convolution, which the plan of JambaForCausalLM leaves out"),
     "llama4_text": ({"num_local_experts": 2, "head_dim": 12}, TP, "is not told which experts each token chose"),
     "zamba2": ({"num_hidden_layers": 4, "mamba_d_state": 4, "n_mamba_heads": 8, "hybrid_layer_ids": [1, 3],
