@@ -38,7 +38,8 @@ def apply_fsdp_sharding_recursively(
     after the forward, because the backward asks for it first; every other one is, also the last of a list that others
     follow.
     """
-    units = list(_units(module))
+    # A pipeline stage's placeholders have nothing to gather; as units they would only warn about the views they return.
+    units = [unit for unit in _units(module) if next(unit.parameters(), None) is not None]
     for index, unit in enumerate(units):
         _shard(unit, mesh, mp_policy, offload_policy, reshard=index < len(units) - 1)
 
