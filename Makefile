@@ -5,6 +5,8 @@
 # make torture    the tests that take hours: twenty stops of Slurm's, 500 kills of whole runs and 500 inside a save, disks
 #                 that fail, 1,000 corruptions of checkpoints, 300 of run directories, any mesh to any mesh, 20 hangs,
 #                 half an hour of chaos (root)
+# make fuzz       random configurations through the recipes, each against plain transformers: SEED=7 CASES=300 MINUTES=110;
+#                 CASE=12 repeats one of them
 # make lint       formatting, lint, types, import contracts, size budgets
 # make install    the environment alone (.venv, or the one that is active: make VENV=$$VIRTUAL_ENV install)
 
@@ -15,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.meshbook-installed
 ARGS ?=
 
-.PHONY: finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture lint install clean
+.PHONY: finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture fuzz lint install clean
 
 # A CPU without bfloat16 instructions computes in float32, several times slower: fewer steps there, and it says so.
 finetune: install
@@ -74,6 +76,10 @@ torture: install
 	MESHBOOK_TORTURE=1 $(BIN)/python -m pytest -s tests/distributed/test_checkpoint_*.py tests/distributed/test_lora_checkpoint.py \
 	    tests/distributed/test_run_directory_damage.py tests/distributed/test_stage_state.py \
 	    tests/unit/test_no_pickle_is_read.py tests/unit/test_models_layers.py tests/recipes $(ARGS)
+
+fuzz: install
+	$(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)) \
+	    $(if $(CASE),--case $(CASE)) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -1,0 +1,101 @@
+"""Train random legal configurations through the recipes and compare each with plain transformers.
+
+    python -m tests.fuzz --seed 7 --cases 300        # make fuzz SEED=7 CASES=300
+    python -m tests.fuzz --seed 7 --case 12          # one case again, its folder kept
+
+Writes outputs/fuzz/SEED.jsonl, one line per finished case; started again, it continues after the last one.
+Exits 1 if a case differs from its reference, crashes or hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.fuzz.cases import draw_case
+from tests.fuzz.compare import Finding, run_case
+
+OUTPUTS = Path(__file__).resolve().parents[2] / "outputs" / "fuzz"
+
+
+def main() -> int:
+    """Run the cases that are not recorded yet; print a line per case and a summary."""
+    parser = argparse.ArgumentParser(
+        prog="make fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random cases")
+    parser.add_argument("--cases", type=int, default=300, help="number of cases (default: 300)")
+    parser.add_argument("--case", type=int, help="run only this case and keep its folder")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no case after this many minutes")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default: 2)")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if asked.case is not None:
+        folder = OUTPUTS / f"{asked.seed}_{asked.case}"
+        finding = run_case(draw_case(asked.seed, asked.case), folder)
+        print(f"{finding}\nkept: {folder}")
+        return int(finding.is_wrong)
+    record = OUTPUTS / f"{asked.seed}.jsonl"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    findings = _recorded(record)
+    left = [index for index in range(asked.cases) if f"{asked.seed}/{index}" not in findings]
+    deadline = time.monotonic() + 60 * asked.minutes
+    with ThreadPoolExecutor(asked.jobs) as pool, record.open("a") as lines:
+        runs = [pool.submit(_run_until, deadline, asked.seed, index) for index in left]
+        for run in as_completed(runs):
+            finding = run.result()
+            if finding is not None:
+                findings[finding.name] = finding
+                lines.write(json.dumps(asdict(finding)) + "\n")
+                lines.flush()
+                print(finding, flush=True)
+    return _summarize(findings.values(), asked.cases)
+
+
+def _run_until(deadline: float, seed: int, index: int) -> Finding | None:
+    if time.monotonic() > deadline:
+        return None
+    with tempfile.TemporaryDirectory(prefix="meshbook-fuzz-") as folder:
+        return run_case(draw_case(seed, index), Path(folder))
+
+
+def _recorded(record: Path) -> dict[str, Finding]:
+    lines = record.read_text().splitlines() if record.exists() else []
+    return {finding.name: finding for finding in (Finding(**json.loads(line)) for line in lines)}
+
+
+def _summarize(findings: Iterable[Finding], cases: int) -> int:
+    findings = list(findings)
+    outcomes = Counter(finding.outcome for finding in findings)
+    print(f"\n{len(findings)} of {cases} cases: " + ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()))
+    equal = [finding for finding in findings if finding.outcome == "equal"]
+    for name in ("loss", "norm", "eval_loss", "weights"):
+        if equal:
+            worst = max(equal, key=lambda finding: finding.differences[name])
+            print(f"worst relative difference of {name}: {worst.differences[name]:.1e} ({worst.name})")
+    for reason, count in Counter(
+        f.detail.splitlines()[-1][:110] for f in findings if f.outcome == "refused"
+    ).most_common():
+        print(f"refused {count} x: {reason}")
+    wrong = [finding for finding in findings if finding.is_wrong]
+    for finding in wrong:
+        seed, _, index = finding.name.partition("/")
+        print(f"WRONG {finding}\n  repeat: make fuzz SEED={seed} CASE={index}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Run one case through a recipe, as a user would, and compare its run directory with the reference."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.fuzz import reference
+from tests.fuzz.cases import Case, Row
+from tests.fuzz.reference import Curve
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 420.0
+"""Seconds after which a run counts as hung."""
+BOUND = 2e-6
+"""Largest relative difference that counts as equal. The models are float64, but transformers computes norms, rotary
+embeddings and routers in float32, whose rounding may differ with the shape of a tensor."""
+
+
+@dataclass
+class Finding:
+    """What a case showed."""
+
+    name: str
+    outcome: str
+    """equal, refused, different, crashed or hung."""
+    detail: str = ""
+    """What went wrong, if anything."""
+    commands: list[str] = field(default_factory=list)
+    """The command lines of its runs."""
+    seconds: float = 0.0
+    differences: dict[str, float] = field(default_factory=dict)
+    """Relative differences: loss, norm, eval_loss, weights."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether this is a fault of the project."""
+        return self.outcome not in ("equal", "refused")
+
+    def __str__(self) -> str:
+        worst = ", ".join(f"{name} {value:.0e}" for name, value in self.differences.items())
+        text = f"{self.name} {self.outcome} ({self.seconds:.0f} s) {worst}"
+        if self.outcome == "equal":
+            return text
+        return "\n  ".join([text, *self.detail.splitlines()[-12:], *(self.commands if self.is_wrong else [])])
+
+
+class _Ended(Exception):
+    """A run that did not train: (outcome, detail)."""
+
+
+def run_case(case: Case, folder: Path) -> Finding:
+    """Train a case by its recipe and by the reference within `folder`, and compare."""
+    began = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    reference.write_model(case, folder / "model")
+    _write_rows(case, folder / "train.jsonl", case.train)
+    _write_rows(case, folder / "eval.jsonl", case.held_out)
+    commands = [case.family, *(" ".join(_arguments(case, folder, run)) for run in range(len(case.steps)))]
+    try:
+        differences = _differences(case, folder)
+    except _Ended as ended:
+        outcome, text = ended.args
+        return Finding(case.name, outcome, text, commands, time.monotonic() - began)
+    equal = all(value <= BOUND for value in differences.values())
+    outcome = "equal" if equal else "different"
+    return Finding(case.name, outcome, "", commands, time.monotonic() - began, differences)
+
+
+def _differences(case: Case, folder: Path) -> dict[str, float]:
+    start = folder / "model"
+    if case.adapters:  # one step that changes nothing shows the adapters' first values
+        probe = ["parallelism=single", "cluster.procs_per_node=1", "optimizer.lr=1e-300", "training.max_steps=1"]
+        _run([*_recipe(case, folder), *probe, f"run.dir={folder / 'probe'}"], folder)
+    for run in range(len(case.steps)):
+        _run(_arguments(case, folder, run), folder)
+    model = reference.load(case, folder / "probe/export" if case.adapters == "qlora" else start)
+    if case.adapters:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(folder / "probe/adapter"), is_trainable=True)
+    expected = reference.train(case, model)
+    return _compare(_curve_of(case, folder / "run"), expected)
+
+
+def _compare(found: Curve, expected: Curve) -> dict[str, float]:
+    missing = sorted(set(expected.weights) ^ set(found.weights))
+    if missing:
+        raise _Ended("different", f"tensors of only one side: {missing[:5]}")
+    pairs = [(found.weights[name].double(), tensor.double()) for name, tensor in expected.weights.items()]
+    return {
+        "loss": _worst(found.losses, expected.losses),
+        "norm": _worst(found.norms, expected.norms),
+        "eval_loss": _worst(found.eval_losses, expected.eval_losses),
+        "weights": max(((a - b).norm() / b.norm().clamp(min=1e-3)).item() for a, b in pairs),
+    }
+
+
+def _worst(found: Sequence[float], expected: Sequence[float]) -> float:
+    if len(found) != len(expected):
+        raise _Ended("different", f"{len(found)} values instead of {len(expected)}")
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True))
+
+
+def _curve_of(case: Case, run: Path) -> Curve:
+    """Read the curve and the final weights from a run directory."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in lines if "loss" in line}
+    result = json.loads((run / "result.json").read_text())
+    order = range(1, case.total_steps + 1)
+    held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    return Curve(
+        losses=[steps[step]["loss"] for step in order if step in steps],
+        norms=[steps[step]["grad_norm"] for step in order if step in steps],
+        eval_losses=[held_out[0], result["eval_loss"]],
+        weights=reference.load(case, run / "export").state_dict(),
+    )
+
+
+def _write_rows(case: Case, file: Path, rows: Iterable[Row]) -> None:
+    def text(ids: Iterable[int]) -> str:
+        return " ".join(f"w{token}" for token in ids)
+
+    if case.recipe == "pretrain":
+        values = [{"text": text(row.response)} for row in rows]
+    else:
+        values = [{"prompt": text(row.prompt), "response": text(row.response)} for row in rows]
+    file.write_text("".join(json.dumps(value) + "\n" for value in values))
+
+
+def _recipe(case: Case, folder: Path) -> list[str]:
+    data = "text" if case.recipe == "pretrain" else "jsonl"
+    return [
+        str(ROOT / "recipes" / f"{case.recipe}.py"),
+        "model=smollm2_135m",
+        f"model.path={folder / 'model'}",
+        "model.init=pretrained",
+        "model.dtype=float64",
+        f"data={data}",
+        f"data.path={folder / 'train.jsonl'}",
+        f"data.eval_path={folder / 'eval.jsonl'}",
+        "data.cache=null",
+        "cluster.device=cpu",
+        "generation.samples=0",
+        "logging.examples=0",
+        "training.log_every=1",
+        *case.common,
+    ]
+
+
+def _arguments(case: Case, folder: Path, run: int) -> list[str]:
+    steps = f"training.max_steps={case.steps[run]}"
+    return [*_recipe(case, folder), *case.meshes[run], steps, f"run.dir={folder / 'run'}"]
+
+
+def _run(arguments: list[str], folder: Path) -> None:
+    """Run a recipe in a process group of its own. Raises _Ended if it does not end with status 0."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=folder, env=env, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise _Ended("hung", output[-2000:]) from None
+    if process.returncode == 2 and "Traceback" not in output:
+        reasons = [line for line in output.splitlines() if not line.startswith("run /")]
+        raise _Ended("refused", "\n".join(reasons).strip())
+    if process.returncode != 0:
+        raise _Ended("crashed", f"status {process.returncode}: {output[-3000:]}")

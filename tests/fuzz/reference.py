@@ -1,0 +1,137 @@
+"""One training in plain transformers, peft and PyTorch: one process, float64, one sample at a time, no padding.
+
+Nothing of the project is imported: what the recipes train is compared with this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.fuzz.cases import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Case, Row
+
+
+@dataclass
+class Curve:
+    """What a training shows."""
+
+    losses: list[float] = field(default_factory=list)
+    """Of each step: token cross-entropy plus the routers' loss."""
+    norms: list[float] = field(default_factory=list)
+    """Of each step: L2 norm of all gradients, before clipping."""
+    eval_losses: list[float] = field(default_factory=list)
+    """Held-out loss before the first and after the last step."""
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters after the last step, adapters merged."""
+
+
+def write_model(case: Case, folder: Path) -> None:
+    """Save a random model and a tokenizer of one token per word as transformers does."""
+    torch.manual_seed(11)
+    values = dict(case.config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.double().save_pretrained(folder)
+    vocab = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, case.config["vocab_size"])}}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(folder)
+
+
+def load(case: Case, folder: Path) -> Any:
+    """Load a model folder in float64, computed without anything below float64 where transformers has a choice."""
+    attention = "eager" if "model.attention=eager" in case.common else "sdpa"
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=attention)
+    if "num_experts_per_tok" in case.config:
+        model.set_experts_implementation("eager")
+    return model
+
+
+def train(case: Case, model: Any) -> Curve:
+    """Train `model` (used up) on all rows at each step, and return its curve."""
+    curve = Curve()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, foreach=False)
+    samples = _samples(case.train, case.seq_len)
+    count = sum(targets for _, _, targets in samples)
+    curve.eval_losses.append(_held_out_loss(case, model))
+    model.train()
+    for _ in range(case.total_steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for ids, labels, targets in samples:
+            output = model(input_ids=ids[None], use_cache=False, **_router_request(case))
+            loss = _cross_entropy_sum(output.logits, labels)
+            if case.router_aux:
+                loss = loss + case.router_aux * targets * _balance_loss(output.router_logits, _top_k(model))
+            (loss / count).backward()
+            total += loss.item()
+        norm = torch.sqrt(sum(p.grad.square().sum() for p in trained if p.grad is not None))  # type: ignore[arg-type]
+        curve.losses.append(total / count)
+        curve.norms.append(norm.item())
+        if case.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(trained, case.max_grad_norm, norm)
+        optimizer.step()
+    curve.eval_losses.append(_held_out_loss(case, model))
+    merged = model.merge_and_unload() if case.adapters else model
+    curve.weights = {name: tensor.detach() for name, tensor in merged.state_dict().items()}
+    return curve
+
+
+def _samples(rows: Iterable[Row], seq_len: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Token ids and labels (seq,) of the rows that have a target after their first token, and how many they have."""
+    samples = []
+    for row in rows:
+        ids, labels = row.sample(seq_len)
+        targets = sum(label != -100 for label in labels[1:])
+        if targets:
+            samples.append((torch.tensor(ids), torch.tensor(labels), targets))
+    return samples
+
+
+def _cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum over targets; logits (1, seq, vocabulary), labels (seq,)."""
+    return F.cross_entropy(logits[0, :-1].double(), labels[1:], ignore_index=-100, reduction="sum")
+
+
+@torch.no_grad()
+def _held_out_loss(case: Case, model: Any) -> float:
+    model.eval()
+    samples = _samples(case.held_out, case.seq_len)
+    sums = [
+        _cross_entropy_sum(model(input_ids=ids[None], use_cache=False).logits, labels) for ids, labels, _ in samples
+    ]
+    return float(sum(sums)) / sum(targets for _, _, targets in samples)
+
+
+def _router_request(case: Case) -> dict[str, bool]:
+    return {"output_router_logits": True} if case.router_aux else {}
+
+
+def _top_k(model: Any) -> int:
+    return int(model.config.num_experts_per_tok)
+
+
+def _balance_loss(router_logits: Iterable[torch.Tensor], top_k: int) -> torch.Tensor:
+    """Mean over layers of experts x sum over experts of (share of tokens that chose it) x (mean probability)."""
+    losses = []
+    for logits in router_logits:  # (tokens, experts)
+        probabilities = logits.double().softmax(dim=-1)
+        chosen = F.one_hot(probabilities.topk(top_k).indices, logits.shape[-1]).sum(dim=1).double()
+        losses.append(logits.shape[-1] * (chosen.mean(dim=0) * probabilities.mean(dim=0)).sum())
+    return torch.stack(losses).mean()

@@ -1,0 +1,18 @@
+"""Ten fixed random configurations, through the recipes, against plain transformers. `make fuzz` runs new ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.cases import draw_case
+from tests.fuzz.compare import run_case
+
+CASES = (0, 2, 4, 5, 10, 11, 14, 21, 24, 25)
+
+
+@pytest.mark.parametrize("index", CASES)
+def test_a_random_configuration_trains_as_plain_transformers(index: int, tmp_path: Path) -> None:
+    finding = run_case(draw_case(2, index), tmp_path)
+    assert finding.outcome == "equal", str(finding)
