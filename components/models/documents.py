@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -94,7 +95,7 @@ def attend_by_kernel(
 
     batch, heads, seq, width = query.shape
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in _options_of_kernel():
+    if _torch_shares_keys():
         options["enable_gqa"] = key.shape[1] != heads
     else:  # torch 2.11
         key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
@@ -117,7 +118,7 @@ def longest_document(bounds: torch.Tensor) -> int | None:
     """
     if bounds.device.type != "cpu":
         return None
-    return 1 << (int((bounds[:, 1:] - bounds[:, :-1]).max()) - 1).bit_length()
+    return 1 << (int(np.diff(bounds.numpy(), axis=1).max()) - 1).bit_length()
 
 
 @torch.compiler.assume_constant_result
@@ -127,6 +128,11 @@ def _torch_has_windows() -> bool:
 
 
 @torch.compiler.assume_constant_result
+def _torch_shares_keys() -> bool:
+    """Whether the kernel takes fewer key heads than query heads; torch 2.11's does not."""
+    return "enable_gqa" in _options_of_kernel()
+
+
 def _options_of_kernel() -> frozenset[str]:
     """Return the names of the kernel's arguments; none where this torch has no such kernel."""
     try:

@@ -295,25 +295,57 @@ UNEVEN_HEADS = [
 ]
 SLURM = [
     ("cluster.kind=slurm", "cluster.procs_per_node=auto: the GPUs of a node are unknown here"),
-    ("cluster=slurm_1node cluster.time=soon", "cluster.time='soon': is no time limit", "D-H:M:S"),
-    ("cluster=slurm_1node cluster.time=5", "cluster.signal_lead_seconds=300", "lower the lead, or raise cluster.time"),
-    ("cluster=slurm_1node cluster.signal_lead_seconds=0", "cluster.signal_lead_seconds=0: must be at least 1"),
-    ("cluster=slurm_1node cluster.cpus_per_proc=0", "cluster.cpus_per_proc=0: must be at least 1"),
-    ("cluster=slurm_1node cluster.mem=2$G", "cluster.mem='2$G': is no Slurm mem"),
-    ("cluster=slurm_1node cluster.requeue.max=-1", "cluster.requeue.max=-1: must be at least 0"),
-    ("cluster=slurm_1node cluster.requeue.maxx=1", "no such key", "did you mean cluster.requeue.max?"),
-    ("cluster=slurm_1node cluster.launcher=mpirun", "must be one of srun, torchrun", "did you mean"),
-    ("cluster=slurm_1node cluster.gpu_request=gpus", "must be one of gpus_per_node, gres, none"),
-    ("cluster=slurm_1node cluster.container.runtime=docker", "must be one of none, pyxis, apptainer"),
-    ("cluster=slurm_1node cluster.container.runtime=pyxis", "needs an image; set cluster.container.image"),
-    ("cluster=slurm_1node cluster.container.image=x.sif", "cluster.container.runtime=none: no container is used"),
-    ("cluster=slurm_1node cluster.sbatch_extra.nodes=3", "cluster.sbatch_extra.nodes=3: is set by cluster.nodes"),
-    ("cluster=slurm_1node cluster.sbatch_extra.N=3", "cluster.sbatch_extra.N='3': must be a long option of sbatch"),
-    ("cluster=slurm_1node cluster.srun_extra=[cores]", "cluster.srun_extra: 'cores' must begin with a dash"),
-    ("cluster=slurm_1node cluster.setup=date", "cluster.setup=date: must be a list"),
-    ("cluster=slurm_1node cluster.env.status=x", "cluster.env.status: is the batch script's own"),
-    ("cluster=slurm_1node cluster.env.9=x", "cluster.env.9: is no name of a variable"),
-    ("cluster=slurm_1node cluster.env.A=???", "cluster.env={'A': '???'}: ??? stands for a value that is missing"),
+    ("cluster=slurm_1node cluster.device=cpu cluster.time=soon", "cluster.time='soon': is no time limit", "D-H:M:S"),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.time=5",
+        "cluster.signal_lead_seconds=300",
+        "lower the lead, or raise cluster.time",
+    ),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.signal_lead_seconds=0",
+        "cluster.signal_lead_seconds=0: must be at least 1",
+    ),
+    ("cluster=slurm_1node cluster.device=cpu cluster.cpus_per_proc=0", "cluster.cpus_per_proc=0: must be at least 1"),
+    ("cluster=slurm_1node cluster.device=cpu cluster.mem=2$G", "cluster.mem='2$G': is no Slurm mem"),
+    ("cluster=slurm_1node cluster.device=cpu cluster.requeue.max=-1", "cluster.requeue.max=-1: must be at least 0"),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.requeue.maxx=1",
+        "no such key",
+        "did you mean cluster.requeue.max?",
+    ),
+    ("cluster=slurm_1node cluster.device=cpu cluster.launcher=mpirun", "must be one of srun, torchrun", "did you mean"),
+    ("cluster=slurm_1node cluster.device=cpu cluster.gpu_request=gpus", "must be one of gpus_per_node, gres, none"),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.container.runtime=docker",
+        "must be one of none, pyxis, apptainer",
+    ),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.container.runtime=pyxis",
+        "needs an image; set cluster.container.image",
+    ),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.container.image=x.sif",
+        "cluster.container.runtime=none: no container is used",
+    ),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.sbatch_extra.nodes=3",
+        "cluster.sbatch_extra.nodes=3: is set by cluster.nodes",
+    ),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.sbatch_extra.N=3",
+        "cluster.sbatch_extra.N='3': must be a long option of sbatch",
+    ),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.srun_extra=[cores]",
+        "cluster.srun_extra: 'cores' must begin with a dash",
+    ),
+    ("cluster=slurm_1node cluster.device=cpu cluster.setup=date", "cluster.setup=date: must be a list"),
+    ("cluster=slurm_1node cluster.device=cpu cluster.env.status=x", "cluster.env.status: is the batch script's own"),
+    ("cluster=slurm_1node cluster.device=cpu cluster.env.9=x", "cluster.env.9: is no name of a variable"),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.env.A=???",
+        "cluster.env={'A': '???'}: ??? stands for a value that is missing",
+    ),
 ]
 TWO_SOURCES = "data=mixture +data@data.sources.maths=gsm8k +data@data.sources.docs=pydocs"
 MIXTURES = [

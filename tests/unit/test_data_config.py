@@ -50,10 +50,12 @@ def test_every_option_is_of_its_kind_and_complete_but_for_the_path():
         "text": TextDataConfig,
         "pysource": TextDataConfig,
         "mixture": MixtureDataConfig,
+        "custom": CustomDataConfig,
     }
     assert {file.stem for file in OPTIONS.glob("*.yaml")} == set(kinds)
     for name, kind in kinds.items():
-        values = {"pydocs": {}, "mixture": {"sources": {"docs": DocsDataConfig()}}}.get(name, {"path": "my.jsonl"})
+        without_path = {"pydocs": {}, "mixture": {"sources": {"docs": DocsDataConfig()}}, "custom": {"factory": "a:b"}}
+        values = without_path.get(name, {"path": "my.jsonl"})
         assert type(option(name, **values)) is kind
 
 

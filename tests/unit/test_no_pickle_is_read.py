@@ -137,11 +137,13 @@ def put(kind: str, folder: Path, name: str, payload: bytes) -> None:
     """Replace a file, or add one."""
     home = folder / "checkpoints" / "step_1" if kind == "checkpoint" else folder
     written: dict[str, FileRecord] = {}
+    (home / name).unlink(missing_ok=True)
     with HashedFile(home / name, written) as file:
         file.write(payload)
     if kind == "checkpoint" and name != "manifest.json":
         manifest = Manifest.read(home)
         manifest.files.update(written)
+        (home / "manifest.json").unlink()
         manifest.write(home)
 
 

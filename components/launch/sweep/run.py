@@ -143,7 +143,7 @@ def _wait(process: subprocess.Popen[bytes], arrived: deque[int]) -> list[int]:
         while arrived:
             stops.append(arrived.popleft())
             if stops[-1] == signal.SIGINT and stops.count(signal.SIGINT) == 1:
-                print(f"\n{ANSWER}", file=sys.stderr, flush=True)
+                print_text(f"\n{ANSWER}", file=sys.stderr, flush=True)
             is_last = stops.count(signal.SIGINT) > PATIENCE
             process.send_signal(signal.SIGKILL if is_last else stops[-1])
         time.sleep(POLL)
