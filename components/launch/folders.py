@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +42,18 @@ def told_by_path(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            why = f"{error.strerror}{free_space(path)}"
+            raise ConfigError(f"run.dir={path}: cannot be written: {why}; make room, or choose another") from error
         raise ConfigError(f"run.dir={path}: cannot be used: {error.strerror}; choose another run.dir") from error
+
+
+def free_space(folder: Path) -> str:
+    """Return how much room there is, as the end of a message; "" where the disk does not report it."""
+    try:
+        return f" ({shutil.disk_usage(folder).free:,} bytes are free)"
+    except OSError:
+        return ""
 
 
 def check_writable(path: Path) -> None:

@@ -28,7 +28,7 @@ from components.config.schema.recipes import RecipeConfig
 from components.config.schema.run import CONFIG
 from components.launch.changes import check_changes, check_source
 from components.launch.files import read_json, take_lock, write_json, write_text
-from components.launch.folders import check_writable, make, make_new, told_by_path
+from components.launch.folders import check_writable, free_space, make, make_new, told_by_path
 from components.launch.lease import LEASE, take_lease
 from components.launch.slurm.jobs import ENDED, GONE, UNKNOWN, find_submission, job_states
 from components.terminal import print_text
@@ -73,7 +73,7 @@ class RunDirectory:
         try:
             self._freeze(cfg, record)
         except OSError as error:
-            why = f"{error.strerror or error}{_free(self.path)}"
+            why = f"{error.strerror or error}{free_space(self.path)}"
             raise ConfigError(f"run.dir={self.path}: cannot be written: {why}; make room, or choose another") from error
 
     def _freeze(self, cfg: RecipeConfig, record: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class RunDirectory:
         try:
             write_result(self.path, {"status": status, "error": error})
         except OSError as refused:
-            why = f"{refused.strerror or refused}{_free(self.path)}"
+            why = f"{refused.strerror or refused}{free_space(self.path)}"
             print_text(f"{self.path / RESULT} could not be written: {why}", file=sys.stderr, flush=True)
 
     def discard(self, error: str) -> None:
@@ -396,11 +396,3 @@ def _recipes_of(path: Path) -> list[str]:
 
 def _has_content(entry: Path) -> bool:
     return not entry.is_file() or entry.stat().st_size > 0
-
-
-def _free(folder: Path) -> str:
-    """How much room there is, as the end of a message; nothing where the disk does not tell."""
-    try:
-        return f" ({shutil.disk_usage(folder).free:,} bytes are free)"
-    except OSError:
-        return ""

@@ -91,7 +91,7 @@ def waits_for(gate: threading.Event) -> None:
 
 
 def in_background(name: str, args: tuple[Any, ...]) -> bool:
-    if name != "open" or "w" not in str(args[1]) or not str(args[0]).endswith(".safetensors"):
+    if name != "open" or "r" in str(args[1]) or not str(args[0]).endswith(".safetensors"):
         return False
     return threading.current_thread() is not threading.main_thread()
 

@@ -152,6 +152,7 @@ def _recipe(case: Case, folder: Path) -> list[str]:
         str(ROOT / "recipes" / f"{case.recipe}.py"),
         "model=smollm2_135m",
         f"model.path={folder / 'model'}",
+        f"model.tokenizer={folder / 'model/tokenizer'}",
         "model.init=pretrained",
         "model.dtype=float64",
         f"data={data}",

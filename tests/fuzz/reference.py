@@ -33,7 +33,10 @@ class Curve:
 
 
 def write_model(case: Case, folder: Path) -> None:
-    """Save a random model and a tokenizer of one token per word as transformers does."""
+    """Save a random model, and a tokenizer of one token per word in its subfolder `tokenizer`.
+
+    The tokenizer has a folder of its own because transformers takes the family's class beside a config.json.
+    """
     torch.manual_seed(11)
     values = dict(case.config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
@@ -46,7 +49,7 @@ def write_model(case: Case, folder: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
-    ).save_pretrained(folder)
+    ).save_pretrained(folder / "tokenizer")
 
 
 def load(case: Case, folder: Path) -> Any:
