@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from components.config.errors import ConfigError
+from components.housekeeping import HousekeepingThread
 from components.launch.slurm.jobs import ENDED, GONE, job_states
 from components.terminal import print_text
 
@@ -100,7 +101,7 @@ class Lease:
     def __init__(self, file: Path, holder: Holder, lost: Callable[[LeaseLost], object]) -> None:
         self._file, self._holder, self._lost = file, holder, lost
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._thread = HousekeepingThread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
@@ -145,14 +146,14 @@ def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process)
         OSError: The directory cannot be written.
     """
     folder, me = run_dir / LEASE, Holder.this(os.environ)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     while True:
         newest = _newest(folder)
         if newest is not None:
             _await_end(folder / str(newest), me)
         file = folder / str((newest or 0) + 1)
         try:
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         except FileExistsError:
             continue  # another start was faster: look at its lease
         with os.fdopen(descriptor, "w") as opened:

@@ -37,6 +37,7 @@ from components.distributed.groups import is_distributed
 from components.distributed.heartbeat import Heartbeat, Listener, blame, silent_store
 from components.distributed.pipeline import Pipeline
 from components.distributed.store_sync import PeerFailure
+from components.housekeeping import bytes_moved
 
 SLOW_STEPS = 2
 """Steps that get twice the time. Not one: the host may be a step ahead of the device, and of the ranks it waits for."""
@@ -217,7 +218,7 @@ class Watchdog:
             self._listener = Listener()
 
     def _count_bytes(self) -> None:
-        before, self._bytes = self._bytes, _moved_bytes()
+        before, self._bytes = self._bytes, bytes_moved()
         through_disk, through_calls = (now - then for now, then in zip(self._bytes, before, strict=True))
         if not self._in_step and (through_disk or through_calls > MOVED_BYTES):
             self.mark()
@@ -280,13 +281,3 @@ class _Clock:
 
 def _in_debugger(stack: list[FrameType]) -> bool:
     return any(str(frame.f_globals.get("__name__", "")).partition(".")[0] in DEBUGGERS for frame in stack)
-
-
-def _moved_bytes() -> tuple[int, int]:
-    """Return the bytes that this process has moved from and to disks, and through its calls; zeros off Linux."""
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError:
-        return 0, 0
-    counts = {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
-    return counts["read_bytes"] + counts["write_bytes"], counts["rchar"] + counts["wchar"]

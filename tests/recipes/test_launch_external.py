@@ -80,7 +80,7 @@ def test_a_mesh_that_does_not_fit_the_ranks_is_refused_by_all_and_told_by_one(be
     [
         (["--cfg", "job"], 0, "run:\n"),
         (["-m", "run.seed=1,2"], 2, "start it with plain python"),
-        (["--nonsense"], 2, "unrecognized arguments: --nonsense"),
+        (["--nonsense"], 2, "--nonsense: no such option"),
     ],
 )
 def test_what_rank_zero_answers_ends_all(bench: Bench, arguments: list[str], status: int, shown: str) -> None:

@@ -26,12 +26,15 @@ PLANTED = """
     forwards = []
 
     def poison(layer: object, inputs: object, output: object) -> object:
+        if not model.training or not torch.is_grad_enabled():  # an evaluation, or the probe of the kernel
+            return output
         forwards.append(state.step)
         steps = json.loads((Path(__file__).parent / "poison").read_text())
-        struck = model.training and state.step + 1 in steps and forwards.count(state.step) == 2
+        struck = state.step + 1 in steps and forwards.count(state.step) == 2
         return output * float("nan") if struck and info.rank == 1 else output
 
     import json
+    import torch
     list(models.decoder_layers(model))[-1].register_forward_hook(poison)
 
 """

@@ -68,7 +68,7 @@ def test_a_rank_that_the_kernel_kills_for_memory(bench: Bench, memory_group: Pat
         time.sleep(600)
     """)
     command = ("sh", "-c", f'echo $$ > {memory_group}/cgroup.procs && exec "$@"', "sh", sys.executable)
-    done = bench.start(TWO, "run.dir=mine", command=command).wait()
+    done = bench.start(TWO, "cluster.oversubscribe=true", "run.dir=mine", command=command).wait()
     assert "rank 1 was ended by SIGKILL" in done.errors
     assert (done.status, status(bench.folder / "mine")) == (1, "oom")
     bench.assert_nobody_left()
