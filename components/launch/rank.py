@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from components.config.compose.frozen import read_frozen
 from components.config.errors import EXIT_INVALID, ConfigError
@@ -150,6 +152,21 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
         directory.conclude(status_of(type(error).__name__, str(error)), f"rank {rank}: {type(error).__name__}: {error}")
         raise
     return 0
+
+
+def end_rank(status: int) -> NoReturn:
+    """End this process with `status`, without finalizing the interpreter.
+
+    A daemon thread that comes back from C++ code (an operation on the ranks' store, a collective) while Python is
+    being finalized ends the process with SIGABRT, and a run that succeeded would count as failed. What finalization
+    does for the user happens all the same: other threads are awaited, exit functions run, output is flushed.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads it any more
+            stream.flush()
+    os._exit(status)
 
 
 def restrict_new_files(cfg: RecipeConfig) -> None:

@@ -77,13 +77,14 @@ def _run(described: Recipe) -> int:
     """Find out who this process is, and do its part. Each part imports only what it needs."""
     context = detect(os.environ)
     if context is Context.worker:
-        from components.launch.rank import run_worker
+        from components.launch.rank import end_rank, run_worker
 
-        return run_worker(described)
+        end_rank(run_worker(described))
     if context is Context.external:
         from components.launch.external import run_external
+        from components.launch.rank import end_rank
 
-        return run_external(described)
+        end_rank(run_external(described))
     from components.config.compose.command_line import asks_for_sweep
     from components.launch.local import run_alone, run_local
     from components.launch.prepare import prepare

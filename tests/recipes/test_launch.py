@@ -103,6 +103,29 @@ def test_ranks_meet_through_the_launchers_socket(bench: Bench, start: str, loopb
         assert listening == {LOOPBACK}
 
 
+def test_a_thread_that_uses_the_store_at_the_end_does_not_abort_the_rank(bench: Bench) -> None:
+    """Exit functions, other threads and unflushed output get what they would get from the interpreter's own end."""
+    bench.write("""
+        import atexit, threading
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+        def use_the_store() -> None:
+            while True:
+                store.set("key", "value")
+
+        threading.Thread(target=use_the_store, daemon=True).start()
+        atexit.register(note, "exit_function")
+        threading.Thread(target=lambda: (time.sleep(1), note("other_thread"))).start()
+        sys.stdout.write("no newline")
+    """)
+    done = bench.start(TWO).wait()
+    assert done.status == 0, done.errors
+    assert done.output == "no newline"
+    assert bench.notes("exit_function") == bench.notes("other_thread") == ["", ""]
+
+
 def test_stale_rank_variables_do_not_leak(bench: Bench) -> None:
     bench.write(TELL)
     stale = {
