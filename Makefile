@@ -4,7 +4,8 @@
 # make parity     every model on every mesh of 2, 4 and 8 processes against one: outputs/parity/grid.md
 # make torture    the tests that take hours: twenty stops of Slurm's, 500 kills of whole runs and 500 inside a save, disks
 #                 that fail, 1,000 corruptions of checkpoints, 300 of run directories, any mesh to any mesh, 20 hangs,
-#                 half an hour of chaos (root)
+#                 half an hour of chaos (root); both run in parts of at most two hours, PART=kills runs one of them, and
+#                 record what they found on which commit in tests/long_runs.csv
 # make fuzz       random configurations through the recipes, each against plain transformers: SEED=7 CASES=300 MINUTES=110;
 #                 CASE=12 repeats one of them
 # make lint       formatting, lint, types, import contracts, size budgets
@@ -65,17 +66,8 @@ test-recipes: install
 test-slurm: install
 	$(call lap,$(PYTEST) -n $(MORE) --dist loadfile tests/slurm,slurm)
 
-parity: install
-	rm -f outputs/parity/grid.jsonl
-	MESHBOOK_ALL_PARITY=1 $(BIN)/python -m pytest tests/distributed/test_parity*.py tests/distributed/test_packing.py \
-	    tests/distributed/test_token_loss.py tests/distributed/test_lora.py tests/distributed/test_expert.py \
-	    tests/recipes/test_benchmark_compare.py $(ARGS)
-
-torture: install
-	MESHBOOK_TORTURE=1 MESHBOOK_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)
-	MESHBOOK_TORTURE=1 $(BIN)/python -m pytest -s tests/distributed/test_checkpoint_*.py tests/distributed/test_lora_checkpoint.py \
-	    tests/distributed/test_run_directory_damage.py tests/distributed/test_stage_state.py \
-	    tests/unit/test_no_pickle_is_read.py tests/unit/test_models_layers.py tests/recipes $(ARGS)
+parity torture: install
+	$(BIN)/python -m tests.long_runs $@ $(if $(PART),--part $(PART)) $(ARGS)
 
 fuzz: install
 	$(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)) \

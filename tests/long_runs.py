@@ -1,0 +1,201 @@
+"""Run the tests that take hours, in parts of at most two hours, and record the commit and result of each part.
+
+    python -m tests.long_runs torture                # make torture: every part, one after the other
+    python -m tests.long_runs torture --part kills   # make torture PART=kills; other arguments go to pytest
+    python -m tests.long_runs status                 # what was run, on which commit, and how old that is
+
+tests/long_runs.csv keeps the last result of each part; commit it with the work that it is about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[1]
+RECORD = Path(__file__).with_suffix(".csv")
+LIMIT_MINUTES = 120
+SWITCH = {"torture": "MESHBOOK_TORTURE", "parity": "MESHBOOK_ALL_PARITY"}
+"""The variable that makes the tests of a suite take their whole extent."""
+GRID = "tests/distributed/test_parity.py"
+
+
+def _grid(world: int, *models: str) -> list[str]:
+    return [f"{GRID}::test_the_whole_grid[{world}-{model}]" for model in models]
+
+
+PARTS: dict[str, dict[str, list[str]]] = {
+    "torture": {
+        "slurm": ["tests/slurm"],
+        "kills": ["tests/distributed/test_checkpoint_kills.py"],
+        "checkpoints": [
+            *("tests/distributed/test_checkpoint_crash.py", "tests/distributed/test_checkpoint_async.py"),
+            *("tests/distributed/test_checkpoint_damage.py", "tests/distributed/test_checkpoint_disks.py"),
+            *("tests/distributed/test_checkpoint_disk_runs.py", "tests/distributed/test_checkpoint_retention.py"),
+            *("tests/distributed/test_checkpoint_samples.py", "tests/distributed/test_stage_state.py"),
+        ],
+        "resume": [
+            *("tests/distributed/test_checkpoint_exact.py", "tests/distributed/test_checkpoint_resume.py"),
+            *("tests/distributed/test_checkpoint_any_mesh.py", "tests/distributed/test_lora_checkpoint.py"),
+        ],
+        "damage": ["tests/distributed/test_run_directory_damage.py"],
+        "wrong_lines": [
+            *("tests/config/test_random_wrong_lines.py", "tests/unit/test_no_pickle_is_read.py"),
+            "tests/unit/test_models_layers.py",
+        ],
+        "recipes": ["tests/recipes", "--deselect=tests/recipes/test_chaos.py"],
+        "chaos": ["tests/recipes/test_chaos.py"],
+    },
+    "parity": {
+        "small": [
+            *(GRID, f"--deselect={GRID}::test_the_whole_grid", "tests/distributed/test_parity_planted.py"),
+            *("tests/distributed/test_parity_script.py", "tests/distributed/test_parity_smollm2.py"),
+            *("tests/distributed/test_packing.py", "tests/distributed/test_token_loss.py"),
+            *("tests/distributed/test_expert.py", "tests/recipes/test_benchmark_compare.py"),
+            "tests/recipes/test_mixture.py",
+        ],
+        "adapters": ["tests/distributed/test_lora.py"],
+        "vocabulary": ["tests/distributed/test_odd_vocabulary.py"],
+        "grid_2_4": [GRID, "-k", "whole_grid and not [8-"],
+        "grid_8_llama": _grid(8, "llama", "llama_tied"),
+        "grid_8_qwen3": _grid(8, "qwen3", "gpt2", "phi3"),
+        "grid_8_gemma": _grid(8, "gemma", "gemma3"),
+        "grid_8_mixtral": _grid(8, "mixtral"),
+        "grid_8_qwen3_moe": _grid(8, "qwen3_moe"),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a part ended."""
+
+    suite: str
+    part: str
+    commit: str
+    """Short hash, with `+` behind it where files that git tracks had changed."""
+    date: str
+    minutes: float
+    passed: int
+    failed: int
+    skipped: int
+    result: str
+    """passed, failed, or over time."""
+
+
+def main() -> int:
+    """Run the parts that the command line asks for; exit 1 if one of them did not pass."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("suite", choices=[*PARTS, "status"])
+    parser.add_argument("--part", default="", help="one part alone")
+    asked, arguments = parser.parse_known_args()
+    if asked.suite == "status":
+        return _tell_status()
+    parts = PARTS[asked.suite]
+    if asked.part and asked.part not in parts:
+        parser.error(f"{asked.part}: {asked.suite} has no such part; it has {', '.join(parts)}")
+    results = [_run(asked.suite, part, arguments) for part in parts if asked.part in ("", part)]
+    for result in results:
+        print(_sentence(result))
+    return int(any(result.result != "passed" for result in results))
+
+
+def _run(suite: str, part: str, arguments: list[str]) -> Result:
+    commit, began = _commit(), time.monotonic()
+    environ = os.environ | {SWITCH[suite]: "1", "MESHBOOK_REQUIRE_SLURM": str(int(part == "slurm"))}
+    if part.startswith("grid_8"):
+        environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-s", f"--junitxml={report}", *PARTS[suite][part], *arguments]
+        with subprocess.Popen(command, env=environ, cwd=PROJECT) as tests:
+            try:
+                status, word = tests.wait(LIMIT_MINUTES * 60), ""
+            except subprocess.TimeoutExpired:
+                tests.send_signal(signal.SIGINT)  # pytest then ends what it started, and reports
+                status, word = tests.wait(), "over time"
+        suites = ElementTree.parse(report).getroot().iter("testsuite") if report.exists() else []
+        counts = [
+            {name: int(each.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")} for each in suites
+        ]
+    failed = sum(each["failures"] + each["errors"] for each in counts)
+    skipped = sum(each["skipped"] for each in counts)
+    result = Result(
+        suite=suite,
+        part=part,
+        commit=commit,
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        minutes=round((time.monotonic() - began) / 60, 1),
+        passed=sum(each["tests"] for each in counts) - failed - skipped,
+        failed=failed,
+        skipped=skipped,
+        result=word or ("failed" if status else "passed"),
+    )
+    if not arguments:  # a selection says nothing about the part
+        _record(result)
+    return result
+
+
+def _record(result: Result) -> None:
+    kept = [each for each in _recorded() if (each["suite"], each["part"]) != (result.suite, result.part)]
+    rows = [*kept, {name: str(value) for name, value in asdict(result).items()}]
+    order = [(suite, part) for suite, parts in PARTS.items() for part in parts]
+    rows = [row for row in rows if (row["suite"], row["part"]) in order]
+    rows.sort(key=lambda row: order.index((row["suite"], row["part"])))
+    with RECORD.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Result)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _recorded() -> list[dict[str, str]]:
+    if not RECORD.exists():
+        return []
+    with RECORD.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _tell_status() -> int:
+    rows = {(row["suite"], row["part"]): row for row in _recorded()}
+    for suite, parts in PARTS.items():
+        for part in parts:
+            row = rows.get((suite, part))
+            if row is None:
+                print(f"{suite} {part}: never run")
+                continue
+            commit = row["commit"].removesuffix("+")
+            later = _git(
+                "log", "--oneline", f"{commit}..HEAD", "--", "components", "recipes", "conf", "scripts", "tests"
+            )
+            print(_sentence(Result(**row)) + f"; {len(later.splitlines())} commits since")  # type: ignore[arg-type]
+    return 0
+
+
+def _sentence(result: Result) -> str:
+    return (
+        f"{result.suite} {result.part}: {result.result} on {result.commit} ({result.date}, {result.minutes} min): "
+        f"{result.passed} passed, {result.failed} failed, {result.skipped} skipped"
+    )
+
+
+def _commit() -> str:
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RECORD.relative_to(PROJECT)}")
+    return _git("rev-parse", "--short", "HEAD").strip() + ("+" if changed.strip() else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=PROJECT, check=True, capture_output=True, text=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
