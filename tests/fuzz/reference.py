@@ -73,15 +73,17 @@ def train(case: Case, model: Any) -> Curve:
     samples = _samples(case.train, case.seq_len)
     count = sum(targets for _, _, targets in samples)
     curve.eval_losses.append(_held_out_loss(case, model))
+    chosen = _choices(model) if case.router_aux else []
     model.train()
     for _ in range(case.total_steps):
         optimizer.zero_grad()
         total = 0.0
         for ids, labels, targets in samples:
+            chosen.clear()
             output = model(input_ids=ids[None], use_cache=False, **_router_request(case))
             loss = _cross_entropy_sum(output.logits, labels)
             if case.router_aux:
-                loss = loss + case.router_aux * targets * _balance_loss(output.router_logits, _top_k(model))
+                loss = loss + case.router_aux * targets * _balance_loss(output.router_logits, chosen)
             (loss / count).backward()
             total += loss.item()
         norm = torch.sqrt(sum(p.grad.square().sum() for p in trained if p.grad is not None))  # type: ignore[arg-type]
@@ -126,15 +128,23 @@ def _router_request(case: Case) -> dict[str, bool]:
     return {"output_router_logits": True} if case.router_aux else {}
 
 
-def _top_k(model: Any) -> int:
-    return int(model.config.num_experts_per_tok)
+def _choices(model: Any) -> list[torch.Tensor]:
+    """Return a list to which each router adds the experts that its tokens go to, (tokens, top_k), at each forward.
+
+    Not every family takes the most probable ones: DeepSeek V3 first chooses among groups of experts.
+    """
+    chosen: list[torch.Tensor] = []
+    for module in model.modules():
+        if type(module).__name__.lower().endswith("router"):
+            module.register_forward_hook(lambda _, args, outputs: chosen.append(outputs[2]))
+    return chosen
 
 
-def _balance_loss(router_logits: Iterable[torch.Tensor], top_k: int) -> torch.Tensor:
+def _balance_loss(router_logits: Iterable[torch.Tensor], chosen: Iterable[torch.Tensor]) -> torch.Tensor:
     """Mean over layers of experts x sum over experts of (share of tokens that chose it) x (mean probability)."""
     losses = []
-    for logits in router_logits:  # (tokens, experts)
+    for logits, experts in zip(router_logits, chosen, strict=True):  # (tokens, experts), (tokens, top_k)
         probabilities = logits.double().softmax(dim=-1)
-        chosen = F.one_hot(probabilities.topk(top_k).indices, logits.shape[-1]).sum(dim=1).double()
-        losses.append(logits.shape[-1] * (chosen.mean(dim=0) * probabilities.mean(dim=0)).sum())
+        choices = F.one_hot(experts, logits.shape[-1]).sum(dim=1).double()
+        losses.append(logits.shape[-1] * (choices.mean(dim=0) * probabilities.mean(dim=0)).sum())
     return torch.stack(losses).mean()
