@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +13,12 @@ import torch
 
 from tests.fuzz import reference
 from tests.fuzz.cases import Case, Row
+from tests.fuzz.ranks import run_ranks
 from tests.fuzz.reference import Curve
 
 ROOT = Path(__file__).resolve().parents[2]
+EXIT_INVALID = 2
+"""Exit status of a recipe that refuses its configuration."""
 TIMEOUT = 420.0
 """Seconds after which a run counts as hung."""
 BOUND = 1e-7
@@ -172,21 +171,14 @@ def _arguments(case: Case, folder: Path, run: int) -> list[str]:
     return [*_recipe(case, folder), *case.meshes[run], steps, f"run.dir={folder / 'run'}"]
 
 
-def _run(arguments: list[str], folder: Path) -> None:
-    """Run a recipe in a process group of its own. Raises _Ended if it does not end with status 0."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, *arguments], cwd=folder, env=env, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise _Ended("hung", output[-2000:]) from None
-    if process.returncode == 2 and "Traceback" not in output:
+def _run(arguments: Sequence[str], folder: Path) -> None:
+    """Run a recipe. Raises _Ended if it does not end with status 0."""
+    (size,) = (int(each.partition("=")[2]) for each in arguments if each.startswith("cluster.procs_per_node="))
+    status, output = run_ranks(arguments, size, folder, TIMEOUT)
+    if status is None:
+        raise _Ended("hung", output[-2000:])
+    if status == EXIT_INVALID and "Traceback" not in output:
         reasons = [line for line in output.splitlines() if not line.startswith("run /")]
         raise _Ended("refused", "\n".join(reasons).strip())
-    if process.returncode != 0:
-        raise _Ended("crashed", f"status {process.returncode}: {output[-3000:]}")
+    if status != 0:
+        raise _Ended("crashed", f"status {status}: {output[-3000:]}")
