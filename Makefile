@@ -1,6 +1,6 @@
 # make finetune   install what is missing, then fine-tune SmolLM2-135M on this machine
 # make test       install what is missing, then run every test, with a worker per core; ARGS="tests/unit -k loss": a selection
-# make test-quick unit tests, composition, one mesh and one recipe
+# make test-quick the fast unit tests, composition, one mesh and one recipe
 # make parity     every model on every mesh of 2, 4 and 8 processes against one: outputs/parity/grid.md
 # make torture    the tests that take hours: twenty stops of Slurm's, 500 kills of whole runs and 500 inside a save, disks
 #                 that fail, 1,000 corruptions of checkpoints, 300 of run directories, any mesh to any mesh, 20 hangs,
@@ -48,8 +48,8 @@ test: install
 endif
 
 test-quick: install
-	@echo "Unit tests, composition, one mesh and one recipe: about 4 minutes on two cores."
-	$(call lap,$(PYTEST) -n $(WORKERS) --dist worksteal tests/unit tests/config $(QUICK),quick tests)
+	@echo "The fast unit tests, composition, one mesh and one recipe: about 4 minutes on two cores."
+	$(call lap,$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow" tests/unit tests/config/test_composition.py $(QUICK),quick tests)
 
 test-unit: install
 	$(call lap,$(PYTEST) -n $(WORKERS) --dist worksteal tests/unit tests/config,unit and config)

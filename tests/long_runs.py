@@ -52,6 +52,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
         "wrong_lines": [
             *("tests/config/test_random_wrong_lines.py", "tests/unit/test_no_pickle_is_read.py"),
             "tests/unit/test_models_layers.py",
+            "tests/unit/test_models_compile.py",
         ],
         "recipes": ["tests/recipes", "--deselect=tests/recipes/test_chaos.py"],
         "chaos": ["tests/recipes/test_chaos.py"],

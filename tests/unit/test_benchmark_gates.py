@@ -52,6 +52,7 @@ FAULTS: dict[str, tuple[Callable[[Any], None], OptimizerConfig]] = {
 ARMS = {"as it is": (lambda _: None, OPTIMIZER), "rounding": (noisy, OPTIMIZER), **FAULTS}
 
 
+@pytest.mark.slow
 def test_the_gate_of_step_overhead_lets_rounding_pass_and_no_fault() -> None:
     def on_rank(rank: int) -> dict[str, str]:
         bare = Arm(step_overhead.bare(*step_overhead.start_of(*TINY)))
@@ -92,6 +93,7 @@ def test_what_is_not_finite_too_short_or_off_early_is(wrong: list[float]) -> Non
     assert Curve([2.0] * 200, wrong).gated(Curve([2.0] * 200, [2.0] * 200)) > BOUNDS["float32"]
 
 
+@pytest.mark.slow
 def test_the_gate_of_pretrain_curve_lets_rounding_pass_and_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

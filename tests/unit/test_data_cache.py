@@ -281,6 +281,7 @@ def growth(cfg: SftDataConfig, told: Any) -> None:
     told.put((max(seen) - before, dataset.facts.tokens * 8 >> 20, batches.state_dict()["sample"]))
 
 
+@pytest.mark.slow
 def test_tokens_need_not_fit_in_memory(tmp_path: Path) -> None:
     context = get_context("spawn")  # a fork of a process with threads may find their locks taken
     told = context.Queue()

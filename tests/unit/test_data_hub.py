@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.test_data_files import ROWS, write
 
 HUB_SCRIPT = """
@@ -37,6 +39,7 @@ def start_hub_reader(cache: Path, name: str, column: str = "prompt", split: str 
     )
 
 
+@pytest.mark.slow
 def test_several_processes_may_fill_the_cache_of_datasets_at_once(tmp_path):
     """A folder stands for the hub: `datasets` builds its cache from it in the same way."""
     folder = tmp_path / "repository"

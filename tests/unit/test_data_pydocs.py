@@ -66,6 +66,7 @@ def test_no_package_no_question_and_no_docstring_is_on_both_sides():
     assert len(set(questions)) == len(questions)
 
 
+@pytest.mark.slow
 def test_another_process_asks_the_same_in_silence_even_beside_libraries_that_patch_the_interpreter():
     here = [c.messages for c in [*TRAIN, *EVAL]]
     for flags, before in ((["-W", "error"], ""), ([], "import torch, transformers, datasets\n")):

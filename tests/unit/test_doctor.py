@@ -85,6 +85,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_this_machine_can_run() -> None:
     report = examine("--json", **TOKENS)
     assert report.status == 0, report.output
@@ -110,6 +111,7 @@ def test_a_machine_without_any_package(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_machine_where_nothing_is_as_usual() -> None:
     """No command, no home, a folder and caches that nobody can write, an interface and a Slurm that do not exist."""
     report = examine(
@@ -178,6 +180,7 @@ def test_versions_and_weights_that_are_not_the_wanted_ones(project: Path) -> Non
     assert "partition ghost" in report.told("slurm")
 
 
+@pytest.mark.slow
 def test_slurm_that_does_not_answer(tmp_path: Path) -> None:
     if shutil.which("sinfo") is None:
         pytest.skip("needs Slurm's sinfo")
@@ -202,6 +205,7 @@ def test_a_folder_that_is_gone_and_output_that_nobody_reads(tmp_path: Path) -> N
         assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_holds_up_nothing(tmp_path: Path) -> None:
     """As a dead network disk does; here a token file that is a pipe to which nobody writes."""
     os.mkfifo(tmp_path / "token")

@@ -51,6 +51,7 @@ def test_a_failed_rank_fails_the_caller_with_its_traceback_and_its_peers_are_end
     assert "still running, killed by the harness" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_every_fate_of_a_rank_is_told_apart_and_its_children_go_with_it(tmp_path: Path) -> None:
     def body(rank: int) -> str:
         if rank == 1:

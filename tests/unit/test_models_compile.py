@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from components.config.schema.model import WeightInit
 from components.training import StepSettings
 from tests.tiny_models import SIZES, VOCAB
 
+TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 WINDOW = 16
 GEMMA3: dict[str, Any] = {
     **SIZES, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": WINDOW,
@@ -55,11 +57,11 @@ def losses(model: Any) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "peft", "most"),
-    [(LLAMA, "none", 2), (LLAMA, "lora", 3), (GEMMA3, "none", 6), (GEMMA3, "lora", 6)],
-    ids=["llama", "llama with lora", "gemma3", "gemma3 with lora"],
-)  # fmt: skip
+    [(LLAMA, "none", 2), (GEMMA3, "lora", 6), *([(LLAMA, "lora", 3), (GEMMA3, "none", 6)] if TORTURE else [])],
+)
 def test_rows_of_many_lengths_train_compiled_in_few_graphs(config: dict[str, Any], peft: str, most: int) -> None:
     """All layers share one code object and its limit of graphs, which is 8 by torch's default.
 

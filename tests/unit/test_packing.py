@@ -149,6 +149,7 @@ def test_packed_rows_train_the_same_in_float32() -> None:
     assert differences(reference(plain, documents(packed())), packed_step(plain), rtol=1e-6) == []
 
 
+@pytest.mark.slow
 def test_recomputed_and_compiled_layers_stay_within_documents() -> None:
     plain = build("mistral", torch.float64, ALL["mistral"])
     expected = reference(plain, documents(packed()))

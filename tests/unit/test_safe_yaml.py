@@ -66,6 +66,7 @@ def ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_an_alias_bomb_in_a_run_directory_is_refused_within_seconds(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(BOMB)
     (tmp_path / "state.json").write_text(json.dumps({"config": BOMB}))

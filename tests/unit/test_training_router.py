@@ -111,6 +111,7 @@ def test_a_model_that_hands_no_keywords_down_is_refused() -> None:
         step(model, training.attach_router_loss(model, cfg()))
 
 
+@pytest.mark.slow
 def test_compiled_layers_have_the_same_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MOE_MODELS, "qwen3_moe", {**MOE_MODELS["qwen3_moe"], "num_hidden_layers": 1})
     plain = build("qwen3_moe", torch.float32).train()
