@@ -14,7 +14,7 @@ from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.cluster import Device
 from components.config.schema.data import DataConfig, MixtureDataConfig, RowsDataConfig
 from components.config.schema.logging import ProfileConfig
-from components.config.schema.model import NO_FLEX_BACKWARD, Attention, Float8, LossMethod
+from components.config.schema.model import NO_FLEX_BACKWARD, Attention, DType, Float8, LossMethod
 from components.config.schema.parallelism import (
     SPLIT_BACKWARD,
     ActivationCheckpointing,
@@ -51,11 +51,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
         problems += _row_problems("evaluation.seq_len", cfg.evaluation.seq_len, cfg.parallelism, mesh)
     problems += _peft_problems(cfg)
     problems += _data_problems(cfg.data)
-    if mesh.pp > 1 and cfg.model.compile and cfg.parallelism.pp_schedule in SPLIT_BACKWARD:
-        problems.append(
-            f"parallelism.pp_schedule={cfg.parallelism.pp_schedule}: splits the backward, which compiled layers do in "
-            "one piece; set model.compile=false or parallelism.pp_schedule=Interleaved1F1B"
-        )
+    problems += _compile_problems(cfg, mesh, shape or ModelShape())
     return [
         *problems,
         *_loss_problems(cfg, mesh),
@@ -186,6 +182,23 @@ def _peft_problems(cfg: RecipeConfig) -> list[str]:
         problems.append(
             f"peft.method={peft.method}: without evaluation.checkpoint there are no trained adapters to evaluate; set "
             "it to a checkpoint (.../checkpoints/step_N), or set peft=none"
+        )
+    return problems
+
+
+def _compile_problems(cfg: RecipeConfig, mesh: MeshShape, shape: ModelShape) -> list[str]:
+    if not cfg.model.compile:
+        return []
+    problems = []
+    if mesh.pp > 1 and cfg.parallelism.pp_schedule in SPLIT_BACKWARD:
+        problems.append(
+            f"parallelism.pp_schedule={cfg.parallelism.pp_schedule}: splits the backward, which compiled layers do in "
+            "one piece; set model.compile=false or parallelism.pp_schedule=Interleaved1F1B"
+        )
+    if shape.experts and mesh.ep == 1 and DType.float64 in (cfg.model.dtype, cfg.model.compute_dtype):
+        problems.append(
+            "model.compile=true: experts in float64 are computed in a loop over those that got tokens, which cannot be "
+            "compiled; set model.compile=false, or model.dtype=float32"
         )
     return problems
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 GRAPH_LIMIT = 64
 """Graphs of all decoder layers together; torch's default of 8 is fewer than what Gemma 3 with adapters needs."""
+GRAPH_LIMIT_BY_LENGTH = 1024
+"""The same where each length of rows has graphs of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +96,12 @@ def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str 
     which is closed to the compiler (experts on other ranks, attention over gathered keys) is compiled around it.
 
     Layers of one class share their graphs, and with them torch's limit of graphs, past which `fullgraph` raises. It is
-    raised here: evaluation, training, frozen inputs under adapters and rows on both sides of a window multiply.
+    raised here: evaluation, training, frozen inputs under adapters and rows on both sides of a window multiply; and so
+    do lengths of rows under tensor parallelism.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPH_LIMIT)
+    any_length = not _is_cut_by_tp(model)
+    limit = GRAPH_LIMIT if any_length else GRAPH_LIMIT_BY_LENGTH
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     if backend == "inductor":
         remove_truncated_libraries()
     from transformers import AttentionInterface
@@ -105,11 +111,18 @@ def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str 
         forward = layer.forward
         closed = [attention, *(module.forward for module in layer.modules())]
         whole = fullgraph and not any(hasattr(each, "_torchdynamo_disable") for each in closed)
-        if isinstance(forward, partial) and forward.func is checkpoint:
-            compiled = torch.compile(forward.args[0], fullgraph=whole, backend=backend)
-            layer.forward = partial(checkpoint, partial(_call_compiled, compiled), **forward.keywords)
-        else:
-            layer.forward = partial(_call_compiled, torch.compile(forward, fullgraph=whole, backend=backend))
+        recomputed = forward if isinstance(forward, partial) and forward.func is checkpoint else None
+        inner = recomputed.args[0] if recomputed else forward
+        compiled = torch.compile(inner, fullgraph=whole, backend=backend, dynamic=None if any_length else False)
+        if any_length:
+            compiled = partial(_call_compiled, compiled)
+        layer.forward = partial(checkpoint, compiled, **recomputed.keywords) if recomputed else compiled
+
+
+def _is_cut_by_tp(model: nn.Module) -> bool:
+    """Whether matrices are DTensors of a tp axis: torch 2.13 fails to compile those for rows of any length."""
+    meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)
 
 
 def _call_compiled(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

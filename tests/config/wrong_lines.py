@@ -71,6 +71,11 @@ WRONG_CHOICE = [
     ("logging.wandb.mode=on", "must be one of disabled, offline, online"),
     ("data.kind=sftt", "must be one of docs, sft, chat, text, custom, mixture", "did you mean sft?"),
     ("parallelism.uneven_heads=split", "must be one of replicate, refuse"),
+    (
+        "model=tiny_moe model.compile=true model.dtype=float64",
+        "model.compile=true: experts in float64",
+        "set model.compile=false, or model.dtype=float32",
+    ),
 ]
 MISSPELT_GROUP_OR_OPTION = [
     ("paralelism=fsdp2", "paralelism=fsdp2: no such key", "did you mean parallelism?"),

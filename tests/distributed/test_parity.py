@@ -208,11 +208,12 @@ def test_both_ways_to_attend_over_cp() -> None:
     assert not problems, problems
 
 
-def test_compiled_layers_attend_over_cp() -> None:
-    cases = [
-        Case("llama", {**CP, "cp_attention": method}, steps=1, compile="aot_eager")
-        for method in (ContextAttention.ulysses, ContextAttention.all_gather)
+def test_compiled_layers_train_over_cp_and_tp() -> None:
+    meshes = [
+        *({**CP, "cp_attention": method} for method in (ContextAttention.ulysses, ContextAttention.all_gather)),
+        *(TP, {**TP, **SP}),
     ]
+    cases = [Case("llama", mesh, steps=1, compile="aot_eager") for mesh in meshes]
     expected, model = reference(cases[0]), build("llama", torch.float64)
 
     def on_rank(rank: int) -> list[str]:
