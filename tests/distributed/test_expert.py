@@ -42,7 +42,9 @@ def cases(world_size: int, dtype: torch.dtype) -> list[Case]:
     return [
         Case(name, shape, 1 + index % 2, 1 if exact else 4, dtype)
         for name in ((MOE_MODELS if EVERYTHING else ["olmoe"]) if exact else ["mixtral"])
-        for index, shape in enumerate(SHAPES[world_size] if exact else SHAPES[world_size][-2::-4])
+        for index, shape in enumerate(
+            SHAPES[world_size] if exact else SHAPES[world_size][-2 :: -4 if EVERYTHING else -8]
+        )
         if (name, shape, world_size) != ("olmoe", EP, 4)  # has 6 experts
     ]
 

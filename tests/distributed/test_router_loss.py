@@ -18,6 +18,7 @@ from components import distributed, models, training
 from components.config.schema import ModelConfig, ParallelismConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from tests.distributed.parity import MOE_MODELS, Case, build, micro_batches, relative, samples_of_step
+from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
 
 COEFFICIENT = 0.5  # large, so that the token loss does not drown what is wrong
@@ -120,7 +121,7 @@ def test_the_loss_and_its_gradients_are_those_of_one_process(world_size: int, mo
     def on_rank(rank: int) -> list[tuple[str, set[str], list[str]]]:
         found = []
         for index, (shape, accumulation, recompute) in enumerate(SHAPES[world_size]):
-            for name in built if world_size == 1 else [list(built)[index % 2]]:
+            for name in built if EVERYTHING else [list(built)[index % 2]]:
                 case = Case(name, shape, accumulation, samples=samples)
                 step = on_mesh(built[name], case, recompute)
                 found.append((f"{case} {recompute}", set(step[1]), differences(reference_of[name, COEFFICIENT], step)))
