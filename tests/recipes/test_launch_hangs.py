@@ -150,6 +150,7 @@ def test_one_process_in_an_endless_loop_is_ended(bench: Bench) -> None:
     assert re.search(r"in step \d+: it is at train_step, strike \(tried.py:\d+\)", hung.told)
 
 
+@pytest.mark.skipif(not TORTURE, reason="half a minute, like each of these: make torture")
 def test_an_evaluation_that_stands_still_is_ended(bench: Bench) -> None:
     """recipes/evaluate.py watches too."""
     text = RECIPE.with_name("evaluate.py").read_text()

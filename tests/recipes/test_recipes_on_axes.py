@@ -78,6 +78,7 @@ def test_other_axes_have_it_too(model: str, mesh: str, alone: dict[str, Path], t
     complete(tmp_path / "run", STEPS)
 
 
+@pytest.mark.skipif(not TORTURE, reason="continued is more than evaluated: make torture")
 def test_what_stages_saved_is_evaluated_under_cp(staged: Path, tmp_path: Path) -> None:
     run("evaluate.py", "model=tiny", "parallelism=fsdp2_cp2", TWO, f"run.dir={tmp_path}/run",
         f"evaluation.checkpoint={staged}/checkpoints/step_{STEPS}", "evaluation.seq_len=384", "cluster.device=cpu",
