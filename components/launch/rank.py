@@ -136,8 +136,8 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
         write_report(directory.logs, rank, error)
         if _first_to_tell(directory.logs):
             tell_problems(error.problems)
-        if not isinstance(error, RunDirectoryInUse):
-            directory.discard(str(error))
+            if not isinstance(error, RunDirectoryInUse):
+                directory.discard(str(error))
         return EXIT_INVALID
     except KeyboardInterrupt:
         directory.conclude("interrupted", "stopped by SIGINT before it could save")

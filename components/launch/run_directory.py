@@ -126,7 +126,9 @@ class RunDirectory:
             return
         for entry in entries:
             if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
+                removed = entry.with_name(f".{entry.name}.removed")
+                entry.rename(removed)  # at once: other ranks, which still write their reports, find no logs
+                shutil.rmtree(removed, ignore_errors=True)
             else:
                 entry.unlink(missing_ok=True)
         for folder in reversed(self.created):

@@ -7,8 +7,8 @@ from typing import Any
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"num_experts_per_tok": 2}
-EAGER = ("gemma2",)
-"""Families that transformers computes correctly with eager attention only (soft caps on attention scores)."""
+EAGER = ("gemma2", "gpt_oss")
+"""Families that transformers computes correctly with eager attention only (soft caps, attention sinks)."""
 
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {**HEADS},
