@@ -41,7 +41,7 @@ def main(cfg: EvaluateConfig) -> None:
     # Model: laid over the mesh on the meta device, then filled shard by shard
     compute_dtype, why_dtype = training.compute_dtype(cfg.model, info.device)
     model = models.build_on_meta(cfg.model, len(tokenizer))
-    models.add_adapters(model, cfg.peft)
+    models.add_adapters(model, cfg.peft, exports=False)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
     token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, info.device)
     if cfg.model.compile:

@@ -27,6 +27,7 @@ from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.model import Attention, Float8
 from components.config.schema.parallelism import describe_processes
+from components.config.schema.peft import PeftExport
 from components.launch.failures import tell_problems
 from components.terminal import print_text
 
@@ -72,7 +73,7 @@ def export(options: Namespace) -> Path:
     stored = StoredWeights(checkpoint)
     tokenizer = models.load_tokenizer(cfg.model)
     model = models.build_on_meta(cfg.model, len(tokenizer))
-    models.add_adapters(model, cfg.peft)
+    models.add_adapters(model, dataclasses.replace(cfg.peft, export=PeftExport.both), exports=options.adapter)
     held = saved_tensors(model)
     stored.check({name: each for name, each in held.items() if each.requires_grad or not cfg.peft.adapts})
     state = {"step": stored.manifest.step, **stored.extra.get("state", {})}

@@ -107,7 +107,7 @@ def reference_rank(send: Callable[[str, Any], None], comparison: Comparison, fol
 
     def curve_of(autocast: torch.dtype | None) -> Curve:
         model = models.build_on_meta(cfg.model, len(tokenizer)).eval()
-        models.add_adapters(model, cfg.peft)
+        models.add_adapters(model, cfg.peft, exports=False)
         model.set_attn_implementation(str(cfg.model.attention))  # transformers' own, with its masks
         if comparison.dtype == "float64":
             curves.compute_in_float64(model)
@@ -162,7 +162,7 @@ def _run_mesh(
     batches = _batches(cfg, dataset, mesh, data.Padding(multiple=mesh.sequence_multiple, token_id=pad_token))
     compute_dtype, _ = training.compute_dtype(cfg.model, info.device)
     model = models.build_on_meta(cfg.model, vocabulary).eval()
-    models.add_adapters(model, cfg.peft)
+    models.add_adapters(model, cfg.peft, exports=False)
     if comparison.dtype == "float64":
         curves.compute_in_float64(model)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)

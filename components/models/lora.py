@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from components.config.errors import ConfigError
-from components.config.schema.peft import ALL_LINEAR, PeftConfig
+from components.config.schema.peft import ALL_LINEAR, PeftConfig, PeftExport
 from components.models.nf4 import BLOCK, level_pairs, pack, packed_shape, product, unpack
 from components.models.shards import fill, local_part
 
@@ -164,16 +165,19 @@ def row_norms(matrix: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.promote_types(matrix.dtype, torch.float32))
 
 
-def add_adapters(model: PreTrainedModel, cfg: PeftConfig) -> None:
+def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = True) -> None:
     """Freeze a model and give its targets adapters, in place; nothing happens for peft.method=none.
 
     Before the model is laid over the mesh, usually on the meta device: `fill_weights` gives them their values.
 
-    Raises ConfigError for a target that names no layer, or one that cannot have an adapter.
+    Args:
+        exports: Whether the adapters will be written for PEFT, if peft.export says so.
+
+    Raises ConfigError for a target that names no layer, or one that cannot have an adapter, or cannot be written.
     """
     if not cfg.adapts:
         return
-    chosen = _chosen(model, cfg)
+    chosen = _chosen(model, cfg, exports and cfg.export != PeftExport.merged)
     model.requires_grad_(False)
     for name in chosen:
         path, _, leaf = name.rpartition(".")
@@ -242,7 +246,7 @@ def _adapted(layer: nn.Module, cfg: PeftConfig) -> LoraLayer:
     return made
 
 
-def _chosen(model: PreTrainedModel, cfg: PeftConfig) -> list[str]:
+def _chosen(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
@@ -264,9 +268,33 @@ def _chosen(model: PreTrainedModel, cfg: PeftConfig) -> list[str]:
         transposed = f"{kind} keeps its matrices transposed (Conv1D)"
         problems += [f"peft.dora=true: {transposed}; set peft.dora=false"] if cfg.dora else []
         problems += [f"peft.method=qlora: {transposed}; set peft=lora"] if cfg.quantizes else []
+    if for_peft and (misread := _read_as_experts(model, chosen)):
+        problems.append(
+            f"peft.targets={cfg.targets}: the PEFT library reads adapters on {', '.join(misread)} of {kind} as those "
+            "of its experts, and so cannot open RUN/adapter; set peft.export=merged, or leave them out of peft.targets"
+        )
     if problems:
         raise ConfigError(problems)
     return chosen
+
+
+def _read_as_experts(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
+    """Return the last names of adapted `layers` that PEFT takes for those of experts, which transformers 5 has fused.
+
+    In transformers 4 the matrices of experts were layers with the names of dense ones, and PEFT still converts them.
+    """
+    if not any(parameter.dim() == 3 for parameter in model.parameters()):  # (experts, out, in)
+        return []
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    leaves = {name.rpartition(".")[2] for name in layers}
+    converted = LoraConfig(target_modules=sorted(leaves))
+    try:
+        convert_peft_config_for_transformers(converted, model, None)
+    except ValueError:  # it wants all matrices of the experts, or none
+        return sorted(leaves & {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+    return sorted(leaves - set(converted.target_modules or ()))
 
 
 def _no_such_target(model: PreTrainedModel, target: str, leaves: list[str]) -> str:

@@ -18,9 +18,10 @@ from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
 from components.config.schema.optimizer import OptimizerConfig
+from components.config.schema.peft import PeftExport
 from components.models.adapter_files import base_name
 from components.models.lora import adapted_layers
-from tests.tiny_models import FAMILIES, logits, reference, tiny_folder
+from tests.tiny_models import FAMILIES, SIZES, logits, reference, tiny_folder
 
 LORA = PeftConfig(method="lora", rank=4, alpha=6.0)
 
@@ -95,6 +96,21 @@ def test_only_adapters_are_trained_and_counted() -> None:
 def test_targets_that_cannot_be_are_refused(family: str, peft: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         adapted(family, replace(LORA, **peft))
+
+
+def test_adapters_that_peft_would_take_for_those_of_experts_are_refused_unless_merged() -> None:
+    """GLM-4.5's shared expert has the names that its experts had in transformers 4."""
+    experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    values = {**SIZES, "model_type": "glm4_moe", "first_k_dense_replace": 1, **experts}
+    cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config={**values, "n_group": 1, "topk_group": 1})
+    words = (
+        "reads adapters on down_proj, gate_proj, up_proj of Glm4MoeForCausalLM as .* set peft.export=merged, or leave"
+    )
+    with pytest.raises(ConfigError, match=words):
+        models.add_adapters(models.build_on_meta(cfg), LORA)
+    for readable in (replace(LORA, export=PeftExport.merged), replace(LORA, targets=["q_proj", "o_proj"])):
+        models.add_adapters(models.build_on_meta(cfg), readable)
+    models.add_adapters(models.build_on_meta(cfg), LORA, exports=False)
 
 
 @pytest.mark.parametrize(
