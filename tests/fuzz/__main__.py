@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -68,8 +69,12 @@ def main() -> int:
 def _run_until(deadline: float, seed: int, index: int) -> Finding | None:
     if time.monotonic() > deadline:
         return None
+    case = draw_case(seed, index)
     with tempfile.TemporaryDirectory(prefix="meshbook-fuzz-") as folder:
-        return run_case(draw_case(seed, index), Path(folder))
+        try:
+            return run_case(case, Path(folder))
+        except Exception:  # of the reference or the comparison: a finding too, and no end of the other cases
+            return Finding(case.name, "reference failed", traceback.format_exc(), [case.family])
 
 
 def _recorded(record: Path) -> dict[str, Finding]:

@@ -33,7 +33,7 @@ class Finding:
 
     name: str
     outcome: str
-    """equal, refused, different, crashed or hung."""
+    """equal, refused, different, crashed, hung, or reference failed."""
     detail: str = ""
     """What went wrong, if anything."""
     commands: list[str] = field(default_factory=list)
