@@ -27,7 +27,7 @@ from components.config.compose.explain import (
     unreadable,
 )
 from components.config.compose.frozen import from_container
-from components.config.compose.sources import Request, option_groups, option_texts
+from components.config.compose.sources import Request, option_groups, option_texts, strict_booleans
 from components.config.compose.texts import UNSET
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
@@ -172,7 +172,8 @@ class _Search:
         if problem := _misspelt(override):
             return problem
         try:
-            ConfigLoaderImpl._apply_overrides_to_config([OverridesParser.create().parse_override(override)], cfg)
+            with strict_booleans():
+                ConfigLoaderImpl._apply_overrides_to_config([OverridesParser.create().parse_override(override)], cfg)
         except COMPOSITION_ERRORS as error:
             key, _, value = override_parts(override)
             data = _values(cfg, "data")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,8 @@ class Request:
         """Let Hydra compose the main config with `overrides`. Raises HydraException or OmegaConfBaseException."""
         GlobalHydra.instance().clear()
         try:
-            with initialize_config_dir(version_base="1.3", config_dir=str(self.folders[0]), job_name=self.name):
+            folder = str(self.folders[0])
+            with strict_booleans(), initialize_config_dir(folder, job_name=self.name, version_base="1.3"):
                 return compose(self.name, overrides=[*self.search_path, *overrides])
         except OmegaConfBaseException:
             raise
@@ -57,41 +58,29 @@ class Request:
 def register_schemas(name: str, schema: type[RecipeConfig]) -> None:
     """Put the dataclasses where the defaults lists find them: schema/<name> and schema/data/<kind>."""
     store = ConfigStore.instance()
-    store.store(group="schema", name=name, node=strict_booleans(schema), package="_global_")
+    store.store(group="schema", name=name, node=OmegaConf.structured(schema), package="_global_")
     for kind, data_schema in DATA_KINDS.items():
-        store.store(group="schema/data", name=str(kind), node=strict_booleans(data_schema))
+        store.store(group="schema/data", name=str(kind), node=OmegaConf.structured(data_schema))
 
 
-class _StrictBoolean(BooleanNode):
-    """A boolean that is not set by a number: `plot: 2` is a slip, which omegaconf would take for true."""
+@contextmanager
+def strict_booleans() -> Iterator[None]:
+    """Let no boolean of omegaconf be set by a number: `plot: 2` is a mistake, which it would take for true.
 
-    def _validate_and_convert_impl(self, value: Any) -> bool:
+    For all of its booleans, because it makes those of a section anew whenever another config is merged into it.
+    """
+    convert = BooleanNode._validate_and_convert_impl
+
+    def convert_strictly(node: BooleanNode, value: Any) -> Any:
         if type(value) is int or (isinstance(value, str) and value.isdigit()):
             raise ValidationError("Value '$VALUE' is not a valid bool (type $VALUE_TYPE)")
-        return super()._validate_and_convert_impl(value)
+        return convert(node, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _StrictBoolean:
-        copied = _StrictBoolean()
-        self._deepcopy_impl(copied, memo)
-        return copied
-
-
-def strict_booleans(schema: type) -> DictConfig:
-    """Return the structured config of a dataclass, in which booleans refuse numbers."""
-    cfg = OmegaConf.structured(schema)
-    _replace_booleans(cfg)
-    return cfg
-
-
-def _replace_booleans(section: DictConfig) -> None:
-    for name in section:
-        node = section._get_node(name)
-        if isinstance(node, DictConfig):
-            if not (node._is_none() or node._is_missing()):
-                _replace_booleans(node)
-        elif type(node) is BooleanNode:
-            optional = node._metadata.optional
-            section.__dict__["_content"][name] = _StrictBoolean(node._value(), name, section, optional)
+    BooleanNode._validate_and_convert_impl = convert_strictly  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        BooleanNode._validate_and_convert_impl = convert  # type: ignore[method-assign]
 
 
 def config_folders(
