@@ -6,6 +6,7 @@ import filecmp
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -128,12 +129,21 @@ class RunDirectory:
             if entry.is_dir() and not entry.is_symlink():
                 removed = entry.with_name(f".{entry.name}.removed")
                 entry.rename(removed)  # at once: other ranks, which still write their reports, find no logs
-                shutil.rmtree(removed, ignore_errors=True)
+                _remove(removed)
             else:
                 entry.unlink(missing_ok=True)
         for folder in reversed(self.created):
             with suppress(OSError):  # somebody else has put something there meanwhile
                 folder.rmdir()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that was renamed, into which a call of another process that had begun before may still write."""
+    for _ in range(20):
+        time.sleep(0.1)
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
 
 
 def write_result(run_dir: Path, values: dict[str, Any]) -> None:
