@@ -1,4 +1,4 @@
-"""Threads that go on while the run stands still, and whose reads and writes must not pass for its progress."""
+"""Threads that go on while the run stands still, and whose reads and writes do not count as its progress."""
 
 from __future__ import annotations
 

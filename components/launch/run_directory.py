@@ -138,7 +138,10 @@ class RunDirectory:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder that was renamed, into which a call of another process that had begun before may still write."""
+    """Remove a folder that was just renamed.
+
+    A system call that another rank had begun before may still write into it: those get time to end.
+    """
     for _ in range(20):
         time.sleep(0.1)
         shutil.rmtree(folder, ignore_errors=True)

@@ -108,6 +108,8 @@ def test_adapters_that_peft_would_take_for_those_of_experts_are_refused_unless_m
     )
     with pytest.raises(ConfigError, match=words):
         models.add_adapters(models.build_on_meta(cfg), LORA)
+    with pytest.raises(ConfigError, match="reads adapters on gate_proj of Glm4MoeForCausalLM"):
+        models.add_adapters(models.build_on_meta(cfg), replace(LORA, targets=["q_proj", "gate_proj"]))
     for readable in (replace(LORA, export=PeftExport.merged), replace(LORA, targets=["q_proj", "o_proj"])):
         models.add_adapters(models.build_on_meta(cfg), readable)
     models.add_adapters(models.build_on_meta(cfg), LORA, exports=False)
