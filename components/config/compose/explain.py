@@ -72,6 +72,11 @@ def no_option(option: str, known: Iterable[str]) -> str:
     return f"{option}: no such option, see --help; settings are written KEY=VALUE{did_you_mean(key)}"
 
 
+def no_such_option(override: str, option: str, options: list[str]) -> str:
+    """Return the sentence for an option of a group that is in no conf/ folder."""
+    return f"{override}: {_no_option(option, options)}"
+
+
 def no_source(said: str, name: str, sources: Iterable[str]) -> str:
     """Return the sentence for a key of a source that was never added to a mixture."""
     like = did_you_mean(nearest(name, sources))
@@ -145,7 +150,7 @@ def explain_override(
     if IN_FILE.search(text) or NOT_YAML.search(text) or _asks_for_another(key, value, text):
         return explain_file(error, keys, groups, f"{key}/{value}")
     if found := OPTION.search(text):
-        return f"{override}: {_no_option(found['option'], groups[key])}"
+        return no_such_option(override, found["option"], groups[key])
     if "Multiple values for" in text or "already at" in text:
         return f"{override}: there is one already; write {key}={value} without the plus"
     if "Could not override" in text and f"@{SOURCES}." in override:
