@@ -6,7 +6,8 @@ tokens before the backward, so gradients need no scaling afterwards; under FSDP 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ class Pipeline:
         self._built: tuple[tuple[int, ...], Any] = ((), None)
         self._loss: TokenLoss | None = None
         self._tied_is_fresh = False
+        self._apart = False
         if stages.tied_head is not None:
             stages.tied_head.to_empty(device=self._device)
 
@@ -104,6 +106,18 @@ class Pipeline:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return token_loss(output, batch["targets"]) if token_loss else output
 
+    @contextmanager
+    def stages_apart(self) -> Iterator[None]:
+        """Context in which `loss` neither sends nor receives: each rank's stages compute from random hidden states.
+
+        So a stage that raises does not leave the others waiting for its hidden states.
+        """
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
+
     def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor) -> Any:
         """Return an object whose `logits` (batch, positions to keep, vocabulary) every rank has, in float32."""
         self._copy_tied_weight()
@@ -121,12 +135,15 @@ class Pipeline:
         for stage in self._stages.own:
             if stage.index > 0 and not self._is_here(stage.index - 1):
                 passed = self._hidden.buffer(len(input_ids), input_ids.shape[1], self._device)
-                dist.recv(passed, src=self._rank_of(stage.index - 1), group=self.group)
+                if self._apart:
+                    passed.normal_()
+                else:
+                    dist.recv(passed, src=self._rank_of(stage.index - 1), group=self.group)
             last = stage.index == self._stages.last
             passed = stage.module(passed, position_ids=position_ids, **keywords, **(head if last else {}))
             if last:
                 return passed
-            if not self._is_here(stage.index + 1):
+            if not self._is_here(stage.index + 1) and not self._apart:
                 dist.send(passed.contiguous(), dst=self._rank_of(stage.index + 1), group=self.group)
         return None
 

@@ -22,7 +22,7 @@ from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.run_files import PRIVATE, create_marker, open_append
 from components.config.schema.recipes import RecipeConfig
 from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR, STORE_FILE, WORKER, rank_and_size
-from components.launch.failures import STOOD_STILL, log_file, tell_problems, write_report
+from components.launch.failures import STOOD_STILL, Kind, log_file, read_reports, tell_problems, write_report
 from components.launch.folders import told_by_path
 from components.launch.lease import LeaseLost, RunDirectoryInUse, end_process, take_lease
 from components.launch.memory import is_out_of_memory
@@ -148,6 +148,9 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
             directory.conclude("failed", f"rank {rank}: exited with status {error.code}")
         raise
     except Exception as error:
+        if isinstance(error, RuntimeError) and _lost_a_refused_rank(directory.logs):
+            print_text(f"rank {rank}: ended because another rank was refused, which prints why", file=sys.stderr)
+            return EXIT_INVALID
         write_report(directory.logs, rank, error)
         directory.conclude(status_of(type(error).__name__, str(error)), f"rank {rank}: {type(error).__name__}: {error}")
         raise
@@ -258,6 +261,14 @@ def _first_to_tell(logs: Path) -> bool:
     except (FileExistsError, FileNotFoundError):
         return False
     return True
+
+
+def _lost_a_refused_rank(logs: Path) -> bool:
+    """Whether a rank failed in a collective because another one, which alone was refused, had left it.
+
+    That one left a report, or removed the directory of a run that had not begun.
+    """
+    return not logs.is_dir() or any(report.kind == Kind.config for report in read_reports(logs).values())
 
 
 def die_with(parent: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -55,17 +56,30 @@ def _observe_attention(model: Any, cfg: FinetuneConfig, batch: MicroBatch, setti
     module: Any = getattr(model, "module", model)
     row = {name: tensor[:1] for name, tensor in batch.items()}
     devices = [settings.device] if settings.device.type == "cuda" else []
+    apart = model.stages_apart() if isinstance(model, Pipeline) else nullcontext()
+    refused: list[str] = []
     # Dropout may draw random numbers, of which the run takes no notice. A row by itself is a shape of its own: it is
     # not worth a compilation.
-    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"), apart:
         probe = AttentionProbe(flash_only=cfg.model.attention == Attention.sdpa_flash)
-        with probe:
-            forward_loss(model, row, settings)
+        try:
+            with probe:
+                forward_loss(model, row, settings)
+        except ConfigError as error:
+            if not isinstance(model, Pipeline):
+                raise
+            refused = error.problems
     observed = probe.observed
-    if isinstance(model, Pipeline):  # layers of other stages may attend otherwise
+    if isinstance(model, Pipeline):  # layers of other stages may attend otherwise, or be refused
         mine = [{**asdict(each), "dtype": str(each.dtype).removeprefix("torch.")} for each in observed]
-        everyone = [each for stage in all_gather_json(mine, model.group) for each in stage]
-        told = [ObservedAttention(**{**each, "dtype": getattr(torch, each["dtype"])}) for each in everyone]
+        stages = all_gather_json([refused, mine], model.group)
+        if problems := [problem for of_stage, _ in stages for problem in of_stage]:
+            raise ConfigError(list(dict.fromkeys(problems)))
+        told = [
+            ObservedAttention(**{**each, "dtype": getattr(torch, each["dtype"])})
+            for _, of_stage in stages
+            for each in of_stage
+        ]
         observed = list(dict.fromkeys(told))
     return describe_attention(module, cfg.model, observed, cfg.data.pack)
 

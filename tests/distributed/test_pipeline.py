@@ -5,7 +5,7 @@ The reference is transformers' own model in one process, trained by plain PyTorc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,16 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import distributed, models, training
+from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
+from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.distributed.mesh import Mesh
 from components.distributed.parallelizer import Layout
 from scripts.memory_ranks import allocations, highest, local_bytes
-from tests.distributed.parity import Sample, pad, samples_of_step
+from tests.distributed.packed import batches_of, packed
+from tests.distributed.parity import SMALL, Case, Sample, build, pad, recipe_config, samples_of_step
 from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
 from tests.tiny_models import tiny_config
@@ -237,3 +240,29 @@ def test_every_mesh_says_what_one_process_says_before_and_after_a_step(
 
     problems = [line for lines in run_ranks(world, body, timeout=240) for line in lines]
     assert not problems, "\n".join(sorted(set(problems)))
+
+
+def test_a_refusal_of_one_stage_reaches_all_ranks() -> None:
+    """Only the stages with layers see that they cannot attend to packed rows; none waits for their hidden states."""
+    values = {**SMALL, "model_type": "nemotron"}
+    case = Case("nemotron", {"strategy": "fsdp2", "dp_shard": 1, "pp": 2})
+    model = build("nemotron", torch.float32, values)
+    cfg = replace(recipe_config(case), data=DocsDataConfig(pack=True))
+    rows = packed()
+
+    def body(rank: int) -> list[str]:
+        mesh = distributed.build_mesh(cfg.parallelism, "cpu")
+        models.use_causal_sdpa(model)
+        layout = distributed.parallelize(model, mesh, cfg.parallelism, torch.float32)
+        replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+        settings = training.StepSettings(device=torch.device("cpu"), max_grad_norm=0.0, mesh=mesh)
+        try:
+            training.check_kernels(replica, cfg, batches_of(rows).at, settings)
+        except ConfigError as error:
+            return error.problems
+        return []
+
+    (first, second) = run_ranks(2, body, timeout=120)
+    assert len(first) == 1
+    assert "data.pack=true: NemotronForCausalLM does not hand keywords down" in first[0]
+    assert second == first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,10 @@ BOUND = 1e-6
 """Largest relative difference that counts as equal. The models are float64, but transformers computes norms, rotary
 embeddings and routers in float32: where their inputs differ in the 16th digit, their outputs may in the 8th (seen: up
 to 2e-7). A fault is larger by orders of magnitude."""
+
+_TRANSFORMERS = threading.Lock()
+"""While transformers loads a model it replaces functions of its classes (tie_weights, initialization) for all threads:
+a model that is built meanwhile has an untied head or parameters on meta. So cases of other threads wait."""
 
 
 @dataclass
@@ -63,7 +68,8 @@ def run_case(case: Case, folder: Path) -> Finding:
     """Train a case by its recipe and by the reference within `folder`, and compare."""
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    reference.write_model(case, folder / "model")
+    with _TRANSFORMERS:
+        reference.write_model(case, folder / "model")
     _write_rows(case, folder / "train.jsonl", case.train)
     _write_rows(case, folder / "eval.jsonl", case.held_out)
     commands = [case.family, *(" ".join(_arguments(case, folder, run)) for run in range(len(case.steps)))]
@@ -84,13 +90,15 @@ def _differences(case: Case, folder: Path) -> dict[str, float]:
         _run([*_recipe(case, folder), *probe, f"run.dir={folder / 'probe'}"], folder)
     for run in range(len(case.steps)):
         _run(_arguments(case, folder, run), folder)
-    model = reference.load(case, folder / "probe/export" if case.adapters == "qlora" else start)
-    if case.adapters:
-        from peft import PeftModel
+    with _TRANSFORMERS:
+        model = reference.load(case, folder / "probe/export" if case.adapters == "qlora" else start)
+        if case.adapters:
+            from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, str(folder / "probe/adapter"), is_trainable=True)
-    expected = reference.train(case, model)
-    return _compare(_curve_of(case, folder / "run"), expected)
+            model = PeftModel.from_pretrained(model, str(folder / "probe/adapter"), is_trainable=True)
+        expected = reference.train(case, model)
+        found = _curve_of(case, folder / "run")
+    return _compare(found, expected)
 
 
 def _compare(found: Curve, expected: Curve) -> dict[str, float]:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema import FinetuneConfig
 from components.launch.rank import Recipe, run_here
@@ -45,3 +47,35 @@ def test_ranks_that_are_all_refused_say_it_once_and_leave_nothing(tmp_path: Path
     printed = "".join((tmp_path / f"stderr_{rank}").read_text() for rank in range(RANKS))
     assert printed.count("parallelism.tp: no plan\n") == ROUNDS
     assert not list(tmp_path.glob("run_*"))
+
+
+def lose_a_peer(cfg: FinetuneConfig) -> None:
+    raise RuntimeError("Connection closed by peer [127.0.0.1]:4837")
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_ranks_that_lose_a_refused_one_end_without_a_traceback(
+    fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only one stage of a pipeline is refused; another, which waits for its hidden states, is not the cause."""
+    run = tmp_path / "run"
+    attempt_logs(run, 0).mkdir(parents=True)
+    for rank, main in ((1, refuse), (2, lose_a_peer)):
+        monkeypatch.setenv("RANK", str(rank))
+        directory = RunDirectory(run, fresh=fresh, created=[run], lock=None, attempt=0)
+        recipe = Recipe("finetune", main, FinetuneConfig, Path(__file__))
+        assert run_here(recipe, None, directory) == EXIT_INVALID  # type: ignore[arg-type]
+    assert run.exists() != fresh
+    told = capsys.readouterr().err
+    assert "parallelism.tp: no plan" in told
+    assert "rank 2: ended because another rank was refused" in told
+
+
+def test_a_lost_peer_that_was_not_refused_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    attempt_logs(run, 0).mkdir(parents=True)
+    monkeypatch.setenv("RANK", "2")
+    recipe = Recipe("finetune", lose_a_peer, FinetuneConfig, Path(__file__))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        run_here(recipe, None, RunDirectory(run, fresh=True, created=[run], lock=None, attempt=0))  # type: ignore[arg-type]
+    assert "Connection closed" in (run / "result.json").read_text()
