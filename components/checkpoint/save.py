@@ -185,7 +185,7 @@ def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord]) -> P
     fault_point("after_manifest")
     sync_folder(tmp)
     final, again = tmp.parent / f"step_{step}", 0
-    while final.exists():
+    while os.path.lexists(final):  # a link that leads nowhere takes the name too
         again += 1
         final = tmp.parent / f"step_{step}.{again}"
     fault_point("before_rename")

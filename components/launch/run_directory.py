@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from components.config.compose.frozen import from_yaml, frozen_text, intact_copy, read_intact
@@ -40,6 +41,8 @@ CODE, SCRIPT, JOB_ID, REQUEUE = "code", "job.sbatch", "job_id", "requeue"
 """Of a Slurm job: its copy of the code, its batch script, its number, and the wish to be started again."""
 CANCELLED = "cancelled"
 """File that the batch script writes into an attempt's logs when the job is cancelled."""
+LONGEST_PROBLEM = 200
+"""Characters that are quoted of what is wrong with a file that is no config: it may be anything."""
 SUBMISSION = ".submission"
 """The tag of a submission while it is unknown whether Slurm took the job."""
 OWN_NAMES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_ID, SUBMISSION, LEASE}
@@ -393,9 +396,10 @@ def _guard(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recipe: str) ->
     try:
         from_yaml(stored.text, type(cfg))
     except ConfigError as error:
-        told = "; ".join(error.problems)
+        told = "; ".join(shorten(problem, LONGEST_PROBLEM, placeholder="...") for problem in error.problems[:2])
+        more = f"; and {len(error.problems) - 2} more" if len(error.problems) > 2 else ""
         raise ConfigError(
-            f"run.dir={path}: its {CONFIG} is of another kind ({told}); choose another run.dir"
+            f"run.dir={path}: its {CONFIG} is of another kind ({told}{more}); choose another run.dir"
         ) from error
     check_changes(stored.text, cfg, f"run.dir={path}")
 

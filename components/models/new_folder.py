@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import shutil
@@ -31,7 +32,7 @@ class NewFolder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for left in sorted(each for each in self.path.parent.iterdir() if ours.fullmatch(each.name)):
             with contextlib.suppress(OSError):  # somebody else's, or gone by now: not in the way
-                if left.name.endswith(_OLD) and not self.folder.exists():
+                if left.name.endswith(_OLD) and not os.path.lexists(self.folder):
                     left.rename(self.folder)  # killed after it was moved away, before another was there
                     continue
                 # Its name goes first and at once, so that a process that is still writing there cannot publish the rest
@@ -42,14 +43,16 @@ class NewFolder:
     def publish(self) -> None:
         """Put it under its name, in place of what is there. Raises OSError; what was there is then there again."""
         old = self.path.with_name(f"{self.path.name}{_OLD}")
-        if self.folder.exists():
+        if os.path.lexists(self.folder):  # a file, or a link that leads nowhere, has the name too
             self.folder.rename(old)
         try:
             self.path.rename(self.folder)
         except BaseException:
-            if old.exists() and not self.folder.exists():
+            if os.path.lexists(old) and not os.path.lexists(self.folder):
                 old.rename(self.folder)
             raise
+        if old.is_symlink() or old.is_file():
+            old.unlink()
         shutil.rmtree(old, ignore_errors=True)
 
     def abandon(self) -> None:

@@ -227,6 +227,12 @@ def test_a_published_name_is_never_written_again(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, str(first)) == first
 
 
+def test_a_name_that_a_link_has_is_not_written_either(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step_1").symlink_to(tmp_path / "nowhere")
+    assert save(tmp_path, 1).name == "step_1.1"
+
+
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, "auto") is None
     save(tmp_path, 1)

@@ -286,6 +286,19 @@ def test_a_config_of_another_kind_is_refused(tmp_path: Path) -> None:
         open_run_directory(config("mine"), "finetune")
 
 
+def test_a_file_that_is_no_config_is_quoted_in_part(tmp_path: Path) -> None:
+    """A link to another file of the run, say: what is in it may be long, and have many lines."""
+    (tmp_path / "mine").mkdir()
+    other = {"step": 2, "config": "a line\n" * 500, "more": [1]}
+    (tmp_path / "mine" / "config.yaml").write_text(yaml.safe_dump(other, sort_keys=False))
+    with pytest.raises(ConfigError) as caught:
+        open_run_directory(config("mine"), "finetune")
+    (problem,) = caught.value.problems
+    assert "its config.yaml is of another kind (step=2: no such key" in problem
+    assert "\n" not in problem
+    assert len(problem) < 700
+
+
 def test_files_that_are_no_run_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("x")

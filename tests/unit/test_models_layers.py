@@ -348,6 +348,19 @@ def test_what_killed_exports_left_goes_when_the_next_begins(there: bool, tmp_pat
     assert len(list(tmp_path.iterdir())) == len(others) + 1
 
 
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_is_no_folder_makes_way_for_one(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    export = tmp_path / "here" / "export"
+    export.symlink_to(tmp_path / "nowhere") if kind == "link" else export.touch()
+    made = NewFolder(export)
+    made.begin()
+    (made.path / "newest").touch()
+    made.publish()
+    assert files_below(tmp_path) == {"here/export/newest"}
+    assert list((tmp_path / "here").iterdir()) == [export]
+
+
 def test_of_two_exports_at_once_the_later_is_published_and_the_other_fails(tmp_path: Path) -> None:
     first, second = (NewFolder(tmp_path / "export") for _ in range(2))
     planned = {"a": torch.ones(2), "b": torch.ones(2)}
