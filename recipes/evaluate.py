@@ -14,7 +14,8 @@ import time
 
 from components import checkpoint, data, distributed, models, observability, training
 from components.config.schema import EvaluateConfig
-from components.launch import recipe, report_hang
+from components.launch import recipe
+from components.protocol.failures import report_hang
 
 
 @recipe("evaluate")
@@ -52,7 +53,8 @@ def main(cfg: EvaluateConfig) -> None:
     if cfg.evaluation.checkpoint is not None:
         checkpoint.load_model_weights(cfg.evaluation.checkpoint, model)
 
-    replica = watch.following(distributed.wrap_replicas(model, mesh, cfg.parallelism, layout))
+    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+    watch.follow(replica)
 
     # Reporting
     report = observability.Reporter(cfg.logging, cfg.run.dir, enabled=info.is_main)

@@ -22,8 +22,8 @@ from components.checkpoint.retention import remove
 from components.config.compose.frozen import read_section
 from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
-from components.launch.failures import tell_problems
 from components.launch.run_directory import CONFIG, held
+from components.protocol.failures import tell_problems
 from components.terminal import print_text
 
 COLUMNS = ("checkpoint", "step", "saved", "size", "mesh", "eval loss", "kept because", "state")

@@ -28,7 +28,7 @@ from components.config.schema import FinetuneConfig
 from components.config.schema.model import Attention, Float8
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.peft import PeftExport
-from components.launch.failures import tell_problems
+from components.protocol.failures import tell_problems
 from components.terminal import print_text
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")

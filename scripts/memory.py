@@ -27,7 +27,7 @@ from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import ContextAttention, ParallelismConfig, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import read_shape
-from components.launch.failures import tell_problems
+from components.protocol.failures import tell_problems
 from components.terminal import print_text
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from components.config.errors import ConfigError
 from components.config.schema.model import ModelConfig
 from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
-from components.launch.context import without_ranks
+from components.protocol.role import without_ranks
 
 WARM_UP_TOKENS = 64
 """Row of the step before the measured one; divides into the parts of every mesh."""

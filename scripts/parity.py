@@ -31,9 +31,9 @@ from components.config.schema.cluster import Device
 from components.config.schema.parallelism import AXES, ParallelismConfig, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import read_shape
-from components.launch.failures import tell_problems
 from components.launch.preflight import problems_before_start
 from components.launch.processes import device_problems, visible_gpus
+from components.protocol.failures import tell_problems
 from scripts.parity_shapes import RECOMPUTE, MeshPlan, layout_of, plan_all, plan_mesh
 
 RECIPES = CONF.parent / "recipes"

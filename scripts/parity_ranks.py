@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from components.config.errors import ConfigError
-from components.launch.context import without_ranks
-from components.launch.failures import LOST_PEER
+from components.protocol.failures import LOST_PEER
+from components.protocol.role import without_ranks
 from scripts.parity_run import Bounds, Comparison, Row, mesh_rank, reference_rank
 from scripts.parity_shapes import MeshPlan
 

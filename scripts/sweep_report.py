@@ -16,10 +16,10 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from components.config.errors import EXIT_INVALID, ConfigError
-from components.launch.failures import tell_problems
 from components.launch.sweep.plan import read_sweep
 from components.launch.sweep.report import report_now, watch
 from components.launch.sweep.run import retry
+from components.protocol.failures import tell_problems
 
 
 def main(arguments: list[str]) -> int:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from components.config.run_files import read_regular
+from components.protocol.run_files import read_regular
 
 MANIFEST = "manifest.json"
 FORMAT = 2

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from components.config.run_files import NONFINITE, finite, keep_only_file, open_append, read_regular, replacing
+from components.protocol.run_files import NONFINITE, finite, keep_only_file, open_append, read_regular, replacing
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 CHECK = "check"

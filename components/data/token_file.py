@@ -19,8 +19,8 @@ from typing import IO, TYPE_CHECKING
 
 import xxhash
 
-from components.config.run_files import PRIVATE, open_new
 from components.data.tokens import VALUES_AT_ONCE, Tokens
+from components.protocol.run_files import PRIVATE, open_new
 
 if TYPE_CHECKING:
     import numpy as np

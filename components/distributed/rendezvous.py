@@ -20,7 +20,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from components.config.run_files import PRIVATE, replace_json
 from components.distributed.environment import (
     RankEnvironmentError,
     RankVariables,
@@ -30,6 +29,7 @@ from components.distributed.environment import (
 )
 from components.distributed.relay import LOOPBACK, open_door, open_gate
 from components.distributed.store_sync import MissingRanks, StoreSync
+from components.protocol.run_files import PRIVATE, replace_json
 
 STORE_FD = "MESHBOOK_STORE_FD"
 """Variable that holds the descriptor of a listening socket that rank 0 inherited for its store."""

@@ -1,7 +1,6 @@
 """From a command line to ranks: `@recipe("name")` on a recipe's main. Imports no torch.
 
 recipe.py         the decorator, and what happens when main() is called
-context.py        who this process is: one of our ranks, one of the user's ranks, or the launcher
 preflight.py      everything that can be checked before a run starts
 processes.py      how many processes a run has
 run_directory.py  chosen once, guarded, locked; config.yaml and result.json
@@ -12,13 +11,11 @@ record.py         environment.json: versions, git, command, host
 rank.py           main on one rank, and what is kept of its failure
 local.py          start local ranks, watch them, stop them
 memory.py         whether memory ran out
-failures.py       which rank failed first, and how that is told
 sweep/            -m: many runs from one command line, and one table of them
 external.py       ranks that the user's own torchrun or srun started
 parts.py          the two functions of other parts that launch calls
 """
 
-from components.launch.rank import report_hang
 from components.launch.recipe import recipe
 
-__all__ = ["recipe", "report_hang"]
+__all__ = ["recipe"]

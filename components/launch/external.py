@@ -11,12 +11,12 @@ from typing import Any
 
 from components.config.compose.frozen import from_yaml, to_yaml
 from components.config.errors import EXIT_INVALID, ConfigError
-from components.launch.context import rank_and_size
-from components.launch.failures import tell_problems
 from components.launch.parts import exchange_text_from_rank_zero
 from components.launch.prepare import Prepared, prepare
 from components.launch.rank import Recipe, die_with, restrict_new_files, run_here
 from components.launch.run_directory import RunDirectory
+from components.protocol.failures import tell_problems
+from components.protocol.role import rank_and_size
 from components.terminal import print_text
 
 AGENT = "TORCHELASTIC_RUN_ID"

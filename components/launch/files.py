@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from components.config.run_files import BY_UMASK, read_regular, replace_json, replace_text
+from components.protocol.run_files import BY_UMASK, read_regular, replace_json, replace_text
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 

@@ -21,10 +21,12 @@ from typing import IO
 
 from components.config.errors import EXIT_HUNG, EXIT_INVALID
 from components.config.interrupt import ANSWER
-from components.config.run_files import PRIVATE, open_append
 from components.config.schema.recipes import RecipeConfig
-from components.launch.context import LAUNCHER_PID, WORKER, LocalRank, without_ranks
-from components.launch.failures import (
+from components.launch.memory import killed_for_memory
+from components.launch.processes import usable_cores
+from components.launch.rank import EXIT_INTERRUPTED, Recipe, run_here, status_of
+from components.launch.run_directory import RunDirectory
+from components.protocol.failures import (
     Exit,
     Failure,
     Kind,
@@ -34,10 +36,8 @@ from components.launch.failures import (
     read_reports,
     tell_failure,
 )
-from components.launch.memory import killed_for_memory
-from components.launch.processes import usable_cores
-from components.launch.rank import EXIT_INTERRUPTED, Recipe, run_here, status_of
-from components.launch.run_directory import RunDirectory
+from components.protocol.role import LAUNCHER_PID, WORKER, LocalRank, without_ranks
+from components.protocol.run_files import PRIVATE, open_append
 from components.terminal import print_text
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)

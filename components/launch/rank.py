@@ -19,10 +19,7 @@ from typing import Any, NoReturn
 
 from components.config.compose.frozen import read_frozen
 from components.config.errors import EXIT_INVALID, ConfigError
-from components.config.run_files import PRIVATE, create_marker, open_append
 from components.config.schema.recipes import RecipeConfig
-from components.launch.context import ATTEMPT, LAUNCHER_PID, RUN_DIR, STORE_FILE, WORKER, rank_and_size
-from components.launch.failures import STOOD_STILL, Kind, log_file, read_reports, tell_problems, write_report
 from components.launch.folders import told_by_path
 from components.launch.lease import LeaseLost, RunDirectoryInUse, end_process, take_lease
 from components.launch.memory import is_out_of_memory
@@ -30,12 +27,22 @@ from components.launch.run_directory import (
     CANCELLED,
     CONFIG,
     REQUEUE,
-    RESULT,
     RunDirectory,
-    attempt_logs,
     read_result,
     write_result,
 )
+from components.protocol.failures import (
+    STOOD_STILL,
+    Kind,
+    attempt_logs,
+    first_to_report,
+    log_file,
+    read_reports,
+    tell_problems,
+    write_report,
+)
+from components.protocol.role import ATTEMPT, LAUNCHER_PID, RUN_DIR, STORE_FILE, rank_and_size
+from components.protocol.run_files import PRIVATE, create_marker, open_append
 from components.terminal import print_text, printable
 
 EXIT_INTERRUPTED = 130
@@ -134,7 +141,7 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
             recipe.main(cfg)
     except ConfigError as error:
         write_report(directory.logs, rank, error)
-        if _first_to_tell(directory.logs):
+        if first_to_report(directory.logs):
             tell_problems(error.problems)
             if not isinstance(error, RunDirectoryInUse):
                 directory.discard(str(error))
@@ -197,24 +204,6 @@ def _leased(run_dir: Path, logs: Path, rank: int) -> Iterator[None]:
         lease.release()
 
 
-def report_hang(error: BaseException) -> None:
-    """Keep what is known of a run that stands still, for a thread that ends this rank right after: main cannot raise.
-
-    The stacks of all threads go to the rank's log, `error` to its report; where nobody watches over the ranks, it is
-    told and put into result.json too.
-    """
-    run_dir, rank = Path(os.environ[RUN_DIR]), int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-    logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
-    with suppress(OSError), open_append(log_file(logs, rank), PRIVATE) as log:
-        log.write(printable(f"{error}\n").encode())
-        faulthandler.dump_traceback(log)
-    write_report(logs, rank, error)
-    if WORKER not in os.environ and _first_to_tell(logs):
-        print_text(f"{error}\nlogs: {logs}", file=sys.stderr, flush=True)
-        if not (run_dir / RESULT).exists():
-            write_result(run_dir, {"status": status_of(type(error).__name__, str(error)), "error": str(error)})
-
-
 def status_of(error_type: str, message: str) -> str:
     """Return the status in result.json of a run that an exception of this type, with this message, ended."""
     if error_type == STOOD_STILL:
@@ -252,15 +241,6 @@ def keep_stop_signals() -> None:
     kept = KeptSignals()
     for number in STOP_SIGNALS:
         signal.signal(number, kept)
-
-
-def _first_to_tell(logs: Path) -> bool:
-    """Whether no other rank has told how this run ended; the ranks of a foreign launcher all find the same."""
-    try:
-        (logs / "told").touch(exist_ok=False)
-    except (FileExistsError, FileNotFoundError):
-        return False
-    return True
 
 
 def _lost_a_refused_rank(logs: Path) -> bool:

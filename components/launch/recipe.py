@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema.cluster import ClusterKind
 from components.config.schema.recipes import RecipeConfig
-from components.launch.context import Context, detect
+from components.protocol.role import Context, detect
 from components.terminal import guard_output
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def recipe(name: str) -> Callable[[Callable[[Any], object]], Callable[[], NoRetu
 
 
 def _start(name: str, main: Callable[[Any], object]) -> int:
-    from components.launch.failures import tell_problems
+    from components.protocol.failures import tell_problems
 
     _open_closed_streams()
     guard_output()

@@ -16,8 +16,18 @@ from typing import Any
 
 from components.config.compose.frozen import from_yaml, frozen_text, intact_copy, read_intact
 from components.config.errors import ConfigError
-from components.config.run_files import (
+from components.config.schema.recipes import RecipeConfig
+from components.config.schema.run import CONFIG
+from components.launch.changes import check_changes, check_source
+from components.launch.files import read_json, take_lock, write_json, write_text
+from components.launch.folders import check_writable, free_space, make, make_new, told_by_path
+from components.launch.lease import LEASE, take_lease
+from components.launch.slurm.jobs import ENDED, GONE, UNKNOWN, find_submission, job_states
+from components.protocol.failures import attempt_logs
+from components.protocol.run_files import (
+    LOGS,
     PRIVATE,
+    RESULT,
     keep_only_file,
     keep_only_folder,
     read_regular,
@@ -26,16 +36,9 @@ from components.config.run_files import (
     temporaries,
     temporary_of,
 )
-from components.config.schema.recipes import RecipeConfig
-from components.config.schema.run import CONFIG
-from components.launch.changes import check_changes, check_source
-from components.launch.files import read_json, take_lock, write_json, write_text
-from components.launch.folders import check_writable, free_space, make, make_new, told_by_path
-from components.launch.lease import LEASE, take_lease
-from components.launch.slurm.jobs import ENDED, GONE, UNKNOWN, find_submission, job_states
 from components.terminal import print_text
 
-RECORD, RESULT, LOGS, LOCK = "environment.json", "result.json", "logs", ".lock"
+RECORD, LOCK = "environment.json", ".lock"
 CHECKPOINTS = "checkpoints"
 CODE, SCRIPT, JOB_ID, REQUEUE = "code", "job.sbatch", "job_id", "requeue"
 """Of a Slurm job: its copy of the code, its batch script, its number, and the wish to be started again."""
@@ -191,11 +194,6 @@ def record_job(run_dir: Path, job: str) -> None:
     """Write down the number of the job that was submitted for a directory."""
     write_text(run_dir / JOB_ID, f"{job}\n")
     (run_dir / SUBMISSION).unlink(missing_ok=True)
-
-
-def attempt_logs(run_dir: Path, attempt: int) -> Path:
-    """Return the folder of the logs of an attempt."""
-    return run_dir / LOGS / f"attempt_{attempt}"
 
 
 def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.config.run_files import replacing
 from components.config.schema.data import DataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import MeshShape
+from components.protocol.run_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

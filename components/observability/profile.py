@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from components.config.run_files import replace_text, temporary_of
 from components.config.schema.logging import ProfileConfig
+from components.protocol.run_files import replace_text, temporary_of
 
 
 class StepProfile:

@@ -16,12 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from components.config.metrics_log import MetricsLog
-from components.config.run_files import create_marker
 from components.config.schema.logging import LoggingConfig
 from components.console import PlainConsole
 from components.observability.plot import LossPlot
 from components.observability.result import Result, summary, write_result
 from components.observability.wandb import WandbRun
+from components.protocol.run_files import create_marker
 from components.terminal import print_text
 
 TRAINING = "training"
@@ -33,13 +33,26 @@ WIDE = 100
 class StepNumbers(Protocol):
     """What is reported of an optimizer step (`components.training.StepMetrics` has it)."""
 
-    step: int
-    loss: float
-    grad_norm: float
-    tokens: int
-    seconds: float
-    skipped: bool
-    seconds_at_peak: float
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def loss(self) -> float: ...
+
+    @property
+    def grad_norm(self) -> float: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def skipped(self) -> bool: ...
+
+    @property
+    def seconds_at_peak(self) -> float: ...
 
 
 class TrafficNumbers(Protocol):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from components.config.run_files import replace_json
 from components.config.schema.parallelism import describe_processes
+from components.protocol.run_files import replace_json
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,5 +1,7 @@
 """How one optimizer step is done right; when to log, evaluate, save and stop is the recipe's business.
 
+prepare.py    prepare: a model on its mesh, with its weights
+run.py        Run: the mechanics around a recipe's loop, and none of its policy
 loop.py       train_step and evaluate: one division by the global number of target tokens
 loss.py       the sum of token losses; re-exports reduce_loss (distributed/collectives.py)
 token_loss.py the loss without logits (chunked_loss.py): a model that takes targets
@@ -27,7 +29,9 @@ from components.training.loss import count_targets, next_tokens, reduce_loss, to
 from components.training.metrics import StepMetrics, StepReader
 from components.training.optim import build_optimizer, learning_rate, set_learning_rate
 from components.training.precision import autocast_dtype, compute_dtype
+from components.training.prepare import Prepared, prepare
 from components.training.router import RouterLoss, attach_router_loss
+from components.training.run import Run, Step
 from components.training.state import NonFiniteGradients, SaveClock, StopRequest, TrainState
 from components.training.sync import get_sync_ctx
 from components.training.token_loss import TokenLoss, attach_token_loss
@@ -38,8 +42,11 @@ __all__ = [
     "Checkpointing",
     "GarbageOffTheStep",
     "NonFiniteGradients",
+    "Prepared",
     "RouterLoss",
+    "Run",
     "SaveClock",
+    "Step",
     "StepMetrics",
     "StepReader",
     "StepSettings",
@@ -63,6 +70,7 @@ __all__ = [
     "gradient_norm",
     "learning_rate",
     "next_tokens",
+    "prepare",
     "reduce_loss",
     "set_learning_rate",
     "step_work",

@@ -21,7 +21,7 @@ from components.training.metrics import StepMetrics
 
 PREEMPT_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 _LAUNCHER = "MESHBOOK_LAUNCHER_PID"
-"""Set for ranks that our launcher started on this machine (components.launch.context)."""
+"""Set for ranks that our launcher started on this machine (components.protocol.role)."""
 
 
 class NonFiniteGradients(FloatingPointError):

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch.distributed as dist
 from torch import nn
@@ -71,14 +71,21 @@ class Watchdog:
         report: Keeps the failure and the stacks of all threads; called in a thread, before the process ends with
             status EXIT_HUNG.
         section: The section of the config whose `step_timeout_seconds` this is: what a message tells to change.
+        home: Code of the recipe's main: what it has called is what the rank is doing; None: the caller's.
     """
 
-    def __init__(self, timeout: float, report: Callable[[BaseException], object], section: str = "training") -> None:
+    def __init__(
+        self,
+        timeout: float,
+        report: Callable[[BaseException], object],
+        section: str = "training",
+        home: CodeType | None = None,
+    ) -> None:
         self._timeout, self._section = timeout, section
         self._report = report
         self._beat = min(max(timeout / 20, SHORTEST_BEAT), LONGEST_BEAT)
         self._silence = max(BEATS_MISSED * self._beat, SHORTEST_SILENCE)
-        self._home = sys._getframe(1).f_code  # the recipe's main: what it has called is what the rank is doing
+        self._home = home or sys._getframe(1).f_code
         self._main = threading.get_ident()
         self._marks, self._marked = 0, time.monotonic()
         self._place, self._in_step, self._in_loop, self._steps = "before the loop", False, False, 0
@@ -138,14 +145,13 @@ class Watchdog:
         self._place, self._in_step = f"after step {number}", False
         self._steps += 1
 
-    def following(self, replica: nn.Module | Pipeline) -> nn.Module | Pipeline:
-        """Return `replica`, each of whose forwards is progress from now on."""
+    def follow(self, replica: nn.Module | Pipeline) -> None:
+        """Take each forward of `replica` for progress from now on."""
         inner = replica.module if isinstance(replica, DistributedDataParallel) else replica  # evaluation calls no other
         if isinstance(inner, Pipeline) and self._heart is not None:
             self._heart.uncounted = inner.group.group_name
         for module in inner.stage_modules if isinstance(inner, Pipeline) else [inner]:
             module.register_forward_pre_hook(self.mark)
-        return replica
 
     @property
     def _limit(self) -> float:

@@ -15,17 +15,18 @@ from tests.recipes.launching import TWO, Bench
 
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
-BEFORE = "    # Optimizer, over the sharded parameters\n"
+BEFORE = "        optimizer = training.build_optimizer("
 PLANTED = """
-    from pathlib import Path
+        import time
+        from pathlib import Path
 
-    def strike(*_: object) -> None:
-        if info.rank == {rank} and model.training and state.step == 2:
-            (Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))
-            {act}
+        def strike(*_: object) -> None:
+            if run.rank == {rank} and model.module.training and run.state.step == 2:
+                (Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))
+                {act}
 
-    for layer in models.decoder_layers(model):
-        layer.register_forward_pre_hook(strike)
+        for layer in models.decoder_layers(model.module):
+            layer.register_forward_pre_hook(strike)
 
 """
 KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"

@@ -20,34 +20,36 @@ from tests.recipes.launching import TWO, Bench, Done
 
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
-MODEL, OPTIMIZER = "    # Model: shaped on the meta device", "    # Optimizer, over the sharded parameters\n"
-LOOP = "    # The loop: "
+MODEL, OPTIMIZER = "        # Model: built on meta", "        optimizer = training.build_optimizer("
+LOOP = "        run.resume(model"
+SAVE = "                run.save(step)\n"
 PLANTED = """
-    from pathlib import Path
+        import time
+        from pathlib import Path
 
-    struck = []
+        struck = []
 
-    def strike(moment: str) -> None:
-        struck.append(moment)
-        if info.rank == {rank} and moment == "{moment}" and struck.count(moment) == {after}:
-            {act}
+        def strike(moment: str) -> None:
+            struck.append(moment)
+            if run.rank == {rank} and moment == "{moment}" and struck.count(moment) == {after}:
+                {act}
 
-    def hit() -> None:
-        (Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))
-        import os, signal
-        os.kill(os.getpid(), signal.SIGSTOP)
+        def hit() -> None:
+            (Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))
+            import os, signal
+            os.kill(os.getpid(), signal.SIGSTOP)
 
-    strike("start")
+        strike("start")
 
 """
 HOOKS = """
-    for layer in models.decoder_layers(model):
-        layer.register_forward_pre_hook(lambda *_: strike("step" if model.training else "evaluation"))
+        for layer in models.decoder_layers(model.module):
+            layer.register_forward_pre_hook(lambda *_: strike("step" if model.module.training else "evaluation"))
 
 """
 STOP = "import threading; threading.Timer({delay:.3f}, hit).start()"
 NOTED = '(Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))'
-SPIN = NOTED + "\n            while True: pass"
+SPIN = NOTED + "\n                while True: pass"
 HOLD_THE_GIL = NOTED + "; import ctypes; ctypes.PyDLL(None).pause()"
 SHORT = (
     *("training.max_steps=100000", "training.global_batch_size=4", "training.micro_batch_size=2"),
@@ -76,14 +78,12 @@ class Hung:
 def plant(bench: Bench, rank: int, moment: str, act: str) -> None:
     """Copy the recipe with the blow in it."""
     text = RECIPE.read_text()
-    for anchor in (MODEL, OPTIMIZER):
+    for anchor in (MODEL, OPTIMIZER, SAVE):
         assert text.count(anchor) == 1
     act = act.format(rank=rank)
     planted = PLANTED.format(rank=rank, moment=moment, after=AFTER[moment], act=act)
     text = text.replace(MODEL, planted + MODEL).replace(OPTIMIZER, HOOKS + OPTIMIZER)
-    text, found = re.subn(r"(    def save\(.*\) -> None:\n)", r'\1        strike("save")\n', text)
-    assert found == 1
-    bench.recipe.write_text(text)
+    bench.recipe.write_text(text.replace(SAVE, f'                strike("save")\n{SAVE}'))
 
 
 def hang(bench: Bench, rank: int, moment: str, act: str, *arguments: str) -> Hung:
@@ -174,12 +174,12 @@ def test_what_goes_on_slowly_is_left_alone(bench: Bench) -> None:
     """A start, a step, an evaluation and a save that each take longer than the timeout, but never stand still."""
     plant(bench, 1, "step", "pass")
     slow = """struck.append(moment)
-        if moment in ("step", "evaluation") and state.step >= 2: time.sleep(0.6)"""
+            if moment in ("step", "evaluation") and run.state.step >= 2: time.sleep(0.6)"""
     text = bench.recipe.read_text().replace("struck.append(moment)", slow)
     writes = "for _ in range(10): time.sleep(0.5); (Path(__file__).parent / 'bulk').write_bytes(bytes(2**21))"
-    text = text.replace('strike("save")\n', f"{writes} if info.rank == 1 else None\n")
+    text = text.replace('strike("save")\n', f"{writes} if run.rank == 1 else None\n")
     assert text.count(LOOP) == 1
-    bench.recipe.write_text(text.replace(LOOP, f"    if info.rank == 1: time.sleep(6)\n{LOOP}"))
+    bench.recipe.write_text(text.replace(LOOP, f"        if run.rank == 1: time.sleep(6)\n{LOOP}"))
     done = bench.start(
         *(TWO, *SHORT, "training.step_timeout_seconds=3", "training.max_steps=3", "training.global_batch_size=16"),
         *("data.max_eval_samples=16", "checkpoint.every=0", "checkpoint.export=false"),

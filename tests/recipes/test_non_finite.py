@@ -19,23 +19,24 @@ from safetensors import safe_open
 from tests.recipes.launching import TWO, Bench, Done
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
-OPTIMIZER = "    # Optimizer, over the sharded parameters\n"
+OPTIMIZER = "        optimizer = training.build_optimizer("
 PLANTED = """
-    from pathlib import Path
+        from pathlib import Path
 
-    forwards = []
+        forwards = []
 
-    def poison(layer: object, inputs: object, output: object) -> object:
-        if not model.training or not torch.is_grad_enabled():  # an evaluation, or the probe of the kernel
-            return output
-        forwards.append(state.step)
-        steps = json.loads((Path(__file__).parent / "poison").read_text())
-        struck = state.step + 1 in steps and forwards.count(state.step) == 2
-        return output * float("nan") if struck and info.rank == 1 else output
+        def poison(layer: object, inputs: object, output: object) -> object:
+            if not model.module.training or not torch.is_grad_enabled():  # an evaluation, or the probe of the kernel
+                return output
+            done = run.state.step
+            forwards.append(done)
+            steps = json.loads((Path(__file__).parent / "poison").read_text())
+            struck = done + 1 in steps and forwards.count(done) == 2
+            return output * float("nan") if struck and run.rank == 1 else output
 
-    import json
-    import torch
-    list(models.decoder_layers(model))[-1].register_forward_hook(poison)
+        import json
+        import torch
+        list(models.decoder_layers(model.module))[-1].register_forward_hook(poison)
 
 """
 SHORT = (

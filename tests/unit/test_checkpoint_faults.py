@@ -14,8 +14,8 @@ import pytest
 from components.checkpoint.faults import POINTS, VARIABLE, fault_point
 from components.config.errors import ConfigError
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
-from components.launch.failures import write_report
 from components.observability import Reporter
+from components.protocol.failures import write_report
 from tests.unit.full_disk import full_disk
 from tests.unit.test_launch_run_directory import config, end, start
 

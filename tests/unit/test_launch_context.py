@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from components.config.errors import ConfigError
-from components.launch.context import Context, LocalRank, detect, rank_and_size, without_ranks
+from components.protocol.role import Context, LocalRank, detect, rank_and_size, without_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}

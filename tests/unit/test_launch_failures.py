@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from components.config.errors import ConfigError
-from components.launch.failures import (
+from components.protocol.failures import (
     Exit,
     Failure,
     Kind,

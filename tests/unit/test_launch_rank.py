@@ -13,7 +13,8 @@ import pytest
 from components.config.errors import EXIT_INVALID, ConfigError
 from components.config.schema import FinetuneConfig
 from components.launch.rank import Recipe, run_here
-from components.launch.run_directory import RunDirectory, attempt_logs
+from components.launch.run_directory import RunDirectory
+from components.protocol.failures import attempt_logs
 
 RANKS, ROUNDS = 4, 25
 

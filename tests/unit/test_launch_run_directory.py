@@ -23,7 +23,8 @@ from components.config.schema.run import RunConfig
 from components.launch import folders
 from components.launch.changes import check_changes
 from components.launch.record import start_record
-from components.launch.run_directory import RunDirectory, attempt_logs, check_run_directory, held, open_run_directory
+from components.launch.run_directory import RunDirectory, check_run_directory, held, open_run_directory
+from components.protocol.failures import attempt_logs
 
 RECORD = {"recipe": "finetune"}
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from components.config.errors import ConfigError
-from components.launch.failures import write_report
 from components.launch.slurm import conclude as concluded
 from components.launch.slurm.commands import Answer, ask, clean_environment
 from components.launch.slurm.conclude import conclude
+from components.protocol.failures import write_report
 
 PROJECT = Path(__file__).resolve().parents[2]
 

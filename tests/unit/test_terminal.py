@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
-from components.launch.failures import (
+from components.launch.sweep.losses import Agreement
+from components.launch.sweep.plan import Point, Sweep
+from components.launch.sweep.report import _console
+from components.launch.sweep.rows import Row
+from components.launch.sweep.table import Report as SweepReport
+from components.launch.sweep.table import print_table, to_markdown
+from components.observability import Reporter
+from components.protocol.failures import (
     Exit,
     Kind,
     Report,
@@ -23,13 +30,6 @@ from components.launch.failures import (
     tell_problems,
     write_report,
 )
-from components.launch.sweep.losses import Agreement
-from components.launch.sweep.plan import Point, Sweep
-from components.launch.sweep.report import _console
-from components.launch.sweep.rows import Row
-from components.launch.sweep.table import Report as SweepReport
-from components.launch.sweep.table import print_table, to_markdown
-from components.observability import Reporter
 from components.terminal import printable
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from components.config.errors import ConfigError
-from components.launch.context import without_ranks
+from components.protocol.role import without_ranks
 
 TIMEOUT = 75.0
 """Seconds that a controller may take to answer."""

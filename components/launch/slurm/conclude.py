@@ -12,19 +12,20 @@ import sys
 from pathlib import Path
 
 from components.config.errors import EXIT_HUNG, EXIT_INVALID
-from components.config.run_files import create_marker
-from components.launch.failures import (
+from components.launch.files import write_text
+from components.launch.rank import status_of
+from components.launch.run_directory import CANCELLED, REQUEUE, read_result, write_result
+from components.launch.slurm.requeue import attempts_of_job, hung_nodes, reason_not_after_hang, reason_to_stop
+from components.protocol.failures import (
     Exit,
     Failure,
     Kind,
+    attempt_logs,
     first_failure,
     read_reports,
     tell_failure,
 )
-from components.launch.files import write_text
-from components.launch.rank import status_of
-from components.launch.run_directory import CANCELLED, REQUEUE, attempt_logs, read_result, write_result
-from components.launch.slurm.requeue import attempts_of_job, hung_nodes, reason_not_after_hang, reason_to_stop
+from components.protocol.run_files import create_marker
 from components.terminal import print_text
 
 STOPPED_EARLY = 128 + signal.SIGUSR2

@@ -11,9 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from components.config.run_files import create_marker
 from components.launch.processes import visible_gpus
 from components.launch.run_directory import REQUEUE
+from components.protocol.run_files import create_marker
 from components.terminal import print_text
 
 NEEDED_SHARED_MEMORY = 64 * 2**20

@@ -18,7 +18,9 @@ from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.slurm import RequeueConfig
 from components.launch.files import read_json
-from components.launch.run_directory import CONFIG, LOGS, RESULT, attempt_logs, write_result
+from components.launch.run_directory import CONFIG, write_result
+from components.protocol.failures import attempt_logs
+from components.protocol.run_files import LOGS, RESULT
 from components.terminal import print_text
 
 JOB, CHECKPOINTS = "job", "checkpoints"

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 from components.config.errors import ConfigError
-from components.config.run_files import PRIVATE, keep_only_folder, open_append
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
@@ -23,6 +22,7 @@ from components.launch.slurm.jobs import find_submission
 from components.launch.slurm.preflight import refusal
 from components.launch.slurm.script import Job, render
 from components.launch.slurm.snapshot import PROJECT, place_of_copy, take_snapshot
+from components.protocol.run_files import PRIVATE, keep_only_folder, open_append
 from components.terminal import print_text
 
 LOST_ANSWERS = ("timed out", "Zero Bytes", "send/recv", "Unexpected message", "slurm controller", "onnection")

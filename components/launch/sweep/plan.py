@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from components.config.errors import ConfigError
-from components.config.run_files import PRIVATE
 from components.launch.files import read_json, take_lock, write_json
+from components.protocol.run_files import PRIVATE
 
 PLAN, NOTES, LOCK = "sweep.json", "points", ".lock"
 LONGEST_NAME = 48

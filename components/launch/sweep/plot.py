@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 
 from components.config.metrics_log import MetricsLog
-from components.config.run_files import replacing
 from components.launch.sweep.rows import Row
 from components.launch.sweep.table import Report
+from components.protocol.run_files import replacing
 
 
 def plot_report(report: Report, file: Path) -> str | None:

@@ -11,15 +11,15 @@ import yaml
 
 from components.config.errors import EXIT_INVALID
 from components.config.metrics_log import MetricsLog
-from components.config.run_files import read_regular
 from components.config.safe_yaml import load_yaml
-from components.launch.failures import describe
 from components.launch.files import read_json
 from components.launch.memory import is_out_of_memory
 from components.launch.rank import EXIT_INTERRUPTED
 from components.launch.run_directory import CONFIG, RESULT, job_of
 from components.launch.slurm.jobs import GONE, UNKNOWN, in_words, job_states
 from components.launch.sweep.plan import Note, Point, Sweep, is_running, read_note
+from components.protocol.failures import describe
+from components.protocol.run_files import read_regular
 
 STATES = (
     *("ok", "oom", "invalid", "failed", "hung", "timeout", "preempted", "interrupted", "cancelled"),

@@ -15,10 +15,8 @@ from pathlib import Path
 from components.config.compose.sweep import override_of
 from components.config.errors import ConfigError
 from components.config.interrupt import ANSWER
-from components.config.run_files import PRIVATE, open_append
 from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import describe_processes
-from components.launch.context import without_ranks
 from components.launch.local import POLL, signals_kept
 from components.launch.memory import killed_for_memory
 from components.launch.rank import EXIT_INTERRUPTED, die_with
@@ -26,6 +24,8 @@ from components.launch.sweep.plan import PLAN, Note, Point, Sweep, is_running, l
 from components.launch.sweep.report import report_command, report_now
 from components.launch.sweep.rows import ALIVE, NOT_BAD, STATES, Row, read_rows
 from components.launch.sweep.table import first_line
+from components.protocol.role import without_ranks
+from components.protocol.run_files import PRIVATE, open_append
 from components.terminal import print_text
 
 LAST_LINES = 15

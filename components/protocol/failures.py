@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -15,8 +16,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from components.config.errors import ConfigError
-from components.config.run_files import PRIVATE, read_regular, replace_json
-from components.terminal import print_text
+from components.protocol.role import ATTEMPT, RUN_DIR, WORKER
+from components.protocol.run_files import LOGS, PRIVATE, RESULT, open_append, read_regular, replace_json
+from components.terminal import print_text, printable
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 LOST_PEER_TYPES = ("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailure")
@@ -202,3 +204,35 @@ def _tail(log: Path) -> str:
         return ""
     lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
     return "\n".join([f"last lines of {log.name}:", *lines]) if lines else ""
+
+
+def attempt_logs(run_dir: Path, attempt: int) -> Path:
+    """Return the folder of the logs of an attempt."""
+    return run_dir / LOGS / f"attempt_{attempt}"
+
+
+def first_to_report(logs: Path) -> bool:
+    """Whether no other rank has told how this run ended; the ranks of a foreign launcher all find the same."""
+    try:
+        (logs / "told").touch(exist_ok=False)
+    except (FileExistsError, FileNotFoundError):
+        return False
+    return True
+
+
+def report_hang(error: BaseException) -> None:
+    """Keep what is known of a run that stands still, for a thread that ends this rank right after: main cannot raise.
+
+    The stacks of all threads go to the rank's log, `error` to its report; where nobody watches over the ranks, it is
+    told and put into result.json too.
+    """
+    run_dir, rank = Path(os.environ[RUN_DIR]), int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
+    with suppress(OSError), open_append(log_file(logs, rank), PRIVATE) as log:
+        log.write(printable(f"{error}\n").encode())
+        faulthandler.dump_traceback(log)
+    write_report(logs, rank, error)
+    if WORKER not in os.environ and first_to_report(logs):
+        print_text(f"{error}\nlogs: {logs}", file=sys.stderr, flush=True)
+        if not (run_dir / RESULT).exists():
+            replace_json(run_dir / RESULT, {"status": "hung", "error": str(error)})

@@ -20,6 +20,8 @@ from typing import IO, Any
 
 from components.terminal import print_text
 
+RESULT, LOGS = "result.json", "logs"
+"""In a run directory: how the run ended, and the folder of a folder per attempt."""
 PRIVATE, BY_UMASK = 0o600, 0o666
 """Modes of new files: for the owner only, or whatever the umask allows."""
 NONFINITE = "nonfinite"

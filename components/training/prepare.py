@@ -1,0 +1,110 @@
+"""A model on its mesh, with its weights: what is trained, evaluated and generated from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from components import distributed, models
+from components.distributed.mesh import Mesh
+from components.distributed.pipeline import Pipeline
+from components.training.checkpointing import choose_checkpointing
+from components.training.loop import StepSettings
+from components.training.precision import autocast_dtype, compute_dtype
+from components.training.router import attach_router_loss
+from components.training.token_loss import attach_token_loss
+from components.training.work import step_work
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from components.config.schema import FinetuneConfig
+    from components.models.layers import ParameterCounts
+
+
+class OnMesh(Protocol):
+    """What `prepare` takes of a run."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The device mesh."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+
+    @property
+    def resume_from(self) -> Path | None:
+        """The checkpoint whose weights are loaded afterwards; None: the run begins here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model that is ready for its first step."""
+
+    module: Any
+    """This rank's part of the transformers model, under the names of the whole one."""
+    replica: nn.Module | Pipeline
+    """What training, evaluation and generation call: `module`, DDP around it, or the pipeline."""
+    settings: StepSettings
+    """What stays the same over all steps."""
+    compute_dtype: torch.dtype
+    """Type of matrix products."""
+    counts: ParameterCounts
+    """Parameters of the whole model, and bytes of this rank's."""
+    summary: str
+    """Where the weights come from, parameters and types, for the banner."""
+    notes: list[object]
+    """What was chosen on the way, for the banner."""
+
+
+def prepare(cfg: FinetuneConfig, run: OnMesh, vocabulary: int) -> Prepared:
+    """Build a model on meta, parallelize it, and fill this rank's part. A collective: call it on all ranks.
+
+    The order matters. Adapters come before sharding, so that they are sharded like their layers; the head and the
+    policy of recomputation are chosen on meta, before memory is allocated; layers are compiled inside FSDP's and
+    DDP's wrappers, which are the last.
+
+    Args:
+        vocabulary: Number of tokens of the tokenizer; a model from scratch gets as many embeddings.
+
+    Raises ConfigError for a model or a mesh that cannot be computed.
+    """
+    mesh, device = run.mesh, run.device
+    dtype, why_dtype = compute_dtype(cfg.model, device)
+    model = models.build_on_meta(cfg.model, vocabulary)
+    models.add_adapters(model, cfg.peft)
+    work = step_work(model, cfg.logging, mesh, device, dtype)
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
+    router_loss = attach_router_loss(model, cfg.model, mesh)
+    token_loss = attach_token_loss(model, cfg, mesh, layout.stages, device)
+    recompute = choose_checkpointing(model, cfg, mesh, device, dtype)
+    models.checkpoint_activations(model, recompute.policy)
+    if cfg.model.compile:
+        models.compile_layers(model)
+    models.materialize(model, device, offload=cfg.parallelism.cpu_offload)
+    if run.resume_from is None or cfg.peft.adapts:  # a checkpoint holds what is trained, not the base of adapters
+        models.fill_weights(model, cfg.model, cfg.run.seed)
+    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+    counts = models.count_parameters(model)
+    return Prepared(
+        module=model,
+        replica=replica,
+        settings=StepSettings(
+            device=device,
+            max_grad_norm=cfg.training.max_grad_norm,
+            defer_grad_sync=cfg.parallelism.defer_grad_sync,
+            mesh=mesh,
+            autocast=autocast_dtype(cfg.parallelism, cfg.model, dtype),
+            router_loss=router_loss,
+            token_loss=token_loss,
+            work=work,
+        ),
+        compute_dtype=dtype,
+        counts=counts,
+        summary=f"{cfg.model.path or 'from scratch'}: {counts}, {cfg.model.dtype}, {why_dtype}",
+        notes=[*layout.notes, router_loss, token_loss, recompute, work],
+    )
