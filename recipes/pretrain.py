@@ -9,7 +9,7 @@ python recipes/pretrain.py -m optimizer.lr=3e-4,1e-3,3e-3                    # a
 
 from __future__ import annotations
 
-from components import data, distributed, models, training
+from components import data, models, training
 from components.config.schema import PretrainConfig
 from components.launch import recipe
 
@@ -23,7 +23,7 @@ def main(cfg: PretrainConfig) -> None:
         tokenizer.chat_template = None  # the model continues text and knows no turns; so it is exported
         train_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="train")
         eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="eval")
-        padding = data.Padding.on(run.device, run.mesh.sequence_multiple, cfg.training.seq_len, tokenizer.pad_token_id)
+        padding = run.padding(tokenizer, cfg.training.seq_len)
         batches = data.TrainBatches(
             train_set, run.plan, seed=cfg.run.seed, padding=padding, fingerprint=train_set.fingerprint
         )
@@ -33,26 +33,17 @@ def main(cfg: PretrainConfig) -> None:
         optimizer = training.build_optimizer(model.module, cfg.optimizer)
 
         def evaluate() -> None:
-            held_out = data.eval_batches(
-                eval_set, run.plan.micro_batch_size, run.plan.dp_rank, run.plan.dp_size, padding
-            )
+            held_out = run.plan.eval_batches(eval_set, padding)
             with run.status("evaluating"):
                 loss, tokens = training.evaluate(model.replica, held_out, model.settings, run.agreed_to_stop)
             run.report_eval(loss, tokens)
 
         def generate() -> None:
-            prompts = [*data.sample_prompts(eval_set, cfg.generation.samples), *cfg.generation.prompts]
-            length = cfg.generation.max_new_tokens
-            with (
-                run.status("generating"),
-                distributed.whole_rows(model.replica, run.mesh, cfg.parallelism) as forward,
-            ):
-                answers = models.generate(model.module, tokenizer, prompts, length, forward, run.agreed_to_stop)
-            run.report_generations(prompts, answers)
+            run.report_generations(training.generate_samples(model, tokenizer, eval_set, cfg.generation, run))
 
         run.resume(model, optimizer, batches)
         kernels = training.check_kernels(model.replica, cfg, batches.at, model.settings)
-        run.begin(train_set, notes=[run.plan.facts(train_set), eval_set.facts, *model.notes, *kernels])
+        run.begin(train_set, eval_set, kernels)
         evaluate()
         generate()
         for step in run.steps():  # every step that is left; ends on a request to stop

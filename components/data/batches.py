@@ -78,6 +78,10 @@ class BatchPlan:
         """Sequences per optimizer step of one rank."""
         return self.global_batch_size // self.dp_size
 
+    def eval_batches(self, dataset: Sequence[Row], padding: Padding | None = None) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of one pass over a held-out set: see `eval_batches`."""
+        return eval_batches(dataset, self.micro_batch_size, self.dp_rank, self.dp_size, padding)
+
     def facts(self, dataset: Dataset | PackedDataset | MixtureDataset) -> Facts | MixtureFacts:
         """Return what is known of a data set, with the passes over it that the whole run makes."""
         return dataset.facts.after(self.steps * self.global_batch_size)

@@ -1,7 +1,8 @@
 """How one optimizer step is done right; when to log, evaluate, save and stop is the recipe's business.
 
 prepare.py    prepare: a model on its mesh, with its weights
-run.py        Run: the mechanics around a recipe's loop, and none of its policy
+run.py        Run: the mechanics around a recipe's loop, and none of its policy (attempt.py: what evaluations share)
+samples.py    generate_samples: answers to prompts
 loop.py       train_step and evaluate: one division by the global number of target tokens
 loss.py       the sum of token losses; re-exports reduce_loss (distributed/collectives.py)
 token_loss.py the loss without logits (chunked_loss.py): a model that takes targets
@@ -20,6 +21,7 @@ garbage.py    Python's garbage is collected between steps
 watchdog.py   ends a run that makes no progress, and names the rank that is missing
 """
 
+from components.training.attempt import EvaluationRun
 from components.training.checkpointing import Checkpointing, choose_checkpointing
 from components.training.garbage import GarbageOffTheStep
 from components.training.gradients import clip_gradients, gradient_norm
@@ -32,6 +34,7 @@ from components.training.precision import autocast_dtype, compute_dtype
 from components.training.prepare import Prepared, prepare
 from components.training.router import RouterLoss, attach_router_loss
 from components.training.run import Run, Step
+from components.training.samples import generate_samples
 from components.training.state import NonFiniteGradients, SaveClock, StopRequest, TrainState
 from components.training.sync import get_sync_ctx
 from components.training.token_loss import TokenLoss, attach_token_loss
@@ -40,6 +43,7 @@ from components.training.work import StepWork, step_work
 
 __all__ = [
     "Checkpointing",
+    "EvaluationRun",
     "GarbageOffTheStep",
     "NonFiniteGradients",
     "Prepared",
@@ -66,6 +70,7 @@ __all__ = [
     "compute_dtype",
     "count_targets",
     "evaluate",
+    "generate_samples",
     "get_sync_ctx",
     "gradient_norm",
     "learning_rate",

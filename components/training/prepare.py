@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from components import distributed, models
+from components.config.schema.recipes import EvaluateConfig, FinetuneConfig
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline import Pipeline
 from components.training.checkpointing import choose_checkpointing
@@ -21,7 +22,7 @@ from components.training.work import step_work
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from components.config.schema import FinetuneConfig
+    from components.config.schema import ParallelismConfig
     from components.models.layers import ParameterCounts
 
 
@@ -51,38 +52,41 @@ class Prepared:
     """What training, evaluation and generation call: `module`, DDP around it, or the pipeline."""
     settings: StepSettings
     """What stays the same over all steps."""
+    parallelism: ParallelismConfig
+    """How it was parallelized."""
     compute_dtype: torch.dtype
     """Type of matrix products."""
     counts: ParameterCounts
     """Parameters of the whole model, and bytes of this rank's."""
     summary: str
-    """Where the weights come from, parameters and types, for the banner."""
+    """Parameters and types, for the banner."""
     notes: list[object]
     """What was chosen on the way, for the banner."""
 
 
-def prepare(cfg: FinetuneConfig, run: OnMesh, vocabulary: int) -> Prepared:
+def prepare(cfg: FinetuneConfig | EvaluateConfig, run: OnMesh, vocabulary: int) -> Prepared:
     """Build a model on meta, parallelize it, and fill this rank's part. A collective: call it on all ranks.
 
     The order matters. Adapters come before sharding, so that they are sharded like their layers; the head and the
     policy of recomputation are chosen on meta, before memory is allocated; layers are compiled inside FSDP's and
-    DDP's wrappers, which are the last.
+    DDP's wrappers, which are the last. A config without the sections of training gives a model that only evaluates.
 
     Args:
         vocabulary: Number of tokens of the tokenizer; a model from scratch gets as many embeddings.
 
     Raises ConfigError for a model or a mesh that cannot be computed.
     """
-    mesh, device = run.mesh, run.device
+    mesh, device, trains = run.mesh, run.device, isinstance(cfg, FinetuneConfig)
     dtype, why_dtype = compute_dtype(cfg.model, device)
     model = models.build_on_meta(cfg.model, vocabulary)
-    models.add_adapters(model, cfg.peft)
-    work = step_work(model, cfg.logging, mesh, device, dtype)
+    models.add_adapters(model, cfg.peft, exports=trains)
+    work = step_work(model, cfg.logging, mesh, device, dtype) if trains else None
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
-    router_loss = attach_router_loss(model, cfg.model, mesh)
+    router_loss = attach_router_loss(model, cfg.model, mesh) if trains else None
     token_loss = attach_token_loss(model, cfg, mesh, layout.stages, device)
-    recompute = choose_checkpointing(model, cfg, mesh, device, dtype)
-    models.checkpoint_activations(model, recompute.policy)
+    recompute = choose_checkpointing(model, cfg, mesh, device, dtype) if isinstance(cfg, FinetuneConfig) else None
+    if recompute is not None:
+        models.checkpoint_activations(model, recompute.policy)
     if cfg.model.compile:
         models.compile_layers(model)
     models.materialize(model, device, offload=cfg.parallelism.cpu_offload)
@@ -95,7 +99,7 @@ def prepare(cfg: FinetuneConfig, run: OnMesh, vocabulary: int) -> Prepared:
         replica=replica,
         settings=StepSettings(
             device=device,
-            max_grad_norm=cfg.training.max_grad_norm,
+            max_grad_norm=cfg.training.max_grad_norm if isinstance(cfg, FinetuneConfig) else 0.0,
             defer_grad_sync=cfg.parallelism.defer_grad_sync,
             mesh=mesh,
             autocast=autocast_dtype(cfg.parallelism, cfg.model, dtype),
@@ -103,8 +107,9 @@ def prepare(cfg: FinetuneConfig, run: OnMesh, vocabulary: int) -> Prepared:
             token_loss=token_loss,
             work=work,
         ),
+        parallelism=cfg.parallelism,
         compute_dtype=dtype,
         counts=counts,
-        summary=f"{cfg.model.path or 'from scratch'}: {counts}, {cfg.model.dtype}, {why_dtype}",
+        summary=f"{counts}, {cfg.model.dtype}, {why_dtype}",
         notes=[*layout.notes, router_loss, token_loss, recompute, work],
     )

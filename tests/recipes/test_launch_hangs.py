@@ -154,9 +154,9 @@ def test_one_process_in_an_endless_loop_is_ended(bench: Bench) -> None:
 def test_an_evaluation_that_stands_still_is_ended(bench: Bench) -> None:
     """recipes/evaluate.py watches too."""
     text = RECIPE.with_name("evaluate.py").read_text()
-    before = "        loss, tokens = training.evaluate("
+    before = "        loss, tokens = evaluate(eval_set)"
     assert text.count(before) == 1
-    late = "        if info.rank == 1: time.sleep(1e6)\n"
+    late = "        if run.rank == 1: import time; time.sleep(1e6)\n"
     bench.recipe.write_text(text.replace(before, late + before))
     small = ("data.max_samples=64", "data.max_eval_samples=8", "generation.samples=0", "cluster.device=cpu")
     done = bench.start(TWO, *small, f"evaluation.step_timeout_seconds={TIMEOUT}").wait()
