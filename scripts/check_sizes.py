@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
+from scripts.measure_code import own_names, shared_share
+
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE_LINES, FILE_LINES, FUNCTION_LINES, NESTING, ARGUMENTS = 200, 500, 80, 5, 7
+RECIPE_LINES, FILE_LINES, FUNCTION_LINES, NESTING, ARGUMENTS = 120, 500, 80, 5, 7
+OWN_NAMES = 34
+"""Names of Meshbook's own that a recipe may use."""
+SHARED = 0.4
+"""Share of its lines that a recipe may have in common with another one."""
+ALIKE = {("finetune.py", "pretrain.py")}
+"""Recipes that do nearly the same job: a test states how they differ."""
 SEED_SIGNATURES = {"fsdp2_strategy_parallelize", "nvfsdp_strategy_parallelize"}
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.AsyncFor, ast.AsyncWith)
 
@@ -45,6 +55,19 @@ def _problems_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, where: s
     return found
 
 
+def problems_of_recipes(folder: Path) -> Iterator[str]:
+    """Return what recipes have too much of: names of Meshbook's own, and lines of one another."""
+    recipes = {file.name: file.read_text() for file in sorted(folder.glob("*.py")) if file.name != "__init__.py"}
+    for name, text in recipes.items():
+        if len(own := own_names(ast.parse(text))) > OWN_NAMES:
+            yield f"recipes/{name}: {len(own)} names of Meshbook's own, at most {OWN_NAMES}"
+    stripped = {name: [line.strip() for line in text.splitlines() if line.strip()] for name, text in recipes.items()}
+    for one, other in combinations(stripped, 2):
+        share = shared_share(stripped[one], stripped[other])
+        if share > SHARED and (one, other) not in ALIKE:
+            yield f"recipes/{one} and {other} share {share:.0%} of their lines, at most {SHARED:.0%}"
+
+
 def _nesting(node: ast.AST, depth: int = 0) -> int:
     deepest = depth
     for child in ast.iter_child_nodes(node):
@@ -59,6 +82,7 @@ def main() -> int:
     """Check every Python file of the project but its tests."""
     files = [file for folder in ("recipes", "components", "scripts") for file in (ROOT / folder).rglob("*.py")]
     problems = [line for file in sorted(files) for line in problems_of(file)]
+    problems += problems_of_recipes(ROOT / "recipes")
     print("\n".join(problems) or f"{len(files)} files within their budgets")
     return 1 if problems else 0
 

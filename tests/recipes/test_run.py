@@ -1,0 +1,96 @@
+"""A recipe's own loop around training.Run: left early, left by an exception, and with a step that is not ended."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+
+from tests.recipes.launching import Bench
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+STEP = (
+    "            step.done(training.train_step(model.replica, step.batches, optimizer, model.settings, step.asked))\n"
+)
+SHORT = (
+    *("training.max_steps=6", "training.global_batch_size=4", "training.micro_batch_size=2", "training.seq_len=64"),
+    *("data.max_samples=32", "data.max_eval_samples=2", "generation.samples=0", "cluster.device=cpu"),
+    *("checkpoint.every=0", "checkpoint.export=false", "logging.plot=false", "run.dir=mine", "parallelism=single"),
+)
+
+
+def plant(bench: Bench, before: str, after: str) -> None:
+    text = (RECIPES / "finetune.py").read_text()
+    assert text.count(before) == 1
+    bench.recipe.write_text(text.replace(before, after))
+
+
+def test_a_loop_that_is_left_early_saves_and_has_a_result(bench: Bench) -> None:
+    plant(bench, STEP, f"{STEP}            if step.number == 3:\n                break\n")
+    done = bench.start(*SHORT).wait()
+    assert done.status == 0, done.errors
+    result = json.loads((bench.folder / "mine" / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("ok", 3)
+    assert [path.name for path in (bench.folder / "mine" / "checkpoints").iterdir()] == ["step_3"]
+    lines = [json.loads(line) for line in (bench.folder / "mine" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 3]
+
+
+def test_an_exception_that_the_recipe_handles_leaves_a_result_too(bench: Bench) -> None:
+    """It comes in the middle of a step, whose contexts are left with it."""
+    text = (RECIPES / "finetune.py").read_text()
+    loop = text[
+        text.index("        for step in run.steps()") : text.index(
+            "        if not run.stopped:\n            evaluate()"
+        )
+    ]
+    inner = "".join(f"    {line}\n" for line in loop.splitlines())
+    planted = inner.replace(
+        "                step.done(",
+        "                if step.number == 3:\n                    1 / 0\n                step.done(",
+    )
+    handled = f"        try:\n{planted}        except ZeroDivisionError:\n            run.say('stopped at a zero')\n"
+    bench.recipe.write_text(text.replace(loop, handled))
+    done = bench.start(*SHORT).wait()
+    assert done.status == 0, done.errors
+    assert "stopped at a zero" in done.output
+    result = json.loads((bench.folder / "mine" / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("ok", 2)
+    assert [path.name for path in (bench.folder / "mine" / "checkpoints").iterdir()] == ["step_2"]
+
+
+def test_an_exception_ends_the_run_as_failed(bench: Bench) -> None:
+    plant(bench, STEP, f"{STEP}            if step.number == 3:\n                1 / 0\n")
+    done = bench.start(*SHORT).wait()
+    assert done.status == 1
+    assert "ZeroDivisionError" in done.errors
+    result = json.loads((bench.folder / "mine" / "result.json").read_text())
+    assert result["status"] == "failed"
+
+
+def test_a_step_that_is_not_ended_is_refused(bench: Bench) -> None:
+    plant(bench, STEP, STEP.replace("step.done(", "(", 1))
+    done = bench.start(*SHORT).wait()
+    assert done.status == 1
+    assert "step 1 of run.steps() was not ended: call step.done(train_step(...)) in it" in done.errors
+
+
+def test_how_finetune_and_pretrain_differ() -> None:
+    """By the class of their config, and by the chat template, which a model that continues text does not have."""
+    bodies = [
+        (RECIPES / name).read_text().partition("from __future__")[2].splitlines()
+        for name in ("finetune.py", "pretrain.py")
+    ]
+    changed = [
+        line for line in difflib.unified_diff(*bodies, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))
+    ]
+    assert changed == [
+        "-from components.config.schema import FinetuneConfig",
+        "+from components.config.schema import PretrainConfig",
+        '-@recipe("finetune")',
+        "-def main(cfg: FinetuneConfig) -> None:",
+        '+@recipe("pretrain")',
+        "+def main(cfg: PretrainConfig) -> None:",
+        "+        tokenizer.chat_template = None  # the model continues text and knows no turns; so it is exported",
+    ]
