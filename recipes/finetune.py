@@ -33,6 +33,7 @@ def main(cfg: FinetuneConfig) -> None:
         # Model: built on meta, parallelized, then filled shard by shard
         model = training.prepare(cfg, run, len(tokenizer))
         optimizer = training.build_optimizer(model.module, cfg.optimizer)
+        objective = training.NextToken.of(cfg.objective)
 
         def evaluate() -> None:
             held_out = run.plan.eval_batches(eval_set, padding)
@@ -49,7 +50,8 @@ def main(cfg: FinetuneConfig) -> None:
         evaluate()
         generate()
         for step in run.steps():  # every step that is left; ends on a request to stop
-            step.done(training.train_step(model.replica, step.batches, optimizer, model.settings, step.asked))
+            numbers = training.train_step(model.replica, step.batches, optimizer, model.settings, step.asked, objective)
+            step.done(numbers)
             if step.due_eval:
                 evaluate()
             if step.due_save:

@@ -48,6 +48,10 @@ class Course:
     """Type of the reference's matrix products, where it is not that of its parameters."""
     router_aux: float = 0.0
     """Coefficient of the routers' auxiliary loss; 0: none."""
+    label_smoothing: float = 0.0
+    """Share of each target that is spread evenly over the vocabulary."""
+    z_loss: float = 0.0
+    """Factor of the squared log of the softmax's denominator."""
 
 
 @dataclass(slots=True)
@@ -78,6 +82,8 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], c
                 output = model(input_ids=tokens[None].to(device), use_cache=False, **asked)
             logits = at_least_float32(output.logits[0, :-1])  # (seq - 1, vocabulary)
             loss = F.cross_entropy(logits, labels[1:].to(device), ignore_index=-100, reduction="sum")
+            if course.label_smoothing or course.z_loss:
+                loss = smoothed_loss(logits[labels[1:] != -100], labels[1:][labels[1:] != -100], course)
             if asked:
                 balance = balance_loss(output.router_logits, model.config.get_text_config().num_experts_per_tok)
                 loss = loss + course.router_aux * int((labels[1:] != -100).sum()) * balance
@@ -94,6 +100,15 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], c
             group["lr"] = training.learning_rate(config, step, course.max_steps)
         optimizer.step()
     return curve
+
+
+def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, course: Course) -> torch.Tensor:
+    """The losses of real targets, by the formulas of the papers: logits (targets, vocabulary), targets (targets,)."""
+    denominators = logits.exp().sum(1)  # (targets,)
+    probabilities = logits.exp() / denominators[:, None]
+    wanted = F.one_hot(targets, logits.shape[1]).to(logits.dtype)
+    wanted = (1 - course.label_smoothing) * wanted + course.label_smoothing / logits.shape[1]
+    return -(wanted * probabilities.log()).sum() + course.z_loss * (denominators.log() ** 2).sum()
 
 
 def balance_loss(router_logits: Iterable[torch.Tensor], top_k: int) -> torch.Tensor:
@@ -127,7 +142,8 @@ def train_on_mesh(
     curve = Curve()
     for step in range(course.steps):
         training.set_learning_rate(optimizer, course.optimizer, step, course.max_steps)
-        vector = training.train_step(called, batches_of(step), optimizer, settings)
+        objective = training.NextToken(course.label_smoothing, course.z_loss)
+        vector = training.train_step(called, batches_of(step), optimizer, settings, objective=objective)
         curve.losses.append(vector[0].item())
         curve.norms.append(vector[1].item())
     return curve

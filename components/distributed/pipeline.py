@@ -64,15 +64,15 @@ class Pipeline:
         self,
         batches: list[Batch],
         token_loss: TokenLoss | None,
+        head_keywords: dict[str, Any],
         tokens: torch.Tensor,
-        target_count: int | None = None,
     ) -> torch.Tensor:
         """Add the gradients of a step's micro-batches, all of one shape; return this rank's token losses in float64.
 
         Args:
             token_loss: The sum of a micro-batch's token losses; None: the last stage takes targets and returns it.
-            tokens: Target tokens of the whole step, over all ranks.
-            target_count: No micro-batch has more targets, for a last stage that takes them.
+            head_keywords: What such a stage takes besides targets.
+            tokens: Units of the whole step (target tokens), over all ranks.
         """
         self._copy_tied_weight()
         self._loss = lambda output, targets: _quotient(token_loss(output, targets) if token_loss else output, tokens)
@@ -81,7 +81,7 @@ class Pipeline:
         schedule = self._schedule(len(batches), rows, seq, token_loss is None)
         taken: Targets = {}
         if token_loss is None and self._has_head:
-            taken = {"targets": whole["targets"], "target_count": target_count}
+            taken = {"targets": whole["targets"], **head_keywords}
         losses: list[torch.Tensor] = []
         schedule.step(
             *([whole["input_ids"]] if self._stages.own[0].index == 0 else []),
@@ -97,10 +97,10 @@ class Pipeline:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return torch.stack([loss.detach().double() for loss in losses]).sum() * tokens
 
-    def loss(self, batch: Batch, token_loss: TokenLoss | None, target_count: int | None = None) -> torch.Tensor:
+    def loss(self, batch: Batch, token_loss: TokenLoss | None, head_keywords: dict[str, Any]) -> torch.Tensor:
         """Return the sum of a micro-batch's token losses on the ranks of the last stage, zero on the others."""
         self._copy_tied_weight()
-        taken = {"targets": batch["targets"], "target_count": target_count} if token_loss is None else {}
+        taken = {"targets": batch["targets"], **head_keywords} if token_loss is None else {}
         output = self._forward(batch["input_ids"], _positions(batch), _keywords(batch), **taken)
         if output is None:
             return torch.zeros((), dtype=torch.float64, device=self._device)

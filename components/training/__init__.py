@@ -4,6 +4,7 @@ prepare.py    prepare: a model on its mesh, with its weights
 run.py        Run: the mechanics around a recipe's loop, and none of its policy (attempt.py: what evaluations share)
 samples.py    generate_samples: answers to prompts
 loop.py       train_step and evaluate: one division by the global number of target tokens
+objectives/   what is optimized: NextToken
 loss.py       the sum of token losses; re-exports reduce_loss (distributed/collectives.py)
 token_loss.py the loss without logits (chunked_loss.py): a model that takes targets
 router.py     the auxiliary loss of a mixture of experts' routers
@@ -29,6 +30,7 @@ from components.training.kernels import check_kernels
 from components.training.loop import StepSettings, evaluate, train_step
 from components.training.loss import count_targets, next_tokens, reduce_loss, token_loss_sum
 from components.training.metrics import StepMetrics, StepReader
+from components.training.objectives import NextToken, Objective
 from components.training.optim import build_optimizer, learning_rate, set_learning_rate
 from components.training.precision import autocast_dtype, compute_dtype
 from components.training.prepare import Prepared, prepare
@@ -45,7 +47,9 @@ __all__ = [
     "Checkpointing",
     "EvaluationRun",
     "GarbageOffTheStep",
+    "NextToken",
     "NonFiniteGradients",
+    "Objective",
     "Prepared",
     "RouterLoss",
     "Run",

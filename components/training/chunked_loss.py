@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from components.training.loss import IGNORED
+
+if TYPE_CHECKING:
+    from components.training.objectives.objective import Objective
 
 CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
 """Logits of a chunk: large enough that products run at full speed, and what is added to the weight's gradient after
@@ -41,6 +44,12 @@ class Head:
     """What the model does to its logits, word by word (Gemma's softcapping, Cohere's scale); None: nothing."""
     backward_twice: bool = False
     """A pipeline schedule that splits the backward asks for gradients twice."""
+    vocabulary: int = 0
+    """Vocabulary rows of all ranks of `group`; 0: as many as there are logits."""
+    label_smoothing: float = 0.0
+    """Share of each target that is spread evenly over the vocabulary."""
+    z_loss: float = 0.0
+    """Factor of the squared log of the softmax's denominator."""
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
@@ -67,6 +76,7 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     head: Head,
     target_count: int | None = None,
+    objective: Objective | None = None,
 ) -> torch.Tensor:
     """Return the sum of the cross-entropies of `hidden @ weight.T + bias`.
 
@@ -76,6 +86,7 @@ def linear_cross_entropy(
         targets: (tokens,) int64; IGNORED where nothing is predicted.
         target_count: At most so many targets are not ignored, as the host knows; the other tokens then cost nothing.
             A count that is too small makes the loss NaN, never wrong.
+        objective: Whose label smoothing and z-loss are computed; None: neither.
 
     Returns a scalar in float32, or in float64 for float64 hidden states; under tp the same on every rank, the gradient
     of `hidden` being this rank's part of a sum.
@@ -90,6 +101,8 @@ def linear_cross_entropy(
     wanted = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
+    if objective is not None:
+        head = replace(head, label_smoothing=objective.label_smoothing, z_loss=objective.z_loss)
     loss = _LinearCrossEntropy.apply(hidden, weight, bias, targets, head, wanted)
     return loss if missed is None else loss.masked_fill(missed, torch.nan)
 
@@ -186,28 +199,44 @@ def _cross_entropy(
     scores = changed.detach()
     if scores.dtype not in (torch.float32, torch.float64):
         scores = scores.float()
-    log_probabilities = _log_softmax(scores, head.group)
-    place = targets - head.first_word
-    here = (targets != IGNORED) & (place >= 0) & (place < scores.shape[-1])
+    log_probabilities, log_sum = _log_softmax(scores, head.group, bool(head.z_loss))
+    place, real = targets - head.first_word, targets != IGNORED
+    here = real & (place >= 0) & (place < scores.shape[-1])
     place = place.clamp(0, scores.shape[-1] - 1)[:, None]  # (chunk, 1)
-    picked = log_probabilities.gather(1, place)[:, 0].where(here, 0).sum()
+    smoothing, words = head.label_smoothing, head.vocabulary or scores.shape[-1]
+    of_targets = log_probabilities.gather(1, place)[:, 0].where(here, 0)  # (chunk,)
+    if smoothing:
+        of_targets = (1 - smoothing) * of_targets + smoothing / words * log_probabilities.sum(-1) * real
+    picked = of_targets.sum()
     if head.group is not None:
         dist.all_reduce(picked, group=head.group)
+    loss = -picked
+    if log_sum is not None:
+        loss = loss + head.z_loss * (log_sum.square() * real).sum()
     if not with_gradient:
-        return -picked, None
-    gradient = log_probabilities.exp_().scatter_add_(1, place, -here[:, None].to(scores.dtype)).to(changed.dtype)
+        return loss, None
+    gradient = log_probabilities.exp_()
+    if log_sum is not None:
+        gradient *= 1 + 2 * head.z_loss * log_sum[:, None]
+    gradient.scatter_add_(1, place, (smoothing - 1) * here[:, None].to(scores.dtype))
+    if smoothing:
+        gradient -= smoothing / words
+    gradient = gradient.to(changed.dtype)
     if head.after is not None:
         (gradient,) = torch.autograd.grad(changed, logits, gradient)
-    return -picked, gradient
+    return loss, gradient
 
 
-def _log_softmax(scores: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """(chunk, words) -> the same, over the words of all ranks of `group`."""
+def _log_softmax(
+    scores: torch.Tensor, group: dist.ProcessGroup | None, with_log_sum: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log-probabilities (chunk, words) over the words of all ranks of `group`, and the log-sums (chunk,)."""
     if group is None:
-        return scores.log_softmax(-1)
+        return scores.log_softmax(-1), scores.logsumexp(-1) if with_log_sum else None
     own = scores.logsumexp(-1)  # (chunk,)
     top = own.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
     whole = (own - top).exp_()
     dist.all_reduce(whole, group=group)
-    return scores - (top + whole.log_())[:, None]
+    log_sum = top + whole.log_()
+    return scores - log_sum[:, None], log_sum if with_log_sum else None

@@ -24,7 +24,8 @@ from components.distributed.mesh import Mesh
 from components.distributed.pipeline import Pipeline, pad_to_longest
 from components.models.documents import longest_document
 from components.training.gradients import clip_gradients, equalize_replicas, gradient_norm
-from components.training.loss import count_targets, next_tokens, reduce_loss, token_loss_sum
+from components.training.loss import count_targets, next_tokens, reduce_loss
+from components.training.objectives import NextToken, Objective
 from components.training.optim import step_if_finite
 from components.training.router import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
 from components.training.sync import get_sync_ctx
@@ -33,6 +34,9 @@ from components.training.work import StepWork
 
 MicroBatch = dict[str, torch.Tensor]
 """input_ids and labels, each (micro_batch, seq) int64; of packed rows position_ids and documents too."""
+
+PLAIN = NextToken()
+"""The cross-entropy without terms beside it: what evaluation reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,9 @@ class StepSettings:
     """What the arithmetic of a step is measured by; None: it is not."""
 
     @property
-    def of_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """What makes a loss of logits and targets; None: the model itself does."""
-        return None if self.token_loss is not None and self.token_loss.takes_targets else token_loss_sum
+    def takes_targets(self) -> bool:
+        """Whether the model takes targets and returns the sum of their losses; else it returns logits."""
+        return self.token_loss is not None and self.token_loss.takes_targets
 
 
 def train_step(
@@ -68,12 +72,14 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     settings: StepSettings,
     asked: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    objective: Objective = PLAIN,
 ) -> torch.Tensor:
     """Do one optimizer step over the micro-batches of this rank; the host never waits for the device.
 
     Args:
         micro_batches: input_ids and labels (micro_batch, seq) each, the same number on every rank.
         asked: (preempt, interrupt, save) of this rank; the returned vector says whether any rank was asked.
+        objective: What is optimized.
 
     Returns a float64 vector of `metrics.FIELDS` on the device, equal on every rank.
     """
@@ -81,7 +87,7 @@ def train_step(
     if isinstance(model, Pipeline):
         micro_batches = pad_to_longest(micro_batches)
     batches = [_local_part(batch, settings, settings.router_loss) for batch in micro_batches]
-    counted = torch.stack([count_targets(batch["targets"]) for batch in batches]).sum() * _counts(settings)
+    counted = torch.stack([objective.count(batch["targets"]) for batch in batches]).sum() * _counts(settings)
     flags = torch.tensor((*asked, work), dtype=torch.float64).to(settings.device, non_blocking=True)
     totals = _sum_over_ranks(torch.cat([counted[None], flags]))  # tokens, flags, work
     tokens = totals[0].clamp(min=1)
@@ -91,9 +97,9 @@ def train_step(
     counts = [_most_targets(batch, settings) for batch in micro_batches]
     if isinstance(model, Pipeline):
         most = None if None in counts else max(filter(None, counts), default=0)
-        loss_sum = model.forward_backward(batches, settings.of_logits, tokens, most)
+        loss_sum = model.forward_backward(batches, *_on_last_stage(objective, most, settings), tokens)
     else:
-        loss_sum = _forward_backward(model, batches, tokens, counts, settings)
+        loss_sum = _forward_backward(model, batches, tokens, counts, (objective, settings))
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     equalize_replicas(parameters)
@@ -156,9 +162,9 @@ def forward_loss(
     """
     most, batch = _most_targets(batch, settings), _local_part(batch, settings)
     if isinstance(model, Pipeline):
-        return model.loss(batch, settings.of_logits, most), batch["targets"]
+        return model.loss(batch, *_on_last_stage(PLAIN, most, settings)), batch["targets"]
     module = model.module if isinstance(model, DistributedDataParallel) else model
-    return _forward(module, batch, most, settings), batch["targets"]
+    return _forward(module, batch, most, PLAIN, settings), batch["targets"]
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -185,7 +191,7 @@ def _local_part(batch: MicroBatch, settings: StepSettings, router_loss: RouterLo
 
 def _most_targets(batch: MicroBatch, settings: StepSettings) -> int | None:
     """Count the targets of a micro-batch for a model that takes them; a loss of logits does not ask."""
-    return most_targets(batch["labels"]) if settings.of_logits is None else None
+    return most_targets(batch["labels"]) if settings.takes_targets else None
 
 
 def _counts(settings: StepSettings) -> bool:
@@ -197,29 +203,45 @@ def _forward_backward(
     batches: list[MicroBatch],
     tokens: torch.Tensor,
     counts: list[int | None],
-    settings: StepSettings,
+    how: tuple[Objective, StepSettings],
 ) -> torch.Tensor:
     """Add the gradients of all micro-batches; return the sum of this rank's token losses in float64."""
+    objective, settings = how
     loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
     for index, (batch, most) in enumerate(zip(batches, counts, strict=True)):
         last = index == len(batches) - 1
         with get_sync_ctx(model, last, settings.defer_grad_sync):
-            loss = _forward(model, batch, most, settings)
+            loss = _forward(model, batch, most, objective, settings)
             (loss / tokens.to(loss.dtype)).backward()
         loss_sum += loss.detach()
     return loss_sum
 
 
-def _forward(model: nn.Module, batch: MicroBatch, most: int | None, settings: StepSettings) -> torch.Tensor:
-    """Return the sum of a micro-batch's token losses; `most`: no more targets are real, as the host knows."""
+def _forward(
+    model: nn.Module, batch: MicroBatch, most: int | None, objective: Objective, settings: StepSettings
+) -> torch.Tensor:
+    """Return the sum of a micro-batch's losses.
+
+    Args:
+        most: Host-side upper bound on the number of targets that are not ignored.
+    """
     # Rows are padded on the right: under causal attention no real token sees padding, so no mask is needed; the
     # attention that models are built with asks for none, and so never makes the host wait.
     inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
     with _autocast(settings):
-        if settings.of_logits is None:
-            return model(**inputs, targets=batch["targets"], target_count=most, use_cache=False)
+        if settings.takes_targets:
+            return model(**inputs, targets=batch["targets"], target_count=most, objective=objective, use_cache=False)
         logits = model(**inputs, use_cache=False).logits
-    return settings.of_logits(logits, batch["targets"])
+    return objective.loss_sum(logits, batch["targets"])
+
+
+def _on_last_stage(
+    objective: Objective, most: int | None, settings: StepSettings
+) -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None, dict[str, Any]]:
+    """Return what a pipeline makes a loss of its last stage's logits with, or the keywords of a stage that does so."""
+    if settings.takes_targets:
+        return None, {"target_count": most, "objective": objective}
+    return objective.loss_sum, {}
 
 
 def _autocast(settings: StepSettings) -> AbstractContextManager[None]:

@@ -21,18 +21,26 @@ def next_tokens(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def token_loss_sum(
+    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> torch.Tensor:
     """Return the sum of the cross-entropies of next-token predictions.
 
     Args:
-        logits: (batch, seq, vocab); position t predicts targets[:, t].
+        logits: (batch, seq, vocabulary); position t predicts targets[:, t].
         targets: (batch, seq) int64, from `next_tokens`; IGNORED where nothing is predicted.
+        label_smoothing: Share of each target that is spread evenly over the vocabulary.
+        z_loss: Factor of the squared log of the softmax's denominator, which is added.
 
     Returns a scalar in float32, or in float64 for float64 logits.
     """
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    rows, answers = logits.flatten(0, 1), targets.flatten()  # (tokens, vocabulary), (tokens,)
+    loss = F.cross_entropy(rows, answers, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
+    if z_loss:
+        loss = loss + z_loss * (rows.logsumexp(-1).square() * (answers != IGNORED)).sum()
+    return loss
 
 
 def count_targets(targets: torch.Tensor) -> torch.Tensor:

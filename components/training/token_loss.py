@@ -26,6 +26,7 @@ from components.distributed.stages import Stages, shallow_copy
 from components.distributed.tensor_parallel import as_replicated
 from components.training.chunked_loss import Head, autocast_dtype, chunk_tokens, linear_cross_entropy
 from components.training.loss import IGNORED
+from components.training.objectives.objective import Objective
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -109,9 +110,14 @@ class _TakesTargets:
         model.forward, head.forward = self.forward, self.head_forward
 
     def forward(
-        self, *args: Any, targets: torch.Tensor | None = None, target_count: int | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        targets: torch.Tensor | None = None,
+        target_count: int | None = None,
+        objective: Objective | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """What the model returns; with `targets` (batch, seq) the sum of their losses, a scalar."""
+        """Return what the model returns; with `targets` (batch, seq) the sum of their losses, a scalar."""
         if targets is None:
             return self._model_forward(*args, **kwargs)
         keeper = _Keeper()
@@ -122,7 +128,7 @@ class _TakesTargets:
             self._model._modules[self._name] = self._head
         if keeper.hidden is None:
             raise RuntimeError(f"{type(self._model).__name__} did not call its head, {self._name}")
-        loss = self._head(keeper.hidden, targets=targets, target_count=target_count)
+        loss = self._head(keeper.hidden, targets=targets, target_count=target_count, objective=objective)
         return loss.clone() if loss._is_view() else loss  # FSDP, and schedules that detach it in place, want no view
 
     def head_forward(
@@ -131,6 +137,7 @@ class _TakesTargets:
         *args: Any,
         targets: torch.Tensor | None = None,
         target_count: int | None = None,
+        objective: Objective | None = None,
         **kwargs: Any,
     ) -> Any:
         """Logits of `hidden` (batch, seq, hidden); with `targets` the sum of their losses."""
@@ -146,7 +153,13 @@ class _TakesTargets:
             if place.is_shard():
                 largest = -(-weight.shape[0] // mesh.size())  # the last shards may be smaller
                 first = mesh.get_local_rank() * largest
-                how = replace(how, group=mesh.get_group(), first_word=first, largest_shard=largest)
+                how = replace(
+                    how,
+                    group=mesh.get_group(),
+                    first_word=first,
+                    largest_shard=largest,
+                    vocabulary=weight.shape[0],
+                )
                 hidden = as_replicated(hidden, mesh)
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()
         rows: Any = hidden
@@ -154,9 +167,9 @@ class _TakesTargets:
             rows = hidden.to_local(grad_placements=[Partial() if how.group is not None else Replicate()])
         rows, answers = rows.flatten(0, -2), targets.flatten()
         if self._method == LossMethod.liger:
-            loss = _liger(rows, weight, bias, answers)
+            loss = _liger(rows, weight, bias, answers, objective)
         else:
-            loss = linear_cross_entropy(rows, weight, bias, answers, how, target_count)
+            loss = linear_cross_entropy(rows, weight, bias, answers, how, target_count, objective)
         # tp's own hook at the head's border takes what it gave: a DTensor for a DTensor.
         return (
             loss if mesh is None or rows is hidden else DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
@@ -260,12 +273,26 @@ def _check_liger(device: torch.device, change: Change | None) -> None:
         raise _NotPossibleError("liger-kernel is not installed (pip install 'meshbook[liger]')")
 
 
-def _liger(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> Any:
+def _liger(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    objective: Objective | None,
+) -> Any:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     if (to := autocast_dtype(hidden)) is not None:
         hidden, weight, bias = hidden.to(to), weight.to(to), None if bias is None else bias.to(to)
     # Sums over chunks in float32, as ours; the kernel's wrapper counts targets on the host, which waits for that.
     return liger_fused_linear_cross_entropy(
-        hidden, weight, targets, bias=bias, ignore_index=IGNORED, reduction="sum", accum_dtype=torch.float32
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        ignore_index=IGNORED,
+        lse_square_scale=0.0 if objective is None else objective.z_loss,
+        label_smoothing=0.0 if objective is None else objective.label_smoothing,
+        reduction="sum",
+        accum_dtype=torch.float32,
     ).float()

@@ -76,10 +76,15 @@ class Case:
     router_aux: float = 0.0  # coefficient of the routers' auxiliary loss
     loss: LossMethod = LossMethod.logits
     compile: str = ""  # backend of torch.compile; empty: eager
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
     def __str__(self) -> str:
         degrees = " ".join(f"{key}={value}" for key, value in self.parallelism.items() if key != "tp_plan")
-        return f"{self.model} [{degrees}] accumulation={self.accumulation} {str(self.dtype)[6:]} loss={self.loss}"
+        terms = f" smoothing={self.label_smoothing} z={self.z_loss}" if self.label_smoothing or self.z_loss else ""
+        return (
+            f"{self.model} [{degrees}] accumulation={self.accumulation} {str(self.dtype)[6:]} loss={self.loss}{terms}"
+        )
 
 
 def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -> torch.nn.Module:
@@ -121,7 +126,8 @@ def samples_of_step(step: int) -> list[Sample]:
 
 
 def course(case: Case) -> curves.Course:
-    return curves.Course(OPTIMIZER, case.steps, case.steps, CLIP, router_aux=case.router_aux)
+    terms = {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
+    return curves.Course(OPTIMIZER, case.steps, case.steps, CLIP, router_aux=case.router_aux, **terms)
 
 
 def router_config(case: Case) -> ModelConfig:

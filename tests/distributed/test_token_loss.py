@@ -73,6 +73,29 @@ def cases(world: int) -> list[Case]:
     return found
 
 
+TERMS: dict[int, list[Case]] = {
+    world: [
+        Case(name, mesh, accumulation, steps=2, loss=loss, label_smoothing=0.1, z_loss=0.02)
+        for name, mesh, accumulation, loss in chosen
+    ]
+    for world, chosen in {
+        1: [("gemma3", {"strategy": "single", "dp_shard": 1}, 2, LossMethod.chunked)],
+        2: [
+            ("llama", FSDP2, 2, LossMethod.logits),
+            ("phi", DDP, 2, LossMethod.chunked),
+            ("llama_tied", {**TP, **SP}, 2, LossMethod.chunked),
+            ("gemma3", TP, 2, LossMethod.chunked),
+            ("llama", TP, 2, LossMethod.logits),
+            ("gemma3", CP, 2, LossMethod.chunked),
+            ("llama_tied", PP, 2, LossMethod.chunked),
+            ("llama", PP, 2, LossMethod.logits),
+        ],
+        4: [("llama", {**PP, "tp": 2, "dp_shard": 1}, 2, LossMethod.chunked)],
+    }.items()
+}
+"""97 words are divided by no tp, so that the shards over which they are smoothed are unequal."""
+
+
 def run(world: int, work: list[Case], chunk: int = CHUNK) -> list[str]:
     models = {(case.model, case.dtype): build(case.model, case.dtype, MODELS[case.model]) for case in work}
 
@@ -97,4 +120,10 @@ def run(world: int, work: list[Case], chunk: int = CHUNK) -> list[str]:
 @pytest.mark.parametrize("world", CASES)
 def test_gradients_and_losses_are_those_of_logits(world: int) -> None:
     problems = run(world, cases(world))
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("world", TERMS)
+def test_label_smoothing_and_z_loss_are_those_of_one_process(world: int) -> None:
+    problems = run(world, TERMS[world])
     assert not problems, "\n".join(problems)

@@ -261,3 +261,42 @@ def test_auto_makes_small_logits() -> None:
 def test_liger_is_refused_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match="model.loss=liger: .*GPUs only"):
         attach(build(), LossMethod.liger)
+
+
+@pytest.mark.parametrize("change", [None, lambda logits: 30 * torch.tanh(logits / 30)], ids=["plain", "softcapped"])
+def test_smoothing_and_z_loss_of_chunks_are_those_of_logits(change: Any) -> None:
+    """Values and gradients in float64; ignored targets add neither."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((50, 8), (31, 8)))
+    targets = torch.randint(0, 31, (50,), generator=generator)
+    targets[::7] = -100
+    objective = training.NextToken(label_smoothing=0.2, z_loss=0.05)
+    found = []
+    for chunked in (False, True):
+        leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+        if chunked:
+            with chunks_of(11):
+                loss = linear_cross_entropy(*leaves, None, targets, Head(after=change), objective=objective)
+        else:
+            logits = torch.nn.functional.linear(*leaves)
+            loss = objective.loss_sum((logits if change is None else change(logits))[None], targets[None])
+        loss.backward()
+        found.append([loss.detach(), *(each.grad for each in leaves)])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    plain = training.NextToken().loss_sum(torch.nn.functional.linear(hidden, weight)[None], targets[None])
+    assert abs(plain - found[0][0]) > 1
+
+
+def test_a_held_out_loss_has_neither_smoothing_nor_z_loss() -> None:
+    model, batch = build(), rows(300)
+    plain, _ = training.evaluate(model, [batch], training.StepSettings(device=CPU))
+    numbers = training.train_step(
+        model,
+        [batch],
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        training.StepSettings(device=CPU),
+        objective=training.NextToken(label_smoothing=0.2, z_loss=0.1),
+    )
+    assert numbers[0] > plain + 1
+    assert training.evaluate(model, [batch], training.StepSettings(device=CPU))[0] == pytest.approx(plain, rel=1e-12)

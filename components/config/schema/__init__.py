@@ -9,6 +9,7 @@ from components.config.schema.cluster import ClusterConfig, ClusterKind, Device
 from components.config.schema.data import DataConfig
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
+from components.config.schema.objective import NextTokenConfig
 from components.config.schema.optimizer import OptimizerConfig, Schedule
 from components.config.schema.parallelism import (
     ActivationCheckpointing,
@@ -43,6 +44,7 @@ __all__ = [
     "LoggingConfig",
     "MeshShape",
     "ModelConfig",
+    "NextTokenConfig",
     "OptimizerConfig",
     "ParallelismConfig",
     "PeftConfig",

@@ -9,6 +9,7 @@ from components.config.schema.cluster import ClusterConfig
 from components.config.schema.data import DataConfig
 from components.config.schema.logging import LoggingConfig
 from components.config.schema.model import ModelConfig
+from components.config.schema.objective import NextTokenConfig
 from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.peft import PeftConfig
@@ -42,6 +43,8 @@ class FinetuneConfig(RecipeConfig):
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Sizes and policy of the loop."""
+    objective: NextTokenConfig = field(default_factory=NextTokenConfig)
+    """What is optimized."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its schedule."""
     peft: PeftConfig = field(default_factory=PeftConfig)
