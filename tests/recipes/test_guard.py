@@ -10,11 +10,12 @@ from tests.guard.__main__ import differences_of_runs, record_runs
 from tests.guard.runs import RUNS
 
 RECORDED = Path(tests.guard.__file__).with_name("recorded.json")
-CHOSEN = ("before", "pp", "moe")
-"""A run directory of older code that is resumed, and two meshes; the others repeat what parity tests compare."""
+CHOSEN = ("before", "pp", "lora")
+"""In float64: a run directory of older code that is resumed, and two meshes; parity tests compare more."""
 
 
 def test_runs_give_what_was_recorded() -> None:
     found = record_runs([run for run in RUNS if run.name in CHOSEN])
-    differences = differences_of_runs(json.loads(RECORDED.read_text()), found)
+    # Within rounding: processors of one name may still differ in their caches, and so in how a sum is ordered.
+    differences = differences_of_runs(json.loads(RECORDED.read_text()), found, same_machine=False)
     assert not differences, "\n".join(differences)
