@@ -99,7 +99,7 @@ def train_step(
         most = None if None in counts else max(filter(None, counts), default=0)
         loss_sum = model.forward_backward(batches, *_on_last_stage(objective, most, settings), tokens)
     else:
-        loss_sum = _forward_backward(model, batches, tokens, counts, (objective, settings))
+        loss_sum = _forward_backward(model, batches, tokens, counts, objective, settings)
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     equalize_replicas(parameters)
@@ -203,10 +203,10 @@ def _forward_backward(
     batches: list[MicroBatch],
     tokens: torch.Tensor,
     counts: list[int | None],
-    how: tuple[Objective, StepSettings],
+    objective: Objective,
+    settings: StepSettings,
 ) -> torch.Tensor:
-    """Add the gradients of all micro-batches; return the sum of this rank's token losses in float64."""
-    objective, settings = how
+    """Add the gradients of all micro-batches; return the sum of this rank's losses in float64."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=settings.device)
     for index, (batch, most) in enumerate(zip(batches, counts, strict=True)):
         last = index == len(batches) - 1

@@ -72,9 +72,11 @@ def means_of_means() -> None:
     """Each rank divides by its own number of tokens, and the ranks' gradients are averaged: the classic."""
     right = loop._forward_backward
 
-    def wrong(model: Any, batches: list[Any], tokens: torch.Tensor, counts: Any, settings: Any) -> torch.Tensor:
+    def wrong(
+        model: Any, batches: list[Any], tokens: torch.Tensor, counts: Any, objective: Any, settings: Any
+    ) -> torch.Tensor:
         own = torch.stack([count_targets(batch["targets"]) for batch in batches]).sum() * settings.mesh.size("dp")
-        return right(model, batches, own, counts, settings)
+        return right(model, batches, own, counts, objective, settings)
 
     loop._forward_backward = wrong
 
