@@ -7,7 +7,7 @@
 A recording holds, for each run of runs.py, the losses, gradient norms and evaluation losses, a hash of the weights and
 optimizer state of every checkpoint, and the collectives of a step; and for wrong command lines the exit status and the
 keys of the problems. Bits differ between kinds of processors and versions of torch, so a recording says where it was
-made, and elsewhere numbers are compared within 1e-10 (float64) or 1e-5.
+made, and elsewhere numbers are compared within 1e-6 (float64) or 1e-4.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def differences_of_runs(expected: dict[str, Any], found: dict[str, Any], same_ma
     for name, now in found.items():
         before = expected["runs"][name]
         (overrides,) = (run.overrides for run in RUNS if run.name == name)
-        bound = 0.0 if same_machine else 1e-10 if DOUBLE in overrides else 1e-5
+        # Elsewhere sums differ in their last bits, and transformers computes norms in float32, whose 8th digit then flips.
+        bound = 0.0 if same_machine else 1e-6 if DOUBLE in overrides else 1e-4
         for key in before:
             if key == "checkpoints" and not same_machine:
                 pairs = [(sorted(before[key]), sorted(now[key]))]
