@@ -138,7 +138,7 @@ def differences_of_runs(expected: dict[str, Any], found: dict[str, Any], same_ma
     for name, now in found.items():
         before = expected["runs"][name]
         (overrides,) = (run.overrides for run in RUNS if run.name == name)
-        # Elsewhere sums differ in their last bits, and transformers computes norms in float32, whose 8th digit then flips.
+        # Elsewhere sums differ in their last bits, and transformers' norms are float32, whose 8th digit then flips.
         bound = 0.0 if same_machine else 1e-6 if DOUBLE in overrides else 1e-4
         for key in before:
             if key == "checkpoints" and not same_machine:
