@@ -108,9 +108,9 @@ class Pipeline:
 
     @contextmanager
     def stages_apart(self) -> Iterator[None]:
-        """Context in which `loss` neither sends nor receives: each rank's stages compute from random hidden states.
+        """Context in which `loss` does not communicate: each rank runs its stages on random hidden states.
 
-        So a stage that raises does not leave the others waiting for its hidden states.
+        A stage that raises then does not leave the next one waiting.
         """
         self._apart = True
         try:

@@ -36,6 +36,7 @@ from components.protocol.failures import (
     Kind,
     attempt_logs,
     first_to_report,
+    is_lost_peer,
     log_file,
     read_reports,
     tell_problems,
@@ -155,8 +156,8 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
             directory.conclude("failed", f"rank {rank}: exited with status {error.code}")
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and _lost_a_refused_rank(directory.logs):
-            print_text(f"rank {rank}: ended because another rank was refused, which prints why", file=sys.stderr)
+        if is_lost_peer(type(error).__name__, str(error)) and _was_refused(directory.logs):
+            print_text(f"rank {rank}: the config was refused on another rank, which prints the reason", file=sys.stderr)
             return EXIT_INVALID
         write_report(directory.logs, rank, error)
         directory.conclude(status_of(type(error).__name__, str(error)), f"rank {rank}: {type(error).__name__}: {error}")
@@ -243,11 +244,8 @@ def keep_stop_signals() -> None:
         signal.signal(number, kept)
 
 
-def _lost_a_refused_rank(logs: Path) -> bool:
-    """Whether a rank failed in a collective because another one, which alone was refused, had left it.
-
-    That one left a report, or removed the directory of a run that had not begun.
-    """
+def _was_refused(logs: Path) -> bool:
+    """Return whether the config was refused on another rank, which reported it, or removed a new run directory."""
     return not logs.is_dir() or any(report.kind == Kind.config for report in read_reports(logs).values())
 
 

@@ -394,10 +394,10 @@ def _guard(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recipe: str) ->
     try:
         from_yaml(stored.text, type(cfg))
     except ConfigError as error:
-        told = "; ".join(shorten(problem, LONGEST_PROBLEM, placeholder="...") for problem in error.problems[:2])
+        quoted = "; ".join(shorten(problem, LONGEST_PROBLEM, placeholder="...") for problem in error.problems[:2])
         more = f"; and {len(error.problems) - 2} more" if len(error.problems) > 2 else ""
         raise ConfigError(
-            f"run.dir={path}: its {CONFIG} is of another kind ({told}{more}); choose another run.dir"
+            f"run.dir={path}: its {CONFIG} is of another kind ({quoted}{more}); choose another run.dir"
         ) from error
     check_changes(stored.text, cfg, f"run.dir={path}")
 

@@ -14,7 +14,7 @@ from components.observability.card import model_card
 from components.observability.plot import run_title
 from components.observability.profile import StepProfile
 from components.observability.reporter import Reporter
-from components.observability.result import Result, peak_memory, peak_memory_bytes, peak_reserved_bytes
+from components.observability.result import Result, peak_memory_bytes, peak_reserved_bytes
 
 __all__ = [
     "Facts",
@@ -22,7 +22,6 @@ __all__ = [
     "Result",
     "StepProfile",
     "model_card",
-    "peak_memory",
     "peak_memory_bytes",
     "peak_reserved_bytes",
     "print_banner",

@@ -81,11 +81,6 @@ def summary(result: Result, run_dir: Path) -> str:
     return "\n".join([first, *(f"  {part}" for part in parts), f"  {run_dir}"])
 
 
-def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """Return the fields of a `Result` that hold the highest memory so far of this process."""
-    return {"peak_memory_bytes": peak_memory_bytes(device), "peak_reserved_bytes": peak_reserved_bytes(device)}
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the highest memory so far of this process: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":

@@ -55,7 +55,7 @@ class Report:
     @property
     def lost_peer(self) -> bool:
         """Whether the rank failed because another one was gone."""
-        return self.type in LOST_PEER_TYPES or any(sign in self.message for sign in LOST_PEER)
+        return is_lost_peer(self.type, self.message)
 
     @property
     def in_use(self) -> bool:
@@ -206,25 +206,30 @@ def _tail(log: Path) -> str:
     return "\n".join([f"last lines of {log.name}:", *lines]) if lines else ""
 
 
+def is_lost_peer(error_type: str, message: str) -> bool:
+    """Return whether an exception of this type, with this message, means that another rank is gone."""
+    return error_type in LOST_PEER_TYPES or any(sign in message for sign in LOST_PEER)
+
+
 def attempt_logs(run_dir: Path, attempt: int) -> Path:
     """Return the folder of the logs of an attempt."""
     return run_dir / LOGS / f"attempt_{attempt}"
 
 
 def first_to_report(logs: Path) -> bool:
-    """Whether no other rank has told how this run ended; the ranks of a foreign launcher all find the same."""
+    """Return whether this rank is the first to report how the run ended: ranks of the user's launcher all try to."""
     try:
-        (logs / "told").touch(exist_ok=False)
+        (logs / "reported").touch(exist_ok=False)
     except (FileExistsError, FileNotFoundError):
         return False
     return True
 
 
 def report_hang(error: BaseException) -> None:
-    """Keep what is known of a run that stands still, for a thread that ends this rank right after: main cannot raise.
+    """Record that a run makes no progress; the calling thread ends this rank afterwards, since main cannot raise.
 
-    The stacks of all threads go to the rank's log, `error` to its report; where nobody watches over the ranks, it is
-    told and put into result.json too.
+    The stacks of all threads are written to the rank's log, and `error` to its report. Without a launcher of ours,
+    `error` is also printed and written to result.json.
     """
     run_dir, rank = Path(os.environ[RUN_DIR]), int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from components import data, distributed, observability
-from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.protocol.failures import report_hang
 from components.training.state import StopRequest, TrainState
@@ -52,7 +51,6 @@ class Attempt:
         self._world_size, self._reports = info.world_size, info.is_main
         caller = sys._getframe(2).f_code  # the recipe's main: what it calls is what a hung rank is reported to do
         self._watch = Watchdog(step_timeout_seconds, report_hang, section, caller)
-        self._parallelism: ParallelismConfig = cfg.parallelism
         self.mesh = distributed.build_mesh(cfg.parallelism, self.device.type)
         """The device mesh."""
         distributed.seed_ranks(cfg.run.seed, self.mesh)

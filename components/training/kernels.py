@@ -75,12 +75,12 @@ def _observe_attention(model: Any, cfg: FinetuneConfig, batch: MicroBatch, setti
         stages = all_gather_json([refused, mine], model.group)
         if problems := [problem for of_stage, _ in stages for problem in of_stage]:
             raise ConfigError(list(dict.fromkeys(problems)))
-        told = [
+        observed = [
             ObservedAttention(**{**each, "dtype": getattr(torch, each["dtype"])})
             for _, of_stage in stages
             for each in of_stage
         ]
-        observed = list(dict.fromkeys(told))
+        observed = list(dict.fromkeys(observed))
     return describe_attention(module, cfg.model, observed, cfg.data.pack)
 
 

@@ -72,8 +72,8 @@ class Run(Attempt):
         """Print the banner and some samples, and be ready for the first step. A collective."""
         cfg, model = self.cfg, self._model
         batch = f"{self.plan}, up to {cfg.training.seq_len} tokens each"
-        told = [self.plan.facts(train_set), eval_set.facts, *model.notes, *notes]
-        self._print_banner(model, cfg.model.path or "from scratch", batch, told)
+        lines = [self.plan.facts(train_set), eval_set.facts, *model.notes, *notes]
+        self._print_banner(model, cfg.model.path or "from scratch", batch, lines)
         for index in range(min(cfg.logging.examples, len(train_set))):
             self.say(f"\nexample {index}, what carries loss in [[ ]]:\n{train_set.show(index)}")
         if self.resume_from is not None:

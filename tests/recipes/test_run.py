@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 
@@ -72,23 +71,3 @@ def test_a_step_that_is_not_ended_is_refused(bench: Bench) -> None:
     done = bench.start(*SHORT).wait()
     assert done.status == 1
     assert "step 1 of run.steps() was not ended: call step.done(train_step(...)) in it" in done.errors
-
-
-def test_how_finetune_and_pretrain_differ() -> None:
-    """By the class of their config, and by the chat template, which a model that continues text does not have."""
-    bodies = [
-        (RECIPES / name).read_text().partition("from __future__")[2].splitlines()
-        for name in ("finetune.py", "pretrain.py")
-    ]
-    changed = [
-        line for line in difflib.unified_diff(*bodies, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))
-    ]
-    assert changed == [
-        "-from components.config.schema import FinetuneConfig",
-        "+from components.config.schema import PretrainConfig",
-        '-@recipe("finetune")',
-        "-def main(cfg: FinetuneConfig) -> None:",
-        '+@recipe("pretrain")',
-        "+def main(cfg: PretrainConfig) -> None:",
-        "+        tokenizer.chat_template = None  # the model continues text and knows no turns; so it is exported",
-    ]

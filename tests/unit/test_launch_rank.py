@@ -67,9 +67,9 @@ def test_ranks_that_lose_a_refused_one_end_without_a_traceback(
         recipe = Recipe("finetune", main, FinetuneConfig, Path(__file__))
         assert run_here(recipe, None, directory) == EXIT_INVALID  # type: ignore[arg-type]
     assert run.exists() != fresh
-    told = capsys.readouterr().err
-    assert "parallelism.tp: no plan" in told
-    assert "rank 2: ended because another rank was refused" in told
+    printed = capsys.readouterr().err
+    assert "parallelism.tp: no plan" in printed
+    assert "rank 2: the config was refused on another rank" in printed
 
 
 def test_a_lost_peer_that_was_not_refused_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +80,15 @@ def test_a_lost_peer_that_was_not_refused_is_a_failure(tmp_path: Path, monkeypat
     with pytest.raises(RuntimeError, match="Connection closed"):
         run_here(recipe, None, RunDirectory(run, fresh=True, created=[run], lock=None, attempt=0))  # type: ignore[arg-type]
     assert "Connection closed" in (run / "result.json").read_text()
+
+
+def run_out_of_memory(cfg: FinetuneConfig) -> None:
+    raise RuntimeError("can't allocate memory: you tried to allocate 8 bytes")
+
+
+def test_another_failure_beside_a_refused_rank_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the run directory is gone: nothing but a lost peer follows from a refusal."""
+    monkeypatch.setenv("RANK", "2")
+    directory = RunDirectory(tmp_path / "run", fresh=True, created=[], lock=None, attempt=0)
+    with pytest.raises(RuntimeError, match="allocate"):
+        run_here(Recipe("finetune", run_out_of_memory, FinetuneConfig, Path(__file__)), None, directory)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from components.config.schema.logging import LoggingConfig
-from components.observability import Reporter, Result, peak_memory
+from components.observability import Reporter, Result, peak_memory_bytes, peak_reserved_bytes
 from components.observability.result import summary
 
 
@@ -42,7 +42,11 @@ def test_peak_memory_is_reported_as_allocated_and_reserved_on_a_gpu(monkeypatch:
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
     values = {"status": "ok", "steps": 1, "mesh": "1", "processes": 1, "wall_seconds": 2.0}
-    told = {kind: summary(Result(**values, **peak_memory(torch.device(kind))), Path("run")) for kind in ("cpu", "cuda")}
+    told = {}
+    for kind in ("cpu", "cuda"):
+        device = torch.device(kind)
+        peaks = {"peak_memory_bytes": peak_memory_bytes(device), "peak_reserved_bytes": peak_reserved_bytes(device)}
+        told[kind] = summary(Result(**values, **peaks), Path("run"))
     assert "peak memory " in told["cpu"]
     assert "reserved" not in told["cpu"]
     assert "peak memory 1.00 GiB allocated, 3.00 GiB reserved\n" in told["cuda"]

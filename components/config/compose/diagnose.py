@@ -124,7 +124,7 @@ class _Search:
         return self._compose(self.options)
 
     def _missing(self, option: str) -> str | None:
-        """What is wrong with an option that can be told without Hydra, which takes a tenth of a second each time."""
+        """Return why an option cannot be used, as far as that needs no composition (0.1 s each); else None."""
         if problem := _misspelt(option):
             return problem
         group, _, name = override_parts(option)
