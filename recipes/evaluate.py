@@ -23,28 +23,22 @@ def main(cfg: EvaluateConfig) -> None:
         # Data: every held-out sample is evaluated by exactly one data-parallel rank
         tokenizer = models.load_tokenizer(cfg.model)
         eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.evaluation.seq_len, split="eval")
-        padding = run.padding(tokenizer, cfg.evaluation.seq_len)
 
         # Model: built on meta, parallelized, then filled shard by shard
         model = training.prepare(cfg, run, len(tokenizer))
         if cfg.evaluation.checkpoint is not None:
             checkpoint.load_model_weights(cfg.evaluation.checkpoint, model.module)
 
-        def evaluate(samples: data.Dataset) -> tuple[float, int]:
-            held_out = run.plan.eval_batches(samples, padding)
-            return training.evaluate(model.replica, held_out, model.settings, run.agreed_to_stop)
-
         run.begin(model, notes=[eval_set.facts, *model.notes])
-        loss, tokens = evaluate(eval_set)
-        run.report_eval(loss, tokens)
-        if tokens:
-            run.say(f"perplexity {math.exp(loss):.3f} per target token")
+        measured = training.evaluate(model, data.EvalBatches(eval_set, run.plan), run=run)
+        run.report_eval(measured)
+        if measured.count:
+            run.say(f"perplexity {math.exp(measured.loss):.3f} per target token")
         for name, source in data.sources_of(eval_set).items():
-            source_loss, source_tokens = evaluate(source)
+            of_source = training.evaluate(model, data.EvalBatches(source, run.plan), run=run)
             if not run.stopped:
-                run.say(f"{name}: held-out loss {source_loss:.4f} over {source_tokens:,} target tokens")
-        answers = training.generate_samples(model, tokenizer, eval_set, cfg.generation, run)
-        run.report_generations(answers, when="(greedy)")
+                run.say(f"{name}: held-out loss {of_source.loss:.4f} over {of_source.count:,} target tokens")
+        training.show_generations(model, tokenizer, eval_set, cfg.generation, run)
 
 
 if __name__ == "__main__":

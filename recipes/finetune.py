@@ -25,33 +25,26 @@ def main(cfg: FinetuneConfig) -> None:
         tokenizer = models.load_tokenizer(cfg.model)
         train_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="train")
         eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="eval")
-        padding = run.padding(tokenizer, cfg.training.seq_len)
-        batches = data.TrainBatches(
-            train_set, run.plan, seed=cfg.run.seed, padding=padding, fingerprint=train_set.fingerprint
-        )
+        batches = data.TrainBatches(train_set, run.plan, seed=cfg.run.seed, fingerprint=train_set.fingerprint)
+        held_out = data.EvalBatches(eval_set, run.plan)
 
         # Model: built on meta, parallelized, then filled shard by shard
         model = training.prepare(cfg, run, len(tokenizer))
         optimizer = training.build_optimizer(model.module, cfg.optimizer)
-        objective = training.NextToken.of(cfg.objective)
+        objective = training.NextToken(cfg.objective)
 
         def evaluate() -> None:
-            held_out = run.plan.eval_batches(eval_set, padding)
-            with run.status("evaluating"):
-                loss, tokens = training.evaluate(model.replica, held_out, model.settings, run.agreed_to_stop)
-            run.report_eval(loss, tokens)
+            run.report_eval(training.evaluate(model, held_out, run=run))
 
         def generate() -> None:
-            run.report_generations(training.generate_samples(model, tokenizer, eval_set, cfg.generation, run))
+            training.show_generations(model, tokenizer, eval_set, cfg.generation, run)
 
-        run.resume(model, optimizer, batches)
-        kernels = training.check_kernels(model.replica, cfg, batches.at, model.settings)
-        run.begin(train_set, eval_set, kernels)
+        run.begin(model, optimizer, batches, held_out)  # resumes where there is a checkpoint, prints the banner
+        run.say(*training.check_kernels(model, cfg.model, batches.at))
         evaluate()
         generate()
         for step in run.steps():  # every step that is left; ends on a request to stop
-            numbers = training.train_step(model.replica, step.batches, optimizer, model.settings, step.asked, objective)
-            step.done(numbers)
+            step.done(training.train_step(model, step.batches, optimizer, objective, step.asked))
             if step.due_eval:
                 evaluate()
             if step.due_save:

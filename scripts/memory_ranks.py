@@ -21,6 +21,7 @@ from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from components import distributed, models, training
+from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema.model import ModelConfig
 from components.config.schema.optimizer import OptimizerConfig
@@ -122,7 +123,9 @@ def measure(cfg: ModelConfig, parallelism: ParallelismConfig, load: Load) -> Usa
     def step(seq: int) -> None:
         generator = torch.Generator().manual_seed(mesh.rank("dp"))
         rows = torch.randint(model.config.vocab_size, (load.micro_batches, 1, seq), generator=generator)
-        training.train_step(replica, [{"input_ids": row, "labels": row} for row in rows], optimizer, settings)
+        training.train_step(
+            training.Prepared(model, settings, replica), [Batch.from_labels(row, row) for row in rows], optimizer
+        )
 
     step(min(WARM_UP_TOKENS, load.seq))  # makes the optimizer's state
     parameters = local_bytes(held)

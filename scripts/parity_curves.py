@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from components import training
+from components.batch import Batch
+from components.config.schema.objective import NextTokenConfig
 from components.config.schema.optimizer import OptimizerConfig
 from components.exchange import all_gather_json
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 """Tokens and labels of one row without padding, (seq,) each."""
-MicroBatch = dict[str, torch.Tensor]
 
 FLOOR = {torch.float64: 1e-6, torch.float32: 1e-3}
 """A gradient is measured against at least this part of the norm of all gradients: some are zero by mathematics (the
@@ -132,30 +133,23 @@ def norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def train_on_mesh(
-    called: Any,
+    model: training.Prepared,
     optimizer: torch.optim.Optimizer,
-    batches_of: Callable[[int], list[MicroBatch]],
-    settings: Any,
+    batches_of: Callable[[int], list[Batch]],
     course: Course,
 ) -> Curve:
-    """Train what `wrap_replicas` returned on this rank's micro-batches of each step, and return the curve it shows."""
+    """Train a prepared model on this rank's micro-batches of each step, and return its curve."""
     curve = Curve()
     for step in range(course.steps):
         training.set_learning_rate(optimizer, course.optimizer, step, course.max_steps)
-        objective = training.NextToken(course.label_smoothing, course.z_loss)
-        vector = training.train_step(called, batches_of(step), optimizer, settings, objective=objective)
-        curve.losses.append(vector[0].item())
-        curve.norms.append(vector[1].item())
+        objective = training.NextToken(NextTokenConfig(label_smoothing=course.label_smoothing, z_loss=course.z_loss))
+        numbers = training.train_step(model, batches_of(step), optimizer, objective)
+        curve.losses.append(numbers["loss"].item())
+        curve.norms.append(numbers["grad_norm"].item())
     return curve
 
 
-def visit_gradients(
-    model: nn.Module,
-    called: Any,
-    batches: list[MicroBatch],
-    settings: Any,
-    visit: Callable[[str, torch.Tensor], None],
-) -> None:
+def visit_gradients(model: training.Prepared, batches: list[Batch], visit: Callable[[str, torch.Tensor], None]) -> None:
     """Give `visit` the name and the whole gradient of each parameter of this rank, as the optimizer would use them.
 
     The weights stay as they are. Every rank must call it: sharded gradients are gathered, one at a time.
@@ -163,13 +157,13 @@ def visit_gradients(
 
     class Visitor(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
-            for name, parameter in model.named_parameters():
+            for name, parameter in model.module.named_parameters():
                 if (gradient := parameter.grad) is not None:
                     visit(name, gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
 
-    visitor = Visitor(model.parameters(), lr=0.0)
+    visitor = Visitor(model.module.parameters(), lr=0.0)
     visitor.param_groups[0]["fused"] = False
-    training.train_step(called, batches, visitor, replace(settings, max_grad_norm=0.0))
+    training.train_step(replace(model, settings=replace(model.settings, max_grad_norm=0.0)), batches, visitor)
 
 
 def differing_replicas(model: nn.Module) -> list[str]:

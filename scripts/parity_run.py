@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from components import data, distributed, models, training
+from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema.model import RouterAux
 from components.config.schema.recipes import FinetuneConfig
@@ -167,7 +168,7 @@ def _run_mesh(
         curves.compute_in_float64(model)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
     router_loss = training.attach_router_loss(model, cfg.model, mesh)
-    token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, info.device)
+    loss_head = training.attach_loss_head(model, cfg, mesh, layout.stages, info.device)
     recomputed = training.choose_checkpointing(model, cfg, mesh, info.device, compute_dtype)
     models.checkpoint_activations(model, recomputed.policy)
     models.materialize(model, info.device)
@@ -180,15 +181,14 @@ def _run_mesh(
         mesh=mesh,
         autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
         router_loss=router_loss,
-        token_loss=token_loss,
+        loss_head=loss_head,
     )
+    prepared = training.Prepared(model, settings, called)
     row = Row(plan.name, len(batches.at(0)), notes=list(layout.notes))
     if comparison.gradients:
-        row.gradient, row.worst_gradient, row.missing = _gradients(
-            model, called, batches.at(0), settings, expected, folder
-        )
+        row.gradient, row.worst_gradient, row.missing = _gradients(prepared, batches.at(0), expected, folder)
     optimizer = training.build_optimizer(model, cfg.optimizer)
-    curve = curves.train_on_mesh(called, optimizer, batches.at, settings, _course(comparison))
+    curve = curves.train_on_mesh(prepared, optimizer, batches.at, _course(comparison))
     row.loss = curves.worst_difference(curve.losses, expected.losses)
     row.norm = curves.worst_difference(curve.norms, expected.norms)
     row.different_replicas = curves.differing_replicas(model)
@@ -196,7 +196,7 @@ def _run_mesh(
 
 
 def _gradients(
-    model: Any, called: Any, batches: list[Any], settings: Any, expected: Curve, folder: Path
+    model: training.Prepared, batches: list[Batch], expected: Curve, folder: Path
 ) -> tuple[float, str, list[str]]:
     """The worst gradient of this rank, its name, and the names of parameters that no rank has."""
     worst, seen = (0.0, ""), set()
@@ -213,7 +213,7 @@ def _gradients(
             )
             worst = max(worst, (error if error == error else float("inf"), name))
 
-        curves.visit_gradients(model, called, batches, settings, visit)
+        curves.visit_gradients(model, batches, visit)
         everyone = all_gather_json(sorted(seen))
         return *worst, sorted(set(stored.keys()) - set().union(*everyone))
 
@@ -238,8 +238,8 @@ def _batches(
     cfg: FinetuneConfig, dataset: Any, mesh: Any = None, padding: data.Padding | None = None
 ) -> data.TrainBatches:
     dp = (mesh.rank("dp"), mesh.size("dp")) if mesh else (0, 1)
-    plan = data.BatchPlan.of(cfg.training, *dp)
-    return data.TrainBatches(dataset, plan, seed=cfg.run.seed, padding=padding)
+    plan = data.BatchPlan.of(cfg.training, *dp, padding)
+    return data.TrainBatches(dataset, plan, seed=cfg.run.seed)
 
 
 def _course(comparison: Comparison) -> Course:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from components.checkpoint.save import Mark, save_checkpoint  # noqa: F401
     from components.checkpoint.saver import Saver  # noqa: F401
     from components.checkpoint.stored import StoredWeights, choose_checkpoint  # noqa: F401
+    from components.checkpoint.tensors import Optimizers, list_optimizers  # noqa: F401
 
 __all__, __getattr__ = lend(
     __name__,
@@ -43,6 +44,7 @@ __all__, __getattr__ = lend(
         "load": "find_checkpoint load_checkpoint load_model_weights verify",
         "save": "Mark save_checkpoint",
         "saver": "Saver",
+        "tensors": "Optimizers list_optimizers",
         "stored": "StoredWeights choose_checkpoint",
     },
 )

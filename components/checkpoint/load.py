@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import yaml
 from torch import nn
@@ -22,6 +21,7 @@ from components.checkpoint.random_state import set_random_state
 from components.checkpoint.save import mesh_of
 from components.checkpoint.tensors import (
     MODEL,
+    Optimizers,
     Tensors,
     make_optimizer_state,
     model_tensors,
@@ -86,7 +86,7 @@ def verify(path: Path) -> list[str]:
     return [problem for part in all_gather_json(mine) for problem in part]
 
 
-def load_checkpoint(path: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     """Put back the state that `save_checkpoint` wrote, and return its `extra`.
 
     Any mesh can load what any mesh wrote, with pipeline stages or without. Parameters, optimizer state and counters

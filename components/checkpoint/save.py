@@ -28,7 +28,7 @@ from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, wr
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
 from components.checkpoint.room import not_written
-from components.checkpoint.tensors import Tensors, model_tensors, optimizer_tensors, write_tensors
+from components.checkpoint.tensors import Optimizers, Tensors, model_tensors, optimizer_tensors, write_tensors
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.run import CONFIG
 from components.exchange import all_gather_json, broadcast_json
@@ -66,7 +66,7 @@ def save_checkpoint(
     run_dir: Path | str,
     step: int,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     extra: dict[str, Any],
     policy: CheckpointConfig,
     mark: Mark | None = None,
@@ -95,7 +95,7 @@ def save_checkpoint(
 def take_snapshot(
     step: int,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     extra: dict[str, Any],
     mark: Mark | None = None,
     frozen: str | None = None,

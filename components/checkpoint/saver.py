@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from components.checkpoint.errors import CheckpointError, agreed
 from components.checkpoint.frozen import frozen_fingerprint
 from components.checkpoint.save import Mark, Snapshot, take_snapshot, write_snapshot
-from components.checkpoint.tensors import Tensors, model_tensors, optimizer_tensors
+from components.checkpoint.tensors import Optimizers, Tensors, list_optimizers, model_tensors, optimizer_tensors
 from components.config.schema.checkpoint import CheckpointConfig
 from components.distributed.barriers import create_gloo_group
 
@@ -49,7 +49,7 @@ class Saver:
         self,
         run_dir: Path | str,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         policy: CheckpointConfig,
         tell: Callable[[str], object] = logger.info,
     ) -> None:
@@ -65,7 +65,7 @@ class Saver:
         self._writing: _Writing | None = None
         self._taking: threading.Thread | None = None
         if policy.async_save and (policy.every or policy.every_minutes):
-            self._first_step = optimizer.register_step_post_hook(self._take_buffers)
+            self._first_step = list_optimizers(optimizer)[-1].register_step_post_hook(self._take_buffers)
 
     def __enter__(self) -> Saver:
         return self

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +36,8 @@ T = TypeVar("T")
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 COUNTER = "counter/"
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+"""One optimizer, or several by name, each with parameters of its own."""
 FILE_BYTES = 512 * 1024**2
 """About the size of a rank's files: each is put together in host memory, in twice its size."""
 
@@ -64,12 +66,24 @@ def model_tensors(model: nn.Module) -> Tensors:
     return tensors
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensors:
-    """Return the optimizer's state of each parameter under its name.
+def list_optimizers(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a run, whether it has one or several by name."""
+    return list(optimizers.values()) if isinstance(optimizers, Mapping) else [optimizers]
+
+
+def optimizer_tensors(optimizers: Optimizers, parameters: Tensors) -> Tensors:
+    """Return the optimizers' state of each parameter under its name; a parameter belongs to one optimizer.
 
     Raises:
         NotImplementedError: State that has neither the parameter's shape nor none.
     """
+    tensors: Tensors = {}
+    for optimizer in list_optimizers(optimizers):
+        tensors |= _tensors_of(optimizer, parameters)
+    return tensors
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensors:
     tensors: Tensors = {}
     optimizer.state_dict()  # runs the hooks that complete the state: of a skipped step, some is put back late
     for full_name, parameter in parameters.items():
@@ -118,18 +132,24 @@ def read_tensors(folder: Path, tensors: Tensors) -> None:
 
 
 def make_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Tensors, stored: dict[str, TensorStorageMetadata]
+    optimizers: Optimizers, parameters: Tensors, stored: dict[str, TensorStorageMetadata]
 ) -> Tensors:
-    """Give the optimizer room for what is stored of this rank's parameters, without taking a step; a collective.
+    """Give the optimizers room for what is stored of this rank's parameters, without taking a step; a collective.
 
     Returns the state by stored name.
 
     Raises:
         ConfigError: On every rank: there is state of a parameter that no rank's optimizer trains.
     """
-    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    trained_anywhere = over_all_ranks({name: True for name, each in parameters.items() if id(each) in groups})
-    optimizer.state.clear()
+    owners = {
+        id(parameter): (optimizer, group)
+        for optimizer in list_optimizers(optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    trained_anywhere = over_all_ranks({name: True for name, each in parameters.items() if id(each) in owners})
+    for optimizer in list_optimizers(optimizers):
+        optimizer.state.clear()
     for key, described in stored.items():
         kind, _, rest = key.partition("/")
         quantity, _, name = rest.partition("/")
@@ -140,9 +160,9 @@ def make_optimizer_state(
                 f"the checkpoint holds optimizer state of {name}, which this run does not train; set run.resume=never"
             )
         parameter = parameters.get(MODEL + name)
-        group = groups.get(id(parameter))
-        if parameter is None or group is None:
+        if parameter is None or id(parameter) not in owners:
             continue
+        optimizer, group = owners[id(parameter)]
         dtype = described.properties.dtype
         if f"{kind}/" == OPTIMIZER:
             value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -151,7 +171,7 @@ def make_optimizer_state(
             on_device = group.get("fused") or group.get("capturable")
             value = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
         optimizer.state[parameter][quantity] = value
-    return optimizer_tensors(optimizer, parameters)
+    return optimizer_tensors(optimizers, parameters)
 
 
 def _files_of_bounded_size(sizes: dict[str, int]) -> dict[str, int]:

@@ -4,7 +4,7 @@ load.py       build_dataset: the `data` section to a Dataset of tokenized sample
 sides.py      Side: the conversations or documents that are trained on or held out, read one by one
 cache.py      tokenize: a side to tokens, from disk where they are known (tokens.py, token_file.py)
 examples.py   Example: token ids and labels; the chat template and which tokens carry the loss
-batches.py    TrainBatches, eval_batches: which rows are this rank's, padding, the cursor for resuming
+batches.py    TrainBatches, EvalBatches: which rows are this rank's, padding, the cursor for resuming
 text.py       encode_documents: plain text, cut into samples of seq_len tokens
 order.py      SampleOrder: the shuffle, a pure function of (seed, position)
 dataset.py    Dataset: samples in memory, and what became of the rows (Facts)
@@ -14,8 +14,8 @@ preflight.py  check_files: what can be told without torch, before anything is st
 files.py, hub.py, rows.py, pydocs.py   where rows come from, and how they become conversations
 """
 
-from components.data.batches import BatchPlan, MicroBatch, Padding, TrainBatches, collate, eval_batches
-from components.data.dataset import Dataset, Facts, sample_prompts
+from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches, collate
+from components.data.dataset import Dataset, Facts, HasPrompts, sample_prompts
 from components.data.examples import IGNORED, Example, PackedRow, encode_conversations, render_example
 from components.data.load import build_dataset
 from components.data.mixture import MixtureDataset, MixtureOrder, sources_of
@@ -29,10 +29,11 @@ __all__ = [
     "BatchPlan",
     "Conversation",
     "Dataset",
+    "EvalBatches",
     "Example",
     "Facts",
+    "HasPrompts",
     "Message",
-    "MicroBatch",
     "MixtureDataset",
     "MixtureOrder",
     "PackedDataset",
@@ -44,7 +45,6 @@ __all__ = [
     "check_files",
     "collate",
     "encode_conversations",
-    "eval_batches",
     "render_example",
     "sample_prompts",
     "sources_of",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from components.config.errors import ConfigError
-from components.config.schema.model import DOCUMENTS
 from components.config.schema.training import TrainingConfig
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
@@ -18,73 +17,15 @@ from components.data.packed import PackedDataset
 if TYPE_CHECKING:
     import torch
 
-MicroBatch = dict[str, "torch.Tensor"]
-"""CPU tensors (micro_batch, seq) of int64: input_ids, labels (-100: no loss) and position_ids; of packed rows also
-documents, (micro_batch, documents + 1) int32: 0, the end of each document, the padding included, and seq ever after."""
+    from components.batch import Batch
+
 Row = Example | PackedRow
+Rows = Dataset | PackedDataset | MixtureDataset
 
 _EMPTY = Example([], [])
 
 CUDA_ROUNDING = 128
 """Tokens to a multiple of which rows that are not packed are padded on a GPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan:
-    """Which rows of each global batch are this rank's.
-
-    A global batch is cut into `dp_size` contiguous slices, one per dp rank, and each slice into contiguous
-    micro-batches. So the slices of all ranks, put together in order of rank, are the global batch in the
-    order of `SampleOrder`, for every dp_size and every micro_batch_size. Ranks that differ only in tp, cp or
-    pp have the same dp_rank and read the same rows.
-    """
-
-    global_batch_size: int
-    """Sequences per optimizer step, over all dp ranks."""
-    micro_batch_size: int
-    """Sequences per forward of one rank."""
-    dp_rank: int = 0
-    """This rank's place among those that see different samples."""
-    dp_size: int = 1
-    """Number of those."""
-    steps: int = 0
-    """Optimizer steps of the whole run; 0: not known."""
-
-    def __post_init__(self) -> None:
-        if self.global_batch_size < 1 or self.global_batch_size % (self.micro_batch_size * self.dp_size):
-            raise ConfigError(
-                f"training.global_batch_size={self.global_batch_size}: must be a multiple of "
-                f"training.micro_batch_size x dp = {self.micro_batch_size} x {self.dp_size}"
-            )
-        _check_rank(self.dp_rank, self.dp_size)
-
-    @classmethod
-    def of(cls, training: TrainingConfig, dp_rank: int, dp_size: int) -> BatchPlan:
-        """Return the plan of a run's `training` section."""
-        sizes = {"global_batch_size": training.global_batch_size, "micro_batch_size": training.micro_batch_size}
-        return cls(**sizes, dp_rank=dp_rank, dp_size=dp_size, steps=training.max_steps)
-
-    def __str__(self) -> str:
-        factors = f"{self.micro_batch_size} micro_batch_size x {self.dp_size} dp x {self.accumulation} accumulation"
-        return f"{self.global_batch_size} sequences a step = {factors}"
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches per optimizer step of one rank."""
-        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
-
-    @property
-    def rows_per_rank(self) -> int:
-        """Sequences per optimizer step of one rank."""
-        return self.global_batch_size // self.dp_size
-
-    def eval_batches(self, dataset: Sequence[Row], padding: Padding | None = None) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of one pass over a held-out set: see `eval_batches`."""
-        return eval_batches(dataset, self.micro_batch_size, self.dp_rank, self.dp_size, padding)
-
-    def facts(self, dataset: Dataset | PackedDataset | MixtureDataset) -> Facts | MixtureFacts:
-        """Return what is known of a data set, with the passes over it that the whole run makes."""
-        return dataset.facts.after(self.steps * self.global_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,19 +54,19 @@ class Padding:
     length: int | None = None
     """Every micro-batch has this length: that of packed rows."""
     token_id: int = 0
-    """Input at padded positions; any token of the vocabulary will do."""
+    """Input at padded positions; any token of the vocabulary will do, and that of a `Dataset` comes first."""
     documents: int = 0
     """Of packed rows: for how many documents, the padding included, a tensor has room; 0: rows are not packed."""
 
     @classmethod
-    def on(cls, device: torch.device, multiple: int, seq_len: int, token_id: int = 0) -> Padding:
+    def on(cls, device: torch.device, multiple: int, seq_len: int) -> Padding:
         """Return how rows of at most `seq_len` tokens are padded on a device.
 
         On CUDA to multiples of 128 tokens: tiles of matmuls and attention are filled, and few lengths occur, for which
         memory is reserved and layers are compiled.
         """
         rounding = CUDA_ROUNDING if device.type == "cuda" else 1
-        return cls(multiple=multiple, rounding=rounding, limit=seq_len, token_id=token_id)
+        return cls(multiple=multiple, rounding=rounding, limit=seq_len)
 
     def length_of(self, longest: int) -> int:
         """Return the length of a micro-batch whose longest row has so many tokens."""
@@ -137,9 +78,74 @@ class Padding:
 
     def of(self, dataset: Sequence[Row]) -> Padding:
         """Return how the rows of `dataset` are padded: packed ones to the length they were packed into."""
+        padding = self
+        if isinstance(dataset, Dataset | PackedDataset | MixtureDataset) and dataset.pad_token_id is not None:
+            padding = replace(padding, token_id=dataset.pad_token_id)
         if not isinstance(dataset, PackedDataset | MixtureDataset) or not dataset.documents:
-            return self
-        return replace(self, length=dataset.seq_len, documents=dataset.documents)
+            return padding
+        return replace(padding, length=dataset.seq_len, documents=dataset.documents)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """Which rows of each global batch are this rank's.
+
+    A global batch is cut into `dp_size` contiguous slices, one per dp rank, and each slice into contiguous
+    micro-batches. So the slices of all ranks, put together in order of rank, are the global batch in the
+    order of `SampleOrder`, for every dp_size and every micro_batch_size. Ranks that differ only in tp, cp or
+    pp have the same dp_rank and read the same rows.
+    """
+
+    global_batch_size: int
+    """Sequences per optimizer step, over all dp ranks."""
+    micro_batch_size: int
+    """Sequences per forward of one rank."""
+    dp_rank: int = 0
+    """This rank's place among those that see different samples."""
+    dp_size: int = 1
+    """Number of those."""
+    steps: int = 0
+    """Optimizer steps of the whole run; 0: not known."""
+    padding: Padding = Padding()
+    """How rows of different lengths become one tensor."""
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1 or self.global_batch_size % (self.micro_batch_size * self.dp_size):
+            raise ConfigError(
+                f"training.global_batch_size={self.global_batch_size}: must be a multiple of "
+                f"training.micro_batch_size x dp = {self.micro_batch_size} x {self.dp_size}"
+            )
+        _check_rank(self.dp_rank, self.dp_size)
+
+    @classmethod
+    def of(cls, training: TrainingConfig, dp_rank: int, dp_size: int, padding: Padding | None = None) -> BatchPlan:
+        """Return the plan of a run's `training` section."""
+        return cls(
+            global_batch_size=training.global_batch_size,
+            micro_batch_size=training.micro_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            steps=training.max_steps,
+            padding=padding or Padding(),
+        )
+
+    def __str__(self) -> str:
+        factors = f"{self.micro_batch_size} micro_batch_size x {self.dp_size} dp x {self.accumulation} accumulation"
+        return f"{self.global_batch_size} sequences a step = {factors}"
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step of one rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Sequences per optimizer step of one rank."""
+        return self.global_batch_size // self.dp_size
+
+    def facts(self, dataset: Dataset | PackedDataset | MixtureDataset) -> Facts | MixtureFacts:
+        """Return what is known of a data set, with the passes over it that the whole run makes."""
+        return dataset.facts.after(self.steps * self.global_batch_size)
 
 
 class TrainBatches:
@@ -156,21 +162,21 @@ class TrainBatches:
         plan: BatchPlan,
         *,
         seed: int,
-        padding: Padding | None = None,
         fingerprint: str = "",
     ) -> None:
-        """`fingerprint` is what `Dataset.fingerprint` says of the samples; "": only their number is compared."""
-        self._dataset = dataset
+        """`fingerprint` is `Dataset.fingerprint` of the samples; "": a resume compares only their number."""
+        self.dataset = dataset
+        """What the order draws from."""
         self._fingerprint = fingerprint
         self._plan = plan
-        self._padding = (padding or Padding()).of(dataset)
+        self._padding = plan.padding.of(dataset)
         if isinstance(dataset, MixtureDataset):
             self._order: SampleOrder | MixtureOrder = dataset.order(seed)
         else:
             self._order = SampleOrder(len(dataset), seed)
         self._sample = 0
 
-    def at(self, step: int) -> list[MicroBatch]:
+    def at(self, step: int) -> list[Batch]:
         """Return the micro-batches of optimizer step `step` (0-based) of a run that started at sample 0."""
         return self._from(step * self._plan.global_batch_size)
 
@@ -179,10 +185,10 @@ class TrainBatches:
         size = self._plan.global_batch_size
         return self._order.indices(step * size, size)
 
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
+    def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
-    def __next__(self) -> list[MicroBatch]:
+    def __next__(self) -> list[Batch]:
         batch = self._from(self._sample)
         self._sample += self._plan.global_batch_size
         return batch
@@ -229,40 +235,47 @@ class TrainBatches:
             raise ConfigError(problems)
         self._sample = state["sample"]
 
-    def _from(self, sample: int) -> list[MicroBatch]:
+    def _from(self, sample: int) -> list[Batch]:
         plan = self._plan
         indices = self._order.indices(sample + plan.dp_rank * plan.rows_per_rank, plan.rows_per_rank)
-        rows = [self._dataset[index] for index in indices]
+        rows = [self.dataset[index] for index in indices]
         size = plan.micro_batch_size
         return [collate(rows[i : i + size], self._padding) for i in range(0, len(rows), size)]
 
 
-def eval_batches(
-    dataset: Sequence[Row],
-    micro_batch_size: int,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    padding: Padding | None = None,
-) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches of one pass over `dataset`, in its order.
+class EvalBatches:
+    """This rank's micro-batches of one pass over a held-out set, in its order; may be iterated over again.
 
     Every sample is in exactly one micro-batch of one dp rank. Every rank yields the same number of them, so that the
-    collectives of a forward match: the last are filled up with rows of padding alone, whose labels are all -100 and add
-    nothing to a sum.
+    collectives of a forward match: the last are filled up with rows of padding alone, whose targets are all ignored and
+    add nothing to a sum.
     """
-    _check_rank(dp_rank, dp_size)
-    rows_at_once = micro_batch_size * dp_size
-    count = -(-len(dataset) // rows_at_once)
-    padding = (padding or Padding()).of(dataset)
-    for number in range(count):
-        start = number * rows_at_once + dp_rank * micro_batch_size
-        rows = [dataset[i] if i < len(dataset) else _EMPTY for i in range(start, start + micro_batch_size)]
-        yield collate(rows, padding)
+
+    def __init__(self, dataset: Sequence[Row], plan: BatchPlan) -> None:
+        self.dataset = dataset
+        """The held-out set."""
+        self._plan = plan
+
+    @property
+    def facts(self) -> Facts | MixtureFacts | str:
+        """What is known of the held-out set, for the banner."""
+        return self.dataset.facts if isinstance(self.dataset, Rows) else f"{len(self.dataset):,} held-out rows"
+
+    def __iter__(self) -> Iterator[Batch]:
+        dataset, plan, size = self.dataset, self._plan, self._plan.micro_batch_size
+        padding = plan.padding.of(dataset)
+        rows_at_once = size * plan.dp_size
+        for number in range(-(-len(dataset) // rows_at_once)):
+            start = number * rows_at_once + plan.dp_rank * size
+            rows = [dataset[i] if i < len(dataset) else _EMPTY for i in range(start, start + size)]
+            yield collate(rows, padding)
 
 
-def collate(rows: Sequence[Row], padding: Padding) -> MicroBatch:
-    """Return rows as tensors, padded on the right. Raises ConfigError where a row is longer than that."""
+def collate(rows: Sequence[Row], padding: Padding) -> Batch:
+    """Return rows as a batch on the CPU, padded on the right. Raises ConfigError where a row is longer than that."""
     import torch
+
+    from components.batch import Batch
 
     longest = max(1, *(len(row.input_ids) for row in rows))
     if padding.length is not None and longest > padding.length:
@@ -273,18 +286,26 @@ def collate(rows: Sequence[Row], padding: Padding) -> MicroBatch:
     for i, row in enumerate(rows):
         input_ids[i, : len(row.input_ids)] = torch.tensor(row.input_ids, dtype=torch.int64)
         labels[i, : len(row.labels)] = torch.tensor(row.labels, dtype=torch.int64)
+    if not padding.documents:
+        return Batch.from_labels(input_ids, labels)
     position_ids = torch.arange(length).repeat(len(rows), 1)  # (micro_batch, seq)
-    batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
-    if padding.documents:
-        bounds = torch.full((len(rows), padding.documents + 1), length, dtype=torch.int32)
-        for i, row in enumerate(rows):
-            ends = row.ends if isinstance(row, PackedRow) else [len(row.input_ids)] if row.input_ids else []
-            starts = [0, *ends]
-            bounds[i, : len(starts)] = torch.tensor(starts, dtype=torch.int32)
-            for start, end in zip(starts, [*ends, length], strict=True):
-                position_ids[i, start:end] = torch.arange(end - start)
-        batch[DOCUMENTS] = bounds
-    return batch
+    bounds = torch.full((len(rows), padding.documents + 1), length, dtype=torch.int32)
+    longest_document = 1
+    for i, row in enumerate(rows):
+        ends = row.ends if isinstance(row, PackedRow) else [len(row.input_ids)] if row.input_ids else []
+        starts = [0, *ends]
+        bounds[i, : len(starts)] = torch.tensor(starts, dtype=torch.int32)
+        for start, end in zip(starts, [*ends, length], strict=True):
+            position_ids[i, start:end] = torch.arange(end - start)
+            longest_document = max(longest_document, end - start)
+    return Batch.from_labels(
+        input_ids,
+        labels,
+        position_ids=position_ids,
+        document_bounds=bounds,
+        # A power of two, so that it takes few values: compiled layers are compiled again for each.
+        longest_document=1 << (longest_document - 1).bit_length(),
+    )
 
 
 def _check_rank(dp_rank: int, dp_size: int) -> None:

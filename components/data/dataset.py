@@ -96,6 +96,8 @@ class Dataset(Sequence[Example]):
     ) -> None:
         self.facts = facts
         self.prompts = prompts
+        self.pad_token_id: int | None = tokenizer.pad_token_id
+        """Input at padded positions."""
         self._tokenizer = tokenizer
         whole = examples if isinstance(examples, Tokens) else flattened(trimmed(example) for example in examples)
         self._tokens = self._fitted(whole, seq_len, overlong)

@@ -8,14 +8,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from components.config.errors import ConfigError
+from components.config.schema.data import IGNORED
 from components.data.chat_template import ChatTemplate, Rendering
 from components.data.rows import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100
-"""Label of a position without loss: the `ignore_index` of PyTorch and Hugging Face."""
+__all__ = ["IGNORED", "Example", "PackedRow", "encode_conversations", "render_example", "trimmed"]
 
 
 class Example(NamedTuple):

@@ -127,6 +127,8 @@ class MixtureDataset(Sequence[Example | PackedRow]):
         self._ends = list(accumulate(map(len, self.parts.values())))
         self.prompts = [prompt for part in self.parts.values() for prompt in part.prompts]
         """Questions of every source."""
+        self.pad_token_id = next(iter(self.parts.values())).pad_token_id
+        """Input at padded positions."""
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -31,6 +31,7 @@ class PackedDataset(Sequence[PackedRow]):
 
         self.seq_len = seq_len
         self.prompts = samples.prompts
+        self.pad_token_id = samples.pad_token_id
         self._samples = samples
         self._plan: Plan = plan_rows(samples.lengths, seq_len)
         most = int(np.diff(self._plan.starts).max())

@@ -20,6 +20,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.layouts import ulysses_divides
 from components.config.schema.model import CAUSAL_SDPA, DOCUMENTS, NEEDS_WHOLE_ROWS
@@ -42,18 +43,15 @@ def own_chunks(mesh: DeviceMesh) -> tuple[int, int]:
     return rank, 2 * mesh.size() - 1 - rank
 
 
-def shard_rows(batch: dict[str, torch.Tensor], mesh: Mesh | None) -> dict[str, torch.Tensor]:
+def shard_rows(batch: Batch, mesh: Mesh | None) -> Batch:
     """Return this rank's part of a micro-batch of whole rows, with the position of every token in its row.
 
-    Whatever is aligned with the tokens is cut alike: (batch, seq) -> (batch, seq / cp); where the documents of packed
-    rows are concerns whole rows. Labels must have been shifted before. The batch as it is where there is no cp axis.
+    What is aligned with the tokens is cut alike: (batch, seq) -> (batch, seq / cp). Document bounds and values per row
+    concern whole rows and stay. Returns the batch itself where there is no cp axis.
     """
     if mesh is None or mesh.size("cp") == 1:
         return batch
-    rows, seq = batch["input_ids"].shape
-    own = own_positions(seq, mesh["cp"], batch["input_ids"].device)
-    local = {name: each if name == DOCUMENTS else each.index_select(1, own) for name, each in batch.items()}
-    return {"position_ids": own.expand(rows, -1), **local}
+    return batch.at_positions(own_positions(batch.shape[1], mesh["cp"], batch.input_ids.device))
 
 
 def use_context_parallel(model: nn.Module, mesh: DeviceMesh, method: ContextAttention, heads: tuple[int, int]) -> str:

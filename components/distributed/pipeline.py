@@ -13,27 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from components.config.schema.model import DOCUMENTS
+from components.batch import Batch
 from components.config.schema.parallelism import SINGLE_STAGE, PipelineSchedule
 from components.distributed.stages import Stage, Stages
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-Batch = dict[str, torch.Tensor]
-"""input_ids and targets, under cp or in packed rows position_ids, (micro_batch, seq) each; keywords of the layers."""
-INPUTS = ("input_ids", "targets", "position_ids")
-"""Of a batch, what stages or the loss name themselves; the rest is handed to every stage as it is."""
-TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(logits (batch, seq, vocabulary), targets (batch, seq)) -> the sum of the token losses."""
-Targets = dict[str, Any]
-"""targets (batch, seq) and, in target_count, how many of them the host knows to be at most real."""
+LossOfLogits = Callable[[torch.Tensor, Batch], torch.Tensor]
+"""(logits (batch, seq, vocabulary), micro-batch) -> the sum of its losses."""
 
 
 class Pipeline:
@@ -49,7 +42,7 @@ class Pipeline:
         self._hidden = stages.hidden
         self._device = next(module.parameters()).device
         self._built: tuple[tuple[int, ...], Any] = ((), None)
-        self._loss: TokenLoss | None = None
+        self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._tied_is_fresh = False
         self._apart = False
         if stages.tied_head is not None:
@@ -63,52 +56,58 @@ class Pipeline:
     def forward_backward(
         self,
         batches: list[Batch],
-        token_loss: TokenLoss | None,
+        loss_of_logits: LossOfLogits | None,
         head_keywords: dict[str, Any],
-        tokens: torch.Tensor,
+        units: torch.Tensor,
     ) -> torch.Tensor:
-        """Add the gradients of a step's micro-batches, all of one shape; return this rank's token losses in float64.
+        """Add the gradients of a step's micro-batches, all of one shape; return this rank's sum of losses in float64.
 
         Args:
-            token_loss: The sum of a micro-batch's token losses; None: the last stage takes targets and returns it.
-            head_keywords: What such a stage takes besides targets.
-            tokens: Units of the whole step (target tokens), over all ranks.
+            loss_of_logits: The sum of a micro-batch's losses; None: the last stage takes targets and returns it.
+            head_keywords: What such a stage takes besides targets and token weights.
+            units: Units of the whole step (target tokens, pairs), over all ranks.
         """
         self._copy_tied_weight()
-        self._loss = lambda output, targets: _quotient(token_loss(output, targets) if token_loss else output, tokens)
-        whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
-        rows, seq = batches[0]["input_ids"].shape
-        schedule = self._schedule(len(batches), rows, seq, token_loss is None)
-        taken: Targets = {}
-        if token_loss is None and self._has_head:
-            taken = {"targets": whole["targets"], **head_keywords}
+
+        def loss_of_output(output: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            loss = output if loss_of_logits is None else loss_of_logits(output, batches[int(index)])
+            return loss / units.to(loss.dtype)
+
+        self._loss = loss_of_output
+        whole = Batch.joined(batches)
+        rows, seq = batches[0].shape
+        schedule = self._schedule(len(batches), rows, seq, loss_of_logits is None)
+        taken = whole.head_inputs() | head_keywords if loss_of_logits is None and self._has_head else {}
         losses: list[torch.Tensor] = []
         schedule.step(
-            *([whole["input_ids"]] if self._stages.own[0].index == 0 else []),
-            target=whole["targets"] if self._has_head else None,
+            *([whole.input_ids] if self._stages.own[0].index == 0 else []),
+            # Schedules hand the loss its part of this tensor and nothing else: the number of the micro-batch, on the
+            # host, which so need not wait to read it.
+            target=torch.arange(len(batches)) if self._has_head else None,
             losses=losses if self._has_head else None,
             position_ids=_positions(whole),
-            **_keywords(whole),
+            **whole.layer_keywords(),
             **taken,
             return_outputs=False,
         )
         self._move_tied_gradient()
         if not losses:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.stack([loss.detach().double() for loss in losses]).sum() * tokens
+        return torch.stack([loss.detach().double() for loss in losses]).sum() * units
 
-    def loss(self, batch: Batch, token_loss: TokenLoss | None, head_keywords: dict[str, Any]) -> torch.Tensor:
-        """Return the sum of a micro-batch's token losses on the ranks of the last stage, zero on the others."""
+    def forward(self, batch: Batch, head_keywords: dict[str, Any] | None = None) -> torch.Tensor | None:
+        """Forward a micro-batch; return what the last stage returns on its ranks, None on the others.
+
+        Args:
+            head_keywords: What a last stage that takes targets needs besides them; None: it returns logits.
+        """
         self._copy_tied_weight()
-        taken = {"targets": batch["targets"], **head_keywords} if token_loss is None else {}
-        output = self._forward(batch["input_ids"], _positions(batch), _keywords(batch), **taken)
-        if output is None:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return token_loss(output, batch["targets"]) if token_loss else output
+        taken = {} if head_keywords is None else batch.head_inputs() | head_keywords
+        return self._forward(batch.input_ids, _positions(batch), batch.layer_keywords(), **taken)
 
     @contextmanager
     def stages_apart(self) -> Iterator[None]:
-        """Context in which `loss` does not communicate: each rank runs its stages on random hidden states.
+        """Context in which `forward` does not communicate: each rank runs its stages on random hidden states.
 
         A stage that raises then does not leave the next one waiting.
         """
@@ -128,7 +127,7 @@ class Pipeline:
         return SimpleNamespace(logits=logits, past_key_values=None)
 
     def _forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keywords: Batch, **head: Any
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keywords: dict[str, Any], **head: Any
     ) -> torch.Tensor | None:
         """Pass one micro-batch through all stages; logits where the last one is, which alone gets `head`."""
         passed = input_ids
@@ -157,7 +156,7 @@ class Pipeline:
             schedule = get_schedule_class(self._name)(
                 built[0] if self._name in SINGLE_STAGE else built,
                 n_microbatches=micro_batches,
-                loss_fn=self._token_loss,
+                loss_fn=self._loss_of_output,
                 scale_grads=False,
             )
             if self._built[0]:
@@ -186,10 +185,10 @@ class Pipeline:
             group=self.group,
         )
 
-    def _token_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _loss_of_output(self, output: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         if self._loss is None:
             raise RuntimeError("the schedule asks for a loss outside of a step")
-        return self._loss(output, targets)
+        return self._loss(output, index)
 
     @property
     def _has_head(self) -> bool:
@@ -247,18 +246,9 @@ class Pipeline:
 
 
 def pad_to_longest(batches: Sequence[Batch]) -> list[Batch]:
-    """Pad the micro-batches of a step (micro_batch, seq) on the right to one length: stages want one shape.
-
-    Packed rows have it already.
-    """
-    if DOCUMENTS in batches[0]:
-        return list(batches)
-    longest = max(batch["input_ids"].shape[1] for batch in batches)
-    fill = {"input_ids": 0, "labels": -100}
-    return [
-        {name: F.pad(batch[name], (0, longest - batch[name].shape[1]), value=value) for name, value in fill.items()}
-        for batch in batches
-    ]
+    """Pad the micro-batches of a step (micro_batch, seq) on the right to one length: stages need one shape."""
+    longest = max(batch.shape[1] for batch in batches)
+    return [batch.pad_to(longest) for batch in batches]
 
 
 def _skip_shape_vote(schedule: Any) -> None:
@@ -278,26 +268,12 @@ def _skip_shape_vote(schedule: Any) -> None:
         schedule._warmup_p2p = take_stated
 
 
-def _joined(values: Sequence[Any]) -> Any:
-    """Return the rows of all micro-batches, or the largest of their numbers, which bounds them all."""
-    return torch.cat(list(values)) if isinstance(values[0], torch.Tensor) else max(values)
-
-
-def _quotient(loss: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return loss / tokens.to(loss.dtype)
-
-
-def _keywords(batch: Batch) -> Batch:
-    """What stages hand down to their layers as it is."""
-    return {name: tensor for name, tensor in batch.items() if name not in INPUTS}
-
-
 def _positions(batch: Batch) -> torch.Tensor:
-    """(batch, seq): those that are given, or the order of the row."""
-    if "position_ids" in batch:
-        return batch["position_ids"].contiguous()
-    rows, seq = batch["input_ids"].shape
-    return torch.arange(seq, device=batch["input_ids"].device).repeat(rows, 1)
+    """Return the position ids (batch, seq) of a batch, or the order of the row."""
+    if batch.position_ids is not None:
+        return batch.position_ids.contiguous()
+    rows, seq = batch.shape
+    return torch.arange(seq, device=batch.input_ids.device).repeat(rows, 1)
 
 
 def _local(tensor: Any) -> Any:

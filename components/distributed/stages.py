@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from components.anatomy import named_decoder_layers
+from components.batch import HEAD_KEYWORDS
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
 from components.distributed.stand_ins import Absent, Entrance, Exit, NothingAdded
@@ -203,15 +204,14 @@ def _forward(
     leaving: Exit | None,
     inputs: torch.Tensor,
     position_ids: torch.Tensor,
-    targets: Any = None,
-    target_count: Any = None,
     **options: Any,
 ) -> torch.Tensor:
     """Run a stage; what the loss needs goes to every stage of a rank, and only the last one's own forward takes it."""
     given = {"input_ids": inputs} if entrance is None else {"inputs_embeds": inputs}
     if entrance is not None:
         entrance.given = inputs
-    output = compute(**given, position_ids=position_ids, use_cache=False, **options)[0]
+    of_layers = {name: value for name, value in options.items() if name not in HEAD_KEYWORDS}
+    output = compute(**given, position_ids=position_ids, use_cache=False, **of_layers)[0]
     if entrance is not None:
         entrance.given = None
     if leaving is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,7 +30,7 @@ WIDE = 100
 """Columns of a console from which log lines have room for the tokens since the start; a log file has 120."""
 
 
-class StepNumbers(Protocol):
+class ReportedStep(Protocol):
     """What is reported of an optimizer step (`components.training.StepMetrics` has it)."""
 
     @property
@@ -53,6 +53,9 @@ class StepNumbers(Protocol):
 
     @property
     def seconds_at_peak(self) -> float: ...
+
+    @property
+    def others(self) -> Mapping[str, float]: ...
 
 
 class TrafficNumbers(Protocol):
@@ -82,7 +85,7 @@ class Interval:
     seconds: float = 0.0
     seconds_at_peak: float = 0.0
 
-    def add(self, step: StepNumbers) -> None:
+    def add(self, step: ReportedStep) -> None:
         """Count one more step."""
         self.tokens += step.tokens
         self.seconds += step.seconds
@@ -190,7 +193,7 @@ class Reporter:
         if self.enabled and logs.is_dir():
             create_marker(logs / "first_step")
 
-    def step(self, metrics: StepNumbers, *, lr: float, tokens: int, every: int = 1) -> None:
+    def step(self, metrics: ReportedStep, *, lr: float, tokens: int, every: int = 1) -> None:
         """Take the numbers of an optimizer step, and log them if the step is a multiple of `every`.
 
         Args:
@@ -211,6 +214,7 @@ class Reporter:
             tokens=tokens,
             tokens_per_second=round(passed.speed, 1),
             **({} if passed.mfu is None else {"mfu": round(passed.mfu, 4)}),
+            **metrics.others,
         )
         values = [
             f"step {metrics.step:>6}",
@@ -219,6 +223,7 @@ class Reporter:
             f"lr {lr:.2g}",
             f"tokens/s {passed.speed:,.0f}",
             *([] if passed.mfu is None else [f"MFU {passed.mfu:.0%}"]),
+            *(f"{name} {value:.4g}" for name, value in metrics.others.items()),
             *([f"tokens {tokens:,}"] if self.console.width >= WIDE else []),
         ]
         self.say("  ".join(values))
@@ -239,13 +244,28 @@ class Reporter:
         finally:
             self._progress.update(self._task, description=TRAINING)
 
-    def evaluation(self, *, step: int, eval_loss: float, tokens: int) -> None:
-        """Log a pass over the held-out set; one that was stopped has no tokens."""
-        if not tokens:
-            self.say(f"step {step:>6}  no eval_loss: the evaluation was stopped, or its samples have no target tokens")
+    def evaluation(
+        self,
+        *,
+        step: int,
+        eval_loss: float,
+        count: int,
+        unit: str = "target token",
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Log a pass over the held-out set.
+
+        Args:
+            count: Units (such as target tokens) of the pass; 0: it was stopped.
+            metrics: Others than the loss, by name; logged with the prefix `eval_`.
+        """
+        if not count:
+            self.say(f"step {step:>6}  no eval_loss: the evaluation was stopped, or its samples have no {unit}s")
             return
-        self._write(step=step, eval_loss=eval_loss)
-        self.say(f"step {step:>6}  eval_loss {eval_loss:.4f}  over {tokens:,} held-out target tokens")
+        others = {f"eval_{name}": value for name, value in (metrics or {}).items()}
+        self._write(step=step, eval_loss=eval_loss, **others)
+        values = [f"eval_loss {eval_loss:.4f}", *(f"{name} {value:.4g}" for name, value in others.items())]
+        self.say(f"step {step:>6}  {'  '.join(values)}  over {count:,} held-out {unit}s")
         if self._plot is not None:
             self._plot.update()
 

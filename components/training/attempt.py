@@ -8,18 +8,19 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from components import data, distributed, observability
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.protocol.failures import report_hang
+from components.training.evaluation import Evaluation
 from components.training.state import StopRequest, TrainState
 from components.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from components.training.prepare import Prepared
+    from components.training.prepared import Prepared
 
 
 class Attempt:
@@ -85,22 +86,34 @@ class Attempt:
         """Return whether any rank was asked to stop. A collective, for loops other than that of the steps."""
         return self._stop.agreed()
 
-    def padding(self, tokenizer: Any, seq_len: int) -> data.Padding:
-        """Return how rows of at most `seq_len` tokens are padded for this mesh and device."""
-        return data.Padding.on(self.device, self.mesh.sequence_multiple, seq_len, tokenizer.pad_token_id)
-
     def status(self, doing: str) -> AbstractContextManager[None]:
         """Context in which the progress bar shows what the run does besides training."""
         return self._report.status(doing)
 
-    def say(self, text: str) -> None:
-        """Print a line on rank 0."""
-        self._report.say(text)
+    def say(self, *lines: str) -> None:
+        """Print lines on rank 0."""
+        for line in lines:
+            self._report.say(line)
 
-    def report_generations(self, answered: list[tuple[str, str]], when: str = "") -> None:
-        """Print prompts with what the model answers."""
+    def report_generations(self, answered: list[tuple[str, str]]) -> None:
+        """Print prompts with the model's answers."""
         prompts, answers = [prompt for prompt, _ in answered], [answer for _, answer in answered]
-        self._report.generations(prompts, answers, when=when or f"after {self.state.step} steps")
+        self._report.generations(prompts, answers, when=self._when)
+
+    @property
+    def _when(self) -> str:
+        """Of generations."""
+        return f"after {self.state.step} steps"
+
+    def _log_eval(self, measured: Evaluation) -> None:
+        self._report.evaluation(
+            step=self.state.step,
+            eval_loss=measured.loss,
+            count=measured.count,
+            unit=measured.unit,
+            metrics=measured.metrics,
+        )
+        self.eval_loss = measured.loss if measured.count else None
 
     def _print_banner(self, model: Prepared, source: str, batch: str, notes: Iterable[object]) -> None:
         observability.print_banner(
@@ -112,7 +125,7 @@ class Attempt:
                 device=self.device,
                 batch=batch,
                 model=f"{source}: {model.summary}",
-                local_bytes=model.counts.local_bytes,
+                local_bytes=0 if model.counts is None else model.counts.local_bytes,
                 groups=[str(group) for group in distributed.groups_of_mesh(self.mesh)],
                 notes=list(notes),
             ),
@@ -151,7 +164,10 @@ class EvaluationRun(Attempt):
         super().__init__(cfg, "evaluation", cfg.evaluation.step_timeout_seconds)
         self.cfg = cfg
         rank, size, rows = self.mesh.rank("dp"), self.mesh.size("dp"), cfg.evaluation.micro_batch_size
-        self.plan = data.BatchPlan(global_batch_size=rows * size, micro_batch_size=rows, dp_rank=rank, dp_size=size)
+        padding = data.Padding.on(self.device, self.mesh.sequence_multiple, cfg.evaluation.seq_len)
+        self.plan = data.BatchPlan(
+            global_batch_size=rows * size, micro_batch_size=rows, dp_rank=rank, dp_size=size, padding=padding
+        )
         """Which rows are this rank's."""
         if cfg.evaluation.checkpoint is not None:
             self.resume_from = Path(cfg.evaluation.checkpoint)
@@ -160,14 +176,17 @@ class EvaluationRun(Attempt):
         """Print the banner, and be ready for the first forward. A collective."""
         cfg = self.cfg
         self._model = model
-        self._watch.follow(model.replica)
+        self._watch.follow(model.called)
         self._report = observability.Reporter(cfg.logging, self.dir, self._reports)
         source = cfg.evaluation.checkpoint or cfg.model.path or "from scratch"
         batch = f"{cfg.evaluation.micro_batch_size} sequences x {self.mesh.size('dp')} dp at a time"
         self._print_banner(model, source, batch, notes)
         self._enter(self._report, self._stop, self._watch)
 
-    def report_eval(self, loss: float, tokens: int) -> None:
-        """Log the held-out loss; without tokens the evaluation was stopped, and there is none."""
-        self._report.evaluation(step=0, eval_loss=loss, tokens=tokens)
-        self.eval_loss = loss if tokens else None
+    def report_eval(self, measured: Evaluation) -> None:
+        """Log what `evaluate` measured; an evaluation that was stopped has no loss."""
+        self._log_eval(measured)
+
+    @property
+    def _when(self) -> str:
+        return "(greedy)"

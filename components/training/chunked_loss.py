@@ -1,55 +1,41 @@
-"""Linear layer and cross-entropy in one, without ever holding the logits of all tokens.
+"""LM head and token loss in one, without ever materializing the logits of all tokens.
 
-Tokens are taken in chunks. The forward computes each chunk's logits, its loss, and at once its gradients, so that the
-three matrix products of the usual way are done once each and logits live as long as their chunk (the idea of Liger's
-fused linear cross-entropy, Hsu et al. 2024, in plain PyTorch). Recomputing in the backward would hold no gradient
-of the weight meanwhile, at the price of a fourth product.
+The forward takes tokens in chunks and computes the logits, the loss and the gradients of each at once, so that the
+three matmuls are done once each and logits live as long as their chunk (the idea of Liger's fused linear
+cross-entropy, Hsu et al. 2024, in plain PyTorch). Recomputing in the backward would hold no gradient of the weight
+meanwhile, at the price of a fourth matmul.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from components.training.loss import IGNORED
-
-if TYPE_CHECKING:
-    from components.training.objectives.objective import Objective
+from components.config.schema.data import IGNORED
+from components.training.objectives.objective import NOT_SHARDED, TokenLoss, Vocabulary
 
 CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
-"""Logits of a chunk: large enough that products run at full speed, and what is added to the weight's gradient after
-each chunk (as many values as the weight has) is little beside them."""
+"""Logits of a chunk: large enough that matmuls run at full speed, and that adding to the gradient of the weight after
+each chunk (as many values as the weight has) costs little beside them."""
 TOKEN_MULTIPLE = 128
 """Numbers of tokens are rounded up to it, so that an allocator meets few sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the loss must know of the head besides its weight."""
+    """What a loss in chunks needs of the LM head besides its weight."""
 
-    group: dist.ProcessGroup | None = None
-    """Ranks that have the other words of the vocabulary (tp); None: this rank has all."""
-    first_word: int = 0
-    """The first word that this rank has."""
-    largest_shard: int = 0
-    """Vocabulary rows of the largest shard over `group`. All ranks derive the number of chunks from it: each chunk is a
-    collective."""
+    vocabulary: Vocabulary = NOT_SHARDED
+    """How the weight's rows are sharded."""
     after: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What the model does to its logits, word by word (Gemma's softcapping, Cohere's scale); None: nothing."""
+    """The model's elementwise transform of its logits (Gemma's softcapping, Cohere's scale); None: there is none."""
     backward_twice: bool = False
     """A pipeline schedule that splits the backward asks for gradients twice."""
-    vocabulary: int = 0
-    """Vocabulary rows of all ranks of `group`; 0: as many as there are logits."""
-    label_smoothing: float = 0.0
-    """Share of each target that is spread evenly over the vocabulary."""
-    z_loss: float = 0.0
-    """Factor of the squared log of the softmax's denominator."""
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
@@ -69,45 +55,71 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def linear_cross_entropy(
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What the tokens of a batch predict."""
+
+    ids: torch.Tensor  # (tokens,) int64
+    """The targets; IGNORED where there is no loss."""
+    count: int | None = None
+    """Host-side upper bound on the number of targets that are not ignored: the other tokens then cost nothing. A bound
+    that is too small makes the loss NaN, never wrong."""
+    weights: torch.Tensor | None = None  # (tokens,)
+    """Factor of each token's loss; None: 1."""
+
+
+def linear_token_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    targets: torch.Tensor,
+    targets: Targets,
     head: Head,
-    target_count: int | None = None,
-    objective: Objective | None = None,
+    token_loss: TokenLoss,
+    *,
+    per_token: bool = False,
 ) -> torch.Tensor:
-    """Return the sum of the cross-entropies of `hidden @ weight.T + bias`.
+    """Return the sum of the token losses of `hidden @ weight.T + bias`, or the losses themselves.
 
     Args:
         hidden: (tokens, hidden).
-        weight: (vocabulary or this rank's words, hidden); bias: (its words,).
-        targets: (tokens,) int64; IGNORED where nothing is predicted.
-        target_count: At most so many targets are not ignored, as the host knows; the other tokens then cost nothing.
-            A count that is too small makes the loss NaN, never wrong.
-        objective: Whose label smoothing and z-loss are computed; None: neither.
+        weight: (vocabulary or this rank's shard of it, hidden); bias: (its rows,).
+        per_token: Return the losses (tokens,), 0 where the target is ignored; without a gradient.
 
     Returns a scalar in float32, or in float64 for float64 hidden states; under tp the same on every rank, the gradient
     of `hidden` being this rank's part of a sum.
     """
-    known = None if target_count is None else max(1, -(-target_count // TOKEN_MULTIPLE)) * TOKEN_MULTIPLE
-    missed: Any = None
-    if known is not None and known < len(targets):
-        order = (targets == IGNORED).to(torch.uint8).argsort(stable=True)  # (tokens,), those with a target first
+    ids, count, weights = targets.ids, targets.count, targets.weights
+    known = None if count is None else max(1, -(-count // TOKEN_MULTIPLE)) * TOKEN_MULTIPLE
+    tokens, kept, missed = len(ids), None, None
+    if known is not None and known < tokens:
+        order = (ids == IGNORED).to(torch.uint8).argsort(stable=True)  # (tokens,), those with a target first
         kept, left_out = order[:known], order[known:]
-        missed = (targets.index_select(0, left_out) != IGNORED).any()
-        hidden, targets = hidden.index_select(0, kept), targets.index_select(0, kept)
+        missed = (ids.index_select(0, left_out) != IGNORED).any()
+        hidden, ids = hidden.index_select(0, kept), ids.index_select(0, kept)
+        weights = None if weights is None else weights.index_select(0, kept)
     wanted = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
-    if objective is not None:
-        head = replace(head, label_smoothing=objective.label_smoothing, z_loss=objective.z_loss)
-    loss = _LinearCrossEntropy.apply(hidden, weight, bias, targets, head, wanted)
+    call = _Call(head, token_loss, weights, per_token, wanted)  # type: ignore[arg-type]
+    loss: torch.Tensor = _LinearTokenLoss.apply(hidden, weight, bias, ids, call)
+    if per_token and kept is not None:
+        loss = loss.new_zeros(tokens).index_copy(0, kept, loss)
     return loss if missed is None else loss.masked_fill(missed, torch.nan)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call of the loss computes."""
+
+    head: Head
+    token_loss: TokenLoss
+    weights: torch.Tensor | None  # (tokens,)
+    per_token: bool
+    wanted: tuple[bool, bool, bool]
+    """Whether the gradients of hidden, weight and bias are."""
+
+
+class _LinearTokenLoss(torch.autograd.Function):
     """The loss; its gradients wait for the backward, which scales them."""
 
     @staticmethod
@@ -117,16 +129,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        head: Head,
-        wanted: tuple[bool, bool, bool],
+        call: _Call,
     ) -> torch.Tensor:
-        ctx.twice = head.backward_twice
+        ctx.twice = call.head.backward_twice
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         kind, dtype = hidden.device.type, autocast_dtype(hidden)
         if dtype is not None:
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         with nullcontext() if dtype is None else torch.autocast(kind, enabled=False):
-            loss, ctx.gradients = _over_chunks(hidden, weight, bias, targets, head, wanted)
+            loss, ctx.gradients = _over_chunks(hidden, weight, bias, targets, call)
         return loss
 
     @staticmethod
@@ -139,38 +150,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             scaled = [None if each is None else each.mul_(grad) for each in gradients]
             ctx.gradients = None
-        return *(None if each is None else each.to(to) for each, to in zip(scaled, ctx.dtypes, strict=True)), *[
-            None
-        ] * 3
+        typed = [None if each is None else each.to(to) for each, to in zip(scaled, ctx.dtypes, strict=True)]
+        return (*typed, None, None)
 
 
 def _over_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    head: Head,
-    wanted: tuple[bool, bool, bool],
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, call: _Call
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """Return the loss and the gradients of hidden, weight and bias, as far as they are wanted."""
+    vocabulary, wanted = call.head.vocabulary, call.wanted
     exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    vocabulary = len(weight) if head.group is None else head.largest_shard
-    chunks = max(1, -(-len(hidden) // chunk_tokens(vocabulary, hidden.device)))
-    loss = torch.zeros((), dtype=exact, device=hidden.device)
-    # What chunks add up to is kept exact; one chunk alone is one product, which is rounded once anyway.
+    largest = len(weight) if vocabulary.group is None else vocabulary.largest_shard
+    chunks = max(1, -(-len(hidden) // chunk_tokens(largest, hidden.device)))
+    loss = torch.zeros(len(hidden) if call.per_token else (), dtype=exact, device=hidden.device)
+    # What chunks add up to is kept exact; one chunk alone is one matmul, which is rounded once anyway.
     summed = exact if chunks > 1 else weight.dtype
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     grad_weight = torch.zeros_like(weight, dtype=summed) if wanted[1] else None
     grad_bias = torch.zeros_like(weight[:, 0], dtype=exact) if wanted[2] else None
     size = max(1, -(-len(hidden) // chunks))
     for start in range(0, len(hidden), size):
-        rows, answer = hidden[start : start + size], targets[start : start + size]
-        logits = F.linear(rows, weight, bias)  # (chunk, words)
-        chunk_loss, grad = _cross_entropy(logits, answer, head, any(wanted))
-        loss += chunk_loss
+        chunk = slice(start, start + size)
+        rows, answer = hidden[chunk], targets[chunk]
+        logits = F.linear(rows, weight, bias)  # (chunk, vocabulary)
+        chunk_loss, grad = _loss_of_chunk(logits, answer, None if call.weights is None else call.weights[chunk], call)
+        if call.per_token:
+            loss[chunk] = chunk_loss
+        else:
+            loss += chunk_loss
         real = (answer != IGNORED).to(rows.dtype)
         if grad_hidden is not None:
-            torch.mm(grad, weight, out=grad_hidden[start : start + size]).mul_(real[:, None])
+            torch.mm(grad, weight, out=grad_hidden[chunk]).mul_(real[:, None])
         if grad_weight is not None:
             _add_product(grad_weight, grad.t(), rows * real[:, None])
         if grad_bias is not None:
@@ -187,56 +197,30 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         rows += part @ right
 
 
-def _cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, head: Head, with_gradient: bool
+def _loss_of_chunk(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, call: _Call
 ) -> tuple[torch.Tensor, Any]:
-    """Return the loss of a chunk and the gradient of its logits (chunk, words), of ignored targets' rows any value."""
+    """Return the loss of a chunk and the gradient of its logits (chunk, vocabulary)."""
+    with_gradient, after = any(call.wanted), call.head.after
     changed = logits
-    if head.after is not None:
+    if after is not None:
         logits.requires_grad_(with_gradient)
         with torch.set_grad_enabled(with_gradient):
-            changed = head.after(logits)
+            changed = after(logits)
     scores = changed.detach()
     if scores.dtype not in (torch.float32, torch.float64):
         scores = scores.float()
-    log_probabilities, log_sum = _log_softmax(scores, head.group, bool(head.z_loss))
-    place, real = targets - head.first_word, targets != IGNORED
-    here = real & (place >= 0) & (place < scores.shape[-1])
-    place = place.clamp(0, scores.shape[-1] - 1)[:, None]  # (chunk, 1)
-    smoothing, words = head.label_smoothing, head.vocabulary or scores.shape[-1]
-    of_targets = log_probabilities.gather(1, place)[:, 0].where(here, 0)  # (chunk,)
-    if smoothing:
-        of_targets = (1 - smoothing) * of_targets + smoothing / words * log_probabilities.sum(-1) * real
-    picked = of_targets.sum()
-    if head.group is not None:
-        dist.all_reduce(picked, group=head.group)
-    loss = -picked
-    if log_sum is not None:
-        loss = loss + head.z_loss * (log_sum.square() * real).sum()
-    if not with_gradient:
+    loss, gradient = call.token_loss.of_chunk(
+        scores,
+        targets,
+        call.head.vocabulary,
+        None if weights is None else weights.to(scores.dtype),
+        per_token=call.per_token,
+        with_gradient=with_gradient,
+    )
+    if gradient is None:
         return loss, None
-    gradient = log_probabilities.exp_()
-    if log_sum is not None:
-        gradient *= 1 + 2 * head.z_loss * log_sum[:, None]
-    gradient.scatter_add_(1, place, (smoothing - 1) * here[:, None].to(scores.dtype))
-    if smoothing:
-        gradient -= smoothing / words
     gradient = gradient.to(changed.dtype)
-    if head.after is not None:
+    if after is not None:
         (gradient,) = torch.autograd.grad(changed, logits, gradient)
     return loss, gradient
-
-
-def _log_softmax(
-    scores: torch.Tensor, group: dist.ProcessGroup | None, with_log_sum: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log-probabilities (chunk, words) over the words of all ranks of `group`, and the log-sums (chunk,)."""
-    if group is None:
-        return scores.log_softmax(-1), scores.logsumexp(-1) if with_log_sum else None
-    own = scores.logsumexp(-1)  # (chunk,)
-    top = own.clone()
-    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    whole = (own - top).exp_()
-    dist.all_reduce(whole, group=group)
-    log_sum = top + whole.log_()
-    return scores - log_sum[:, None], log_sum if with_log_sum else None

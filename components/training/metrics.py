@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 FIELDS = ("loss", "grad_norm", "tokens", "skipped", "preempt", "interrupt", "save", "seconds_at_peak")
-"""What train_step packs into one vector, in this order."""
+"""What a step's vector begins with, in this order; the metrics of its objective follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """The numbers of a step, still on the device; equal on every rank."""
+
+    vector: torch.Tensor  # (fields,) float64
+    names: tuple[str, ...] = FIELDS
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return one number, a scalar on the device."""
+        return self.vector[self.names.index(name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +32,7 @@ class StepMetrics:
     step: int
     """Optimizer step, the first is 1."""
     loss: float
-    """Mean loss over the target tokens of the whole step: the number that was optimised."""
+    """Mean loss over the units of the whole step: the number that was optimized."""
     grad_norm: float
     """Global norm of the gradients before clipping."""
     tokens: int
@@ -36,6 +49,8 @@ class StepMetrics:
     """A rank's clock said that a save is due; equal on every rank."""
     seconds_at_peak: float = 0.0
     """Time that all devices would take for the step at their peak; over `seconds` it is the MFU. 0: not known."""
+    others: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the objective, and what the recipe logged of this step, by name."""
 
     @property
     def must_stop(self) -> bool:
@@ -64,7 +79,7 @@ class HostCopy:
 
 
 class StepReader:
-    """Hands a step's vector to the host `lag` steps after it was made.
+    """Hands a step's numbers to the host `lag` steps after it was made.
 
     The copy to pinned memory starts at once and is read when the device has long passed it, so that the host does not
     wait. The lag is fixed, never "when ready": all ranks learn the same thing at the same step, and stop together.
@@ -73,20 +88,27 @@ class StepReader:
     def __init__(self, lag: int = 1) -> None:
         self.lag = lag
         self._waited = 0.0  # for steps that were drained: the next step's, as its wait for the one before would be
-        self._pending: deque[tuple[int, HostCopy, float]] = deque()
+        self._pending: deque[_Pending] = deque()
+        self._logged: dict[str, HostCopy | float] = {}
 
-    def push(self, step: int, vector: torch.Tensor, began: float, drain: bool = False) -> list[StepMetrics]:
-        """Start the copy of `vector` (len(FIELDS),) and return what has arrived: step `step - lag`, if there is one.
+    def log(self, values: Mapping[str, torch.Tensor | float]) -> None:
+        """Keep values of the step that is pushed next, to be read with its numbers; scalars of a device do not wait."""
+        for name, value in values.items():
+            self._logged[name] = HostCopy(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+
+    def push(self, step: int, numbers: StepNumbers, began: float, drain: bool = False) -> list[StepMetrics]:
+        """Start the copy of a step's numbers and return what has arrived: step `step - lag`, if there is one.
 
         Args:
             began: `time.perf_counter()` when the step began.
             drain: Wait for the device and return this step too, before an evaluation or a save. Asked for at every
                 step, it hands out every step: a request to stop reaches the loop whatever is due.
         """
-        copy = HostCopy(vector)
+        copy, logged = HostCopy(numbers.vector), self._logged
         arrived = [self._pop()] if len(self._pending) == self.lag else []  # here the host waits for the device
-        self._pending.append((step, copy, time.perf_counter() - began + self._waited))
-        self._waited = 0.0
+        seconds = time.perf_counter() - began + self._waited
+        self._pending.append(_Pending(step, copy, numbers.names, logged, seconds))
+        self._waited, self._logged = 0.0, {}
         return [*arrived, *self.flush()] if drain else arrived
 
     def flush(self) -> list[StepMetrics]:
@@ -97,17 +119,33 @@ class StepReader:
         return arrived
 
     def _pop(self) -> StepMetrics:
-        step, copy, seconds = self._pending.popleft()
-        values = dict(zip(FIELDS, copy.read().tolist(), strict=True))
+        pending = self._pending.popleft()
+        values = dict(zip(pending.names, pending.copy.read().tolist(), strict=True))
+        logged = {
+            name: float(value.read()) if isinstance(value, HostCopy) else value
+            for name, value in pending.logged.items()
+        }
         return StepMetrics(
-            step=step,
+            step=pending.step,
             loss=values["loss"],
             grad_norm=values["grad_norm"],
             tokens=int(values["tokens"]),
-            seconds=seconds,
+            seconds=pending.seconds,
             skipped=values["skipped"] > 0,
             preempt=values["preempt"] > 0,
             interrupt=values["interrupt"] > 0,
             must_save=values["save"] > 0,
             seconds_at_peak=values["seconds_at_peak"],
+            others={name: values[name] for name in pending.names if name not in FIELDS} | logged,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A step whose numbers are on their way."""
+
+    step: int
+    copy: HostCopy
+    names: tuple[str, ...]
+    logged: Mapping[str, HostCopy | float]
+    seconds: float

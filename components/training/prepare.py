@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import nn
 
 from components import distributed, models
 from components.config.schema.recipes import EvaluateConfig, FinetuneConfig
 from components.distributed.mesh import Mesh
-from components.distributed.pipeline import Pipeline
 from components.training.checkpointing import choose_checkpointing
-from components.training.loop import StepSettings
+from components.training.loss_head import attach_loss_head
 from components.training.precision import autocast_dtype, compute_dtype
+from components.training.prepared import Prepared, StepSettings
 from components.training.router import attach_router_loss
-from components.training.token_loss import attach_token_loss
 from components.training.work import step_work
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from components.config.schema import ParallelismConfig
-    from components.models.layers import ParameterCounts
 
 
 class OnMesh(Protocol):
@@ -40,28 +34,6 @@ class OnMesh(Protocol):
     @property
     def resume_from(self) -> Path | None:
         """The checkpoint whose weights are loaded afterwards; None: the run begins here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A model that is ready for its first step."""
-
-    module: Any
-    """This rank's part of the transformers model, under the names of the whole one."""
-    replica: nn.Module | Pipeline
-    """What training, evaluation and generation call: `module`, DDP around it, or the pipeline."""
-    settings: StepSettings
-    """What stays the same over all steps."""
-    parallelism: ParallelismConfig
-    """How it was parallelized."""
-    compute_dtype: torch.dtype
-    """Type of matrix products."""
-    counts: ParameterCounts
-    """Parameters of the whole model, and bytes of this rank's."""
-    summary: str
-    """Parameters and types, for the banner."""
-    notes: list[object]
-    """What was chosen on the way, for the banner."""
 
 
 def prepare(cfg: FinetuneConfig | EvaluateConfig, run: OnMesh, vocabulary: int) -> Prepared:
@@ -83,7 +55,7 @@ def prepare(cfg: FinetuneConfig | EvaluateConfig, run: OnMesh, vocabulary: int) 
     work = step_work(model, cfg.logging, mesh, device, dtype) if trains else None
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
     router_loss = attach_router_loss(model, cfg.model, mesh) if trains else None
-    token_loss = attach_token_loss(model, cfg, mesh, layout.stages, device)
+    loss_head = attach_loss_head(model, cfg, mesh, layout.stages, device)
     recompute = choose_checkpointing(model, cfg, mesh, device, dtype) if isinstance(cfg, FinetuneConfig) else None
     if recompute is not None:
         models.checkpoint_activations(model, recompute.policy)
@@ -104,12 +76,12 @@ def prepare(cfg: FinetuneConfig | EvaluateConfig, run: OnMesh, vocabulary: int) 
             mesh=mesh,
             autocast=autocast_dtype(cfg.parallelism, cfg.model, dtype),
             router_loss=router_loss,
-            token_loss=token_loss,
+            loss_head=loss_head,
             work=work,
         ),
         parallelism=cfg.parallelism,
         compute_dtype=dtype,
         counts=counts,
         summary=f"{counts}, {cfg.model.dtype}, {why_dtype}",
-        notes=[*layout.notes, router_loss, token_loss, recompute, work],
+        notes=[*layout.notes, router_loss, loss_head, recompute, work],
     )

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from components.anatomy import named_decoder_layers
 from components.config.errors import ConfigError
+from components.config.schema.data import IGNORED
 from components.config.schema.model import DOCUMENTS, ModelConfig, RouterAux
 from components.distributed.mesh import Mesh
-from components.training.loss import IGNORED
 
 SEQUENCE_WEIGHTS = "router_sequence_weights"
 """Keyword by which `sequence_weights` travel through the model's forward to its decoder layers."""
@@ -121,7 +121,7 @@ class RouterLoss:
         return None if self._mesh is None or self._mesh.size("cp") == 1 else self._mesh["cp"]
 
 
-def sequence_weights(labels: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.Tensor:
+def sequence_weights(targets: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.Tensor:
     """Return what each router must know of its tokens: (batch, seq, 2) int64, to be cut like them.
 
     First, the number of target tokens of a sequence at its first token, 0 elsewhere: their sum is the number wherever
@@ -129,19 +129,19 @@ def sequence_weights(labels: torch.Tensor, bounds: torch.Tensor | None = None) -
     tokens are padding or of no consequence. (Integers, because FSDP2 casts floats.)
 
     Args:
-        labels: (batch, seq) of whole rows, aligned with the inputs.
+        targets: (batch, seq) of whole rows; IGNORED where there is none.
         bounds: Of the documents of packed rows, (batch, documents + 1); None: a row is one sequence.
     """
-    rows, seq = labels.shape
+    rows, seq = targets.shape
     if bounds is None:
-        bounds = (torch.arange(2, device=labels.device) * seq).expand(rows, 2)
+        bounds = (torch.arange(2, device=targets.device) * seq).expand(rows, 2)
     bounds = bounds.long()
     starts, ends = bounds[:, :-1], bounds[:, 1:]  # (batch, sequences); empty ones are at `seq`
-    is_target = F.pad((labels != IGNORED).long(), (0, 1))  # (batch, seq + 1)
+    is_target = F.pad((targets != IGNORED).long(), (1, 0))  # (batch, seq + 1): whether each token is predicted
     is_target.scatter_(1, starts, 0)  # predicted from nothing
     before = F.pad(is_target.cumsum(1), (1, 0))  # targets before each place, (batch, seq + 2)
     counts = before.gather(1, ends) - before.gather(1, starts)  # (batch, sequences)
-    place = torch.arange(seq, device=labels.device).repeat(rows, 1)
+    place = torch.arange(seq, device=targets.device).repeat(rows, 1)
     number = torch.searchsorted(ends.contiguous(), place, right=True)  # (batch, seq)
     matters = before.gather(1, ends).gather(1, number) > before[:, :seq]  # a target is here or further on
     at_first = torch.zeros_like(is_target).scatter_add_(1, starts, counts)[:, :seq]

@@ -26,7 +26,10 @@ from components.training.state import SaveClock, TrainState
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from components.training.prepare import Prepared
+    from components.batch import Batch
+    from components.training.evaluation import Evaluation
+    from components.training.prepared import Prepared
+    from components.training.step import StepNumbers
 
 LAG = 1
 """Steps after which a step's numbers are read, so that the host never waits for the device."""
@@ -39,7 +42,8 @@ class Run(Attempt):
         """Start the processes, build the mesh, seed the generators and divide the batch. A collective."""
         super().__init__(cfg, "training", cfg.training.step_timeout_seconds)
         self.cfg = cfg
-        self.plan = data.BatchPlan.of(cfg.training, self.mesh.rank("dp"), self.mesh.size("dp"))
+        padding = data.Padding.on(self.device, self.mesh.sequence_multiple, cfg.training.seq_len)
+        self.plan = data.BatchPlan.of(cfg.training, self.mesh.rank("dp"), self.mesh.size("dp"), padding)
         """Which rows of each global batch are this rank's."""
         self.resume_from = checkpoint.find_checkpoint(self.dir, cfg.run.resume)
         self._step_contexts = ExitStack()
@@ -50,14 +54,24 @@ class Run(Attempt):
         self._step_contexts.__exit__(kind, error, traceback)
         super().__exit__(kind, error, traceback)
 
-    def resume(self, model: Prepared, optimizer: torch.optim.Optimizer, batches: data.TrainBatches) -> None:
-        """Load the checkpoint of an earlier attempt, if there is one. A collective.
+    def begin(
+        self,
+        model: Prepared,
+        optimizer: checkpoint.Optimizers,
+        batches: data.TrainBatches,
+        held_out: data.EvalBatches | None = None,
+    ) -> None:
+        """Load the checkpoint of an earlier attempt, if there is one, and print the banner. A collective.
+
+        Args:
+            optimizer: One, or several by name. All share one gradient norm and one decision to skip an update.
+            held_out: For the banner.
 
         Raises ConfigError where the data or its order differ from the checkpoint's and that is not accepted.
         """
         cfg = self.cfg
         self._model, self._optimizer, self._batches = model, optimizer, batches
-        self._watch.follow(model.replica)
+        self._watch.follow(model.called)
         title = observability.run_title(cfg.model, cfg.data, self.mesh.shape)
         # Before the checkpoint is loaded: what the reporter imports draws random numbers.
         self._report = observability.Reporter(cfg.logging, self.dir, self._reports, cfg.training.max_steps, title)
@@ -65,33 +79,34 @@ class Run(Attempt):
             saved = checkpoint.load_checkpoint(self.resume_from, model.module, optimizer)
             self.state = TrainState.from_dict(saved["state"])
             batches.load_state_dict(saved["data"], cfg.run.accept_changes)
-        self.state.optimizer = type(optimizer).__name__
+        self.state.optimizer = " and ".join(type(each).__name__ for each in checkpoint.list_optimizers(optimizer))
         self._resumed_at = self.state.step
-
-    def begin(self, train_set: data.Dataset, eval_set: data.Dataset, notes: Iterable[object] = ()) -> None:
-        """Print the banner and some samples, and be ready for the first step. A collective."""
-        cfg, model = self.cfg, self._model
-        batch = f"{self.plan}, up to {cfg.training.seq_len} tokens each"
-        lines = [self.plan.facts(train_set), eval_set.facts, *model.notes, *notes]
-        self._print_banner(model, cfg.model.path or "from scratch", batch, lines)
-        for index in range(min(cfg.logging.examples, len(train_set))):
-            self.say(f"\nexample {index}, what carries loss in [[ ]]:\n{train_set.show(index)}")
-        if self.resume_from is not None:
-            self.say(f"resumed from {self.resume_from}")
+        self._show_start(model, batches.dataset, held_out)
         self._report.continue_from(self.state.step)
         self._reader, self._clock = StepReader(LAG), SaveClock(cfg.checkpoint.every_minutes)
         self._traffic = distributed.StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
         self._profile = observability.StepProfile(cfg.logging.profile, self.dir, self.say)
-        self._saver = checkpoint.Saver(self.dir, model.module, self._optimizer, cfg.checkpoint, self.say)
+        self._saver = checkpoint.Saver(self.dir, model.module, optimizer, cfg.checkpoint, self.say)
         self._gc = GarbageOffTheStep(cfg.training.gc_every)
         self._enter(self._report, self._stop, self._watch, self._saver, self._gc)
+
+    def _show_start(self, model: Prepared, train_set: Any, held_out: data.EvalBatches | None) -> None:
+        cfg = self.cfg
+        batch = f"{self.plan}, up to {cfg.training.seq_len} tokens each"
+        facts = [self.plan.facts(train_set), *([] if held_out is None else [held_out.facts])]
+        self._print_banner(model, cfg.model.path or "from scratch", batch, [*facts, *model.notes])
+        for index in range(min(cfg.logging.examples, len(train_set))):
+            self.say(f"\nexample {index}, what carries loss in [[ ]]:\n{train_set.show(index)}")
+        if self.resume_from is not None:
+            self.say(f"resumed from {self.resume_from}")
 
     def steps(self) -> Iterator[Step]:
         """Yield every step that is left, until the last one or a request to stop."""
         cfg = self.cfg
         while self.state.step < cfg.training.max_steps and not self.stopped:
             began = time.perf_counter()
-            set_learning_rate(self._optimizer, cfg.optimizer, self.state.step, cfg.training.max_steps)
+            for optimizer in checkpoint.list_optimizers(self._optimizer):
+                set_learning_rate(optimizer, cfg.optimizer, self.state.step, cfg.training.max_steps)
             number = self.state.step + 1
             for context in (self._traffic.step(), self._watch.step(number), self._profile.step(), self._gc.step()):
                 self._step_contexts.enter_context(context)
@@ -102,11 +117,22 @@ class Run(Attempt):
                 raise RuntimeError(f"step {number} of run.steps() was not ended: call step.done(train_step(...)) in it")
         self._read_all()
 
-    def report_eval(self, loss: float, tokens: int) -> None:
-        """Log a held-out loss; without tokens the evaluation was stopped, and there is none."""
+    def log(self, step: Step, **values: torch.Tensor | float) -> None:
+        """Log numbers of a step in metrics.jsonl and the trackers, before `step.done`; rank 0's are written.
+
+        Scalars of a device are read with the step's other numbers, so that the host does not wait. Nothing is reduced
+        over ranks.
+        """
+        if step.is_done:
+            raise RuntimeError(
+                f"run.log(step, ...) after step.done: the numbers of step {step.number} are on their way"
+            )
+        self._reader.log(values)
+
+    def report_eval(self, measured: Evaluation) -> None:
+        """Log what `evaluate` measured; an evaluation that was stopped has no loss."""
         self._read_all()
-        self._report.evaluation(step=self.state.step, eval_loss=loss, tokens=tokens)
-        self.eval_loss = loss if tokens else None
+        self._log_eval(measured)
         self.state.begin(self.eval_loss)
 
     def save(self, step: Step) -> None:
@@ -136,7 +162,7 @@ class Run(Attempt):
         self._saver.save(self.state.step, extra, mark, last=last)
         self._clock.restart()
 
-    def _end_step(self, step: Step, numbers: torch.Tensor) -> None:
+    def _end_step(self, step: Step, numbers: StepNumbers) -> None:
         self._step_contexts.close()
         cfg = self.cfg
         self.state.step = step.number
@@ -171,7 +197,7 @@ class Step:
     run: Run
     number: int
     """The first is 1."""
-    batches: list[data.MicroBatch]
+    batches: list[Batch]
     """This rank's micro-batches."""
     asked: tuple[float, float, float]
     """(preempt, interrupt, save) of this rank, for the reduction of `train_step`."""
@@ -191,7 +217,7 @@ class Step:
         """Whether to save now; a run that stops saves at its end."""
         return (self.save_is_scheduled or self.save_is_late) and not self.run.stopped
 
-    def done(self, numbers: torch.Tensor) -> None:
+    def done(self, numbers: StepNumbers) -> None:
         """End the step with what `train_step` returned; the numbers of the step before it are logged."""
         self.is_done = True
         self.run._end_step(self, numbers)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from components.batch import Batch
+from components.config.schema.data import IGNORED
 from components.config.schema.logging import LoggingConfig
-from components.config.schema.model import DOCUMENTS
 from components.distributed.expert import is_experts
 from components.distributed.mesh import Mesh
-from components.training.loss import IGNORED
 
 PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
@@ -73,7 +73,7 @@ class StepWork:
     def __str__(self) -> str:
         return f"MFU: {self.why}" if self.why else ""
 
-    def seconds_at_peak(self, batches: Iterable[dict[str, torch.Tensor]]) -> float:
+    def seconds_at_peak(self, batches: Iterable[Batch]) -> float:
         """Return this rank's part for its micro-batches, as they come from the host; 0 where it is not known."""
         if self.flops is None or self.peak is None or not self.counts:
             return 0.0
@@ -133,19 +133,19 @@ def pairs(length: int, window: int | None = None) -> int:
     return near * (near + 1) // 2 + (length - near) * near
 
 
-def document_lengths(batch: dict[str, torch.Tensor]) -> list[int]:
+def document_lengths(batch: Batch) -> list[int]:
     """Return the lengths in tokens of a micro-batch's documents, its padding left out; none where asking would wait.
 
     Every sample ends with a target token, so what follows the last one of a row is padding.
     """
-    labels = batch["labels"]  # (micro_batch, seq)
-    if labels.device.type != "cpu":
+    targets, bounds = batch.targets, batch.document_bounds  # (micro_batch, seq)
+    if targets.device.type != "cpu":
         return []
-    places = torch.arange(1, labels.shape[1] + 1)
-    ends = torch.where(labels != IGNORED, places, 0).amax(1)  # (micro_batch,)
-    if DOCUMENTS not in batch:
+    ends_there = torch.arange(2, targets.shape[1] + 2)  # a target is the token after its position
+    ends = torch.where(targets != IGNORED, ends_there, 0).amax(1)  # (micro_batch,)
+    if bounds is None:
         return ends.tolist()
-    bounds = torch.minimum(batch[DOCUMENTS], ends[:, None].to(batch[DOCUMENTS].dtype))
+    bounds = torch.minimum(bounds, ends[:, None].to(bounds.dtype))
     return [length for length in bounds.diff(dim=1).flatten().tolist() if length > 0]
 
 

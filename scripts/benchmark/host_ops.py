@@ -1,5 +1,6 @@
 """What the host does in one optimizer step, by the number of processes: it should not depend on it.
 
+from components.batch import Batch
 python scripts/benchmark/host_ops.py                          # 8 and 16,384 processes, on torch's fake backend
 python scripts/benchmark/host_ops.py --worlds 8 512 --mesh dp_shard=-1,tp=8
 
@@ -101,16 +102,18 @@ def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
     models.use_causal_sdpa(model)
     work = training.step_work(model, cfg.logging, mesh, cpu, torch.float32)
     layout = distributed.parallelize(model, mesh, parallelism, torch.float32)
-    token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, cpu)
+    loss_head = training.attach_loss_head(model, cfg, mesh, layout.stages, cpu)
     models.materialize(model, cpu)
     replica = distributed.wrap_replicas(model, mesh, parallelism, layout)
     optimizer = training.build_optimizer(model, OptimizerConfig())
     settings = training.StepSettings(
-        device=cpu, mesh=mesh, token_loss=token_loss, work=work, defer_grad_sync=parallelism.defer_grad_sync
+        device=cpu, mesh=mesh, loss_head=loss_head, work=work, defer_grad_sync=parallelism.defer_grad_sync
     )
+    from components.batch import Batch
+
     tokens = torch.randint(3, MODEL["vocab_size"], (2, 32), generator=torch.Generator().manual_seed(0))
-    batches = [{"input_ids": tokens, "labels": tokens}] * 2
-    return lambda: training.train_step(replica, batches, optimizer, settings), seconds
+    batches = [Batch.from_labels(tokens, tokens)] * 2
+    return lambda: training.train_step(training.Prepared(model, settings, replica), batches, optimizer), seconds
 
 
 def count_in_a_process(world: int, mesh: str, loss: str = "chunked") -> dict[str, Any]:

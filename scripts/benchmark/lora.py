@@ -15,6 +15,7 @@ from argparse import ArgumentParser
 import torch
 
 from components import models, training
+from components.batch import Batch
 from components.config.schema import ModelConfig, PeftConfig, PeftMethod
 from components.config.schema.optimizer import OptimizerConfig
 
@@ -51,7 +52,7 @@ def main() -> None:
     for _ in range(options.steps):
         for kind, (model, optimizer) in runs.items():
             began = time.process_time()
-            training.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer, settings)
+            training.train_step(training.Prepared(model, settings), [Batch.from_labels(ids, ids)], optimizer)
             seconds[kind].append(time.process_time() - began)
     medians = {kind: statistics.median(each[1:]) for kind, each in seconds.items()}
     print(f"{options.rows} x {options.seq_len} tokens, one thread, {why}")

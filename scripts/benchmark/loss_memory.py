@@ -29,8 +29,8 @@ def measure(method: str, words: int, args: argparse.Namespace) -> dict[str, floa
     """Return peak bytes above the inputs, and the median seconds of a forward and backward."""
     import torch
 
-    from components.training.chunked_loss import Head, linear_cross_entropy
-    from components.training.loss import token_loss_sum
+    from components.training.chunked_loss import Head, Targets, linear_token_loss
+    from components.training.objectives import CrossEntropy
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(args.threads)
@@ -45,9 +45,9 @@ def measure(method: str, words: int, args: argparse.Namespace) -> dict[str, floa
 
     def once() -> None:
         if method == "logits":
-            loss = token_loss_sum(torch.nn.functional.linear(hidden, weight)[None], targets[None])
+            loss = CrossEntropy().of_logits(torch.nn.functional.linear(hidden, weight)[None], targets[None])
         else:
-            loss = linear_cross_entropy(hidden, weight, None, targets, Head(), count)
+            loss = linear_token_loss(hidden, weight, None, Targets(targets, count), Head(), CrossEntropy())
         (loss / count).backward()
         hidden.grad = weight.grad = None
 

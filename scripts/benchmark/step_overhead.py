@@ -166,7 +166,11 @@ def ours(model: Any, batches: data.TrainBatches, config: OptimizerConfig = OPTIM
         for step in steps:
             started = time.perf_counter()
             training.set_learning_rate(optimizer, config, step, 10**9)
-            arrived += reader.push(step, training.train_step(replica, next(batches), optimizer, settings), started)
+            arrived += reader.push(
+                step,
+                training.train_step(training.Prepared(model, settings, replica), next(batches), optimizer),
+                started,
+            )
         arrived += reader.flush()
         return time.process_time() - began, [metrics.loss for metrics in arrived]
 

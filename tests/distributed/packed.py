@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from components import data, training
+from components.batch import Batch
 from components.data.dataset import Dataset, Facts
 from scripts.parity_curves import FLOOR, at_least_float32, balance_loss, norm_of
 from tests.distributed.parity import MODELS as DENSE
@@ -29,6 +30,13 @@ MODELS: dict[str, dict[str, Any]] = {
 """With windows shorter than documents; and one whose positions are learned: rotary ones are relative, and so the same
 wherever a document begins; and one whose values are narrower than its keys, without experts."""
 
+
+class _NoPadding:
+    """What a data set takes of a tokenizer."""
+
+    pad_token_id = None
+
+
 Step = tuple[float, dict[str, torch.Tensor]]
 """Loss and gradients."""
 
@@ -43,7 +51,7 @@ def packed(count: int = 24, seed: int = 0) -> data.PackedDataset:
         labels = tokens.clone()
         labels[: int(torch.randint(0, length - 1, (), generator=generator))] = -100
         examples.append(data.Example(tokens.tolist(), labels.tolist()))
-    samples = Dataset(examples, None, facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
+    samples = Dataset(examples, _NoPadding(), facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
     return data.PackedDataset(samples, SEQ_LEN)
 
 
@@ -86,11 +94,11 @@ class Catcher(torch.optim.SGD):
         }
 
 
-def one_step(model: Any, called: Any, batches: list[data.MicroBatch], settings: training.StepSettings) -> Step:
+def one_step(model: Any, called: Any, batches: list[Batch], settings: training.StepSettings) -> Step:
     """The loss that train_step logs and the whole gradients that the optimizer sees, of this rank's parameters."""
     named = dict(model.named_parameters())
     catcher = Catcher(named.values(), lr=0.0)
-    loss = training.train_step(called, batches, catcher, settings)[0].item()
+    loss = training.train_step(training.Prepared(model, settings, called), batches, catcher)["loss"].item()
     return loss, {name: catcher.caught[p] for name, p in named.items() if p in catcher.caught}
 
 

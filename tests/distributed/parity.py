@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import distributed, models, training
+from components.batch import Batch
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import LossMethod, RouterAux
@@ -154,7 +155,7 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, config, case.dtype)
     router_loss = training.attach_router_loss(model, whole.model, mesh)
-    token_loss = training.attach_token_loss(model, whole, mesh, layout.stages, torch.device("cpu"))
+    loss_head = training.attach_loss_head(model, whole, mesh, layout.stages, torch.device("cpu"))
     models.checkpoint_activations(model, config.activation_checkpointing)
     if case.compile:
         models.compile_layers(model, backend=case.compile)
@@ -166,7 +167,7 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
         mesh=mesh,
         defer_grad_sync=config.defer_grad_sync,
         router_loss=router_loss,
-        token_loss=token_loss,
+        loss_head=loss_head,
     )  # fmt: skip
     clipped: dict[str, torch.Tensor] = {}
 
@@ -175,9 +176,8 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
             clipped.update(whole_gradients(model))
 
     optimizer.register_step_pre_hook(keep)
-    curve = curves.train_on_mesh(
-        called, optimizer, lambda step: micro_batches(case, mesh, step), settings, course(case)
-    )  # fmt: skip
+    prepared = training.Prepared(model, settings, called)
+    curve = curves.train_on_mesh(prepared, optimizer, lambda step: micro_batches(case, mesh, step), course(case))
     scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
     curve.gradients = {name: gradient / scale for name, gradient in clipped.items()}
     return curve, curves.differing_replicas(model)
@@ -189,7 +189,7 @@ def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in gradients.items()}
 
 
-def micro_batches(case: Case, mesh: Mesh, step: int) -> list[dict[str, torch.Tensor]]:
+def micro_batches(case: Case, mesh: Mesh, step: int) -> list[Batch]:
     """This rank's part of the global batch, padded on the right to the longest row of each micro-batch."""
     samples = (case.samples or samples_of_step)(step)
     per_rank = len(samples) // mesh.size("dp")
@@ -204,4 +204,4 @@ def pad(samples: list[Sample], multiple: int) -> dict[str, torch.Tensor]:
     longest += -longest % multiple
     rows = [F.pad(tokens, (0, longest - len(tokens)), value=0) for tokens, _ in samples]
     labels = [F.pad(labels, (0, longest - len(labels)), value=-100) for _, labels in samples]
-    return {"input_ids": torch.stack(rows), "labels": torch.stack(labels)}
+    return Batch.from_labels(torch.stack(rows), torch.stack(labels))

@@ -60,7 +60,9 @@ def laid_out(case: parity.Case) -> tuple[nn.Module, torch.optim.Optimizer, Calla
     settings = training.StepSettings(device=torch.device("cpu"), mesh=mesh)
 
     def step(number: int) -> None:
-        training.train_step(called, parity.micro_batches(case, mesh, number), optimizer, settings)
+        training.train_step(
+            training.Prepared(model, settings, called), parity.micro_batches(case, mesh, number), optimizer
+        )
 
     return model, optimizer, step
 

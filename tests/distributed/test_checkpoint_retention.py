@@ -74,7 +74,9 @@ def test_a_rank_whose_clock_is_due_makes_all_save_at_the_same_step() -> None:
         rows = {"input_ids": torch.ones(1, 8, dtype=torch.long), "labels": torch.ones(1, 8, dtype=torch.long)}
         reader, seen = training.StepReader(lag=1), []
         for step in range(4):
-            vector = training.train_step(model, [rows], optimizer, settings, (0.0, 0.0, float(rank == 1 == step)))
+            vector = training.train_step(
+                training.Prepared(model, settings), [rows], optimizer, (0.0, 0.0, float(rank == 1 == step))
+            )
             arrived = reader.push(step, vector, began=0.0)
             seen.append(any(each.must_save for each in arrived))
             assert not any(each.must_stop for each in arrived)

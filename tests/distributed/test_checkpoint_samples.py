@@ -60,7 +60,7 @@ def attempt(rank: int, run_dir: Path, number: int, world: int, kill: tuple[int, 
         while step < STEPS:
             if kill is not None and kill[0] in (rank, -1) and step == first + kill[1]:
                 threading.Thread(target=die_after, args=(kill[2],), daemon=True).start()
-            rows = [row for batch in next(batches) for row in batch["input_ids"][:, 0].tolist()]
+            rows = [row for batch in next(batches) for row in batch.input_ids[:, 0].tolist()]
             log.write(" ".join(map(str, [step, *rows])) + "\n")
             log.flush()
             step += 1

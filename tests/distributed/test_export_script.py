@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from components import checkpoint, distributed, models
+from components.batch import Batch
 from components.config.compose.frozen import to_yaml
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
 from components.config.schema.checkpoint import CheckpointConfig
@@ -100,7 +101,7 @@ def test_any_mesh_is_exported_as_the_run_itself_does_it(
 ) -> None:
     configs = [run_config(tmp_path / str(index), name) for index, (name, _) in enumerate(CASES[world])]
 
-    def body(rank: int) -> list[dict[str, torch.Tensor]]:
+    def body(rank: int) -> list[Batch]:
         gathered = []
         for cfg, (_, parallelism) in zip(configs, CASES[world], strict=True):
             held = [None] * dist.get_world_size()

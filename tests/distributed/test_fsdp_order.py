@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from components import distributed, models, training
+from components.batch import Batch
 from components.config.schema import OptimizerConfig, ParallelismConfig
 from tests.distributed import parity
 from tests.distributed.parity import Case, build, run_case
@@ -41,7 +42,7 @@ def test_layers_are_gathered_ahead() -> None:
             layer.mlp.register_full_backward_pre_hook(lambda *_: backward.append(held(layers)))
         settings = training.StepSettings(device=torch.device("cpu"), mesh=mesh)
         optimizer = training.build_optimizer(model, OptimizerConfig())
-        training.train_step(model, [{"input_ids": TOKENS, "labels": TOKENS}], optimizer, settings)
+        training.train_step(training.Prepared(model, settings), [Batch.from_labels(TOKENS, TOKENS)], optimizer)
         return forward, backward
 
     cases = [(0, True), (1, True), (2, True), (2, False), (9, True)]

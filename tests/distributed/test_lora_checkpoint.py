@@ -101,7 +101,7 @@ def test_a_forward_leaves_the_fingerprint_of_the_frozen_weights() -> None:
         for mesh in ("dp_shard2_tp2", "pp2_dp_shard2"):
             run = start(cell_named("llama", mesh, 4), model, dtype=torch.bfloat16)
             loaded = frozen_fingerprint(run.model)
-            training.evaluate(run.called, next(run.batches), run.settings)
+            training.evaluate(training.Prepared(run.model, run.settings, run.called), next(run.batches))
             told.append((loaded, frozen_fingerprint(run.model)))
         return told
 

@@ -74,8 +74,12 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
     settings = training.StepSettings(torch.device("cpu"), max_grad_norm=0.0, mesh=mesh, router_loss=loss)
     rows, dp = packed(), (mesh.rank("dp"), mesh.size("dp"))
     step = one_step(model, called, batches_of(rows, *dp).at(0), settings)
-    held_out = data.eval_batches(rows, 2, *dp, data.Padding(multiple=mesh.sequence_multiple))
-    return step, training.evaluate(called, held_out, settings)[0]
+    padding = data.Padding(multiple=mesh.sequence_multiple)
+    plan = data.BatchPlan(
+        global_batch_size=2 * dp[1], micro_batch_size=2, dp_rank=dp[0], dp_size=dp[1], padding=padding
+    )
+    held_out = data.EvalBatches(rows, plan)
+    return step, training.evaluate(training.Prepared(model, settings, called), held_out).loss
 
 
 @pytest.mark.parametrize("world_size", SHAPES)

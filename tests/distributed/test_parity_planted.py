@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from components.batch import Batch
 from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import AXES
 from components.distributed import apply_tp, context, expert
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline import Pipeline
 from components.distributed.tensor_parallel import ReplicatedParameters
-from components.training import loop
+from components.training import forward, step
 from components.training.loss import count_targets
 from scripts.parity_shapes import layout_of
 from tests.distributed.grid import Cell, cell, run_cells
@@ -70,32 +72,30 @@ def embedding_is_untied() -> None:
 
 def means_of_means() -> None:
     """Each rank divides by its own number of tokens, and the ranks' gradients are averaged: the classic."""
-    right = loop._forward_backward
+    right = step._forward_backward
 
-    def wrong(
-        model: Any, batches: list[Any], tokens: torch.Tensor, counts: Any, objective: Any, settings: Any
-    ) -> torch.Tensor:
-        own = torch.stack([count_targets(batch["targets"]) for batch in batches]).sum() * settings.mesh.size("dp")
-        return right(model, batches, own, counts, objective, settings)
+    def wrong(model: Any, batches: list[Any], objective: Any, units: torch.Tensor) -> torch.Tensor:
+        own = torch.stack([count_targets(batch.targets) for batch in batches]).sum()
+        return right(model, batches, objective, own * model.settings.mesh.size("dp"))
 
-    loop._forward_backward = wrong
+    step._forward_backward = wrong
 
 
 def local_divisor() -> None:
     """The number of target tokens is not summed over ranks."""
-    loop._sum_over_ranks = lambda vector: vector
+    step.sum_over_ranks = lambda vector: vector
 
 
 def loss_is_not_reduced() -> None:
     """reduce_loss sums over this rank alone, so that each rank logs the mean of its own samples."""
-    right = loop.reduce_loss
-    loop.reduce_loss = lambda losses, tokens, dp_group, check_finite: right(losses, tokens, check_finite=check_finite)
+    right = step.reduce_loss
+    step.reduce_loss = lambda losses, tokens, dp_group, check_finite: right(losses, tokens, check_finite=check_finite)
 
 
 def gradients_are_not_synchronized() -> None:
     """get_sync_ctx defers the reduction of gradients in the last micro-batch too."""
-    right = loop.get_sync_ctx
-    loop.get_sync_ctx = lambda model, is_optim_step, defer: right(model, False, True)
+    right = step.get_sync_ctx
+    step.get_sync_ctx = lambda model, is_optim_step, defer: right(model, False, True)
 
 
 def data_is_repeated() -> None:
@@ -118,12 +118,11 @@ def positions_of_another_rank() -> None:
     """Ranks of cp count the positions of their tokens from zero."""
     right = context.shard_rows
 
-    def wrong(batch: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    def wrong(batch: Batch, mesh: Mesh) -> Batch:
         local = right(batch, mesh)
-        local["position_ids"] = torch.arange(local["input_ids"].shape[1]).expand_as(local["input_ids"])
-        return local
+        return replace(local, position_ids=torch.arange(local.shape[1]).expand_as(local.input_ids))
 
-    loop.shard_rows = wrong
+    forward.shard_rows = wrong
 
 
 def shared_experts_are_not_summed() -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import distributed, models, training
+from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
 from components.config.schema.data import DocsDataConfig
@@ -139,7 +140,7 @@ def test_a_stage_holds_its_own_parameters_and_no_others(
         assert each["peak"] < each["own"] + 3 * layer / 4  # what is read from disk goes where it belongs at once
 
 
-def shares(samples: list[Sample], mesh: Mesh, accumulation: int) -> list[dict[str, torch.Tensor]]:
+def shares(samples: list[Sample], mesh: Mesh, accumulation: int) -> list[Batch]:
     """This rank's micro-batches, each as wide as its longest row needs."""
     per_rank = len(samples) // mesh.size("dp")
     mine = samples[mesh.rank("dp") * per_rank :][:per_rank]
@@ -191,14 +192,14 @@ def said_on(run: Run, cfg: ModelConfig) -> Said:
     accumulation = 4
     for step in range(2):
         held_out = shares(samples_of_step(50), run.mesh, accumulation)
-        loss, _ = training.evaluate(run.replica, held_out, run.settings)
+        loss = training.evaluate(training.Prepared(run.model, run.settings, run.replica), held_out).loss
         said.losses.append(loss)
         with distributed.whole_rows(run.replica, run.mesh, run.config) as forward:
             said.answers.append(models.generate(run.model, tokenizer, PROMPTS, NEW_TOKENS, forward))
         if step == 0:
             batches = shares(samples_of_step(0), run.mesh, accumulation)
-            assert len({batch["input_ids"].shape[1] for batch in batches}) > 1
-            training.train_step(run.replica, batches, optimizer, run.settings)
+            assert len({batch.shape[1] for batch in batches}) > 1
+            training.train_step(training.Prepared(run.model, run.settings, run.replica), batches, optimizer)
     return said
 
 
@@ -257,7 +258,7 @@ def test_a_refusal_of_one_stage_reaches_all_ranks() -> None:
         replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
         settings = training.StepSettings(device=torch.device("cpu"), max_grad_norm=0.0, mesh=mesh)
         try:
-            training.check_kernels(replica, cfg, batches_of(rows).at, settings)
+            training.check_kernels(training.Prepared(model, settings, replica), cfg.model, batches_of(rows).at)
         except ConfigError as error:
             return error.problems
         return []

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from components import distributed, models, training
+from components.batch import Batch
 from components.config.schema import ModelConfig, OptimizerConfig, ParallelismConfig
 from components.config.schema.model import DType
 from tests.distributed.parity import build
@@ -48,7 +49,7 @@ class _Summed(TorchDispatchMode):
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["pure", "mixed"])
 def test_what_is_bfloat16_and_what_is_summed_in_float32(axes: dict[str, Any], stored: torch.dtype) -> None:
     tokens = torch.randint(3, 97, (1, 16), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": tokens, "labels": tokens}
+    batch = Batch.from_labels(tokens, tokens)
 
     def on_rank(rank: int) -> tuple[set[str], set[str], list[float]]:
         model: Any = build("llama", stored)
@@ -62,7 +63,10 @@ def test_what_is_bfloat16_and_what_is_summed_in_float32(axes: dict[str, Any], st
         settings = training.StepSettings(device=CPU, mesh=mesh, autocast=autocast)
         optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-2))
         with _Summed() as summed:
-            losses = [training.train_step(replica, [batch] * 2, optimizer, settings)[0].item() for _ in range(4)]
+            losses = [
+                training.train_step(training.Prepared(model, settings, replica), [batch] * 2, optimizer)["loss"].item()
+                for _ in range(4)
+            ]
         moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
         return {str(each.dtype)[6:] for each in [*model.parameters(), *moments]}, summed.types, losses
 

@@ -88,9 +88,12 @@ def on_mesh(plain: torch.nn.Module, case: Case, recompute: str) -> Step:
     batches = micro_batches(case, mesh, 0)
     named = dict(model.named_parameters())  # FSDP2 shows others while the root is gathered
     catcher = Catcher(named.values(), lr=0.0)
-    first, second = (training.train_step(called, batches, catcher, settings)[0].item() for _ in range(2))
+    first, second = (
+        training.train_step(training.Prepared(model, settings, called), batches, catcher)["loss"].item()
+        for _ in range(2)
+    )
     assert first == second  # nothing of a step is left for the next
-    tokens_only = training.evaluate(called, batches, settings)[0]
+    tokens_only = training.evaluate(training.Prepared(model, settings, called), batches).loss
     assert tokens_only == pytest.approx(reference_of[case.model, 0.0][0], rel=1e-12)
     return first, {name: catcher.caught[parameter] for name, parameter in named.items()}
 

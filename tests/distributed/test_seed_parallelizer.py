@@ -404,7 +404,7 @@ def gradients_under_tp(name: str, apply: Any) -> tuple[dict[str, torch.Tensor], 
     apply(model, mesh_1d("tp"))
     found = []
     for each in (wanted, model):
-        logits = each(input_ids=batch["input_ids"], use_cache=False).logits
+        logits = each(input_ids=batch.input_ids, use_cache=False).logits
         nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
         found.append(
             {
@@ -471,7 +471,7 @@ def check_norm(rank: int, norm: Any) -> None:
     model = build("llama", torch.float64)
     ours_tp(model, mesh_1d("tp"))
     batch = pad(samples_of_step(0), 2)
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    logits = model(input_ids=batch.input_ids, use_cache=False).logits
     nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
     found = norm(model.parameters()).double()
     assert abs(found / truth - 1) < 1e-12, f"the norm is {found.item()}, not {truth.item()}"

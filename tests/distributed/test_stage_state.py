@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from components.batch import Batch
 from components.checkpoint import find_checkpoint, load_checkpoint, load_model_weights, save_checkpoint
 from components.checkpoint import tensors as checkpoint_tensors
 from components.checkpoint.manifest import Manifest
@@ -140,7 +141,7 @@ def whole(run: Run) -> dict[str, torch.Tensor]:
             mine[f"{name} {key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
     if not dist.is_initialized():
         return mine
-    everyone: list[dict[str, torch.Tensor]] = [mine] * dist.get_world_size()
+    everyone: list[Batch] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return {name: value for held in everyone for name, value in held.items()}
 

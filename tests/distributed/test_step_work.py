@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from components import distributed, models, training
+from components.batch import Batch
 from components.config.schema import OptimizerConfig
 from components.config.schema.logging import LoggingConfig
 from components.config.schema.parallelism import ParallelismConfig
@@ -33,11 +34,10 @@ def test_a_step_carries_its_work_whatever_the_mesh(axes: dict[str, int]) -> None
         layout = distributed.parallelize(model, mesh, config, torch.float32)
         replica = distributed.wrap_replicas(model, mesh, config, layout)
         rows = slice(rank, rank + 1) if mesh.size("dp") == 2 else slice(0, 2)
-        batch = {"input_ids": torch.full((2, SEQ), 7)[rows], "labels": labels[rows]}
         settings = training.StepSettings(device=CPU, mesh=mesh, work=work)
-        batches = [{name: part[:1] for name, part in batch.items()}, {name: part[1:] for name, part in batch.items()}]
+        batches = [Batch.from_labels(torch.full((1, SEQ), 7), labels[row : row + 1]) for row in (0, 1)[rows]]
         optimizer = training.build_optimizer(model, OptimizerConfig())
-        vector = training.train_step(replica, [each for each in batches if len(each["labels"])], optimizer, settings)
-        return vector[training.metrics.FIELDS.index("seconds_at_peak")].item()
+        vector = training.train_step(training.Prepared(model, settings, replica), batches, optimizer)
+        return vector["seconds_at_peak"].item()
 
     assert run_ranks(2, on_rank) == [pytest.approx(expected, rel=1e-12)] * 2

@@ -75,7 +75,7 @@ def train(parallelism: dict[str, Any], around: Any, *, accumulation: int = 1, co
     enter = around(mesh)
     for step in range(case.steps):
         with enter():
-            training.train_step(called, micro_batches(case, mesh, step), optimizer, settings)
+            training.train_step(training.Prepared(model, settings, called), micro_batches(case, mesh, step), optimizer)
     return mesh
 
 

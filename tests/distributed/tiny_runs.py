@@ -75,9 +75,11 @@ class TinyRun:
         for _ in range(steps):
             training.set_learning_rate(self.optimizer, OPTIMIZER, self.state.step, MAX_STEPS)
             self.samples.read.clear()
-            vector = training.train_step(self.called, next(self.batches), self.optimizer, self.settings)
+            vector = training.train_step(
+                training.Prepared(self.model, self.settings, self.called), next(self.batches), self.optimizer
+            )
             self.state.step += 1
-            losses.append(vector[0].item())
+            losses.append(vector["loss"].item())
             read.append(list(self.samples.read))
         return losses, read
 
@@ -123,9 +125,10 @@ def start(cell: Cell, built: torch.nn.Module, seed: int = 0, dtype: torch.dtype 
         micro_batch_size=GLOBAL_BATCH // (mesh.size("dp") * mesh.size("pp")),
         dp_rank=mesh.rank("dp"),
         dp_size=mesh.size("dp"),
+        padding=Padding(multiple=mesh.sequence_multiple),
     )
     samples = Samples()
-    batches = TrainBatches(samples, plan, seed=seed, padding=Padding(multiple=mesh.sequence_multiple))
+    batches = TrainBatches(samples, plan, seed=seed)
     return TinyRun(mesh, model, called, training.build_optimizer(model, OPTIMIZER), settings, samples, batches)
 
 

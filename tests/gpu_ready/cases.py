@@ -39,9 +39,8 @@ class FakeRun:
     """What a recipe has when its loop begins."""
 
     cfg: FinetuneConfig
-    replica: Any
+    model: training.Prepared
     optimizer: torch.optim.Optimizer
-    settings: training.StepSettings
     batches: data.TrainBatches
 
 
@@ -76,7 +75,7 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[Fak
         model = models.build_on_meta(cfg.model, cfg.model.config["vocab_size"])
         models.add_adapters(model, cfg.peft)
         layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
-        token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, CUDA)
+        loss_head = training.attach_loss_head(model, cfg, mesh, layout.stages, CUDA)
         if cfg.parallelism.activation_checkpointing != ActivationCheckpointing.auto:
             models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
         models.materialize(model, CUDA)
@@ -86,19 +85,20 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[Fak
             defer_grad_sync=cfg.parallelism.defer_grad_sync,
             mesh=mesh,
             autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
-            token_loss=token_loss,
+            loss_head=loss_head,
         )
         plan = data.BatchPlan(
             global_batch_size=ROWS * mesh.size("dp"),
             micro_batch_size=2,
             dp_rank=mesh.rank("dp"),
             dp_size=mesh.size("dp"),
+            padding=data.Padding(multiple=mesh.sequence_multiple),
         )
         rows = packed(count=200)
-        padding = data.Padding(multiple=mesh.sequence_multiple)
         source = rows if cfg.data.pack else [example for row in rows for example in row.examples]
-        batches = data.TrainBatches(source, plan, seed=5, padding=padding)
-        yield FakeRun(cfg, replica, training.build_optimizer(model, OptimizerConfig()), settings, batches)
+        batches = data.TrainBatches(source, plan, seed=5)
+        prepared = training.Prepared(model, settings, replica)
+        yield FakeRun(cfg, prepared, training.build_optimizer(model, OptimizerConfig()), batches)
 
 
 @contextmanager
@@ -136,16 +136,16 @@ def step(
 ) -> dict[str, Any]:  # fmt: skip
     """Do two optimizer steps, the first of which makes the optimizer's state; return the record of the second."""
     with fake_run(config_of(model or {}, axes, peft, pack), world, rank) as run:
-        reported = training.check_kernels(run.replica, run.cfg, run.batches.at, run.settings)
+        reported = training.check_kernels(run.model, run.cfg.model, run.batches.at)
         with schedules_that_do_not_vote():
-            training.train_step(run.replica, run.batches.at(0), run.optimizer, run.settings)
+            training.train_step(run.model, run.batches.at(0), run.optimizer)
         given = run.batches.at(1)
         with Record() as seen:
-            vector = training.train_step(run.replica, given, run.optimizer, run.settings)
+            numbers = training.train_step(run.model, given, run.optimizer)
         with Record() as held_out, values_read() as read:
-            training.evaluate(run.replica, given, run.settings)
+            training.evaluate(run.model, given)
         states = [each for state in run.optimizer.state.values() for each in state.values()]
-        devices = {each.device.type for each in [vector, *states, *run.optimizer.param_groups[0]["params"]]}
+        devices = {each.device.type for each in [numbers.vector, *states, *run.optimizer.param_groups[0]["params"]]}
     return {
         "reported": reported[0],
         "waits": dict(seen.waits),

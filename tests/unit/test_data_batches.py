@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from components.batch import Batch
 from components.config.errors import ConfigError
-from components.data.batches import BatchPlan, MicroBatch, Padding, TrainBatches, collate, eval_batches
+from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches, collate
 from components.data.examples import IGNORED, Example
 from components.data.order import SampleOrder
 
@@ -20,9 +22,13 @@ def numbered(count: int) -> list[Example]:
     return [Example([i + 1] + [7] * (1 + i % 5), [IGNORED] + [7] * (1 + i % 5)) for i in range(count)]
 
 
-def numbers(micro_batches: list[MicroBatch]) -> list[int]:
+def numbers(micro_batches: list[Batch]) -> list[int]:
     """The samples in the rows of micro-batches, as indices; -1 is a row of padding alone."""
-    return [row[0] - 1 for batch in micro_batches for row in batch["input_ids"].tolist()]
+    return [row[0] - 1 for batch in micro_batches for row in batch.input_ids.tolist()]
+
+
+def plan_of(total: int, micro: int, rank: int = 0, dp_size: int = 1) -> BatchPlan:
+    return BatchPlan(global_batch_size=total, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size)
 
 
 def of_all_ranks(dataset, step: int, micro: int, dp_size: int, seed: int = 3) -> list[int]:
@@ -31,7 +37,7 @@ def of_all_ranks(dataset, step: int, micro: int, dp_size: int, seed: int = 3) ->
         plan = BatchPlan(global_batch_size=24, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size)
         micro_batches = TrainBatches(dataset, plan, seed=seed).at(step)
         assert len(micro_batches) == plan.accumulation
-        assert all(len(batch["input_ids"]) == micro for batch in micro_batches)
+        assert all(len(batch.input_ids) == micro for batch in micro_batches)
         found += numbers(micro_batches)
     return found
 
@@ -126,7 +132,7 @@ def test_a_billionth_sample_is_resumed_without_walking_there():
     batches.load_state_dict({"seed": 1, "epoch": 2, "sample": place, "size": 10**9 + 7, "fingerprint": ""})
     (batch,) = next(batches)
     assert time.perf_counter() - began < 5  # a walk would take minutes
-    assert batch["input_ids"][:, 1].tolist() == SampleOrder(10**9 + 7, 1).indices(place, 4)
+    assert batch.input_ids[:, 1].tolist() == SampleOrder(10**9 + 7, 1).indices(place, 4)
 
 
 @pytest.mark.parametrize(("size", "micro", "dp_size"), [(10, 4, 1), (8, 3, 2), (0, 1, 1), (4, 4, 2)])
@@ -143,12 +149,12 @@ def test_a_batch_that_does_not_divide_is_refused(size, micro, dp_size):
 def test_rows_are_padded_on_the_right_to_the_longest_rounded_up():
     rows = [Example([5, 6, 7], [IGNORED, 6, 7]), Example([8, 9], [IGNORED, 9])]
     batch = collate(rows, Padding(multiple=4, token_id=1))
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [8, 9, 1, 1]]
-    assert batch["labels"].tolist() == [[IGNORED, 6, 7, IGNORED], [IGNORED, 9, IGNORED, IGNORED]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert {name: tensor.dtype for name, tensor in batch.items()} == dict.fromkeys(batch, torch.int64)
-    assert collate(rows, Padding(multiple=3))["labels"].shape == (2, 3)
-    assert collate(rows, Padding(length=6))["labels"].shape == (2, 6)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 1], [8, 9, 1, 1]]
+    assert batch.targets.tolist() == [[6, 7, IGNORED, IGNORED], [9, IGNORED, IGNORED, IGNORED]]
+    assert (batch.target_count, batch.position_ids, batch.document_bounds) == (3, None, None)
+    assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
+    assert collate(rows, Padding(multiple=3)).targets.shape == (2, 3)
+    assert collate(rows, Padding(length=6)).targets.shape == (2, 6)
     with pytest.raises(ConfigError, match="a sample of 3 tokens does not fit rows of 2"):
         collate(rows, Padding(length=2))
 
@@ -163,11 +169,11 @@ def test_rows_are_padded_to_multiples_of_128_on_cuda_and_never_past_the_longest_
     }
     assert widths == {("cuda", 512): 258, ("cuda", 200): 201, ("cpu", 512): 132, ("cpu", 200): 132}
     assert {Padding.on(cuda, 4, 2048).length_of(length) for length in range(1, 1025)} == set(range(128, 1025, 128))
-    on_cuda, on_cpu = (collate(rows, Padding.on(device, 1, 512, 7)) for device in (cuda, cpu))
-    for name, tensor in on_cpu.items():
-        assert torch.equal(on_cuda[name][:, :130], tensor)
-    assert set(on_cuda["input_ids"][:, 130:].flatten().tolist()) == {7}
-    assert set(on_cuda["labels"][:, 130:].flatten().tolist()) == {IGNORED}
+    on_cuda, on_cpu = (collate(rows, replace(Padding.on(device, 1, 512), token_id=7)) for device in (cuda, cpu))
+    assert torch.equal(on_cuda.input_ids[:, :130], on_cpu.input_ids)
+    assert torch.equal(on_cuda.targets[:, :130], on_cpu.targets)
+    assert set(on_cuda.input_ids[:, 130:].flatten().tolist()) == {7}
+    assert set(on_cuda.targets[:, 130:].flatten().tolist()) == {IGNORED}
 
 
 def _models():
@@ -196,13 +202,13 @@ def test_padding_without_a_mask_changes_neither_loss_nor_gradient(model_class, c
         for ids in (torch.randint(1, 64, (length,)).tolist() for length in (3, 17, 9, 30))
     ]
 
-    def loss_and_gradients(batches: list[MicroBatch]) -> tuple[float, list[torch.Tensor]]:
+    def loss_and_gradients(batches: list[Batch]) -> tuple[float, list[torch.Tensor]]:
         model.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for batch in batches:
-            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+            logits = model(input_ids=batch.input_ids, use_cache=False).logits
             total = total + torch.nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+                logits.flatten(0, 1), batch.targets.flatten(), reduction="sum"
             )
         total.backward()
         return total.item(), [parameter.grad.clone() for parameter in model.parameters()]
@@ -225,16 +231,14 @@ def test_padding_without_a_mask_changes_neither_loss_nor_gradient(model_class, c
 @pytest.mark.parametrize(("micro", "dp_size"), [(1, 1), (2, 3), (4, 2), (3, 1), (2, 2)])
 def test_evaluation_covers_every_sample_once_in_as_many_forwards_on_every_rank(count, micro, dp_size):
     dataset = numbered(count)
-    per_rank = [
-        list(eval_batches(dataset, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size)) for rank in range(dp_size)
-    ]
+    per_rank = [list(EvalBatches(dataset, plan_of(micro * dp_size, micro, rank, dp_size))) for rank in range(dp_size)]
     (forwards,) = {len(batches) for batches in per_rank}
     assert (forwards - 1) * micro * dp_size < count <= forwards * micro * dp_size
     rows = [number for batches in per_rank for number in numbers(batches)]
     assert sorted(number for number in rows if number >= 0) == list(range(count))
     assert rows.count(-1) == forwards * micro * dp_size - count
     for batch in itertools.chain.from_iterable(per_rank):
-        padding_rows = batch["input_ids"][:, 0] == 0
-        assert (batch["labels"][padding_rows] == IGNORED).all()
-    targets = sum(int((batch["labels"] != IGNORED).sum()) for batches in per_rank for batch in batches)
+        padding_rows = batch.input_ids[:, 0] == 0
+        assert (batch.targets[padding_rows] == IGNORED).all()
+    targets = sum(int((batch.targets != IGNORED).sum()) for batches in per_rank for batch in batches)
     assert targets == sum(len(example.labels) - 1 for example in dataset)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema.data import (
     ChatDataConfig,
@@ -26,7 +26,7 @@ from components.config.schema.data import (
     TextDataConfig,
 )
 from components.data import cache
-from components.data.batches import BatchPlan, Padding, TrainBatches, eval_batches
+from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.load import build_dataset
@@ -165,8 +165,8 @@ def batches(dataset: MixtureDataset, rank: int = 0, dp: int = 1, size: int = 12,
     return TrainBatches(dataset, plan, seed=3, fingerprint=dataset.fingerprint)
 
 
-def taken(steps: Sequence[list[dict[str, torch.Tensor]]]) -> list[list[int]]:
-    return [row for step in steps for batch in step for row in batch["input_ids"].tolist()]
+def taken(steps: Sequence[list[Batch]]) -> list[list[int]]:
+    return [row for step in steps for batch in step for row in batch.input_ids.tolist()]
 
 
 @pytest.mark.parametrize(("dp", "size", "micro"), [(1, 12, 3), (2, 12, 3), (4, 12, 1), (2, 4, 2)])
@@ -244,13 +244,14 @@ def test_each_source_is_what_it_is_alone(tmp_path: Path, split: str, pack: bool)
     assert dataset.prompts == [prompt for part in alone for prompt in part.prompts]
     assert sources_of(alone[0]) == {}
     padded = Padding(token_id=7).of(dataset)
-    (micro, *_) = eval_batches(dataset, 4, padding=Padding(token_id=7))
+    plan = BatchPlan(global_batch_size=4, micro_batch_size=4)
+    (micro, *_) = EvalBatches(dataset, plan)
     if pack:
         assert padded.documents == max(Padding().of(part).documents for part in alone)
-        assert micro["documents"].shape == (4, padded.documents + 1)
-        assert micro["input_ids"].shape == (4, 64)
+        assert micro.document_bounds.shape == (4, padded.documents + 1)
+        assert micro.input_ids.shape == (4, 64)
     else:
-        assert padded == Padding(token_id=7)
+        assert padded == Padding(token_id=TOKENIZER.pad_token_id)  # the data set's own comes first
     shown = [f"{name}: {part.show(i % len(part))}" for i in (0, 1) for name, part in dataset.parts.items()]
     assert [dataset.show(index) for index in range(6)] == shown
     assert dataset[-1] == alone[2][-1]

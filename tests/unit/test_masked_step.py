@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from components import training
+from components.batch import Batch
 from components.config.schema import OptimizerConfig
 from components.training.optim import step_if_finite
 
@@ -182,9 +183,11 @@ def test_a_training_step_without_a_fused_kernel_skips(name: str) -> None:
     for factor in (1.0, math.nan, 1.0):
         model.factor = factor
         settings = training.StepSettings(torch.device("cpu"))
-        vectors.append(training.train_step(model, [{"input_ids": tokens, "labels": tokens}], optimizer, settings))
+        vectors.append(
+            training.train_step(training.Prepared(model, settings), [Batch.from_labels(tokens, tokens)], optimizer)
+        )
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert [bool(vector[training.metrics.FIELDS.index("skipped")]) for vector in vectors] == [False, True, False]
+    assert [bool(vector["skipped"]) for vector in vectors] == [False, True, False]
     assert all(torch.equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(weights[1], weights[2], strict=True))
 

@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from components import models, training
+from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.data import DocsDataConfig
@@ -39,9 +40,10 @@ def filled(cfg: ModelConfig) -> Any:
 def told(attention: str, compute: str = "float32", packed_rows: bool = False, **values: Any) -> str:
     cfg = FinetuneConfig(model=config(attention, **values), data=DocsDataConfig(pack=packed_rows))
     rows = torch.arange(3, 35).reshape(2, 16)
-    batches = batches_of(packed()).at(0) if packed_rows else [{"input_ids": rows, "labels": rows}]
+    batches = batches_of(packed()).at(0) if packed_rows else [Batch.from_labels(rows, rows)]
     autocast = None if compute == "float32" else getattr(torch, compute)
-    return training.check_kernels(filled(cfg.model), cfg, lambda step: batches, StepSettings(CPU, autocast=autocast))[0]
+    prepared = training.Prepared(filled(cfg.model), StepSettings(CPU, autocast=autocast))
+    return training.check_kernels(prepared, cfg.model, lambda step: batches)[0]
 
 
 class Attended(TorchDispatchMode):
@@ -82,7 +84,9 @@ def test_the_probe_is_of_a_training_forward_and_leaves_nothing_behind() -> None:
     cfg = FinetuneConfig(model=config("sdpa", attention_dropout=0.1), data=DocsDataConfig())
     model, state = filled(cfg.model), torch.get_rng_state()
     rows = torch.arange(3, 35).reshape(2, 16)
-    training.check_kernels(model, cfg, lambda step: [{"input_ids": rows, "labels": rows}], StepSettings(CPU))
+    training.check_kernels(
+        training.Prepared(model, StepSettings(CPU)), cfg.model, lambda step: [Batch.from_labels(rows, rows)]
+    )
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(before, state)
     assert model.training
@@ -99,11 +103,11 @@ def test_compiled_layers_are_probed_without_compiling_them() -> None:
 
     models.compile_layers(model, backend=backend)
     rows = torch.arange(3, 35).reshape(2, 16)
-    batch = {"input_ids": rows, "labels": rows}
-    (reported,) = training.check_kernels(model, cfg, lambda step: [batch], StepSettings(CPU))
+    batch = Batch.from_labels(rows, rows)
+    (reported,) = training.check_kernels(training.Prepared(model, StepSettings(CPU)), cfg.model, lambda step: [batch])
     assert "torch's flash_attention" in reported
     assert compiled == []
-    training.evaluate(model, [batch], StepSettings(CPU))
+    training.evaluate(training.Prepared(model, StepSettings(CPU)), [batch])
     assert compiled
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from components import models, training
+from components.batch import Batch
 from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import WeightInit
-from components.training import StepSettings
 from tests.tiny_models import SIZES, VOCAB
 
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
@@ -47,13 +47,13 @@ def losses(model: Any) -> list[float]:
     """Evaluate and train as a run does: each length in training, and now and then in evaluation."""
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-    found = []
+    found, prepared = [], training.Prepared(model, training.StepSettings(torch.device("cpu")))
     for number, length in enumerate(LENGTHS):
         rows = torch.randint(3, VOCAB, (2, length), generator=generator)
-        batch = {"input_ids": rows, "labels": rows}
+        batch = Batch.from_labels(rows, rows)
         if number % 4 == 0:
-            found.append(training.evaluate(model, [batch], StepSettings(torch.device("cpu")))[0])
-        found.append(training.train_step(model, [batch], optimizer, StepSettings(torch.device("cpu")))[0].item())
+            found.append(training.evaluate(prepared, [batch]).loss)
+        found.append(training.train_step(prepared, [batch], optimizer)["loss"].item())
     return found
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from components import distributed, models, training
+from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema import ActivationCheckpointing, FinetuneConfig, ModelConfig, ParallelismConfig
 from components.config.schema.data import DocsDataConfig
@@ -94,7 +95,9 @@ def gate(model: Any, bound: float = 0.01, recipe: Float8 = Float8.tensorwise) ->
     cfg = FinetuneConfig(model=config(recipe, float8_bound=bound), data=DocsDataConfig())
     rows = torch.arange(3, 35).reshape(2, 16)
     settings = training.StepSettings(device=torch.device("cpu"))
-    return training.check_kernels(model, cfg, lambda step: [{"input_ids": rows, "labels": rows}], settings)
+    return training.check_kernels(
+        training.Prepared(model, settings), cfg.model, lambda step: [Batch.from_labels(rows, rows)]
+    )
 
 
 def test_a_run_whose_loss_float8_changes_ends_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,5 +160,5 @@ def test_a_step_never_waits_for_the_device(recipe: Float8) -> None:
     optimizer = training.build_optimizer(model, OptimizerConfig())
     rows = torch.zeros(2, 16, dtype=torch.int64, device="meta")
     settings = training.StepSettings(device=torch.device("meta"))
-    vector = training.train_step(model, [{"input_ids": rows, "labels": rows}], optimizer, settings)
-    assert vector.device.type == "meta"
+    vector = training.train_step(training.Prepared(model, settings), [Batch.from_labels(rows, rows)], optimizer)
+    assert vector.vector.device.type == "meta"

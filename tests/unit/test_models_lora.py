@@ -14,6 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components import models, training
+from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
@@ -180,5 +181,5 @@ def test_a_step_never_waits_for_the_device(peft: PeftConfig) -> None:
     optimizer = training.build_optimizer(model, OptimizerConfig())
     rows = torch.zeros(2, 16, dtype=torch.int64, device="meta")
     settings = training.StepSettings(device=torch.device("meta"))
-    vector = training.train_step(model, [{"input_ids": rows, "labels": rows}], optimizer, settings)
-    assert vector.device.type == "meta"
+    vector = training.train_step(training.Prepared(model, settings), [Batch.from_labels(rows, rows)], optimizer)
+    assert vector.vector.device.type == "meta"

@@ -77,20 +77,20 @@ def test_rows_are_full_for_lengths_like_those_of_gsm8k() -> None:
 
 def test_a_row_says_where_its_documents_are() -> None:
     rows = packed()
-    (batch,) = data.eval_batches(rows[:1], 2, padding=data.Padding(token_id=7).of(rows))
+    plan = data.BatchPlan(global_batch_size=2, micro_batch_size=2, padding=data.Padding(token_id=7).of(rows))
+    (batch,) = data.EvalBatches(rows[:1], plan)
     ends, length = rows[0].ends, len(rows[0].input_ids)
-    bounds = batch["documents"][0].tolist()
+    bounds = batch.document_bounds[0].tolist()
     assert bounds[: len(ends) + 1] == [0, *ends]
     assert set(bounds[len(ends) + 1 :]) == {SEQ_LEN}
     assert len(bounds) == rows.documents + 1
     assert rows.documents % 8 == 0
     places = zip([0, *ends], [*ends, SEQ_LEN], strict=True)
-    assert batch["position_ids"][0].tolist() == [i for a, b in places for i in range(b - a)]
-    assert batch["input_ids"][0].tolist() == rows[0].input_ids + [7] * (SEQ_LEN - length)
-    assert all(batch["labels"][0, start] == -100 for start in [0, *ends] if start < SEQ_LEN)
-    empty = {name: tensor[1].tolist() for name, tensor in batch.items()}  # fills up the last micro-batch
-    assert empty["documents"] == [0] + [SEQ_LEN] * rows.documents
-    assert set(empty["labels"]) == {-100}
+    assert batch.position_ids[0].tolist() == [i for a, b in places for i in range(b - a)]
+    assert batch.input_ids[0].tolist() == rows[0].input_ids + [7] * (SEQ_LEN - length)
+    assert all(batch.targets[0, start - 1] == -100 for start in ends if start < SEQ_LEN)
+    assert batch.document_bounds[1].tolist() == [0] + [SEQ_LEN] * rows.documents  # fills up the last micro-batch
+    assert set(batch.targets[1].tolist()) == {-100}
 
 
 def test_packing_is_part_of_the_fingerprint_and_told() -> None:
@@ -113,13 +113,13 @@ def test_every_rank_cuts_the_same_global_batch_and_a_resume_goes_on_in_it() -> N
         next(before)
     after = batches_of(rows, micro=2)
     after.load_state_dict(before.state_dict())
-    assert torch.cat([each["input_ids"] for each in next(after)]).tolist() == steps[3]
+    assert torch.cat([each.input_ids for each in next(after)]).tolist() == steps[3]
     with pytest.raises(ConfigError, match="samples that are not"):
         batches_of(data.PackedDataset(rows._samples, SEQ_LEN + 8)).load_state_dict(before.state_dict())
 
 
 def next_ids(ranks: list[data.TrainBatches], step: int) -> list[list[int]]:
-    return torch.cat([each["input_ids"] for rank in ranks for each in rank.at(step)]).tolist()
+    return torch.cat([each.input_ids for rank in ranks for each in rank.at(step)]).tolist()
 
 
 # The step
@@ -166,12 +166,14 @@ def test_a_changed_document_leaves_every_bit_of_the_others_as_it_was(name: str) 
     models.use_causal_sdpa(model)
     rows = packed()
     row = next(i for i, each in enumerate(rows) if len(each.ends) >= 3)
-    (batch,) = data.eval_batches(rows[row : row + 1], 1, padding=data.Padding().of(rows))
-    given = {key: batch[key] for key in ("position_ids", "documents")}
+    plan = data.BatchPlan(global_batch_size=1, micro_batch_size=1, padding=data.Padding().of(rows))
+    (batch,) = data.EvalBatches(rows[row : row + 1], plan)
+    given = batch.model_inputs()
+    given.pop("input_ids")
     ends = rows[row].ends
-    before = model(input_ids=batch["input_ids"], use_cache=False, **given).logits
+    before = model(input_ids=batch.input_ids, use_cache=False, **given).logits
     for start, end in itertools.pairwise([0, *ends]):
-        changed = batch["input_ids"].clone()
+        changed = batch.input_ids.clone()
         changed[0, start:end] = 96 - changed[0, start:end]
         after = model(input_ids=changed, use_cache=False, **given).logits
         assert torch.equal(after[0, :start], before[0, :start])
@@ -194,8 +196,8 @@ def test_a_packed_step_never_waits_for_the_device(dtype: torch.dtype, monkeypatc
     models.use_causal_sdpa(model)
     settings = training.StepSettings(torch.device("meta"))
     optimizer = training.build_optimizer(model, OptimizerConfig())
-    vector = training.train_step(model, batches_of(packed(), micro=2).at(0), optimizer, settings)
-    assert vector.is_meta
+    vector = training.train_step(training.Prepared(model, settings), batches_of(packed(), micro=2).at(0), optimizer)
+    assert vector.vector.is_meta
     assert bool(calls) == (dtype == torch.bfloat16)
 
 
@@ -256,7 +258,7 @@ class Deaf(LlamaForCausalLM):
 def refusal(model: Any) -> str:
     settings = training.StepSettings(CPU)
     with pytest.raises(ConfigError) as error:
-        training.evaluate(model, batches_of(packed()).at(0), settings)
+        training.evaluate(training.Prepared(model, settings), batches_of(packed()).at(0))
     return str(error.value)
 
 

@@ -140,7 +140,7 @@ def test_training_reexports_the_functions_of_page_001() -> None:
         assert function.__module__.startswith("components.distributed.")
         assert getattr(importlib.import_module(f"components.training.{home}"), name) is function
         assert getattr(importlib.import_module("components.training"), name) is function
-        assert getattr(importlib.import_module("components.training.loop"), name) is function
+        assert getattr(importlib.import_module("components.training.step"), name) is function
 
 
 def test_the_package_lends_its_names_and_keeps_the_ambiguous_ones() -> None:

@@ -64,7 +64,7 @@ def built(levers: Levers, layout: ParallelismConfig | None = None) -> tuple[Any,
     if layout is not None:
         mesh = distributed.build_mesh(layout, "cpu")
         distributed.parallelize(model, mesh, layout, torch.bfloat16)
-    loss = training.attach_token_loss(model, cfg, mesh, None, torch.device("meta"))
+    loss = training.attach_loss_head(model, cfg, mesh, None, torch.device("meta"))
     assert loss.takes_targets
     models.checkpoint_activations(model, levers.recompute)
     if levers.compile:
@@ -80,10 +80,10 @@ def test_a_step_with_every_lever_never_waits_for_the_device(levers: Levers) -> N
     model, loss, _ = built(levers)
     assert bool(float8_layers(model)) == (levers.float8 != Float8.none)
     optimizer = training.build_optimizer(model, OptimizerConfig())
-    settings = training.StepSettings(torch.device("meta"), token_loss=loss)
-    vector = training.train_step(model, batches_of(packed(), micro=2).at(0), optimizer, settings)
-    assert vector.is_meta
-    assert vector.shape == (len(training.metrics.FIELDS),)
+    settings = training.StepSettings(torch.device("meta"), loss_head=loss)
+    vector = training.train_step(training.Prepared(model, settings), batches_of(packed(), micro=2).at(0), optimizer)
+    assert vector.vector.is_meta
+    assert vector.vector.shape == (len(training.FIELDS),)
 
 
 class NoWaiting(TorchDispatchMode):
@@ -110,15 +110,13 @@ def test_ranks_that_prefetch_never_wait_for_the_device(levers: Levers) -> None:
         models.materialize(model, "cpu")
         models.fill_weights(model, cfg, 0)
         optimizer = training.build_optimizer(model, OptimizerConfig())
-        settings = training.StepSettings(torch.device("cpu"), token_loss=loss)
+        settings = training.StepSettings(torch.device("cpu"), loss_head=loss)
         batches = batches_of(packed(), rank, 2, micro=1)
-        training.train_step(model, batches.at(0), optimizer, settings)  # the first step sets up
-        on_host = [{name: each.clone() for name, each in batch.items()} for batch in batches.at(1)]
-        counts = [training.token_loss.most_targets(each["labels"]) for each in on_host]
+        training.train_step(training.Prepared(model, settings), batches.at(0), optimizer)  # the first step sets up
+        on_host = batches.at(1)
         waiting = NoWaiting()
-        with pytest.MonkeyPatch.context() as patch, waiting:
-            patch.setattr("components.training.loop.most_targets", lambda labels: counts.pop(0))
-            training.train_step(model, on_host, optimizer, settings)
+        with waiting:
+            training.train_step(training.Prepared(model, settings), on_host, optimizer)
         return waiting.seen
 
     assert min(run_ranks(2, body)) > 500

@@ -12,6 +12,7 @@ from transformers import MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from components import models, training
+from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema import ModelConfig
 from components.config.schema.model import RouterAux
@@ -25,16 +26,16 @@ def cfg(coefficient: float | None = 0.5, aux: RouterAux = RouterAux.sequence) ->
     return ModelConfig(path="made here", router_aux=aux, router_aux_coef=coefficient)
 
 
-def batches(seed: int = 0) -> list[dict[str, torch.Tensor]]:
+def batches(seed: int = 0) -> list[Batch]:
     tokens = torch.randint(3, 97, (2, 2, 12), generator=torch.Generator().manual_seed(seed))
-    return [{"input_ids": each, "labels": each.clone()} for each in tokens]
+    return [Batch.from_labels(each, each.clone()) for each in tokens]
 
 
 def step(model: torch.nn.Module, loss: training.RouterLoss | None) -> list[float]:
     """The loss and the gradient norm of a step that changes nothing."""
     settings = training.StepSettings(CPU, max_grad_norm=0.0, router_loss=loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    return training.train_step(model, batches(), optimizer, settings)[:2].tolist()
+    return training.train_step(training.Prepared(model, settings), batches(), optimizer).vector[:2].tolist()
 
 
 def test_a_sequence_alone_has_the_loss_of_hugging_face() -> None:
@@ -55,7 +56,7 @@ def test_a_sequence_without_a_target_weighs_and_costs_nothing() -> None:
 
 def test_tokens_up_to_the_last_target_are_real() -> None:
     labels = torch.tensor([[-100, 5, -100, 6, -100, -100], [-100] * 6, [5, -100, -100, -100, -100, -100], [4] * 6])
-    targets, number = sequence_weights(labels).unbind(-1)
+    targets, number = sequence_weights(Batch.from_labels(labels, labels).targets).unbind(-1)
     assert targets[:, 0].tolist() == [2, 0, 0, 5]  # the first token is predicted by none
     assert not targets[:, 1:].any()
     assert number.tolist() == [[0, 0, 0, 0, -1, -1], [-1] * 6, [-1] * 6, [0] * 6]
@@ -64,7 +65,7 @@ def test_tokens_up_to_the_last_target_are_real() -> None:
 def test_each_document_of_a_packed_row_is_a_sequence() -> None:
     labels = torch.tensor([[7, 5, -100, -100, 6, -100, 9, -100], [-100, 1, 1, 1, 1, 1, 1, 1]])
     bounds = torch.tensor([[0, 2, 6, 8, 8], [0, 8, 8, 8, 8]], dtype=torch.int32)
-    targets, number = sequence_weights(labels, bounds).unbind(-1)
+    targets, number = sequence_weights(Batch.from_labels(labels, labels).targets, bounds).unbind(-1)
     assert targets.tolist() == [[1, 0, 1, 0, 0, 0, 0, 0], [7] + [0] * 7]
     assert number.tolist() == [[0, 0, 1, 1, 1, -1, -1, -1], [0] * 8]
 
@@ -131,5 +132,7 @@ def test_no_host_sync() -> None:
     models.use_causal_sdpa(model)
     loss = training.attach_router_loss(model, cfg())
     settings = training.StepSettings(torch.device("meta"), router_loss=loss)
-    vector = training.train_step(model, batches(), torch.optim.AdamW(model.parameters(), fused=False), settings)
-    assert vector.is_meta
+    vector = training.train_step(
+        training.Prepared(model, settings), batches(), torch.optim.AdamW(model.parameters(), fused=False)
+    )
+    assert vector.vector.is_meta

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import training
+from components.batch import Batch
 from components.config.schema import OptimizerConfig, Schedule
 from components.models.attention import use_causal_sdpa
 from components.training.optim import step_if_finite
@@ -29,11 +30,16 @@ def tiny_model() -> nn.Module:
     return model
 
 
-def batch(rows: int, length: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+def rows_of(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(input_ids, labels), the second half of which is not ignored."""
     tokens = torch.randint(3, 64, (rows, length))
     labels = tokens.clone()
     labels[:, : length // 2] = -100
-    return {"input_ids": tokens.to(device), "labels": labels.to(device)}
+    return tokens, labels
+
+
+def batch(rows: int, length: int, device: str = "cpu") -> Batch:
+    return Batch.from_labels(*(each.to(device) for each in rows_of(rows, length)))
 
 
 def test_the_step_never_waits_for_the_device() -> None:
@@ -42,10 +48,12 @@ def test_the_step_never_waits_for_the_device() -> None:
         model = tiny_model()
     optimizer = training.build_optimizer(model, OptimizerConfig())
     settings = training.StepSettings(device=torch.device("meta"))
-    vector = training.train_step(model, [batch(2, 16, "meta") for _ in range(2)], optimizer, settings)
-    assert vector.shape == (len(training.metrics.FIELDS),)
+    vector = training.train_step(
+        training.Prepared(model, settings), [batch(2, 16, "meta") for _ in range(2)], optimizer
+    )
+    assert vector.vector.shape == (len(training.FIELDS),)
     with pytest.raises(RuntimeError):
-        vector[0].item()  # the device is one that would have told
+        vector["loss"].item()  # the device is one that would have told
 
 
 def test_the_meta_device_tells_a_host_sync() -> None:
@@ -85,37 +93,39 @@ def test_non_finite_gradients_never_reach_weights_or_moments(poison: float) -> N
 
 def test_accumulation_changes_nothing() -> None:
     """One micro-batch of four rows, and four of one: the same loss, norm and weights."""
-    rows = batch(4, 12)
-    rows["labels"][0, :11] = -100  # unequal numbers of target tokens
+    tokens, labels = rows_of(4, 12)
+    labels[0, :11] = -100  # unequal numbers of target tokens
     results = []
     for size in (4, 1):
         model = tiny_model().double()
         optimizer = training.build_optimizer(model, OptimizerConfig())
-        parts = [{name: part[i : i + size] for name, part in rows.items()} for i in range(0, 4, size)]
+        parts = [Batch.from_labels(tokens[i : i + size], labels[i : i + size]) for i in range(0, 4, size)]
         settings = training.StepSettings(device=torch.device("cpu"))
-        vector = training.train_step(model, parts, optimizer, settings)
-        results.append((vector, model.lm_head.weight.detach()))
+        vector = training.train_step(training.Prepared(model, settings), parts, optimizer)
+        results.append((vector.vector, model.lm_head.weight.detach()))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-12, atol=0)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-10, atol=1e-14)
 
 
 def test_padding_changes_nothing() -> None:
     model = tiny_model().double()
-    rows = batch(2, 10)
-    padded = {
-        "input_ids": nn.functional.pad(rows["input_ids"], (0, 6), value=0),
-        "labels": nn.functional.pad(rows["labels"], (0, 6), value=-100),
-    }
-    settings = training.StepSettings(device=torch.device("cpu"))
-    expected = training.evaluate(model, [rows], settings)
-    assert training.evaluate(model, [padded], settings) == pytest.approx(expected, rel=1e-12)
+    tokens, labels = rows_of(2, 10)
+    alone = Batch.from_labels(tokens, labels)
+    padded = Batch.from_labels(nn.functional.pad(tokens, (0, 6)), nn.functional.pad(labels, (0, 6), value=-100))
+    prepared = training.Prepared(model, training.StepSettings(device=torch.device("cpu")))
+    expected = training.evaluate(prepared, [alone])
+    for rows in (padded, alone.pad_to(16)):
+        found = training.evaluate(prepared, [rows])
+        assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+        assert found.count == expected.count
 
 
 def test_the_loss_is_that_of_transformers() -> None:
-    model, rows = tiny_model().double(), batch(3, 14)
-    expected = model(input_ids=rows["input_ids"], labels=rows["labels"]).loss.item()
+    model, (tokens, labels) = tiny_model().double(), rows_of(3, 14)
+    rows = Batch.from_labels(tokens, labels)
+    expected = model(input_ids=tokens, labels=labels).loss.item()
     settings = training.StepSettings(device=torch.device("cpu"))
-    assert training.evaluate(model, [rows], settings)[0] == pytest.approx(
+    assert training.evaluate(training.Prepared(model, settings), [rows]).loss == pytest.approx(
         expected, rel=1e-6
     )  # transformers takes it in float32
 
@@ -123,13 +133,14 @@ def test_the_loss_is_that_of_transformers() -> None:
 def test_loss_is_taken_in_float32_and_float64_is_kept() -> None:
     labels = torch.randint(0, 8, (2, 5))
     logits = torch.randn(2, 5, 8)
-    assert training.token_loss_sum(logits.bfloat16(), labels).dtype == torch.float32
-    assert training.token_loss_sum(logits.double(), labels).dtype == torch.float64
+    assert training.CrossEntropy().of_logits(logits.bfloat16(), labels).dtype == torch.float32
+    assert training.CrossEntropy().of_logits(logits.double(), labels).dtype == torch.float64
 
 
 def test_the_norm_is_torch_s() -> None:
     model = tiny_model()
-    model(**batch(2, 8)).loss.backward()
+    tokens, labels = rows_of(2, 8)
+    model(input_ids=tokens, labels=labels).loss.backward()
     expected = torch.nn.utils.get_total_norm([p.grad.double() for p in model.parameters()])
     torch.testing.assert_close(training.gradient_norm(model.parameters()), expected, rtol=1e-6, atol=0)
     training.clip_gradients(model.parameters(), expected, 0.5)
@@ -172,7 +183,7 @@ def test_schedules_hit_their_corners() -> None:
 def test_the_reader_lags_by_a_fixed_number_of_steps() -> None:
     reader = training.StepReader(lag=2)
     vectors = [torch.tensor([float(i), 1, 7, 0, i == 1, 0, i == 0, 0.5], dtype=torch.float64) for i in range(4)]
-    seen = [reader.push(step, vector, began=0.0) for step, vector in enumerate(vectors)]
+    seen = [reader.push(step, training.StepNumbers(vector), began=0.0) for step, vector in enumerate(vectors)]
     assert [[m.step for m in arrived] for arrived in seen] == [[], [], [0], [1]]
     assert (seen[2][0].must_stop, seen[2][0].must_save) == (False, True)
     assert (seen[3][0].must_stop, seen[3][0].must_save) == (True, False)
@@ -183,7 +194,7 @@ def test_the_reader_lags_by_a_fixed_number_of_steps() -> None:
 def test_a_drained_reader_hands_out_every_step() -> None:
     reader = training.StepReader(lag=1)
     vector = torch.tensor([1.0, 1, 7, 0, 1, 0, 1, 0.5], dtype=torch.float64)
-    told = [reader.push(step, vector, began=0.0, drain=step % 3 != 0) for step in range(6)]
+    told = [reader.push(step, training.StepNumbers(vector), began=0.0, drain=step % 3 != 0) for step in range(6)]
     assert [[m.step for m in arrived] for arrived in told] == [[], [0, 1], [2], [], [3, 4], [5]]
     assert all(m.must_stop for arrived in told for m in arrived)
 
@@ -203,7 +214,7 @@ def test_time_that_the_host_waits_for_a_drained_step_is_time_of_steps(every: int
     for step in range(6):
         began = time.perf_counter()
         vector = torch.tensor([1.0, 1, 7, 0, 0, 0, 0, 0.5], dtype=torch.float64).as_subclass(SlowVector)
-        seen += reader.push(step, vector, began, drain=step % every == every - 1)
+        seen += reader.push(step, training.StepNumbers(vector), began, drain=step % every == every - 1)
     assert [m.step for m in seen] == list(range(6))
     assert all(m.seconds >= 0.05 for m in seen[1:])  # for the one before, which nobody waits for in the first
 

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import observability, training
+from components.batch import Batch
 from components.config.schema.logging import LoggingConfig, ProfileConfig
 from components.training.metrics import StepMetrics
 from components.training.work import PEAK_TFLOPS, document_lengths, model_flops, pairs, peak_tflops
@@ -92,10 +93,10 @@ def test_layers_that_are_no_attention_are_not_guessed() -> None:
 
 def test_padding_is_no_work_and_documents_are_apart() -> None:
     labels = torch.tensor([[-100, -100, 5, 6, -100, -100], [-100] * 6, [-100, 1, 2, -100, 3, 4]])
-    assert document_lengths({"labels": labels}) == [4, 0, 6]
+    assert document_lengths(Batch.from_labels(labels, labels)) == [4, 0, 6]
     bounds = torch.tensor([[0, 2, 4, 6, 6], [0, 6, 6, 6, 6], [0, 3, 6, 6, 6]], dtype=torch.int32)
-    assert document_lengths({"labels": labels, "documents": bounds}) == [2, 2, 3, 3]
-    assert document_lengths({"labels": labels.to("meta")}) == []
+    assert document_lengths(Batch.from_labels(labels, labels, document_bounds=bounds)) == [2, 2, 3, 3]
+    assert document_lengths(Batch.from_labels(labels, labels).to(torch.device("meta"))) == []
 
 
 def test_a_device_is_known_by_its_exact_name(monkeypatch: pytest.MonkeyPatch) -> None:

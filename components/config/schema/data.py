@@ -11,6 +11,9 @@ from types import MappingProxyType
 
 from components.config.schema.checks import at_least, raise_all
 
+IGNORED = -100
+"""Label or target of a position that has no loss: the `ignore_index` of PyTorch and Hugging Face."""
+
 
 class DataKind(StrEnum):
     """docs: Python's documentation; sft: prompt and response; chat: messages; text: documents; custom: your function;

@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 
-from components.training.loss import count_targets, token_loss_sum
+from components.batch import Batch
+from components.config.schema.objective import NextTokenConfig
+from components.training.loss import count_targets
+from components.training.objectives.cross_entropy import CrossEntropy
+from components.training.objectives.objective import RowScores, RowWeights
 
-if TYPE_CHECKING:
-    from components.config.schema.objective import NextTokenConfig
 
-
-@dataclass(frozen=True, slots=True)
 class NextToken:
-    """The sum over target tokens of their cross-entropies.
+    """The mean cross-entropy of target tokens, with the label smoothing and the z-loss of the config.
 
-    With label smoothing (Szegedy et al. 2016) a share of each target is spread evenly over the vocabulary; the z-loss
-    (Chowdhery et al. 2022) adds a multiple of the squared log of the softmax's denominator, which keeps logits small.
-    Evaluation uses neither.
+    Evaluation reports the plain cross-entropy, `PLAIN`.
     """
 
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    unit = "target token"
+    needs_row_scores = False
+    metrics: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, cfg: NextTokenConfig) -> NextToken:
-        """Return the objective of a config."""
-        return cls(cfg.label_smoothing, cfg.z_loss)
+    def __init__(self, cfg: NextTokenConfig | None = None) -> None:
+        """`cfg` None: neither label smoothing nor z-loss."""
+        self.token_loss = CrossEntropy() if cfg is None else CrossEntropy(cfg.label_smoothing, cfg.z_loss)
 
-    @property
-    def unit(self) -> str:
-        """What is counted."""
-        return "token"
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Return the number of targets that are not ignored, a float64 scalar."""
+        return count_targets(batch.targets)
 
-    def count(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return the number of targets (batch, seq) that are not ignored, a float64 scalar."""
-        return count_targets(targets)
+    def weights(self, scores: RowScores) -> RowWeights:
+        """Raise: a sum of token losses needs no weights."""
+        raise NotImplementedError("NextToken is a sum of token losses")
 
-    def loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses of logits (batch, seq, vocabulary): see `token_loss_sum`."""
-        return token_loss_sum(logits, targets, self.label_smoothing, self.z_loss)
+
+PLAIN = NextToken()
+"""The cross-entropy of target tokens and nothing else."""

@@ -16,18 +16,20 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import models, training
+from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig, ModelConfig, OptimizerConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import LossMethod
+from components.config.schema.objective import NextTokenConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.training import TrainingConfig
 from components.training import chunked_loss
-from components.training.chunked_loss import Head, linear_cross_entropy
-from components.training.token_loss import TokenLoss
+from components.training.chunked_loss import Head, Targets, linear_token_loss
 from tests.unit.test_training_step import LLAMA
 
 VOCABULARY, HIDDEN = 6000, 32
+PLAIN = training.CrossEntropy()
 CPU = torch.device("cpu")
 
 
@@ -76,11 +78,11 @@ def config(loss: LossMethod = LossMethod.chunked) -> FinetuneConfig:
     )
 
 
-def attach(model: nn.Module, loss: LossMethod = LossMethod.chunked) -> TokenLoss:
-    return training.attach_token_loss(model, config(loss), None, None, CPU)
+def attach(model: nn.Module, loss: LossMethod = LossMethod.chunked) -> training.LossHead:
+    return training.attach_loss_head(model, config(loss), None, None, CPU)
 
 
-def rows(targets: int = 500) -> dict[str, torch.Tensor]:
+def rows(targets: int = 500) -> Batch:
     """Eight rows of 64 tokens, `targets` of which carry loss."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, VOCABULARY, (8, 64), generator=generator)
@@ -89,17 +91,17 @@ def rows(targets: int = 500) -> dict[str, torch.Tensor]:
     labels[:, 1:].reshape(-1)[places] = 1  # a copy: only the places count
     real = torch.zeros(8 * 63, dtype=torch.bool).index_fill(0, places, True).view(8, 63)
     labels[:, 1:] = torch.where(real, tokens[:, 1:], -100)
-    return {"input_ids": tokens, "labels": labels}
+    return Batch.from_labels(tokens, labels)
 
 
-def step(model: nn.Module, loss: TokenLoss | None, batch: dict[str, torch.Tensor], **values: Any) -> torch.Tensor:
+def step(model: nn.Module, loss: training.LossHead | None, batch: Batch, **values: Any) -> training.StepNumbers:
     optimizer = training.build_optimizer(model, OptimizerConfig())
     device = next(model.parameters()).device
-    settings = training.StepSettings(device=device, token_loss=loss, **values)
-    return training.train_step(model, [batch], optimizer, settings)
+    settings = training.StepSettings(device=device, loss_head=loss, **values)
+    return training.train_step(training.Prepared(model, settings), [batch], optimizer)
 
 
-def gradients(model: Any, loss: TokenLoss | None, batch: dict[str, torch.Tensor], **values: Any) -> dict[str, Any]:
+def gradients(model: Any, loss: training.LossHead | None, batch: Batch, **values: Any) -> dict[str, Any]:
     """Gradients before the update, and the step's vector."""
     found: dict[str, Any] = {}
 
@@ -109,8 +111,8 @@ def gradients(model: Any, loss: TokenLoss | None, batch: dict[str, torch.Tensor]
 
     optimizer = Keep(model.parameters(), lr=0.0)
     optimizer.param_groups[0]["fused"] = False
-    settings = training.StepSettings(device=CPU, token_loss=loss, max_grad_norm=0.0, **values)
-    found["loss"] = training.train_step(model, [batch], optimizer, settings)[0]
+    settings = training.StepSettings(device=CPU, loss_head=loss, max_grad_norm=0.0, **values)
+    found["loss"] = training.train_step(training.Prepared(model, settings), [batch], optimizer)["loss"]
     return found
 
 
@@ -134,7 +136,7 @@ def test_a_step_on_the_meta_device_with_batches_of_the_host() -> None:
     batch = rows(20)
     with chunks_of(50), _Sizes() as sizes:
         vector = step(model, attach(model), batch)
-    assert vector.shape == (len(training.metrics.FIELDS),)
+    assert vector.vector.shape == (len(training.FIELDS),)
     assert 0 < sizes.most_tokens <= 50
 
 
@@ -195,32 +197,34 @@ def test_layers_recomputed_and_compiled() -> None:
 def test_logits_and_evaluation_are_what_they_were() -> None:
     model = build().eval()
     batch = rows(300)
-    expected = model(input_ids=batch["input_ids"], use_cache=False).logits
-    held_out = training.evaluate(model, [batch], training.StepSettings(device=CPU))
+    expected = model(input_ids=batch.input_ids, use_cache=False).logits
+    held_out = training.evaluate(training.Prepared(model, training.StepSettings(device=CPU)), [batch])
     loss = attach(model)
-    assert torch.equal(model(input_ids=batch["input_ids"], use_cache=False).logits, expected)
-    settings = training.StepSettings(device=CPU, token_loss=loss)
+    assert torch.equal(model(input_ids=batch.input_ids, use_cache=False).logits, expected)
+    settings = training.StepSettings(device=CPU, loss_head=loss)
     with chunks_of(40):
-        assert training.evaluate(model, [batch], settings) == pytest.approx(held_out, rel=1e-6)
+        found = training.evaluate(training.Prepared(model, settings), [batch])
+    assert found.loss == pytest.approx(held_out.loss, rel=1e-6)
+    assert found.count == held_out.count
 
 
 def test_a_count_that_is_too_small_is_never_a_wrong_loss() -> None:
     hidden, weight = torch.randn(600, 8), torch.randn(50, 8)
     targets = torch.randint(0, 50, (600,))
-    assert linear_cross_entropy(hidden, weight, None, targets, Head(), 600).isfinite()
-    assert linear_cross_entropy(hidden, weight, None, targets, Head(), 200).isnan()
+    assert linear_token_loss(hidden, weight, None, Targets(targets, 600), Head(), PLAIN).isfinite()
+    assert linear_token_loss(hidden, weight, None, Targets(targets, 200), Head(), PLAIN).isnan()
 
 
 def test_gradients_are_given_once_and_no_targets_give_zero() -> None:
     hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
-    nothing = linear_cross_entropy(hidden, weight, None, torch.full((9,), -100), Head(), 0)
+    nothing = linear_token_loss(hidden, weight, None, Targets(torch.full((9,), -100), 0), Head(), PLAIN)
     nothing.backward()
     assert nothing == 0
     assert hidden.grad is not None
     assert not hidden.grad.any()
     assert weight.grad is not None
     assert not weight.grad.any()
-    loss = linear_cross_entropy(hidden, weight, None, torch.arange(9), Head())
+    loss = linear_token_loss(hidden, weight, None, Targets(torch.arange(9)), Head(), PLAIN)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
         loss.backward()
@@ -270,33 +274,29 @@ def test_smoothing_and_z_loss_of_chunks_are_those_of_logits(change: Any) -> None
     hidden, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((50, 8), (31, 8)))
     targets = torch.randint(0, 31, (50,), generator=generator)
     targets[::7] = -100
-    objective = training.NextToken(label_smoothing=0.2, z_loss=0.05)
+    token_loss = training.CrossEntropy(label_smoothing=0.2, z_loss=0.05)
     found = []
     for chunked in (False, True):
         leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
         if chunked:
             with chunks_of(11):
-                loss = linear_cross_entropy(*leaves, None, targets, Head(after=change), objective=objective)
+                loss = linear_token_loss(*leaves, None, Targets(targets), Head(after=change), token_loss)
         else:
             logits = torch.nn.functional.linear(*leaves)
-            loss = objective.loss_sum((logits if change is None else change(logits))[None], targets[None])
+            loss = token_loss.of_logits((logits if change is None else change(logits))[None], targets[None])
         loss.backward()
         found.append([loss.detach(), *(each.grad for each in leaves)])
     for expected, got in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    plain = training.NextToken().loss_sum(torch.nn.functional.linear(hidden, weight)[None], targets[None])
+    plain = PLAIN.of_logits(torch.nn.functional.linear(hidden, weight)[None], targets[None])
     assert abs(plain - found[0][0]) > 1
 
 
 def test_a_held_out_loss_has_neither_smoothing_nor_z_loss() -> None:
     model, batch = build(), rows(300)
-    plain, _ = training.evaluate(model, [batch], training.StepSettings(device=CPU))
-    numbers = training.train_step(
-        model,
-        [batch],
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        training.StepSettings(device=CPU),
-        objective=training.NextToken(label_smoothing=0.2, z_loss=0.1),
-    )
-    assert numbers[0] > plain + 1
-    assert training.evaluate(model, [batch], training.StepSettings(device=CPU))[0] == pytest.approx(plain, rel=1e-12)
+    prepared = training.Prepared(model, training.StepSettings(device=CPU))
+    plain = training.evaluate(prepared, [batch]).loss
+    objective = training.NextToken(NextTokenConfig(label_smoothing=0.2, z_loss=0.1))
+    numbers = training.train_step(prepared, [batch], torch.optim.SGD(model.parameters(), lr=0.0), objective)
+    assert numbers["loss"] > plain + 1
+    assert training.evaluate(prepared, [batch]).loss == pytest.approx(plain, rel=1e-12)

@@ -1,9 +1,8 @@
-"""From a model that returns logits to one that takes targets and returns the sum of their losses.
+"""Let a model take targets and return the sum of their losses instead of logits.
 
-The model's own forward runs up to its head, where a stand-in keeps the hidden states; the head then computes the loss
-from them. Both happen within the model's forward, and the head is called as a module: whatever hangs on them (FSDP
-gathering and reducing the weight, DDP, tp's layouts) works as for logits. Without targets nothing is different, so
-generation sees logits.
+The model's own forward runs up to its LM head, where a placeholder captures the hidden states; the head then computes
+the loss from them. Both happen within the model's forward, and the head is called as a module, so that the hooks of
+FSDP, DDP and tp on either work as they do for logits. Without targets the forward is unchanged: generation gets logits.
 """
 
 from __future__ import annotations
@@ -17,27 +16,29 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from components.batch import HEAD_KEYWORDS
 from components.config.errors import ConfigError
+from components.config.schema.data import IGNORED
 from components.config.schema.model import LossMethod
 from components.config.schema.parallelism import SPLIT_BACKWARD
 from components.config.schema.recipes import FinetuneConfig, RecipeConfig
 from components.distributed.mesh import Mesh
 from components.distributed.stages import Stages, shallow_copy
 from components.distributed.tensor_parallel import as_replicated
-from components.training.chunked_loss import Head, autocast_dtype, chunk_tokens, linear_cross_entropy
-from components.training.loss import IGNORED
-from components.training.objectives.objective import Objective
+from components.training.chunked_loss import Head, Targets, autocast_dtype, chunk_tokens, linear_token_loss
+from components.training.objectives import PLAIN, CrossEntropy, TokenLoss, Vocabulary
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLoss:
-    """How the loss is computed, and why so."""
+class LossHead:
+    """How a run computes its loss from hidden states, and why so."""
 
     method: LossMethod
     """logits, chunked or liger."""
     why: str
+    """For the banner."""
 
     @property
     def takes_targets(self) -> bool:
@@ -52,10 +53,10 @@ class _NotPossibleError(Exception):
     """Why a model's logits must be made."""
 
 
-def attach_token_loss(
+def attach_loss_head(
     model: nn.Module, cfg: RecipeConfig, mesh: Mesh | None, stages: Stages | None, device: torch.device
-) -> TokenLoss:
-    """Let a causal LM, or the last of its pipeline stages, take `targets` as `cfg.model.loss` says; tell what was done.
+) -> LossHead:
+    """Let a causal LM, or the last of its pipeline stages, take `targets` as `cfg.model.loss` says.
 
     Call it on all ranks, after the model was laid over the mesh. `auto` is chunked wherever that is possible and the
     logits of a micro-batch are more than a chunk.
@@ -64,7 +65,7 @@ def attach_token_loss(
     """
     asked = cfg.model.loss
     if asked == LossMethod.logits:
-        return TokenLoss(asked, "as model.loss says")
+        return LossHead(asked, "as model.loss says")
     last = model if stages is None else next((each.module for each in stages.own if each.index == stages.last), None)
     name = _head_name(model)
     head = None if last is None else last._modules.get(name)
@@ -76,7 +77,7 @@ def attach_token_loss(
             _check_liger(device, change)
     except _NotPossibleError as reason:
         if asked == LossMethod.auto:
-            return TokenLoss(LossMethod.logits, f"{type(model).__name__}: {reason}")
+            return LossHead(LossMethod.logits, f"{type(model).__name__}: {reason}")
         raise ConfigError(f"model.loss={asked}: {type(model).__name__}: {reason}; set model.loss=logits") from reason
     words = -(-_vocabulary(model) // (mesh.size("tp") if mesh else 1))
     sizes = cfg.training if isinstance(cfg, FinetuneConfig) else cfg.evaluation  # type: ignore[attr-defined]
@@ -85,19 +86,14 @@ def attach_token_loss(
         chunk_tokens(words, device),
     )
     if asked == LossMethod.auto and tokens <= chunk:
-        return TokenLoss(LossMethod.logits, f"those of {tokens:,} tokens x {words:,} words are no more than a chunk")
+        return LossHead(LossMethod.logits, f"those of {tokens:,} tokens x {words:,} words are no more than a chunk")
     method = LossMethod.chunked if asked == LossMethod.auto else asked
     if last is not None and head is not None:
         split = stages is not None and cfg.parallelism.pp_schedule in SPLIT_BACKWARD
         _TakesTargets(last, name, head, method, Head(after=change, backward_twice=split))
     kept = "" if change is None else ", with what the model does to its logits"
     how = "fused" if method == LossMethod.liger else f"logits of at most {chunk:,} tokens at a time"
-    return TokenLoss(method, f"{how}{kept}")
-
-
-def most_targets(labels: torch.Tensor) -> int | None:
-    """Return how many of `labels` (batch, seq) are targets, no less; None where asking would make the host wait."""
-    return int((labels[:, 1:] != IGNORED).sum()) if labels.device.type == "cpu" else None
+    return LossHead(method, f"{how}{kept}")
 
 
 class _TakesTargets:
@@ -109,26 +105,23 @@ class _TakesTargets:
         self._model_forward, self._head_forward = model.forward, head.forward
         model.forward, head.forward = self.forward, self.head_forward
 
-    def forward(
-        self,
-        *args: Any,
-        targets: torch.Tensor | None = None,
-        target_count: int | None = None,
-        objective: Objective | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Return what the model returns; with `targets` (batch, seq) the sum of their losses, a scalar."""
+    def forward(self, *args: Any, targets: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """Return what the model returns; with `targets` (batch, seq) the sum of their losses, a scalar.
+
+        The keywords of `head_forward` may come with the targets.
+        """
         if targets is None:
             return self._model_forward(*args, **kwargs)
-        keeper = _Keeper()
-        self._model._modules[self._name] = keeper
+        of_head = {name: kwargs.pop(name) for name in HEAD_KEYWORDS if name in kwargs}
+        captured = _CaptureHidden()
+        self._model._modules[self._name] = captured
         try:
             self._model_forward(*args, **kwargs)
         finally:
             self._model._modules[self._name] = self._head
-        if keeper.hidden is None:
+        if captured.hidden is None:
             raise RuntimeError(f"{type(self._model).__name__} did not call its head, {self._name}")
-        loss = self._head(keeper.hidden, targets=targets, target_count=target_count, objective=objective)
+        loss = self._head(captured.hidden, targets=targets, **of_head)
         return loss.clone() if loss._is_view() else loss  # FSDP, and schedules that detach it in place, want no view
 
     def head_forward(
@@ -137,54 +130,62 @@ class _TakesTargets:
         *args: Any,
         targets: torch.Tensor | None = None,
         target_count: int | None = None,
-        objective: Objective | None = None,
+        token_loss: TokenLoss = PLAIN.token_loss,
+        token_weight_bits: torch.Tensor | None = None,
+        per_token: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Logits of `hidden` (batch, seq, hidden); with `targets` the sum of their losses."""
+        """Return the logits of `hidden` (batch, seq, hidden); with `targets` (batch, seq) the sum of their losses.
+
+        Args:
+            target_count: Host-side upper bound on the number of targets that are not ignored.
+            token_loss: The loss of a token.
+            token_weight_bits: Factors of the losses, (batch, seq) float64 viewed as int64: see `Batch.head_inputs`.
+            per_token: Return the losses (batch, seq) instead of their sum.
+        """
         if targets is None:
             return self._head_forward(hidden, *args, **kwargs)
         weight: Any = self._head.weight
         bias: Any = self._head.bias
         how, mesh = self._how, None
         if isinstance(weight, DTensor):
-            mesh, (place,) = weight.device_mesh, weight.placements
+            mesh, (placement,) = weight.device_mesh, weight.placements
             if mesh.mesh_dim_names != ("tp",):
                 raise RuntimeError(f"the head is used before its weight was gathered: it lies on {mesh}")
-            if place.is_shard():
+            if placement.is_shard():
                 largest = -(-weight.shape[0] // mesh.size())  # the last shards may be smaller
                 first = mesh.get_local_rank() * largest
-                how = replace(
-                    how,
-                    group=mesh.get_group(),
-                    first_word=first,
-                    largest_shard=largest,
-                    vocabulary=weight.shape[0],
-                )
+                how = replace(how, vocabulary=Vocabulary(mesh.get_group(), first, largest, weight.shape[0]))
                 hidden = as_replicated(hidden, mesh)
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()
         rows: Any = hidden
         if isinstance(hidden, DTensor):
-            rows = hidden.to_local(grad_placements=[Partial() if how.group is not None else Replicate()])
-        rows, answers = rows.flatten(0, -2), targets.flatten()
+            is_sharded = how.vocabulary.group is not None
+            rows = hidden.to_local(grad_placements=[Partial() if is_sharded else Replicate()])
+        rows, answers = rows.flatten(0, -2), targets.flatten()  # (tokens, hidden), (tokens,)
+        weights = None if token_weight_bits is None else token_weight_bits.view(torch.float64).flatten()
         if self._method == LossMethod.liger:
-            loss = _liger(rows, weight, bias, answers, objective)
+            loss = _liger(rows, weight, bias, answers, token_loss, weights, per_token)
         else:
-            loss = linear_cross_entropy(rows, weight, bias, answers, how, target_count, objective)
+            known = Targets(answers, target_count, weights)
+            loss = linear_token_loss(rows, weight, bias, known, how, token_loss, per_token=per_token)
+        if per_token:
+            loss = loss.view(targets.shape)
         # tp's own hook at the head's border takes what it gave: a DTensor for a DTensor.
         return (
             loss if mesh is None or rows is hidden else DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
         )
 
 
-class _Keeper(nn.Module):
-    """Stands where the head is, and keeps what it is given."""
+class _CaptureHidden(nn.Module):
+    """Placeholder for the LM head that captures its input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden: torch.Tensor | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(batch, seq, hidden) -> logits of no word."""
+        """Capture (batch, seq, hidden); return logits of an empty vocabulary."""
         self.hidden = hidden
         return hidden[..., :0].detach()
 
@@ -278,10 +279,17 @@ def _liger(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
-    objective: Objective | None,
+    token_loss: TokenLoss,
+    weights: torch.Tensor | None,
+    per_token: bool,
 ) -> Any:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
+    if not isinstance(token_loss, CrossEntropy) or weights is not None or per_token:
+        raise ConfigError(
+            "model.loss=liger: its kernel computes the sum of cross-entropies only, and this objective weights the "
+            "losses of tokens; set model.loss=chunked"
+        )
     if (to := autocast_dtype(hidden)) is not None:
         hidden, weight, bias = hidden.to(to), weight.to(to), None if bias is None else bias.to(to)
     # Sums over chunks in float32, as ours; the kernel's wrapper counts targets on the host, which waits for that.
@@ -291,8 +299,8 @@ def _liger(
         targets,
         bias=bias,
         ignore_index=IGNORED,
-        lse_square_scale=0.0 if objective is None else objective.z_loss,
-        label_smoothing=0.0 if objective is None else objective.label_smoothing,
+        lse_square_scale=token_loss.z_loss,
+        label_smoothing=token_loss.label_smoothing,
         reduction="sum",
         accum_dtype=torch.float32,
     ).float()

@@ -1,0 +1,168 @@
+"""The typed micro-batch that the collator makes and every forward takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from components.config.schema.data import IGNORED
+from components.config.schema.model import DOCUMENTS, LONGEST_DOCUMENT
+
+HEAD_KEYWORDS = ("targets", "token_weight_bits", "target_count", "token_loss", "per_token")
+"""Keywords of a model's forward that only its LM head takes, to compute the loss (components.training.loss_head)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One micro-batch of one rank: whole rows, or under cp this rank's part of each row."""
+
+    input_ids: torch.Tensor  # (rows, seq) int64
+    """Tokens, padded on the right."""
+    targets: torch.Tensor  # (rows, seq) int64
+    """The token that each position predicts: the labels shifted left by one; IGNORED where there is none."""
+    position_ids: torch.Tensor | None = None  # (rows, seq) int64
+    """Positions within the document; only of packed rows and of parts of rows, else the model numbers them itself."""
+    document_bounds: torch.Tensor | None = None  # (rows, documents + 1) int32
+    """Of packed rows: 0, the end of each document (the padding is the last one), and seq as often as needed."""
+    longest_document: int | None = None
+    """Host-side upper bound on the tokens of a document; None: unknown."""
+    target_count: int | None = None
+    """Host-side upper bound on the number of targets that are not ignored; None: unknown."""
+    token_weights: torch.Tensor | None = None  # (rows, seq)
+    """Factor of each token's loss; None: 1."""
+    layer_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each (rows, seq, ...) of integers
+    """Keywords for every decoder layer."""
+    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each (rows, ...)
+    """Values per row for the objective; the model never receives them."""
+
+    @classmethod
+    def from_labels(cls, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> Batch:
+        """Return a batch from labels (rows, seq) that are aligned with the inputs, as Hugging Face datasets have them.
+
+        The targets are counted where that does not make the host wait for a device.
+        """
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        count = int((targets != IGNORED).sum()) if labels.device.type == "cpu" else None
+        return cls(input_ids=input_ids, targets=targets, target_count=count, **others)
+
+    @classmethod
+    def joined(cls, batches: Sequence[Batch]) -> Batch:
+        """Return the rows of batches of one length as one batch; host-side bounds hold for each of them."""
+        first = batches[0]
+        return cls(
+            input_ids=torch.cat([each.input_ids for each in batches]),
+            targets=torch.cat([each.targets for each in batches]),
+            position_ids=_joined([each.position_ids for each in batches]),
+            document_bounds=_joined([each.document_bounds for each in batches]),
+            longest_document=_largest([each.longest_document for each in batches]),
+            target_count=_largest([each.target_count for each in batches]),
+            token_weights=_joined([each.token_weights for each in batches]),
+            layer_inputs={key: torch.cat([each.layer_inputs[key] for each in batches]) for key in first.layer_inputs},
+            rows=cls.joined_rows(batches),
+        )
+
+    @staticmethod
+    def joined_rows(batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
+        """Return the values per row of several batches, by name."""
+        return {key: torch.cat([each.rows[key] for each in batches]) for key in batches[0].rows}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and tokens in each."""
+        rows, seq = self.input_ids.shape
+        return rows, seq
+
+    def to(self, device: torch.device) -> Batch:
+        """Copy the batch to a device without making the host wait."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if device.type == "cuda":
+                return tensor.pin_memory().to(device, non_blocking=True)
+            return tensor.to(device)
+
+        return self._changed(move, move, move)
+
+    def pad_to(self, seq: int) -> Batch:
+        """Pad the rows on the right to `seq` tokens. Raises ValueError for packed rows, which have their length."""
+        missing = seq - self.input_ids.shape[1]
+        if missing == 0:
+            return self
+        if self.document_bounds is not None or self.position_ids is not None:
+            raise ValueError("packed rows and parts of rows cannot be padded further")
+        weights = self.token_weights
+        return replace(
+            self,
+            input_ids=F.pad(self.input_ids, (0, missing)),
+            targets=F.pad(self.targets, (0, missing), value=IGNORED),
+            token_weights=None if weights is None else F.pad(weights, (0, missing)),
+        )
+
+    def at_positions(self, positions: torch.Tensor) -> Batch:
+        """Return the tokens at `positions` (seq,) of every row, with their positions: one rank's part under cp."""
+
+        def select(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.index_select(1, positions)
+
+        rows = self.input_ids.shape[0]
+        part = self._changed(select, lambda bounds: bounds, lambda values: values)
+        return part if part.position_ids is not None else replace(part, position_ids=positions.expand(rows, -1))
+
+    def first_rows(self, count: int) -> Batch:
+        """Return the first `count` rows."""
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[:count]
+
+        return self._changed(cut, cut, cut)
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Return the keywords of the model's forward."""
+        inputs: dict[str, Any] = {"input_ids": self.input_ids, **self.layer_keywords()}
+        return inputs if self.position_ids is None else {**inputs, "position_ids": self.position_ids}
+
+    def layer_keywords(self) -> dict[str, Any]:
+        """Return the keywords that decoder layers take besides hidden states and positions."""
+        keywords: dict[str, Any] = dict(self.layer_inputs)
+        if self.document_bounds is not None:
+            keywords[DOCUMENTS] = self.document_bounds
+        if self.longest_document is not None:
+            keywords[LONGEST_DOCUMENT] = self.longest_document
+        return keywords
+
+    def head_inputs(self) -> dict[str, torch.Tensor]:
+        """Return the keywords of a head that computes the loss itself (components.training.loss_head).
+
+        Token weights go as the bits of integers: FSDP2 casts floating inputs to its compute type.
+        """
+        inputs = {"targets": self.targets}
+        if self.token_weights is not None:
+            inputs["token_weight_bits"] = self.token_weights.double().view(torch.int64)
+        return inputs
+
+    def _changed(self, tokens: Any, bounds: Any, rows: Any) -> Batch:
+        """Return the batch with functions applied to what is aligned with tokens, to the bounds, and to the rows."""
+        position_ids, weights, of_documents = self.position_ids, self.token_weights, self.document_bounds
+        return replace(
+            self,
+            input_ids=tokens(self.input_ids),
+            targets=tokens(self.targets),
+            position_ids=None if position_ids is None else tokens(position_ids),
+            token_weights=None if weights is None else tokens(weights),
+            document_bounds=None if of_documents is None else bounds(of_documents),
+            layer_inputs={name: tokens(value) for name, value in self.layer_inputs.items()},
+            rows={name: rows(value) for name, value in self.rows.items()},
+        )
+
+
+def _joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(present) if present else None
+
+
+def _largest(bounds: Sequence[int | None]) -> int | None:
+    known = [bound for bound in bounds if bound is not None]
+    return max(known) if len(known) == len(bounds) else None

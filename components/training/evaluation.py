@@ -1,0 +1,97 @@
+"""One pass over held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from components.batch import Batch
+from components.distributed.mesh import Mesh
+from components.training.forward import forward_loss, local_part, score_rows
+from components.training.loss import reduce_loss
+from components.training.objectives import PLAIN, Objective
+from components.training.prepared import Prepared
+from components.training.step import all_ranks, sum_over_ranks
+
+
+class Interruptible(Protocol):
+    """What a pass over data takes of a run: its mesh, what it shows meanwhile, and whether to stop."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The device mesh."""
+
+    @property
+    def agreed_to_stop(self) -> Callable[[], bool]:
+        """Returns whether any rank was asked to stop. A collective."""
+
+    @property
+    def status(self) -> Callable[[str], AbstractContextManager[None]]:
+        """Returns a context in which the progress bar shows what the run does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a pass over held-out data measured; equal on every rank."""
+
+    loss: float
+    """Mean loss per unit; NaN if there are no units."""
+    count: int
+    """Units over all ranks; 0 if the pass was stopped."""
+    unit: str = PLAIN.unit
+    """Name of what is counted."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means of the objective's own metrics."""
+
+
+@torch.no_grad()
+def evaluate(
+    model: Prepared, batches: Iterable[Batch], objective: Objective = PLAIN, run: Interruptible | None = None
+) -> Evaluation:
+    """Return the mean loss per unit over the batches of all ranks; by default the plain cross-entropy.
+
+    Every rank must bring the same number of batches: a sharded forward is a collective.
+
+    Args:
+        run: Shows what it does, and ends the pass once any rank was asked to stop.
+    """
+    was_training = model.module.training
+    model.module.eval()
+    with nullcontext() if run is None else run.status("evaluating"):
+        sums, ended = _sums(model, batches, objective, run)
+    model.module.train(was_training)
+    if ended:
+        return Evaluation(float("nan"), 0, objective.unit)
+    loss, counted, *metrics = sums.unbind()
+    reduced = reduce_loss([loss], counted, dp_group=all_ranks(), check_finite=False)
+    total, count = torch.cat(reduced).tolist()
+    means: dict[str, float] = {}
+    if metrics:
+        values = sum_over_ranks(torch.stack(metrics)).tolist()
+        means = {name: value / max(count, 1) for name, value in zip(objective.metrics, values, strict=True)}
+    return Evaluation(total / count if count else float("nan"), int(count), objective.unit, means)
+
+
+def _sums(
+    model: Prepared, batches: Iterable[Batch], objective: Objective, run: Interruptible | None
+) -> tuple[torch.Tensor, bool]:
+    """Return (loss, units, metrics...) of this rank in float64, and whether the pass was stopped."""
+    settings = model.settings
+    sums = torch.zeros(2 + len(objective.metrics), dtype=torch.float64, device=settings.device)
+    for batch in batches:
+        if run is not None and run.agreed_to_stop():
+            return sums, True
+        moved = batch.to(settings.device)
+        part = local_part(moved, settings)
+        if objective.needs_row_scores:
+            weighted = objective.weights(score_rows(model, [part]))
+            measured = [weighted.metrics[name] for name in objective.metrics]
+            sums += torch.stack([weighted.loss_sum, objective.count(moved), *measured]) * settings.counts_rows
+        else:
+            loss = forward_loss(model, part, objective.token_loss).double() * settings.counts_tokens
+            sums += torch.stack([loss, objective.count(moved) * settings.counts_rows])
+    return sums, False

@@ -1,0 +1,112 @@
+"""Cross-entropy of target tokens, with label smoothing and z-loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from components.config.schema.data import IGNORED
+from components.training.objectives.objective import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """The negative log-probability of each target.
+
+    Label smoothing (Szegedy et al. 2016) spreads a share of each target evenly over the vocabulary. The z-loss
+    (Chowdhery et al. 2022) adds a multiple of the squared log of the softmax's denominator, which keeps logits small.
+    """
+
+    label_smoothing: float = 0.0
+    """Share of each target that is spread evenly over the vocabulary."""
+    z_loss: float = 0.0
+    """Factor of the squared log of the softmax's denominator."""
+
+    def of_logits(
+        self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the sum of the losses of logits (batch, seq, vocabulary): see `TokenLoss`."""
+        if weights is not None:
+            losses = self.per_token(logits, targets)
+            return (losses * weights.to(losses.dtype)).sum()
+        rows, answers = _exact(logits).flatten(0, 1), targets.flatten()  # (tokens, vocabulary), (tokens,)
+        smoothing = self.label_smoothing
+        loss = F.cross_entropy(rows, answers, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+        if self.z_loss:
+            loss = loss + self.z_loss * (rows.logsumexp(-1).square() * (answers != IGNORED)).sum()
+        return loss
+
+    def per_token(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the losses (batch, seq) of logits (batch, seq, vocabulary); 0 where the target is ignored."""
+        rows, answers = _exact(logits).flatten(0, 1), targets.flatten()
+        smoothing = self.label_smoothing
+        losses = F.cross_entropy(rows, answers, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
+        if self.z_loss:
+            losses = losses + self.z_loss * rows.logsumexp(-1).square() * (answers != IGNORED)
+        return losses.view(targets.shape)
+
+    def of_chunk(
+        self,
+        scores: torch.Tensor,
+        targets: torch.Tensor,
+        vocabulary: Vocabulary,
+        weights: torch.Tensor | None,
+        *,
+        per_token: bool,
+        with_gradient: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the losses of a chunk of tokens and the gradient of their sum: see `TokenLoss`."""
+        log_probs, log_sum = log_softmax(scores, vocabulary.group, bool(self.z_loss))
+        index, is_real = targets - vocabulary.first, targets != IGNORED
+        is_here = is_real & (index >= 0) & (index < scores.shape[-1])
+        index = index.clamp(0, scores.shape[-1] - 1)[:, None]  # (chunk, 1)
+        smoothing, size = self.label_smoothing, vocabulary.size or scores.shape[-1]
+        of_targets = log_probs.gather(1, index)[:, 0].where(is_here, 0)  # (chunk,)
+        if smoothing:
+            of_targets = (1 - smoothing) * of_targets + smoothing / size * log_probs.sum(-1) * is_real
+        of_norms = None if log_sum is None else self.z_loss * log_sum.square() * is_real  # (chunk,)
+        if weights is not None:
+            of_targets = of_targets * weights
+            of_norms = None if of_norms is None else of_norms * weights
+        if not per_token:
+            of_targets, of_norms = of_targets.sum(), None if of_norms is None else of_norms.sum()
+        if vocabulary.group is not None:
+            dist.all_reduce(of_targets, group=vocabulary.group)
+        loss = -of_targets if of_norms is None else of_norms - of_targets
+        if not with_gradient:
+            return loss, None
+        gradient = log_probs.exp_()
+        if log_sum is not None:
+            gradient *= 1 + 2 * self.z_loss * log_sum[:, None]
+        gradient.scatter_add_(1, index, (smoothing - 1) * is_here[:, None].to(scores.dtype))
+        if smoothing:
+            gradient -= smoothing / size
+        if weights is not None:
+            gradient *= weights[:, None]
+        return loss, gradient
+
+
+def log_softmax(
+    scores: torch.Tensor, group: dist.ProcessGroup | None, with_log_sum: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log-probabilities (chunk, this rank's vocabulary) over the vocabulary of `group`, and log-sums (chunk,).
+
+    The log-sums of an unsharded vocabulary are None unless `with_log_sum`.
+    """
+    if group is None:
+        return scores.log_softmax(-1), scores.logsumexp(-1) if with_log_sum else None
+    own = scores.logsumexp(-1)  # (chunk,)
+    top = own.clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    total = (own - top).exp_()
+    dist.all_reduce(total, group=group)
+    log_sum = top + total.log_()
+    return scores - log_sum[:, None], log_sum if with_log_sum else None
+
+
+def _exact(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits in float32, or in float64 where they are: losses are never computed in less."""
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
