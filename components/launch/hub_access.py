@@ -17,7 +17,7 @@ from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig
 from components.config.schema.recipes import RecipeConfig
-from components.launch.parts import is_local_data
+from components.data.files import is_local
 
 OFFLINE = "HF_HUB_OFFLINE"
 """Variable that makes the hub's clients use their cache alone."""
@@ -83,7 +83,7 @@ def _wanted(cfg: RecipeConfig) -> list[_Wanted]:
             found += [
                 _Wanted(f"{section}.{name}", path, "dataset")
                 for name, path in paths.items()
-                if path is not None and not is_local_data(path)
+                if path is not None and not is_local(path)
             ]
     return found
 

@@ -1,4 +1,4 @@
-"""States of Slurm's jobs, and what a sweep's table calls them."""
+"""Slurm jobs: the one of a run directory, their states, and cancelling them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from components.config.errors import ConfigError
+from components.launch.backend import Job, JobState
 from components.launch.slurm.commands import ask
+from components.protocol.run_files import JOB_ID, SCRIPT, SUBMISSION, atomic_write, read_regular
 
 SUBMITTED = {
     *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
@@ -25,11 +27,11 @@ ENDED = {
     "NODE_FAIL": "failed",
     "BOOT_FAIL": "failed",
 }
-"""States that do not change any more; of one that is in no list the table says failed, and it may go on."""
+"""States that do not change any more. One in no list is reported as failed, and the job may go on."""
 GONE = "gone"
-"""Slurm answers, and knows no such job: it ended long ago."""
+"""Slurm answers, and lists no such job: it ended long ago."""
 UNKNOWN = "unknown"
-"""Nobody can be asked."""
+"""Slurm does not answer."""
 
 
 def job_states(jobs: Iterable[str]) -> dict[str, str]:
@@ -66,12 +68,54 @@ def find_submission(tag: str, script: Path) -> str | None:
 
 
 def in_words(state: str) -> str:
-    """Return what the table calls a state: submitted, running, a word of `ENDED`, `GONE` or `UNKNOWN`."""
+    """Return the `JobState` of a state of Slurm's."""
     if state in (GONE, UNKNOWN):
         return state
     if state in SUBMITTED:
         return "submitted"
     return "running" if state in RUNNING else ENDED.get(state, "failed")
+
+
+def describe_job(job: str, state: str) -> Job:
+    """Return a job in a state of Slurm's."""
+    doubt = "there is no squeue on PATH, or Slurm does not answer it" if state == UNKNOWN else ""
+    return Job(job, "Slurm", JobState(in_words(state)), state, over=state == GONE or state in ENDED, doubt=doubt)
+
+
+def stop_job(job: str) -> bool:
+    """Cancel a job, and return whether Slurm accepted that. Raises ConfigError if it does not answer."""
+    return ask(["scancel", job]).status == 0
+
+
+def recorded_job(run_dir: Path) -> str | None:
+    """Return the number of the job that was submitted for a directory; None if there was none."""
+    try:
+        return read_regular(run_dir / JOB_ID).decode(errors="replace").strip() or None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir / JOB_ID}: the number of the run's job cannot be read: {error.strerror}"
+        ) from error
+
+
+def adopt_submission(run_dir: Path) -> str | None:
+    """Return the number of the directory's job, if needed that of a submission whose answer was lost.
+
+    Raises ConfigError if there is such a submission and squeue does not answer.
+    """
+    file, job = run_dir / SUBMISSION, recorded_job(run_dir)
+    if job is None and file.exists():
+        job = find_submission(file.read_text().strip(), run_dir / SCRIPT)
+        if job is not None:
+            record_job(run_dir, job)
+    return job
+
+
+def record_job(run_dir: Path, job: str) -> None:
+    """Record the number of the job that was submitted for a directory."""
+    atomic_write(run_dir / JOB_ID, f"{job}\n")
+    (run_dir / SUBMISSION).unlink(missing_ok=True)
 
 
 def _ask_further(job: str, is_up: bool) -> str:

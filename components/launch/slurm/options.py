@@ -8,6 +8,7 @@ from pathlib import Path
 
 from components.config.schema.cluster import ClusterConfig, Device
 from components.config.schema.slurm import ContainerRuntime, GpuRequest, Launcher
+from components.protocol.run_files import LOGS
 
 Option = tuple[str, str]
 """Name of a long option, and its value; empty for a flag."""
@@ -41,7 +42,7 @@ def job_options(cluster: ClusterConfig, name: str, run_dir: Path, folder: Path) 
         ("job-name", name),
         *resource_options(cluster),
         ("chdir", str(folder)),
-        ("output", str(run_dir / "logs" / "job.log")),
+        ("output", str(run_dir / LOGS / "job.log")),
         ("open-mode", "append"),
         ("signal", f"USR2@{cluster.signal_lead_seconds}"),
         ("requeue" if cluster.requeue.node_failure else "no-requeue", ""),

@@ -25,7 +25,7 @@ def place_of_copy(recipe_file: Path, target: Path) -> Path:
     return target / "recipe" / recipe_file.name
 
 
-def take_snapshot(recipe_file: Path, target: Path) -> int:
+def copy_code(recipe_file: Path, target: Path) -> int:
     """Copy the project, and the recipe's own folder if it lies elsewhere, to `target`; return the number of files.
 
     Of a git repository: tracked and new files, none that git ignores. Elsewhere: files of code and text, of the

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from components.config.errors import ConfigError
-from components.launch.files import read_json, take_lock, write_json
-from components.protocol.run_files import PRIVATE
+from components.protocol.run_files import PRIVATE, atomic_write_json, read_json, take_lock
 
-PLAN, NOTES, LOCK = "sweep.json", "points", ".lock"
+PLAN, NOTES, SWEEP_LOCK = "sweep.json", "points", ".lock"
 LONGEST_NAME = 48
 """Characters of a point's name, so that paths stay short."""
 _LOCK_TRIES, _LOCK_PAUSE = 20, 0.05
@@ -75,7 +74,7 @@ class Sweep:
         plan = asdict(self) | {"file": str(self.file), "folder": str(self.folder)}
         del plan["directory"]
         plan["points"] = [{**entry, "run_dir": entry["name"]} for entry in plan["points"]]
-        write_json(self.directory / PLAN, plan)
+        atomic_write_json(self.directory / PLAN, plan)
 
 
 def read_sweep(directory: Path) -> Sweep:
@@ -112,7 +111,7 @@ def write_note(sweep: Sweep, point: Point, note: Note) -> None:
     """Write SWEEP/points/N.json."""
     (sweep.directory / NOTES).mkdir(exist_ok=True)
     values = {**asdict(note), "point": point.name}
-    write_json(sweep.directory / NOTES / f"{point.number}.json", values, PRIVATE)
+    atomic_write_json(sweep.directory / NOTES / f"{point.number}.json", values, PRIVATE)
 
 
 def read_note(sweep: Sweep, point: Point) -> Note | None:
@@ -149,7 +148,7 @@ def locked(directory: Path) -> Iterator[None]:
     Raises ConfigError where another process holds it, and where the folder cannot be written.
     """
     try:
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(directory / SWEEP_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"{directory}: cannot be written: {why}; mend that, or start a sweep elsewhere") from error
@@ -168,7 +167,7 @@ def locked(directory: Path) -> Iterator[None]:
 def is_running(directory: Path) -> bool:
     """Whether a process works on the sweep at this moment."""
     try:
-        descriptor = os.open(directory / LOCK, os.O_RDWR)
+        descriptor = os.open(directory / SWEEP_LOCK, os.O_RDWR)
     except OSError:
         return False
     try:

@@ -1,4 +1,4 @@
-"""What can be told of a job before it is submitted: by looking at files and paths, and by asking sbatch."""
+"""Checks of a job before it is submitted: of files and paths, and by asking sbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changed in the config of a run that goes on: told, and refused where it would make another run of it."""
+"""What changed in the config of a resumed run: reported, or rejected if it would make another run of it."""
 
 from __future__ import annotations
 
