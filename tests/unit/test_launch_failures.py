@@ -12,8 +12,10 @@ from components.protocol.failures import (
     Failure,
     HungRun,
     Kind,
+    LostPeer,
     RankExit,
     RankReport,
+    RunDirectoryInUse,
     describe_exit,
     first_failure,
     kind_of,
@@ -75,6 +77,30 @@ def test_ranks_that_the_launcher_ended_are_not_failures() -> None:
 
 def test_a_rank_that_reported_and_hung_until_it_was_ended_is_one() -> None:
     assert first([ended(0, 9.0, -signal.SIGKILL, asked=True), ended(1, 9.0, 0)], raised(0, 4.9)) == 0
+
+
+class _MissingRank(LostPeer):
+    """As a component derives one of its own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConfigError("run.dir=x: Connection refused"), Kind.config),
+        (RunDirectoryInUse("run.dir=x: in use"), Kind.in_use),
+        (HungRun("rank 1 is missing: Broken pipe"), Kind.hung),
+        (_MissingRank("x"), Kind.lost_peer),
+        (type("DistBackendError", (RuntimeError,), {})("x"), Kind.lost_peer),
+        (OSError("Connection reset by peer"), Kind.lost_peer),
+        (type("StepTimeout", (RuntimeError,), {})("a name means nothing"), Kind.exception),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value,
+)
+def test_the_kind_of_a_failure_is_read_from_its_class(error: Exception, kind: Kind, tmp_path: Path) -> None:
+    write_report(tmp_path, 3, error)
+    report = read_reports(tmp_path)[3]
+    assert report.kind is kind_of(error) is kind
+    assert report.is_config == (report.traceback == "") == isinstance(error, ConfigError)
 
 
 @pytest.mark.parametrize(
