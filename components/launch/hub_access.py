@@ -1,6 +1,6 @@
-"""Whether what a run takes from the Hugging Face hub can be had: from the hub's cache, or over the network.
+"""Check that what a run needs from the Hugging Face hub is in its cache or within reach.
 
-Asked before anything starts: the hub's own clients retry for most of a minute, in every process.
+Done before anything starts: the hub's own clients retry for most of a minute, in every process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Something of the hub's that a run reads."""
+    """A model or dataset of the hub that a run reads."""
 
     key: str
     name: str
@@ -38,7 +38,7 @@ class _Wanted:
 
 
 def check_hub(cfg: RecipeConfig, environ: Mapping[str, str]) -> str | None:
-    """Return why the hub cannot be reached although all that `cfg` takes from it is cached; None: no matter.
+    """Return why the hub is out of reach if all that `cfg` needs is cached; None if it is reachable or not needed.
 
     Raises ConfigError naming what is neither cached nor within reach.
     """
@@ -53,7 +53,7 @@ def check_hub(cfg: RecipeConfig, environ: Mapping[str, str]) -> str | None:
 
 
 def is_offline(environ: Mapping[str, str]) -> bool:
-    """Whether processes with these variables are told to do without the hub."""
+    """Return whether processes with these variables use the hub's cache alone."""
     return environ.get(OFFLINE, "").lower() in _TRUE
 
 
@@ -97,7 +97,7 @@ def _is_cached(wanted: _Wanted, environ: Mapping[str, str]) -> bool:
 
 
 def _unreachable(environ: Mapping[str, str]) -> str | None:
-    """Return why nothing answers at the hub's address; None where something does, or a proxy is to be asked."""
+    """Return why nothing answers at the hub's address; None if something does, or if there is a proxy."""
     if is_offline(environ):
         return f"{OFFLINE} is set"
     if any(environ.get(name) or environ.get(name.upper()) for name in _PROXIES):

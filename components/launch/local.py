@@ -48,7 +48,7 @@ GRACE = 2.0
 REFUSED_GRACE = 1.0
 """The same after a config error: there is nothing to save, so SIGKILL follows at once."""
 STACKS_AFTER, STACKS_WITHIN = 1.0, 3.0
-"""The same where the run stood still, until SIGUSR1 asks for stacks; and from there to SIGKILL."""
+"""The same after a hang, until SIGUSR1 requests stacks; and from there to SIGKILL."""
 KILL_AFTER = 5.0
 """Seconds from SIGTERM, which ranks take as save and stop, to SIGKILL."""
 
@@ -217,8 +217,8 @@ class _Ranks:
         if any(report.is_config for report in reports):
             self._end_by((REFUSED_GRACE, signal.SIGKILL))
         elif any(report.kind == Kind.hung for report in reports):
-            asked = STACKS_AFTER  # a rank that was stopped must go on for a moment to say where it was
-            self._end_by((asked, signal.SIGUSR1), (asked, signal.SIGCONT), (asked + STACKS_WITHIN, signal.SIGKILL))
+            after = STACKS_AFTER  # a rank that was stopped must continue for a moment to write its stacks
+            self._end_by((after, signal.SIGUSR1), (after, signal.SIGCONT), (after + STACKS_WITHIN, signal.SIGKILL))
         else:
             self._end_by((GRACE, signal.SIGTERM), (GRACE + KILL_AFTER, signal.SIGKILL))
 
@@ -277,7 +277,7 @@ def _stopped(ranks: _Ranks, directory: RunDirectory) -> int:
 
 
 def _loopback_socket() -> tuple[int, socket.socket]:
-    """Bind a free port of the loopback interface: nobody can take it before rank 0 serves the ranks' store on it.
+    """Bind a free port of the loopback interface, so that no other process takes it before rank 0 serves the store.
 
     It does not listen yet. A rank 0 that takes no notice of the descriptor can still listen on the port itself.
     """

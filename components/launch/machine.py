@@ -57,7 +57,7 @@ def device_problems(cfg: RecipeConfig, processes: int, gpus: int, memory: int | 
         cfg: The run.
         processes: Ranks that are to be started here.
         gpus: Visible GPUs.
-        memory: Bytes that this process and its children may use; None: not known.
+        memory: Bytes that this process and its children may use; None: unknown.
     """
     if cfg.cluster.device == Device.cuda and not gpus:
         return ["cluster.device=cuda: no GPU is visible here; set cluster.device=cpu, or see CUDA_VISIBLE_DEVICES"]

@@ -55,8 +55,8 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     if backend.runs_here and (why := check_hub(cfg, os.environ)) and not is_offline(os.environ):
         os.environ[OFFLINE] = "1"
         notes.append(f"the hub cannot be reached ({why}): only its cache is used ({OFFLINE}=1)")
-    cfg, asked = fit_micro_batches(cfg, processes), cfg
-    notes += _batch_notes(asked, cfg)
+    cfg, wanted = fit_micro_batches(cfg, processes), cfg
+    notes += _batch_notes(wanted, cfg)
     if cfg.cluster.dry_run:
         check_run_directory(cfg, recipe.name)
         backend.show(recipe, cfg, processes, notes)
@@ -80,10 +80,10 @@ def directory_problems(cfg: RecipeConfig, recipe: str) -> list[str]:
     return []
 
 
-def _batch_notes(asked: RecipeConfig, cfg: RecipeConfig) -> list[str]:
-    if not (isinstance(asked, FinetuneConfig) and isinstance(cfg, FinetuneConfig)) or asked.training == cfg.training:
+def _batch_notes(wanted: RecipeConfig, cfg: RecipeConfig) -> list[str]:
+    if not (isinstance(wanted, FinetuneConfig) and isinstance(cfg, FinetuneConfig)) or wanted.training == cfg.training:
         return []
-    size, fitting = asked.training.micro_batch_size, cfg.training.micro_batch_size
+    size, fitting = wanted.training.micro_batch_size, cfg.training.micro_batch_size
     return [
         f"training.micro_batch_size={size}: more than fits on this mesh; {fitting} at a time, which changes no result"
     ]

@@ -163,7 +163,7 @@ def end_rank(status: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or nobody reads it any more
+        with suppress(OSError, ValueError):  # closed, or without a reader
             stream.flush()
     os._exit(status)
 
@@ -194,7 +194,7 @@ def _leased(run_dir: Path, logs: Path, rank: int) -> Iterator[None]:
 
 
 def _from_main(recipe: Recipe, trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from main on: how main was reached helps nobody."""
+    """Return the traceback from main on, without the launcher's frames."""
     entry = trace
     while entry is not None and entry.tb_frame.f_code is not recipe.main.__code__:
         entry = entry.tb_next

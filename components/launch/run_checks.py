@@ -38,7 +38,7 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, refused: Collectio
     Args:
         cfg: The config.
         world_size: Number of ranks.
-        refused: Keys and sections that were refused before: what `cfg` holds there is not what was asked for.
+        refused: Keys and sections rejected before, whose values in `cfg` are not what the user wanted.
     """
     if secrets := secret_problems(cfg, sys.argv[1:]):
         return secrets

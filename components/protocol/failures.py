@@ -133,7 +133,7 @@ class RankExit:
     time: float
     """Seconds since the epoch when the launcher saw it."""
     asked: bool
-    """Whether the launcher had told it to end before."""
+    """Whether the launcher had sent it a signal to end before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +176,9 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         with suppress(FileNotFoundError):  # a refused run: another rank has reported, and the directory is gone
             atomic_write_json(target, asdict(report), PRIVATE)
     except OSError as refused:
-        told = f"rank {rank}: {report.type}: {report.message}\n{target} could not be written: {refused}"
+        text = f"rank {rank}: {report.type}: {report.message}\n{target} could not be written: {refused}"
         with suppress(OSError):  # the output may go to the same disk
-            print_text(told, file=sys.stderr, flush=True)
+            print_text(text, file=sys.stderr, flush=True)
 
 
 def read_reports(logs: Path) -> dict[int, RankReport]:
@@ -194,9 +194,9 @@ def read_reports(logs: Path) -> dict[int, RankReport]:
 
 
 def first_failure(exits: Iterable[RankExit], reports: dict[int, RankReport]) -> Failure | None:
-    """Return the failure that the others followed from, or None where no rank failed by itself.
+    """Return the failure that the others followed from, or None if no rank failed by itself.
 
-    A process that was killed (SIGKILL: out of memory, or a person) is the cause whatever others say of it. Then
+    A process that was killed (SIGKILL: out of memory, or a person) is the cause, whatever other ranks report. Then
     comes what was raised or died first; a rank that merely lost a peer comes last.
     """
     found = []
@@ -241,10 +241,10 @@ def tell_failure(failure: Failure, logs: Path) -> None:
     if report is not None and report.kind == Kind.hung:
         print_text(f"{report.message}\nlogs: {logs}", file=sys.stderr, flush=True)
         return
-    told = report.traceback if report else _tail(log_file(logs, failure.rank))
-    said = f": {report.type}: {report.message}" if report else ""
+    body = report.traceback if report else _tail(log_file(logs, failure.rank))
+    raised = f": {report.type}: {report.message}" if report else ""
     where = f" on {report.node}" if report and report.node else ""
-    lines = [*([told.rstrip()] if told else []), f"rank {failure.rank}{where} {failure.what}{said}", f"logs: {logs}"]
+    lines = [*([body.rstrip()] if body else []), f"rank {failure.rank}{where} {failure.what}{raised}", f"logs: {logs}"]
     print_text("\n".join(lines), file=sys.stderr, flush=True)
 
 

@@ -133,7 +133,7 @@ class RunDirectory:
             else:
                 entry.unlink(missing_ok=True)
         for folder in reversed(self.created):
-            with suppress(OSError):  # somebody else has put something there meanwhile
+            with suppress(OSError):  # another process has put something there meanwhile
                 folder.rmdir()
 
 

@@ -3,7 +3,7 @@
 A lock of the file system (`.lock`) is not enough: the launcher of a batch job ends long before its ranks, and file
 systems that nodes share may have no locks, or locks that outlive a crashed node. The lease is the newest numbered file
 in `RUN/.lease`. Creating a file with O_EXCL is atomic on such file systems too, so a number has one owner. The holder
-rewrites its file every few seconds. Whoever finds the file of another holder watches it by its own clock: if it
+rewrites its file every few seconds. A process that finds the file of another holder watches it by its own clock: if it
 changes, the holder is alive and the directory is in use; if it does not for a minute, the holder is gone and the next
 number may be taken. A holder that finds a higher number than its own was believed to be gone, and ends at once.
 """
@@ -74,7 +74,7 @@ class Holder:
         )
 
     def is_known_to_be_gone(self, me: Holder) -> bool:
-        """Whether it is certain, without watching, that this holder does not train any more."""
+        """Return whether it is certain, without watching, that this holder does not train any more."""
         if self.released:
             return True
         if self.job and (self.cluster, self.job) == (me.cluster, me.job) and self.restart < me.restart:
@@ -132,7 +132,7 @@ def end_process(error: LeaseLost) -> None:
 
 
 def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process) -> Lease:
-    """Return the lease on a run directory, once whoever held it is gone.
+    """Return the lease on a run directory, once the holder before is gone.
 
     Args:
         lost: Called in a thread when another run has taken the directory over; must end this process.
@@ -165,7 +165,7 @@ def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process)
 
 def _await_end(file: Path, me: Holder) -> None:
     """Return once the owner of a lease is gone. Raises RunDirectoryInUse as soon as it beats."""
-    first, began, told = _text(file), time.monotonic(), False
+    first, began, reported = _text(file), time.monotonic(), False
     while (text := _text(file)) is not None:
         holder = _parse(text)
         if holder is not None and holder.is_known_to_be_gone(me):
@@ -180,8 +180,8 @@ def _await_end(file: Path, me: Holder) -> None:
         silent = time.monotonic() - began
         if silent > SILENCE:
             return
-        if not told and silent > 2 * BEAT:
-            told = True
+        if not reported and silent > 2 * BEAT:
+            reported = True
             print_text(
                 f"run.dir={file.parent.parent}: its last run, {holder or 'of an unknown process'}, left no end and is "
                 f"silent; it is taken over after {SILENCE:g} s",
@@ -211,7 +211,7 @@ def _read(file: Path) -> Holder | None:
 
 
 def _parse(text: str) -> Holder | None:
-    """Return what a lease says; None where it is being written, or was cut short."""
+    """Return the holder in the text of a lease; None if it is incomplete."""
     try:
         return Holder(**json.loads(text))
     except (ValueError, TypeError):

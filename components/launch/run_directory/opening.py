@@ -42,7 +42,7 @@ LONGEST_PROBLEM = 200
 def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
     """Choose, make, lock and guard the run directory of `cfg`, and set cfg.run.dir to it (absolute).
 
-    Raises ConfigError where it holds another run, is in use, or cannot be written; it then made nothing.
+    Raises ConfigError if it holds another run, is in use, or cannot be written; nothing is created then.
     """
     check_source(cfg)
     path = _place(cfg, recipe)
@@ -65,7 +65,7 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
 
 
 def check_run_directory(cfg: RecipeConfig, recipe: str) -> None:
-    """Raise ConfigError where `open_run_directory` would, as far as that can be told without making anything."""
+    """Raise ConfigError where `open_run_directory` would, as far as can be checked without creating anything."""
     check_source(cfg)
     path = _place(cfg, recipe)
     with reported_by_path(path):
@@ -78,7 +78,7 @@ def check_run_directory(cfg: RecipeConfig, recipe: str) -> None:
 
 
 def _place(cfg: RecipeConfig, recipe: str) -> Path:
-    """The run directory, or where a new one is to be made."""
+    """Return the run directory, or the folder in which to create one."""
     if cfg.run.dir is None:
         return Path.cwd() / "outputs" / recipe
     return Path(os.path.expanduser(cfg.run.dir)).absolute()
@@ -129,7 +129,7 @@ def _stored_config(path: Path) -> _StoredConfig:
 def held(path: Path) -> Iterator[None]:
     """Keep every start out of a run directory while something in it is changed by hand.
 
-    Raises ConfigError while a run uses it, or a job that has not ended (or that nobody here can ask for) owns it.
+    Raises ConfigError while a run uses it, or a job owns it that has not ended or whose cluster does not answer.
     """
     mend = "wait for its end"
     lock, lease = _lock(path, mend), None
@@ -191,7 +191,7 @@ def _refuse_live_job(path: Path, mend: str = "choose another run.dir") -> str | 
         return None
     found = jobs_by_id([job]).get(job)
     if found is None or found.doubt:
-        why = found.doubt if found else "no cluster that is known here has such an id"
+        why = found.doubt if found else "no kind of cluster has such ids"
         return f"belongs to job {job}, which may still run: {why}"
     if not found.over:
         raise ConfigError(

@@ -57,24 +57,24 @@ def _stopped(run_dir: Path, logs: Path, status: int) -> int:
     result = read_result(run_dir)
     if result:
         print_text(result["status"], flush=True)
-        # A run that has stopped as asked is no failure, though torchrun's agents end with 1; nor is one that was asked
-        # after its end, while its processes were on their way out.
+        # A run that has stopped on request is no failure, though torchrun's agents end with 1; nor is one that got the
+        # request after its end, while its processes were exiting.
         return 0 if result["status"] in ("preempted", "interrupted") or status == STOPPED_EARLY else status
     if status == STOPPED_EARLY or _agents_were_stopped(logs):
         record_result(run_dir, {"status": "preempted", "error": "stopped before it began"})
         create_marker(run_dir / REQUEUE)
         return 0
     if status:
-        told = f"srun ended with status {status} and no rank said why; see job.log and {logs}"
-        record_result(run_dir, {"status": "failed", "error": told})
-        print_text(told, flush=True)
+        why = f"srun ended with status {status} and no rank said why; see job.log and {logs}"
+        record_result(run_dir, {"status": "failed", "error": why})
+        print_text(why, flush=True)
     return status
 
 
 def _agents_were_stopped(logs: Path) -> bool:
-    """Whether torchrun's agents, which always end with 1, say that it was the request to stop that ended them."""
-    said = f"got signal: {signal.SIGUSR2:d}"
-    return any(said in log.read_text(errors="replace") for log in logs.glob("node_*.log"))
+    """Return whether the request to stop ended torchrun's agents, by their logs: their exit status is always 1."""
+    line = f"got signal: {signal.SIGUSR2:d}"
+    return any(line in log.read_text(errors="replace") for log in logs.glob("node_*.log"))
 
 
 def _first_failure(logs: Path) -> Failure | None:

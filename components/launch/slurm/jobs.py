@@ -37,8 +37,8 @@ UNKNOWN = "unknown"
 def job_states(jobs: Iterable[str]) -> dict[str, str]:
     """Return the state of each job, such as RUNNING, or `GONE` or `UNKNOWN`.
 
-    Asked are squeue (all jobs at once), for those that it does not list any more scontrol, then sacct; each of them
-    may be missing or fail. Of a controller that is down scontrol is not asked for every job: each answer takes long.
+    squeue is queried for all jobs at once; scontrol, then sacct, for those that it does not list any more. Each may be
+    missing or fail. If the controller is down, scontrol is not queried for every job: each answer takes long.
     """
     wanted = [job for job in jobs if job.isdigit()]
     listed = _answer("squeue", "-h", "-t", "all", "-j", ",".join(wanted), "-o", "%A %T") if wanted else None
@@ -52,18 +52,18 @@ def find_submission(tag: str, script: Path) -> str | None:
     """Return the number of the job that a submission became, or None where Slurm has no such job.
 
     Args:
-        tag: The comment of that submission alone. Empty where the comment is the user's: then the job is the one of
-            this batch script that has not ended.
+        tag: The unique comment of the submission. Empty if the comment is the user's: then the job is the one of this
+            batch script that has not ended.
         script: The batch script of the run.
 
-    Raises ConfigError where squeue cannot be asked.
+    Raises ConfigError if squeue does not answer.
     """
     states = ("-t", "all") if tag else ()
     answer = ask(["squeue", "-h", "--me", *states, "-o", "%A %k" if tag else "%A %o"])
     if answer.status:
         raise ConfigError(f"cluster.kind=slurm: squeue fails: {answer.errors}")
     listed = [line.partition(" ") for line in answer.output.splitlines()]
-    found = [job for job, _, said in listed if said.strip() == (tag or str(script))]
+    found = [job for job, _, text in listed if text.strip() == (tag or str(script))]
     return max(found, key=int, default=None)
 
 
@@ -129,7 +129,7 @@ def _ask_further(job: str, is_up: bool) -> str:
 
 
 def _answer(*command: str) -> str | None:
-    """Return what a command says; None where it is missing, fails or is not answered."""
+    """Return the output of a command; None if it is missing, fails or gets no answer."""
     try:
         answer = ask(command)
     except (ConfigError, OSError):

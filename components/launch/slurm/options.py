@@ -17,7 +17,7 @@ _PLAIN = re.compile(r"[\w.,:;&|()\[\]+=@%/^~-]+", re.ASCII)
 
 
 def resource_options(cluster: ClusterConfig) -> list[Option]:
-    """Return what is asked of the cluster: nodes, tasks, GPUs, time, and who pays."""
+    """Return the options for nodes, tasks, GPUs, time and account."""
     by_agent = cluster.launcher == Launcher.torchrun
     procs = int(cluster.procs_per_node)
     options: list[Option] = [("nodes", str(cluster.nodes)), ("ntasks-per-node", "1" if by_agent else str(procs))]
@@ -37,7 +37,7 @@ def resource_options(cluster: ClusterConfig) -> list[Option]:
 
 
 def job_options(cluster: ClusterConfig, name: str, run_dir: Path, folder: Path) -> list[Option]:
-    """Return all options of the job: what it asks for, its name, its log, and its end."""
+    """Return all options of the job: resources, name, log and signal."""
     return [
         ("job-name", name),
         *resource_options(cluster),

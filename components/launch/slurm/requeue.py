@@ -1,7 +1,7 @@
 """Whether a job may go back into the queue: requeues are bounded, and so are attempts without progress.
 
-An attempt makes progress if it publishes a checkpoint. `conclude` asks at the end of an attempt; the batch script asks
-at the start of a requeued one (`python -m components.launch.slurm.requeue RUN_DIR ATTEMPT`), since Slurm itself
+An attempt makes progress if it publishes a checkpoint. Checked by `conclude` at the end of an attempt, and by the batch
+script at the start of a requeued one (`python -m components.launch.slurm.requeue RUN_DIR ATTEMPT`), since Slurm itself
 requeues a job whose node failed or whose grace time was too short, without any end that a script could see.
 """
 

@@ -115,5 +115,5 @@ def _check_syntax(script: str, what: str) -> None:
     except OSError as error:
         raise ConfigError(f"{what}: cannot be checked: bash does not start here: {error}") from error
     if done.returncode:
-        told = next(line for line in done.stderr.splitlines() if "warning" not in line).removeprefix("bash: ")
-        raise ConfigError(f"{what}: bash cannot read it: {told}")
+        why = next(line for line in done.stderr.splitlines() if "warning" not in line).removeprefix("bash: ")
+        raise ConfigError(f"{what}: bash cannot read it: {why}")

@@ -57,7 +57,7 @@ def _files(folder: Path, *, whole: bool) -> list[Path]:
 
 
 def _is_code(name: Path) -> bool:
-    """Whether a file is worth copying: nothing hidden is, least of all a .env with somebody's tokens."""
+    """Return whether to copy a file; hidden ones are left out, such as a .env with tokens."""
     return name.parts[0] not in _LEFT_OUT and not any(part.startswith(".") for part in name.parts)
 
 

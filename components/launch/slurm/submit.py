@@ -45,7 +45,7 @@ from components.terminal import print_text
 LOST_ANSWERS = ("timed out", "Zero Bytes", "send/recv", "Unexpected message", "slurm controller", "onnection")
 """How sbatch reports that the controller did not answer; it may have taken the job."""
 LOOKS, PAUSE = 5, 2.0
-"""How often squeue is asked for a job whose submission was not answered, and the seconds between two looks."""
+"""Queries of squeue for a job whose submission got no answer, and the seconds between two."""
 
 
 class UnknownSubmission(Exception):
@@ -60,7 +60,7 @@ class SlurmBackend:
     def validate(
         self, cfg: RecipeConfig, processes: int, refused: Collection[str], *, quick: bool = False
     ) -> tuple[list[str], list[str]]:
-        """Check the script, paths and caches, and ask sbatch; notes are when the job could start, and local paths."""
+        """Check the script, paths and caches, and run sbatch --test-only. Notes: earliest start, local paths."""
         return ([], []) if quick else job_problems(cfg, ask_slurm=not decides(refused, ["cluster"]))
 
     def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
@@ -103,7 +103,7 @@ class SlurmBackend:
         return adopt_submission(run_dir) if search else recorded_job(run_dir)
 
     def state(self, jobs: Iterable[str]) -> dict[str, Job]:
-        """Return the jobs with these numbers; squeue is asked once for all of them."""
+        """Return the jobs with these numbers; with one query for all of them."""
         return {job: describe_job(job, state) for job, state in job_states(jobs).items()}
 
     def stop(self, job: str) -> bool:
@@ -119,11 +119,11 @@ def _hand_over(script: Path, cluster: ClusterConfig, notes: list[str]) -> str:
     """Submit a batch script and return the number of its job, which is then in the run directory too.
 
     An sbatch that fails may have submitted the job all the same: the answer of a busy controller can be late or lost.
-    So the job gets a comment of its own, by which squeue is asked for it after any failure.
+    So the job gets a unique comment, and after any failure squeue is searched for it.
 
     Raises:
         ConfigError: Slurm refused the job, or has no such job.
-        UnknownSubmission: sbatch failed, and squeue cannot be asked either.
+        UnknownSubmission: sbatch failed, and squeue does not answer either.
     """
     run_dir, tag = script.parent, "" if "comment" in cluster.sbatch_extra else f"meshbook:{secrets.token_hex(8)}"
     earlier = recorded_job(run_dir)  # it has ended: the run directory is locked, and its owner was looked up
@@ -167,7 +167,7 @@ def _look_for(tag: str, script: Path, failure: ConfigError, *, patient: bool) ->
             job = find_submission(tag, script)
         except ConfigError as error:
             if not patient:
-                return None  # sbatch said itself that it submitted nothing
+                return None  # sbatch reported that it submitted nothing
             search = f"squeue --me -o '%A %k' | grep {tag}" if tag else f"squeue --me -o '%A %o' | grep {script}"
             raise UnknownSubmission(
                 f"{failure}\nIt is unknown whether Slurm took the job, as squeue does not answer either: {error}\n"

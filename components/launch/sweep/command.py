@@ -31,10 +31,10 @@ NOTHING_SWEPT = (
 
 
 def run_sweep(recipe: Recipe) -> int:
-    """Do what a command line with -m asks for, and return the exit status.
+    """Run a command line with -m, and return the exit status.
 
     0: every point is ok or submitted; 1: one is not, or losses disagree; 130: stopped by Ctrl-C. Raises ConfigError
-    for a mistake that no point can do without, before anything is written.
+    for a problem that all points share, before anything is written.
     """
     gpus = visible_gpus(os.environ)
 
@@ -147,7 +147,7 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
 
 
 def _show_configs(recipe: Recipe, request: SweepRequest) -> int:
-    """Let Hydra show what --cfg asks for, for each point."""
+    """Let Hydra print the config of each point, as --cfg selects it."""
     statuses = []
     for number, point in enumerate(request.points):
         print_text(f"# {point_name(number, point.values)}", flush=True)

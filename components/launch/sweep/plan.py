@@ -36,9 +36,9 @@ class Point:
     overrides: list[str]
     """The point's own command line, without run.dir."""
     mesh: str | None = None
-    """The mesh that it asks for; None where it cannot have one."""
+    """Its mesh; None if the mesh is invalid."""
     processes: int | None = None
-    """Number of processes that it asks for."""
+    """Its number of processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Sweep:
         return self.directory / point.name
 
     def log(self, point: Point) -> Path:
-        """What the point's launcher and its rank 0 say."""
+        """Return the log of the point's launcher and rank 0."""
         return self.directory / f"{point.name}.log"
 
     def write(self) -> None:
@@ -98,11 +98,11 @@ class Note:
     started: float
     """Seconds since the epoch."""
     status: int | None = None
-    """Exit status of the point's launcher, negative for a signal; None: it has not ended, or nobody saw it end."""
+    """Exit status of the point's launcher, negative for a signal; None: it has not ended, or the sweep ended first."""
     seconds: float | None = None
     """From its start to its end."""
     message: str = ""
-    """The last lines that it said."""
+    """The last lines of its output."""
     killed_for_memory: bool = False
     """Whether the kernel killed a process for memory meanwhile."""
 

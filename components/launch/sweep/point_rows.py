@@ -26,7 +26,7 @@ STATES = (
 ALIVE = ("running", "submitted")
 """States of points that have not ended."""
 NOT_BAD = ("ok", *ALIVE)
-"""States of points that need nobody's attention."""
+"""States of points that need no attention."""
 
 EARLY_STEPS = 50
 """Steps in which rounding has not grown: losses of right meshes agree."""
@@ -47,7 +47,7 @@ class SweepRow:
     early_losses: dict[int, float] = field(default_factory=dict)
     """Losses in its metrics.jsonl by step, of the first EARLY_STEPS."""
     seconds: float | None = None
-    """Wall time of the run itself, or of the point's whole process where the run has not said."""
+    """Wall time of the run itself, or of the point's whole process if the run did not record it."""
 
     @property
     def mesh(self) -> str:
@@ -99,8 +99,8 @@ def read_points(sweep: Sweep, only: Point | None = None) -> list[SweepRow]:
     alive, points = is_running(sweep.directory), [only] if only else sweep.points
     ids = {point.number: job_of(sweep.run_dir(point)) for point in points}
     results = {point.number: read_result(sweep.run_dir(point)) for point in points}
-    asked = [job for number, job in ids.items() if job and results[number].get("status") != "ok"]
-    jobs = jobs_by_id(asked)
+    unsettled = [job for number, job in ids.items() if job and results[number].get("status") != "ok"]
+    jobs = jobs_by_id(unsettled)
     rows = []
     for point in points:
         job, note = ids[point.number], read_note(sweep, point)
@@ -164,24 +164,24 @@ def _of_job(row: SweepRow, job: Job, sweep: Sweep) -> str:
 def _without_result(note: Note) -> tuple[str, str]:
     """State and reason of a point whose run has left no result.json."""
     last = note.message.strip().splitlines()[-1:] or [""]
-    kind, _, said = last[0].partition(": ")
+    kind, _, message = last[0].partition(": ")
     if note.status is None:
         return "interrupted", "the sweep ended while this point ran"
     if note.status == 0:
         return "ok", ""
     if note.status == EXIT_INTERRUPTED:
         return "interrupted", last[0]
-    if is_out_of_memory(kind.rpartition(".")[2], said):
+    if is_out_of_memory(kind.rpartition(".")[2], message):
         return "oom", last[0]
     if note.killed_for_memory:
         return "oom", "a process was killed by the kernel, because memory ran out"
-    if note.status < 0:  # what it said last was of something else
+    if note.status < 0:  # its last line is about something else
         return "failed", describe_exit(note.status)
     return "failed", last[0] or f"ended with status {note.status} and said nothing"
 
 
 def _problems(message: str) -> str:
-    """What a launcher found wrong, without what its ranks may have said before."""
+    """Return the problems that a launcher reported, without earlier output of its ranks."""
     lines = message.strip().splitlines() or [""]
     heads = [index for index, line in enumerate(lines) if line.endswith(" problems with this run:")]
     return "; ".join(lines[heads[-1] + 1 :] if heads else lines[-1:])

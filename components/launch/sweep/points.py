@@ -29,7 +29,7 @@ from components.protocol.signals import CTRL_C_ANSWER, collected_signals
 from components.terminal import print_text
 
 LAST_LINES = 15
-"""How much of what a point said is kept in its note."""
+"""Lines of a point's output that its note keeps."""
 POLL = 0.05
 """Seconds between two looks at the point that runs."""
 PATIENCE = 2
@@ -69,7 +69,7 @@ def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
 def retry(sweep: Sweep, states: Sequence[str]) -> int:
     """Run the points again that are in one of `states`, in their run directories, and return the exit status.
 
-    A run that has saved continues; empty `states` stands for every state that is not ok or on its way. Raises
+    A run that has saved continues; empty `states` means every state that is not ok, running or submitted. Raises
     ConfigError for an unknown state, where the sweep is still running, and where its recipe or its folder is not here.
     """
     may_retry = [state for state in STATES if state not in ALIVE]
@@ -112,7 +112,7 @@ def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
     began, killed_before = time.time(), killed_for_memory()
     write_note(sweep, point, Note(began))
     with open_append(sweep.log(point), PRIVATE) as log:
-        said_from = log.tell()
+        log_start = log.tell()
         launcher = os.getpid()
         process = subprocess.Popen(
             point_command(sweep, point),
@@ -132,7 +132,7 @@ def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
         began,
         process.returncode,
         round(time.time() - began, 1),
-        _tail(sweep.log(point), said_from),
+        _tail(sweep.log(point), log_start),
         killed_for_memory() > killed_before,
     )
     write_note(sweep, point, note)
@@ -164,8 +164,8 @@ def _tail(log: Path, start: int) -> str:
     with log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
-    said = [line for line in lines if line.strip() and not line.startswith("run /")]
-    return "\n".join(said[-LAST_LINES:])
+    kept = [line for line in lines if line.strip() and not line.startswith("run /")]
+    return "\n".join(kept[-LAST_LINES:])
 
 
 def _announce(sweep: Sweep, point: Point, counter: str) -> None:

@@ -1,4 +1,4 @@
-"""The table in all its forms, and the exit status that it stands for."""
+"""Print and write the table of a sweep, and derive the exit status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH = 200
 def report_now(sweep: Sweep) -> int:
     """Print the table, write report.md, report.csv and report.png, and return the exit status.
 
-    1 too where the disk does not take the report, which is told.
+    1 too if the disk does not take the report.
     """
     report = read_report(sweep)
     console = _console()
@@ -59,7 +59,7 @@ def watch(sweep: Sweep) -> int:
 
 
 def report_command(sweep: Sweep, *options: str) -> str:
-    """Return the line that a person types for the table, from where they are."""
+    """Return the command that prints the table, from the current folder."""
     here = Path.cwd()
     paths = (CONF.parent / "scripts" / "sweep_report.py", sweep.directory)
     shown = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths]

@@ -19,7 +19,7 @@ DISAGREES = "LOSS DISAGREES"
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """Rows in the order in which they are shown, and what is said under them."""
+    """Rows in the order in which they are printed, and the lines under them."""
 
     sweep: Sweep
     rows: list[SweepRow]
@@ -33,23 +33,23 @@ class SweepReport:
 
     @property
     def has_mfu(self) -> bool:
-        """Whether any run knows its share of the device's peak."""
+        """Whether any run recorded its MFU."""
         return any(row.result.get("mfu") is not None for row in self.rows)
 
     def status(self, row: SweepRow) -> str:
-        """What the last column says."""
+        """Return the text of the last column."""
         if row.point.number in self.agreement.disagreeing:
             return f"{row.state}, {DISAGREES}"
         return f"{row.state}, best" if row is self.best else row.state
 
     def lines(self) -> list[str]:
-        """What is said under the table: a line for each point that is not ok, and whether the losses agree."""
-        told = [f"{row.point.name}: {row.state}: {first_line(row.reason)}" for row in self.rows if row.reason]
-        return told + self.agreement.notes
+        """Return the lines under the table: one per point that is not ok, and whether the losses agree."""
+        reasons = [f"{row.point.name}: {row.state}: {first_line(row.reason)}" for row in self.rows if row.reason]
+        return reasons + self.agreement.notes
 
 
 def read_report(sweep: Sweep) -> SweepReport:
-    """Return how the sweep stands: the fastest first, then those that did not end well, as they were numbered."""
+    """Return the report of a sweep: the fastest point first, then those that are not ok, by number."""
     rows = read_points(sweep)
     rows.sort(key=lambda row: (row.state != "ok", -(row.tokens_per_second or 0) if row.state == "ok" else 0))
     return SweepReport(sweep, rows, compare_losses(rows))
@@ -76,9 +76,9 @@ def to_markdown(report: SweepReport) -> str:
     if report.best is not None:
         rows[2] = [f"**{cell}**" if cell else "" for cell in rows[2]]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    told = [f"- {line}" for line in report.lines()]
+    listed = [f"- {line}" for line in report.lines()]
     return printable(
-        "\n".join([f"# Sweep {sweep.directory.name}", "", f"`{sweep.command}`", "", *lines, "", *told, ""])
+        "\n".join([f"# Sweep {sweep.directory.name}", "", f"`{sweep.command}`", "", *lines, "", *listed, ""])
     )
 
 
