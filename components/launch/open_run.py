@@ -36,17 +36,16 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
 
     def check(cfg: RecipeConfig, refused: Collection[str]) -> list[str]:
         backend, processes = backend_of(cfg.cluster.kind), world_size or processes_of(cfg, gpus)
-        problems = problems_before_start(cfg, processes, refused)
-        if problems or refused:  # else the run directory is checked when it is opened
-            named = {problem.partition("=")[0] for problem in problems}
-            problems += [each for each in directory_problems(cfg, recipe.name) if each.partition("=")[0] not in named]
+        own: list[str] = []
         if world_size is None:
             own, notes[:] = backend.validate(cfg, processes, refused)
-            return own + problems
-        if not backend.runs_here:
-            running = f"this is one of {world_size} ranks already; set cluster=local"
-            return [f"cluster.kind={cfg.cluster.kind}: {running}", *problems]
-        return problems
+        elif not backend.runs_here:
+            own = [f"cluster.kind={cfg.cluster.kind}: this is one of {world_size} ranks already; set cluster=local"]
+        problems = problems_before_start(cfg, processes, refused)
+        if own or problems or refused:  # else the run directory is checked when it is opened
+            named = {problem.partition("=")[0] for problem in problems}
+            problems += [each for each in directory_problems(cfg, recipe.name) if each.partition("=")[0] not in named]
+        return own + problems
 
     cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check)
     if cfg is None:
