@@ -20,10 +20,12 @@ from pathlib import Path
 from components.checkpoint.listing import Entry, check_contents, list_checkpoints, removable
 from components.checkpoint.retention import remove
 from components.config.compose.frozen import read_section
-from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
-from components.launch.run_directory import CONFIG, held
+from components.launch.run_directory.opening import held
+from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import tell_problems
+from components.protocol.run_files import CONFIG
 from components.terminal import print_text
 
 COLUMNS = ("checkpoint", "step", "saved", "size", "mesh", "eval loss", "kept because", "state")
@@ -56,7 +58,7 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         tell_problems([f"{error.filename or run_dir}: {error.strerror or error}"])
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
     return EXIT_INVALID
 
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 
 from components.config.schema import ModelConfig
-from components.launch.processes import visible_gpus
+from components.launch.machine import visible_gpus
 from components.protocol.role import LocalRank
 from components.training.precision import compute_dtype
 from scripts.doctor_check import NOTE, OK, PROBLEM, Check, ask, last_line

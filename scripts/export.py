@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from components.config.compose.frozen import read_frozen
-from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.model import Attention, Float8
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.peft import PeftExport
+from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import tell_problems
 from components.terminal import print_text
 
@@ -153,7 +154,7 @@ def main(arguments: list[str]) -> int:
         tell_problems(error.problems)
         return EXIT_INVALID
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
     files = sorted(folder.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     print_text(f"exported {folder}: {size:,} bytes in {len(files)} weight file{'s' if len(files) > 1 else ''}")

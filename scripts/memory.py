@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import CONF
-from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import ContextAttention, ParallelismConfig, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import read_shape
+from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import tell_problems
 from components.terminal import print_text
 

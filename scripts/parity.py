@@ -25,14 +25,15 @@ from components.config.batch import fit_micro_batches
 from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import CONF, option_groups
-from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
 from components.config.schema.cluster import Device
 from components.config.schema.parallelism import AXES, ParallelismConfig, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import read_shape
-from components.launch.preflight import problems_before_start
-from components.launch.processes import device_problems, visible_gpus
+from components.launch.machine import device_problems, visible_gpus
+from components.launch.run_checks import problems_before_start
+from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import tell_problems
 from scripts.parity_shapes import RECOMPUTE, MeshPlan, layout_of, plan_all, plan_mesh
 

@@ -15,10 +15,11 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.errors import ConfigError
 from components.launch.sweep.plan import read_sweep
+from components.launch.sweep.points import retry
 from components.launch.sweep.report import report_now, watch
-from components.launch.sweep.run import retry
+from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import tell_problems
 
 
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
         tell_problems(error.problems)
         return EXIT_INVALID
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, replace
 
 from components.config.errors import ConfigError
+from components.protocol.role import own_rank
 
 VARIABLE = "MESHBOOK_FAULT"
 
@@ -70,7 +71,7 @@ def fault_point(name: str) -> None:
     due = []
     left = []
     for fault in map(_parse, armed.split(",")):
-        here = fault.point == name and fault.who in (_ALL, f"rank{_rank()}")
+        here = fault.point == name and fault.who in (_ALL, f"rank{own_rank(os.environ)}")
         if here and fault.time in ("1", _EACH):
             due.append(fault)
         if here and fault.time != _EACH:
@@ -109,7 +110,3 @@ def _parse(text: str) -> _Fault:
 
 def _is_number(text: str) -> bool:
     return text.replace(".", "", 1).isdigit()
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)

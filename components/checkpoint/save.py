@@ -30,8 +30,8 @@ from components.checkpoint.retention import reasons_to_keep, remove
 from components.checkpoint.room import not_written
 from components.checkpoint.tensors import Optimizers, Tensors, model_tensors, optimizer_tensors, write_tensors
 from components.config.schema.checkpoint import CheckpointConfig
-from components.config.schema.run import CONFIG
 from components.exchange import all_gather_json, broadcast_json
+from components.protocol.run_files import CONFIG
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from components.protocol.run_files import NONFINITE, finite, keep_only_file, open_append, read_regular, replacing
+from components.protocol.run_files import NONFINITE, atomic_file, finite, keep_only_file, open_append, read_regular
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 CHECK = "check"
@@ -85,7 +85,7 @@ class MetricsLog:
                 file.write(b"".join(line + b"\n" for line in parsed.damaged))
         if not self.path.exists():
             return told
-        with _named(self.path), replacing(self.path) as new:
+        with _named(self.path), atomic_file(self.path) as new:
             new.write(b"".join(_encode(line.text, number) for number, line in enumerate(kept, 1)))
         self._number = len(kept)
         return told

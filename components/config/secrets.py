@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from components.protocol.role import SCHEDULER_PREFIXES
+
 SHORTEST = 8
 """Characters from which the value of a secret variable is searched for in the config; below, chance would find it."""
 
@@ -151,7 +153,7 @@ def variable_problem(key: str, name: str, value: str, allowed: Collection[str]) 
         value: Its value.
         allowed: Variables that the user has declared harmless: run.allow_env.
     """
-    listed = name in HARMLESS_VARIABLES or name.startswith(("SLURM_", "PBS_"))
+    listed = name in HARMLESS_VARIABLES or name.startswith(SCHEDULER_PREFIXES)
     if len(value) < SHORTEST or name in allowed or (listed and not is_secret_name(name)):
         return None
     if os.path.isabs(value) and os.path.exists(value):

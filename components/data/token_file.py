@@ -11,7 +11,6 @@ import os
 import re
 import tempfile
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 import xxhash
 
 from components.data.tokens import VALUES_AT_ONCE, Tokens
-from components.protocol.run_files import PRIVATE, open_new
+from components.protocol.run_files import PRIVATE, atomic_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _COPIED_AT_ONCE = 1 << 22  # bytes
-_ENTRY, _ASIDE = re.compile(r"[0-9a-f]{32}\.safetensors"), re.compile(r"\.[0-9a-f]{32}\.tmp")
+_ENTRY, _ASIDE = (
+    re.compile(r"[0-9a-f]{32}\.safetensors"),
+    re.compile(r"\.[0-9a-f]{32}\.(tmp|safetensors\.tmp-[0-9a-f]{16})"),
+)
 _WRITTEN_WITHIN = 24 * 3600  # seconds: whoever writes a file aside has long renamed it
 
 
@@ -72,9 +74,7 @@ def write_tokens(file: Path, parts: Iterable[Tokens], told: Callable[[], str]) -
     """
     import numpy as np
 
-    aside = file.with_name(f".{uuid.uuid4().hex}.tmp")
     with contextlib.ExitStack() as stack:
-        stack.callback(_remove, aside)
         ids, labels, ends = (stack.enter_context(tempfile.TemporaryFile(dir=file.parent)) for _ in range(3))
         written = 0
         ends.write(np.zeros(1, np.int64).data)
@@ -88,11 +88,8 @@ def write_tokens(file: Path, parts: Iterable[Tokens], told: Callable[[], str]) -
             "ids": ("I32", 4, ids),
             "labels": ("I32", 4, labels),
         }
-        with open_new(aside, PRIVATE) as whole:  # it holds the samples
+        with atomic_file(file, PRIVATE) as whole:  # it holds the samples
             _write_whole(whole, columns, told())
-            whole.flush()
-            os.fsync(whole.fileno())
-        os.replace(aside, file)
 
 
 def read_tokens(file: Path) -> tuple[Tokens, str] | None:
@@ -193,8 +190,3 @@ def _write_whole(whole: IO[bytes], parts: dict[str, tuple[str, int, IO[bytes]]],
             digest.update(block)
             whole.write(block)
     write_header(digest.hexdigest())
-
-
-def _remove(file: Path) -> None:
-    with contextlib.suppress(OSError):
-        file.unlink()

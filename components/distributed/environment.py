@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from components.config.errors import ConfigError
-
-EXPORTED = "MESHBOOK_EXPORTED"
-"""Variable that remembers which variables this process set for others, and what they were before."""
+from components.protocol.role import EXPORTED
 
 
 class RankEnvironmentError(ConfigError):

@@ -12,7 +12,6 @@ import contextlib
 import json
 import math
 import os
-import socket
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from components.distributed.rendezvous import agent_serves
 from components.distributed.store_sync import StoreSync
+from components.protocol.role import node_name
 
 NAMED = 8
 """How many ranks one message names."""
@@ -71,7 +71,7 @@ class Heartbeat:
 
     def beat(self, place: str, line: str, *, moved: bool, left: bool = False) -> int:
         """Post where this rank is, and return how often any rank has moved so far."""
-        post = Post(self._beats, place, line, _node(), self._begun(), left)
+        post = Post(self._beats, place, line, node_name(os.environ), self._begun(), left)
         self._beats += 1
         self._sync.store.set(f"post/{self.rank}", json.dumps(asdict(post)))
         return self._sync.count("moves", int(moved))
@@ -193,7 +193,3 @@ def _each(ranks: Iterable[int], posts: dict[int, Post], form: str) -> str:
             said.append(form.format(who=f"rank {rank} on host {post.node}", post=post))
     more = [f"and {len(ranks) - NAMED} ranks more"] if len(ranks) > NAMED else []
     return "; ".join(said + more)
-
-
-def _node() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -29,12 +29,9 @@ from components.distributed.environment import (
 )
 from components.distributed.relay import LOOPBACK, open_door, open_gate
 from components.distributed.store_sync import MissingRanks, StoreSync
-from components.protocol.run_files import PRIVATE, replace_json
+from components.protocol.role import STORE_FD, STORE_FILE, node_name
+from components.protocol.run_files import PRIVATE, atomic_write_json
 
-STORE_FD = "MESHBOOK_STORE_FD"
-"""Variable that holds the descriptor of a listening socket that rank 0 inherited for its store."""
-STORE_FILE = "MESHBOOK_STORE_FILE"
-"""Variable that names the file through which rank 0 hands over how to reach its store: set in batch jobs."""
 FIRST_PORT, PORTS = 10000, 20000  # below the range from which Linux takes the ports of outgoing connections
 
 
@@ -149,7 +146,7 @@ def _store_by_file(variables: RankVariables, timeout: timedelta) -> dist.Store:
             port = bound.getsockname()[1]
         store = connect(port=port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
         address, gate, secret = _open_gate(port)
-        replace_json(file, {"address": address, "port": gate, "secret": secret.hex()}, PRIVATE)
+        atomic_write_json(file, {"address": address, "port": gate, "secret": secret.hex()}, PRIVATE)
         atexit.register(file.unlink, missing_ok=True)
     else:
         at = _await_file(file, variables, timeout)
@@ -175,8 +172,9 @@ def _open_gate(store_port: int) -> tuple[str, int, bytes]:
             return address, open_gate(address, store_port, secret), secret
         except OSError as error:
             tried.append(f"{address}: {error}")
+    node, tries = node_name(os.environ), "; ".join(tried) or "none"
     raise RendezvousError(
-        f"rank 0 on {_node_name()} finds no address of its own that other nodes reach ({'; '.join(tried) or 'none'}): "
+        f"rank 0 on {node} finds no address of its own that other nodes reach ({tries}): "
         "the name of the node must resolve to its address there, and not to the loopback interface alone"
     )
 
@@ -186,14 +184,11 @@ def _own_addresses() -> list[str]:
     found: list[str] = []
     with contextlib.suppress(OSError):
         found += [
-            str(info[4][0]) for info in socket.getaddrinfo(_node_name(), None, socket.AF_INET, socket.SOCK_STREAM)
+            str(info[4][0])
+            for info in socket.getaddrinfo(node_name(os.environ), None, socket.AF_INET, socket.SOCK_STREAM)
         ]
     found += [os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")]
     return [address for address in dict.fromkeys(found) if address and not is_loopback(address)]
-
-
-def _node_name() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _await_file(file: Path, variables: RankVariables, timeout: timedelta) -> dict[str, Any]:

@@ -16,11 +16,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from components.protocol.failures import LostPeer
+
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.25  # seconds between two looks: a tenth of what was waited so far
 FAREWELL = timedelta(seconds=2)  # for which a rank that fails stays, so that its peers can read why
 
 
-class PeerFailure(RuntimeError):
+class PeerFailure(LostPeer):
     """Another rank failed, or ended, in what all ranks go through together; the message holds its error."""
 
 

@@ -1,19 +1,18 @@
 """From a command line to ranks: `@recipe("name")` on a recipe's main. Imports no torch.
 
-recipe.py         the decorator, and what happens when main() is called
-preflight.py      everything that can be checked before a run starts
-processes.py      how many processes a run has
-run_directory.py  chosen once, guarded, locked; config.yaml and result.json
-folders.py        made with their parents, or only looked at
-lease.py          one rank 0 trains in a run directory at a time, on whichever machine
-files.py          written whole, read, locked
-record.py         environment.json: versions, git, command, host
-rank.py           main on one rank, and what is kept of its failure
-local.py          start local ranks, watch them, stop them
-memory.py         whether memory ran out
-sweep/            -m: many runs from one command line, and one table of them
-external.py       ranks that the user's own torchrun or srun started
-parts.py          the two functions of other parts that launch calls
+recipe.py       the decorator, and what happens when main() is called
+open_run.py     compose, check, create the run directory
+run_checks.py   every check that needs milliseconds and writes nothing
+hub_access.py   whether what a run needs from the Hugging Face hub is cached or reachable
+machine.py      cores, GPUs and memory of this machine, and the number of processes
+backend.py      the interface of a backend, and the values it works with
+clusters.py     the backend of each cluster.kind
+local.py        the local backend: start ranks on this machine, watch them, stop them
+slurm/          the Slurm backend
+sweep/          -m: many runs from one command line, and one table of them
+attached.py     ranks that the user's own torchrun or srun started
+rank.py         main on one rank, and the record of its failure
+run_directory/  choose, guard, lock and fill the run directory
 """
 
 from components.launch.recipe import recipe

@@ -1,6 +1,6 @@
-"""Whether what a run takes from the Hugging Face hub can be had: from the hub's cache, or over the network.
+"""Check that what a run needs from the Hugging Face hub is in its cache or within reach.
 
-Asked before anything starts: the hub's own clients retry for most of a minute, in every process.
+Done before anything starts: the hub's own clients retry for most of a minute, in every process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig
 from components.config.schema.recipes import RecipeConfig
-from components.launch.parts import is_local_data
+from components.data.files import is_local
 
 OFFLINE = "HF_HUB_OFFLINE"
 """Variable that makes the hub's clients use their cache alone."""
@@ -29,7 +29,7 @@ _PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Something of the hub's that a run reads."""
+    """A model or dataset of the hub that a run reads."""
 
     key: str
     name: str
@@ -38,7 +38,7 @@ class _Wanted:
 
 
 def check_hub(cfg: RecipeConfig, environ: Mapping[str, str]) -> str | None:
-    """Return why the hub cannot be reached although all that `cfg` takes from it is cached; None: no matter.
+    """Return why the hub is out of reach if all that `cfg` needs is cached; None if it is reachable or not needed.
 
     Raises ConfigError naming what is neither cached nor within reach.
     """
@@ -53,7 +53,7 @@ def check_hub(cfg: RecipeConfig, environ: Mapping[str, str]) -> str | None:
 
 
 def is_offline(environ: Mapping[str, str]) -> bool:
-    """Whether processes with these variables are told to do without the hub."""
+    """Return whether processes with these variables use the hub's cache alone."""
     return environ.get(OFFLINE, "").lower() in _TRUE
 
 
@@ -83,7 +83,7 @@ def _wanted(cfg: RecipeConfig) -> list[_Wanted]:
             found += [
                 _Wanted(f"{section}.{name}", path, "dataset")
                 for name, path in paths.items()
-                if path is not None and not is_local_data(path)
+                if path is not None and not is_local(path)
             ]
     return found
 
@@ -97,7 +97,7 @@ def _is_cached(wanted: _Wanted, environ: Mapping[str, str]) -> bool:
 
 
 def _unreachable(environ: Mapping[str, str]) -> str | None:
-    """Return why nothing answers at the hub's address; None where something does, or a proxy is to be asked."""
+    """Return why nothing answers at the hub's address; None if something does, or if there is a proxy."""
     if is_offline(environ):
         return f"{OFFLINE} is set"
     if any(environ.get(name) or environ.get(name.upper()) for name in _PROXIES):

@@ -1,8 +1,8 @@
-"""Ranks on this machine: started, watched, told to stop, and gone when the run is over.
+"""The local backend: start ranks on this machine, watch them, and leave none behind when the run is over.
 
 A spawner of our own rather than torch.distributed.run: that imports torch in the launcher (seconds, and hundreds of
-megabytes for the life of the run), turns every exit status into 1, dies of SIGUSR2 without telling its ranks, and
-its port is free to be taken between choice and use.
+megabytes for the life of the run), turns every exit status into 1, dies of SIGUSR2 without forwarding it to its
+ranks, and its port is free to be taken between choice and use.
 """
 
 from __future__ import annotations
@@ -14,82 +14,119 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
+from pathlib import Path
 from typing import IO
 
-from components.config.errors import EXIT_HUNG, EXIT_INVALID
-from components.config.interrupt import ANSWER
 from components.config.schema.recipes import RecipeConfig
-from components.launch.memory import killed_for_memory
-from components.launch.processes import usable_cores
-from components.launch.rank import EXIT_INTERRUPTED, Recipe, run_here, status_of
-from components.launch.run_directory import RunDirectory
+from components.launch.backend import CheckedRun, Job, Recipe
+from components.launch.machine import device_problems, killed_for_memory, usable_cores, usable_memory, visible_gpus
+from components.launch.run_checks import MESH_KEYS, decides
+from components.launch.run_directory.directory import RunDirectory
+from components.protocol.exit_codes import EXIT_HUNG, EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import (
-    Exit,
     Failure,
     Kind,
-    describe,
+    RankExit,
+    describe_exit,
     first_failure,
-    log_file,
     read_reports,
     tell_failure,
 )
 from components.protocol.role import LAUNCHER_PID, WORKER, LocalRank, without_ranks
-from components.protocol.run_files import PRIVATE, open_append
+from components.protocol.run_files import PRIVATE, log_file, open_append
+from components.protocol.signals import CTRL_C_ANSWER, collected_signals
 from components.terminal import print_text
-
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-"""Signals that ask a run to save and stop; ranks get them from the launcher alone."""
 
 POLL = 0.05
 """Seconds between two looks at the ranks."""
 REPORTS_EVERY = 1.0
 """Seconds between two looks for the report of a rank that failed and hangs in its own end."""
 GRACE = 2.0
-"""Seconds that the others have to fail by themselves, and to say of what, before they get SIGTERM."""
+"""Seconds that the others have to fail by themselves and to report it, before they get SIGTERM."""
 REFUSED_GRACE = 1.0
-"""The same where a person's mistake was found: there is nothing to save, so SIGKILL follows at once."""
+"""The same after a config error: there is nothing to save, so SIGKILL follows at once."""
 STACKS_AFTER, STACKS_WITHIN = 1.0, 3.0
-"""The same where the run stood still, until SIGUSR1 asks for stacks; and from there to SIGKILL."""
+"""The same after a hang, until SIGUSR1 requests stacks; and from there to SIGKILL."""
 KILL_AFTER = 5.0
 """Seconds from SIGTERM, which ranks take as save and stop, to SIGKILL."""
 
 
-def run_local(recipe: Recipe, directory: RunDirectory, processes: int) -> int:
-    """Start `processes` ranks of the recipe, wait for all of them, tell of a failure, and return the exit status."""
-    with signals_kept() as signals:
-        ranks = _Ranks(directory)
+class LocalBackend:
+    """Runs on this machine. There are no jobs: ranks end with their launcher, which gets the signals of the user."""
+
+    runs_here = True
+
+    def validate(
+        self, cfg: RecipeConfig, processes: int, refused: Collection[str], *, quick: bool = False
+    ) -> tuple[list[str], list[str]]:
+        """Check that this machine has the GPUs, cores and memory."""
+        if decides(refused, MESH_KEYS):
+            return [], []
+        return device_problems(cfg, processes, visible_gpus(os.environ), usable_memory()), []
+
+    def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
+        """Print what would start."""
+        place = cfg.run.dir or f"a new folder in outputs/{recipe.name}"
+        print_text(
+            f"cluster.dry_run=true: would start {processes} x {recipe.file}, mesh "
+            f"{cfg.parallelism.resolve(processes)}, run directory {place}",
+            *notes,
+            sep="\n",
+        )
+
+    def submit(self, run: CheckedRun, run_here: Callable[[], int]) -> int:
+        """Run a single rank in this process, where a debugger works; start several, and wait for their end."""
+        if run.processes > 1:
+            return _run_ranks(run)
+        port, store = _loopback_socket()
+        place = LocalRank(0, 1, port, store.detach(), run.directory.path, run.directory.attempt)
+        for name in set(os.environ) - set(without_ranks(os.environ)):
+            del os.environ[name]
+        os.environ.update(place.variables())
+        return run_here()
+
+    def job(self, run_dir: Path, *, search: bool = False) -> str | None:
+        """Return None."""
+        return None
+
+    def state(self, jobs: Iterable[str]) -> dict[str, Job]:
+        """Return nothing: no job is local."""
+        return {}
+
+    def stop(self, job: str) -> bool:
+        """Return False: no job is local."""
+        return False
+
+    def stop_command(self, job: str) -> str | None:
+        """Return None: no job is local."""
+        return None
+
+
+def _run_ranks(run: CheckedRun) -> int:
+    """Start the ranks, wait for all of them, report a failure, and return the exit status."""
+    with collected_signals() as signals:
+        ranks = _Ranks(run.directory)
         try:
-            ranks.start(recipe, processes)
+            ranks.start(run.recipe, run.processes)
             ranks.watch(signals)
         finally:
             ranks.kill()
-    return _conclude(ranks, directory)
-
-
-def run_alone(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
-    """Run main in this process (a debugger works), with the variables that a started rank has."""
-    port, store = _loopback_socket()
-    place = LocalRank(0, 1, port, store.detach(), directory.path, directory.attempt)
-    for name in set(os.environ) - set(without_ranks(os.environ)):
-        del os.environ[name]
-    os.environ.update(place.variables())
-    return run_here(recipe, cfg, directory)
+    return _conclude(ranks, run.directory)
 
 
 class _Ranks:
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.exits: dict[int, Exit] = {}
+        self.exits: dict[int, RankExit] = {}
         self.stops: list[int] = []
         """Signals that were passed on, in order."""
         self.aborted = False
         self.plan: deque[tuple[float, signal.Signals]] = deque()
         """When to send what to those still there, once the run is lost; seconds of time.monotonic()."""
-        self.told_to_end = False
+        self.asked_to_end = False
         self.next_look_for_reports = 0.0
         self.killed_for_memory_before = killed_for_memory()
 
@@ -128,7 +165,7 @@ class _Ranks:
                 self._pass_on(signals.popleft())
             self._collect()
             if self.plan and time.monotonic() >= self.plan[0][0]:
-                self.told_to_end = True
+                self.asked_to_end = True
                 self._send(self.plan.popleft()[1])
             time.sleep(POLL)
 
@@ -154,7 +191,7 @@ class _Ranks:
             self._end_by((0.0, signal.SIGKILL))
             return
         if number == signal.SIGINT:
-            print_text(f"\n{ANSWER}", file=sys.stderr, flush=True)
+            print_text(f"\n{CTRL_C_ANSWER}", file=sys.stderr, flush=True)
         self.stops.append(number)
         self._send(signal.Signals(number))
 
@@ -164,7 +201,7 @@ class _Ranks:
             if status is None:
                 continue
             stopped = -status in self.stops or (status == EXIT_INTERRUPTED and signal.SIGINT in self.stops)
-            self.exits[rank] = Exit(rank, status, time.time(), asked=self.told_to_end or stopped)
+            self.exits[rank] = RankExit(rank, status, time.time(), asked=self.asked_to_end or stopped)
             if status != 0:
                 self._lose()
         if time.monotonic() >= self.next_look_for_reports:
@@ -174,14 +211,14 @@ class _Ranks:
 
     def _lose(self) -> None:
         """The run is lost: plan the end of the ranks that are left."""
-        if self.plan or self.told_to_end:
+        if self.plan or self.asked_to_end:
             return
         reports = read_reports(self.directory.logs).values()
-        if any(report.kind == Kind.config for report in reports):
+        if any(report.is_config for report in reports):
             self._end_by((REFUSED_GRACE, signal.SIGKILL))
-        elif any(report.stood_still for report in reports):
-            asked = STACKS_AFTER  # a rank that was stopped must go on for a moment to say where it was
-            self._end_by((asked, signal.SIGUSR1), (asked, signal.SIGCONT), (asked + STACKS_WITHIN, signal.SIGKILL))
+        elif any(report.kind == Kind.hung for report in reports):
+            after = STACKS_AFTER  # a rank that was stopped must continue for a moment to write its stacks
+            self._end_by((after, signal.SIGUSR1), (after, signal.SIGCONT), (after + STACKS_WITHIN, signal.SIGKILL))
         else:
             self._end_by((GRACE, signal.SIGTERM), (GRACE + KILL_AFTER, signal.SIGKILL))
 
@@ -200,7 +237,7 @@ class _Ranks:
 
 
 def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
-    """Say how the run ended where it ended badly, and return the exit status."""
+    """Report a bad end of the run, and return the exit status."""
     reports = read_reports(directory.logs)
     failure = first_failure(ranks.exits.values(), reports)
     if ranks.aborted:
@@ -210,19 +247,19 @@ def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
     if failure is None:
         return _stopped(ranks, directory)
     report = failure.report
-    if report is not None and report.kind == Kind.config:
-        if not report.in_use:
+    if report is not None and report.is_config:
+        if report.kind != Kind.in_use:
             directory.discard(report.message)
         tell_failure(failure, directory.logs)
         return EXIT_INVALID
     directory.conclude(_status(ranks, failure), failure.error)  # first: the output may have no reader any more
     tell_failure(failure, directory.logs)
-    return EXIT_HUNG if report is not None and report.stood_still else 1
+    return EXIT_HUNG if report is not None and report.kind == Kind.hung else 1
 
 
 def _status(ranks: _Ranks, failure: Failure) -> str:
     if failure.report is not None:
-        return status_of(failure.report.type, failure.report.message)
+        return failure.report.status
     killed = ranks.exits[failure.rank].status == -signal.SIGKILL
     return "oom" if killed and killed_for_memory() > ranks.killed_for_memory_before else "failed"
 
@@ -232,31 +269,15 @@ def _stopped(ranks: _Ranks, directory: RunDirectory) -> int:
     if all(ended.status == 0 for ended in ranks.exits.values()):
         return 0
     interrupted = signal.SIGINT in ranks.stops
-    names = " and ".join(describe(-number).removeprefix("was ended by ") for number in dict.fromkeys(ranks.stops))
-    told = f"stopped by {names} before it could save"
-    directory.conclude("interrupted" if interrupted else "failed", told)
-    print_text(f"{told}\nlogs: {directory.logs}", file=sys.stderr)
+    names = " and ".join(describe_exit(-number).removeprefix("was ended by ") for number in dict.fromkeys(ranks.stops))
+    why = f"stopped by {names} before it could save"
+    directory.conclude("interrupted" if interrupted else "failed", why)
+    print_text(f"{why}\nlogs: {directory.logs}", file=sys.stderr)
     return EXIT_INTERRUPTED if interrupted else 1
 
 
-@contextmanager
-def signals_kept() -> Iterator[deque[int]]:
-    """Collect the forwarded signals instead of dying of them."""
-    arrived: deque[int] = deque()
-
-    def keep(number: int, frame: FrameType | None) -> None:
-        arrived.append(number)
-
-    before = {number: signal.signal(number, keep) for number in FORWARDED}
-    try:
-        yield arrived
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _loopback_socket() -> tuple[int, socket.socket]:
-    """Bind a free port of the loopback interface: nobody can take it before rank 0 serves the ranks' store on it.
+    """Bind a free port of the loopback interface, so that no other process takes it before rank 0 serves the store.
 
     It does not listen yet. A rank 0 that takes no notice of the descriptor can still listen on the port itself.
     """
@@ -267,6 +288,6 @@ def _loopback_socket() -> tuple[int, socket.socket]:
 
 
 def _defaults(processes: int) -> dict[str, str]:
-    """Variables that ranks get unless the person has set them: cores shared out, and logs that lose nothing."""
+    """Return the variables that ranks get unless the user has set them: threads per rank, and unbuffered logs."""
     threads = str(max(usable_cores() // processes, 1))
     return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}

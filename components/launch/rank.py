@@ -1,4 +1,4 @@
-"""The recipe's main on one rank, and what is kept of its failure."""
+"""Run the recipe's main on one rank, and record its failure."""
 
 from __future__ import annotations
 
@@ -10,62 +10,50 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import NoReturn
 
 from components.config.compose.frozen import read_frozen
-from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
-from components.launch.folders import told_by_path
-from components.launch.lease import LeaseLost, RunDirectoryInUse, end_process, take_lease
-from components.launch.memory import is_out_of_memory
-from components.launch.run_directory import (
-    CANCELLED,
-    CONFIG,
-    REQUEUE,
-    RunDirectory,
-    read_result,
-    write_result,
-)
+from components.launch.backend import Recipe
+from components.launch.run_directory.directory import RunDirectory
+from components.launch.run_directory.filesystem import reported_by_path
+from components.launch.run_directory.lease import LeaseLost, end_process, take_lease
+from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import (
-    STOOD_STILL,
     Kind,
-    attempt_logs,
+    RunDirectoryInUse,
+    failure_status,
     first_to_report,
-    is_lost_peer,
-    log_file,
+    kind_of,
     read_reports,
     tell_problems,
     write_report,
 )
-from components.protocol.role import ATTEMPT, LAUNCHER_PID, RUN_DIR, STORE_FILE, rank_and_size
-from components.protocol.run_files import PRIVATE, create_marker, open_append
+from components.protocol.role import ATTEMPT, LAUNCHER_PID, RUN_DIR, STORE_FILE, own_rank, rank_and_size
+from components.protocol.run_files import (
+    CANCELLED,
+    CONFIG,
+    PRIVATE,
+    REQUEUE,
+    attempt_logs,
+    create_marker,
+    log_file,
+    open_append,
+    read_result,
+    record_result,
+)
+from components.protocol.signals import STOP_SIGNALS, keep_stop_signals
 from components.terminal import print_text, printable
-
-EXIT_INTERRUPTED = 130
-"""Exit status of what Ctrl-C ended, as shells have it."""
 
 FLIGHT_RECORDER = "flight_recorder_rank_"
 """Start of the names of files in an attempt's logs that hold a rank's last collectives."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-"""What asks a run to save and stop."""
-
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """A decorated main."""
-
-    name: str
-    main: Callable[[Any], object]
-    schema: type[RecipeConfig]
-    file: Path
 
 
 def record_collectives(logs: Path) -> None:
@@ -85,8 +73,7 @@ def record_collectives(logs: Path) -> None:
 def run_worker(recipe: Recipe) -> int:
     """Run main as a rank that our launcher or batch script started, and return the exit status.
 
-    Failures go to the attempt's logs; the terminal stays quiet about them: who started the ranks tells of the one
-    that came first.
+    Failures go to the attempt's logs and not to the terminal: what started the ranks reports the first of them.
     """
     by_launcher = LAUNCHER_PID in os.environ
     if by_launcher:
@@ -123,7 +110,7 @@ def run_worker(recipe: Recipe) -> int:
     result = read_result(run_dir) if rank == 0 and not by_launcher else {}
     if result.get("status") == "preempted":
         if (logs / CANCELLED).exists():  # the batch script may be killed before it can record that
-            write_result(run_dir, {**result, "status": "cancelled"})
+            record_result(run_dir, {**result, "status": "cancelled"})
         else:
             create_marker(run_dir / REQUEUE)
     return 0
@@ -136,7 +123,7 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
     """
     os.environ |= {RUN_DIR: str(directory.path), ATTEMPT: str(directory.attempt)}
     record_collectives(directory.logs)
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    rank = own_rank(os.environ)
     try:
         with _leased(directory.path, directory.logs, rank):
             recipe.main(cfg)
@@ -156,11 +143,12 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
             directory.conclude("failed", f"rank {rank}: exited with status {error.code}")
         raise
     except Exception as error:
-        if is_lost_peer(type(error).__name__, str(error)) and _was_refused(directory.logs):
+        kind, name = kind_of(error), type(error).__name__
+        if kind == Kind.lost_peer and _was_refused(directory.logs):
             print_text(f"rank {rank}: the config was refused on another rank, which prints the reason", file=sys.stderr)
             return EXIT_INVALID
         write_report(directory.logs, rank, error)
-        directory.conclude(status_of(type(error).__name__, str(error)), f"rank {rank}: {type(error).__name__}: {error}")
+        directory.conclude(failure_status(kind, name, str(error)), f"rank {rank}: {name}: {error}")
         raise
     return 0
 
@@ -175,7 +163,7 @@ def end_rank(status: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or nobody reads it any more
+        with suppress(OSError, ValueError):  # closed, or without a reader
             stream.flush()
     os._exit(status)
 
@@ -197,7 +185,7 @@ def _leased(run_dir: Path, logs: Path, rank: int) -> Iterator[None]:
         write_report(logs, rank, error)
         end_process(error)
 
-    with told_by_path(run_dir):
+    with reported_by_path(run_dir):
         lease = take_lease(run_dir, end)
     try:
         yield
@@ -205,15 +193,8 @@ def _leased(run_dir: Path, logs: Path, rank: int) -> Iterator[None]:
         lease.release()
 
 
-def status_of(error_type: str, message: str) -> str:
-    """Return the status in result.json of a run that an exception of this type, with this message, ended."""
-    if error_type == STOOD_STILL:
-        return "hung"
-    return "oom" if is_out_of_memory(error_type, message) else "failed"
-
-
 def _from_main(recipe: Recipe, trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from main on: how main was reached helps nobody."""
+    """Return the traceback from main on, without the launcher's frames."""
     entry = trace
     while entry is not None and entry.tb_frame.f_code is not recipe.main.__code__:
         entry = entry.tb_next
@@ -227,26 +208,9 @@ def _write_to(log: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-class KeptSignals:
-    """Handler of signals that come before the training loop listens: it takes over what has arrived by then."""
-
-    def __init__(self) -> None:
-        self.arrived: list[int] = []
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.arrived.append(number)
-
-
-def keep_stop_signals() -> None:
-    """Have a request to save and stop (SIGTERM, SIGUSR2) wait for the training loop instead of ending this rank."""
-    kept = KeptSignals()
-    for number in STOP_SIGNALS:
-        signal.signal(number, kept)
-
-
 def _was_refused(logs: Path) -> bool:
     """Return whether the config was refused on another rank, which reported it, or removed a new run directory."""
-    return not logs.is_dir() or any(report.kind == Kind.config for report in read_reports(logs).values())
+    return not logs.is_dir() or any(report.is_config for report in read_reports(logs).values())
 
 
 def die_with(parent: int) -> None:

@@ -12,21 +12,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from components.config.errors import EXIT_INVALID, ConfigError
-from components.config.schema.cluster import ClusterKind
+from components.config.errors import ConfigError
 from components.config.schema.recipes import RecipeConfig
-from components.protocol.role import Context, detect
+from components.protocol.exit_codes import EXIT_INVALID
+from components.protocol.role import Role, detect_role
 from components.terminal import guard_output
 
 if TYPE_CHECKING:
-    from components.launch.rank import Recipe
+    from components.launch.backend import Recipe
 
 
 def recipe(name: str) -> Callable[[Callable[[Any], object]], Callable[[], NoReturn]]:
     """Make `main(cfg)` a recipe: a program that composes conf/<name>.yaml, starts ranks, and runs main on each.
 
     The class of the config is main's annotation: `def main(cfg: FinetuneConfig)`. Calling the decorated main reads
-    the command line and ends the process: status 0, 2 for a person's mistake, 130 when interrupted, else 1.
+    the command line and ends the process: status 0, 2 for a rejected configuration, 130 when interrupted, else 1.
     """
 
     def decorate(main: Callable[[Any], object]) -> Callable[[], NoReturn]:
@@ -52,7 +52,7 @@ def _start(name: str, main: Callable[[Any], object]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Let input and output that were closed (`>&-`) lead nowhere: the next file or socket would be taken for them."""
+    """Open /dev/null for closed standard streams (`>&-`), whose numbers the next file or socket would get."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -64,7 +64,7 @@ def _open_closed_streams() -> None:
 
 @contextmanager
 def _reader_may_leave() -> Iterator[None]:
-    """End as SIGPIPE would have ended this process where nobody reads its output any more: `--help | head`."""
+    """End as by SIGPIPE if the reader of the output has gone: `--help | head`."""
     try:
         yield
         sys.stdout.flush()
@@ -74,41 +74,36 @@ def _reader_may_leave() -> Iterator[None]:
 
 
 def _run(described: Recipe) -> int:
-    """Find out who this process is, and do its part. Each part imports only what it needs."""
-    context = detect(os.environ)
-    if context is Context.worker:
+    """Act by the role of this process. Each role imports only what it needs."""
+    role = detect_role(os.environ)
+    if role is Role.worker:
         from components.launch.rank import end_rank, run_worker
 
         end_rank(run_worker(described))
-    if context is Context.external:
-        from components.launch.external import run_external
+    if role is Role.attached:
+        from components.launch.attached import run_attached
         from components.launch.rank import end_rank
 
-        end_rank(run_external(described))
+        end_rank(run_attached(described))
     from components.config.compose.command_line import asks_for_sweep
-    from components.launch.local import run_alone, run_local
-    from components.launch.prepare import prepare
+    from components.launch.clusters import backend_of
+    from components.launch.open_run import open_run
+    from components.launch.rank import run_here
 
     if asks_for_sweep():
         from components.launch.sweep.command import run_sweep
 
         return run_sweep(described)
     with _reader_may_leave():
-        prepared = prepare(described)
-    if prepared is None:
+        run = open_run(described)
+    if run is None:
         return 0
-    if prepared.cfg.cluster.kind == ClusterKind.slurm:
-        from components.launch.slurm.submit import submit
-
-        return submit(described, prepared)
-    if prepared.processes == 1:
-        return run_alone(described, prepared.cfg, prepared.directory)
-    return run_local(described, prepared.directory, prepared.processes)
+    return backend_of(run.cfg.cluster.kind).submit(run, lambda: run_here(described, run.cfg, run.directory))
 
 
 def _describe(name: str, main: Callable[[Any], object]) -> Recipe:
-    """Return the recipe with its schema and file. Raises ConfigError where main does not say what it takes."""
-    from components.launch.rank import Recipe
+    """Return the recipe with its schema and file. Raises ConfigError if main has no annotation of its config."""
+    from components.launch.backend import Recipe
 
     parameters = list(inspect.signature(main).parameters)
     schema = get_type_hints(main).get(parameters[0]) if len(parameters) == 1 else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from components.config.schema.data import DataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import MeshShape
-from components.protocol.run_files import replacing
+from components.protocol.run_files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,7 +76,7 @@ def plot_losses(metrics: list[dict[str, Any]], file: Path, title: str) -> str | 
     held_out = [(line["step"], line["eval_loss"]) for line in metrics if line.get("eval_loss") is not None]
     if not training and not held_out:
         return "no plot: nothing was logged"
-    with replacing(file) as picture:
+    with atomic_file(file) as picture:
         _figure(training, held_out, title).savefig(picture, dpi=120, format="png")
     return None
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from components.config.schema.logging import ProfileConfig
-from components.protocol.run_files import replace_text, temporary_of
+from components.protocol.run_files import atomic_path, atomic_write
 
 
 class StepProfile:
@@ -45,9 +45,8 @@ class StepProfile:
         profiler.stop()
         self._files.parent.mkdir(parents=True, exist_ok=True)
         trace, table = self._files.with_suffix(".json"), self._files.with_suffix(".txt")
-        unpublished = temporary_of(trace)
-        profiler.export_chrome_trace(str(unpublished))
-        unpublished.replace(trace)
+        with atomic_path(trace) as unpublished:
+            profiler.export_chrome_trace(str(unpublished))
         by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        replace_text(table, profiler.key_averages().table(sort_by=by, row_limit=60) + "\n")
+        atomic_write(table, profiler.key_averages().table(sort_by=by, row_limit=60) + "\n")
         self._say(f"profile of {self._cfg.steps} steps from the {self._cfg.start}th on: {trace}, {table}")

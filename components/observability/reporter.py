@@ -21,7 +21,7 @@ from components.console import PlainConsole
 from components.observability.plot import LossPlot
 from components.observability.result import Result, summary, write_result
 from components.observability.wandb import WandbRun
-from components.protocol.run_files import create_marker
+from components.protocol.run_files import FIRST_STEP, create_marker
 from components.terminal import print_text
 
 TRAINING = "training"
@@ -191,7 +191,7 @@ class Reporter:
         """Leave a file that tells a cluster's requeue policy that this attempt got as far as an optimizer step."""
         logs = self._run_dir / "logs"
         if self.enabled and logs.is_dir():
-            create_marker(logs / "first_step")
+            create_marker(logs / FIRST_STEP)
 
     def step(self, metrics: ReportedStep, *, lr: float, tokens: int, every: int = 1) -> None:
         """Take the numbers of an optimizer step, and log them if the step is a multiple of `every`.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from components.config.schema.parallelism import describe_processes
-from components.protocol.run_files import replace_json
+from components.protocol.run_files import RESULT, atomic_write_json
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Result:
 
 def write_result(run_dir: Path, result: Result) -> None:
     """Write RUN_DIR/result.json in one rename, as strict JSON."""
-    replace_json(run_dir / "result.json", asdict(result))
+    atomic_write_json(run_dir / RESULT, asdict(result))
 
 
 def summary(result: Result, run_dir: Path) -> str:

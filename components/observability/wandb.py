@@ -11,7 +11,7 @@ from rich.console import Console
 
 from components.config.safe_yaml import load_yaml
 from components.config.schema.logging import WandbConfig, WandbMode
-from components.config.schema.run import CONFIG
+from components.protocol.run_files import CONFIG
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Which rank failed first, and how that is told: as the last words of the run."""
+"""The report that a failed rank writes, which rank failed first, and how that is printed: last in the output."""
 
 from __future__ import annotations
 
@@ -16,31 +16,91 @@ from enum import StrEnum
 from pathlib import Path
 
 from components.config.errors import ConfigError
-from components.protocol.role import ATTEMPT, RUN_DIR, WORKER
-from components.protocol.run_files import LOGS, PRIVATE, RESULT, open_append, read_regular, replace_json
+from components.protocol.role import ATTEMPT, RUN_DIR, WORKER, own_rank, scheduler_node
+from components.protocol.run_files import (
+    PRIVATE,
+    RESULT,
+    atomic_write_json,
+    attempt_logs,
+    log_file,
+    open_append,
+    read_regular,
+    record_result,
+)
 from components.terminal import print_text, printable
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
-LOST_PEER_TYPES = ("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailure")
-"""How a rank tells that another one is gone: a consequence, not the cause."""
-STOOD_STILL = "StepTimeout"
-"""What ends a run that makes no progress; its message names the rank that is missing, whoever reports it."""
-IN_USE = "RunDirectoryInUse"
-"""What rank 0 raises while another run trains in its run directory: nothing in it may be changed."""
+"""In the message of a rank that lost another one: a consequence, not the cause."""
+_TORCH_LOST_PEER = ("DistNetworkError", "DistBackendError", "DistStoreError")
+"""torch's exceptions of the same kind, by name: this package imports no torch."""
+_RAISED_BY_ALLOCATORS = {"RuntimeError", "OSError", "AcceleratorError", "DistBackendError"}
+_ALLOCATOR_MESSAGES = (
+    "can't allocate memory",  # torch's allocator on a CPU
+    "not enough memory: you tried to allocate",
+    "cannot allocate memory",  # ENOMEM, of mmap and fork
+    "out of memory",  # CUDA outside torch's allocator, NCCL
+    "std::bad_alloc",
+)
 
 LAST_LINES = 15
 
 
+class RunDirectoryInUse(ConfigError):
+    """Another run trains in the run directory; nothing in it may be changed."""
+
+
+class HungRun(RuntimeError):
+    """The run made no progress; the message names the missing rank, whichever rank reports it."""
+
+
+class LostPeer(RuntimeError):
+    """Another rank failed or ended: a consequence, not the cause."""
+
+
 class Kind(StrEnum):
-    """config: a person's mistake, told without a traceback; exception: anything else that was raised."""
+    """Kind of a failure. config and in_use are the user's to correct and are printed without a traceback."""
 
     config = "config"
+    in_use = "in_use"
+    hung = "hung"
+    lost_peer = "lost_peer"
     exception = "exception"
 
 
+def kind_of(error: BaseException) -> Kind:
+    """Return the kind of failure that an exception is."""
+    if isinstance(error, RunDirectoryInUse):
+        return Kind.in_use
+    if isinstance(error, ConfigError):
+        return Kind.config
+    if isinstance(error, HungRun):
+        return Kind.hung
+    lost = isinstance(error, LostPeer) or type(error).__name__ in _TORCH_LOST_PEER
+    return Kind.lost_peer if lost or any(sign in str(error) for sign in LOST_PEER) else Kind.exception
+
+
+def is_out_of_memory(error_type: str, message: str) -> bool:
+    """Return whether an exception of this type, with this message, means that memory ran out.
+
+    MemoryError, torch's OutOfMemoryError and numpy's _ArrayMemoryError are recognized by their names; the CPU
+    allocator of torch raises a plain RuntimeError.
+    """
+    if error_type.endswith("MemoryError"):
+        return True
+    lowered = message.lower()
+    return error_type in _RAISED_BY_ALLOCATORS and any(sign in lowered for sign in _ALLOCATOR_MESSAGES)
+
+
+def failure_status(kind: Kind, error_type: str, message: str) -> str:
+    """Return the status in result.json of a run that an exception of this kind, type and message ended."""
+    if kind == Kind.hung:
+        return "hung"
+    return "oom" if is_out_of_memory(error_type, message) else "failed"
+
+
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What a rank says of its own failure, in logs/attempt_N/rank_K.error.json."""
+class RankReport:
+    """A rank's own failure, in logs/attempt_N/rank_K.error.json."""
 
     rank: int
     kind: Kind
@@ -50,26 +110,21 @@ class Report:
     time: float
     """Seconds since the epoch."""
     node: str = ""
-    """Slurm's name of the node it ran on; empty outside Slurm."""
+    """The scheduler's name of the node it ran on; empty outside a job."""
 
     @property
-    def lost_peer(self) -> bool:
-        """Whether the rank failed because another one was gone."""
-        return is_lost_peer(self.type, self.message)
+    def is_config(self) -> bool:
+        """Whether the user has to correct something: there is no traceback."""
+        return self.kind in (Kind.config, Kind.in_use)
 
     @property
-    def in_use(self) -> bool:
-        """Whether the rank refused to train, because another run holds the run directory."""
-        return self.type == IN_USE
-
-    @property
-    def stood_still(self) -> bool:
-        """Whether the rank ended itself because the run made no progress."""
-        return self.type == STOOD_STILL
+    def status(self) -> str:
+        """Status in result.json of a run that this failure ended."""
+        return failure_status(self.kind, self.type, self.message)
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class RankExit:
     """How a rank's process ended."""
 
     rank: int
@@ -78,7 +133,7 @@ class Exit:
     time: float
     """Seconds since the epoch when the launcher saw it."""
     asked: bool
-    """Whether the launcher had told it to end before."""
+    """Whether the launcher had sent it a signal to end before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,66 +143,60 @@ class Failure:
     rank: int
     what: str
     """How it ended, such as `exited with status 1`."""
-    report: Report | None
+    report: RankReport | None
 
     @property
     def error(self) -> str:
-        """What result.json says of it."""
+        """Text of `error` in result.json."""
         if self.report is None:
             return f"rank {self.rank}: {self.what}"
-        if self.report.stood_still:
+        if self.report.kind == Kind.hung:
             return self.report.message
         return f"rank {self.rank}: {self.report.type}: {self.report.message}"
 
 
 def error_file(logs: Path, rank: int) -> Path:
-    """Return where a rank reports its failure."""
+    """Return the file of a rank's report."""
     return logs / f"rank_{rank}.error.json"
 
 
-def log_file(logs: Path, rank: int) -> Path:
-    """Return where a rank's output goes; rank 0's own goes to the terminal."""
-    return logs / f"rank_{rank}.log"
-
-
 def write_report(logs: Path, rank: int, error: BaseException) -> None:
-    """Write the report of a rank that failed with `error`; say it here where the disk takes no report."""
-    is_config = isinstance(error, ConfigError)
-    report = Report(
+    """Write the report of a rank that failed with `error`; print it if the disk takes no report."""
+    report = RankReport(
         rank=rank,
-        kind=Kind.config if is_config else Kind.exception,
+        kind=kind_of(error),
         type=type(error).__name__,
         message=format_problems(error.problems) if isinstance(error, ConfigError) else str(error),
-        traceback="" if is_config else "".join(traceback.format_exception(error)),
+        traceback="" if isinstance(error, ConfigError) else "".join(traceback.format_exception(error)),
         time=time.time(),
-        node=os.environ.get("SLURMD_NODENAME", ""),
+        node=scheduler_node(os.environ),
     )
     target = error_file(logs, rank)
     try:
-        with suppress(FileNotFoundError):  # a refused run: another rank has said so, and the directory is gone
-            replace_json(target, asdict(report), PRIVATE)
+        with suppress(FileNotFoundError):  # a refused run: another rank has reported, and the directory is gone
+            atomic_write_json(target, asdict(report), PRIVATE)
     except OSError as refused:
-        told = f"rank {rank}: {report.type}: {report.message}\n{target} could not be written: {refused}"
+        text = f"rank {rank}: {report.type}: {report.message}\n{target} could not be written: {refused}"
         with suppress(OSError):  # the output may go to the same disk
-            print_text(told, file=sys.stderr, flush=True)
+            print_text(text, file=sys.stderr, flush=True)
 
 
-def read_reports(logs: Path) -> dict[int, Report]:
+def read_reports(logs: Path) -> dict[int, RankReport]:
     """Return the reports of the ranks that have written one, by rank."""
     reports = {}
     for file in logs.glob("rank_*.error.json"):
         try:
             values = json.loads(read_regular(file))
-            reports[values["rank"]] = Report(**{**values, "kind": Kind(values["kind"])})
+            reports[values["rank"]] = RankReport(**{**values, "kind": Kind(values["kind"])})
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             print_text(f"{file}: cannot be read: {error!r}", file=sys.stderr, flush=True)
     return reports
 
 
-def first_failure(exits: Iterable[Exit], reports: dict[int, Report]) -> Failure | None:
-    """Return the failure that the others followed from, or None where no rank failed by itself.
+def first_failure(exits: Iterable[RankExit], reports: dict[int, RankReport]) -> Failure | None:
+    """Return the failure that the others followed from, or None if no rank failed by itself.
 
-    A process that was killed (SIGKILL: out of memory, or a person) is the cause whatever others say of it. Then
+    A process that was killed (SIGKILL: out of memory, or a person) is the cause, whatever other ranks report. Then
     comes what was raised or died first; a rank that merely lost a peer comes last.
     """
     found = []
@@ -156,14 +205,14 @@ def first_failure(exits: Iterable[Exit], reports: dict[int, Report]) -> Failure 
         if ended.status == 0 or (ended.asked and report is None):
             continue
         killed = ended.status == -signal.SIGKILL and not ended.asked
-        order = 0 if killed else 2 if report and report.lost_peer else 1
+        order = 0 if killed else 2 if report and report.kind == Kind.lost_peer else 1
         when = report.time if report else ended.time
-        found.append((order, when, Failure(ended.rank, describe(ended.status), report)))
+        found.append((order, when, Failure(ended.rank, describe_exit(ended.status), report)))
     return min(found, key=lambda entry: entry[:2])[2] if found else None
 
 
-def describe(status: int) -> str:
-    """Return how a process ended, in words."""
+def describe_exit(status: int) -> str:
+    """Return how a process with this exit status ended, as a clause."""
     if status >= 0:
         return f"exited with status {status}"
     name = signal.Signals(-status).name if -status in {member.value for member in signal.Signals} else str(-status)
@@ -179,23 +228,23 @@ def format_problems(problems: list[str]) -> str:
 
 
 def tell_problems(problems: list[str]) -> None:
-    """Print what a person got wrong."""
+    """Print what the user has to correct."""
     print_text(format_problems(problems), file=sys.stderr, flush=True)
 
 
 def tell_failure(failure: Failure, logs: Path) -> None:
     """Print the traceback or the last lines of the rank that failed first, its name, and where the logs are."""
     report = failure.report
-    if report is not None and report.kind == Kind.config:
+    if report is not None and report.is_config:
         print_text(report.message, file=sys.stderr, flush=True)
         return
-    if report is not None and report.stood_still:
+    if report is not None and report.kind == Kind.hung:
         print_text(f"{report.message}\nlogs: {logs}", file=sys.stderr, flush=True)
         return
-    told = report.traceback if report else _tail(log_file(logs, failure.rank))
-    said = f": {report.type}: {report.message}" if report else ""
+    body = report.traceback if report else _tail(log_file(logs, failure.rank))
+    raised = f": {report.type}: {report.message}" if report else ""
     where = f" on {report.node}" if report and report.node else ""
-    lines = [*([told.rstrip()] if told else []), f"rank {failure.rank}{where} {failure.what}{said}", f"logs: {logs}"]
+    lines = [*([body.rstrip()] if body else []), f"rank {failure.rank}{where} {failure.what}{raised}", f"logs: {logs}"]
     print_text("\n".join(lines), file=sys.stderr, flush=True)
 
 
@@ -204,16 +253,6 @@ def _tail(log: Path) -> str:
         return ""
     lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
     return "\n".join([f"last lines of {log.name}:", *lines]) if lines else ""
-
-
-def is_lost_peer(error_type: str, message: str) -> bool:
-    """Return whether an exception of this type, with this message, means that another rank is gone."""
-    return error_type in LOST_PEER_TYPES or any(sign in message for sign in LOST_PEER)
-
-
-def attempt_logs(run_dir: Path, attempt: int) -> Path:
-    """Return the folder of the logs of an attempt."""
-    return run_dir / LOGS / f"attempt_{attempt}"
 
 
 def first_to_report(logs: Path) -> bool:
@@ -231,7 +270,7 @@ def report_hang(error: BaseException) -> None:
     The stacks of all threads are written to the rank's log, and `error` to its report. Without a launcher of ours,
     `error` is also printed and written to result.json.
     """
-    run_dir, rank = Path(os.environ[RUN_DIR]), int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    run_dir, rank = Path(os.environ[RUN_DIR]), own_rank(os.environ)
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
     with suppress(OSError), open_append(log_file(logs, rank), PRIVATE) as log:
         log.write(printable(f"{error}\n").encode())
@@ -240,4 +279,4 @@ def report_hang(error: BaseException) -> None:
     if WORKER not in os.environ and first_to_report(logs):
         print_text(f"{error}\nlogs: {logs}", file=sys.stderr, flush=True)
         if not (run_dir / RESULT).exists():
-            replace_json(run_dir / RESULT, {"status": "hung", "error": str(error)})
+            record_result(run_dir, {"status": "hung", "error": str(error)})

@@ -1,7 +1,8 @@
-"""Who this process is, told from its environment alone."""
+"""The role of this process, its rank, node and batch job, from its environment variables alone."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,27 +22,31 @@ STORE_FILE = "MESHBOOK_STORE_FILE"
 """File through which rank 0 of a batch job hands over how to reach the ranks' store."""
 LAUNCHER_PID = "MESHBOOK_LAUNCHER_PID"
 """The process that a rank must not outlive."""
+EXPORTED = "MESHBOOK_EXPORTED"
+"""JSON record of the rank variables that a process has set for others, and of their values before."""
 
 _RANK_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "NUM_NODES", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEPID"),
     *("SLURM_TASKS_PER_NODE", "SLURM_GTIDS", "SLURM_TASK_PID"),
-    *(WORKER, RUN_DIR, ATTEMPT, STORE_FD, STORE_FILE, LAUNCHER_PID, "MESHBOOK_EXPORTED"),
+    *(WORKER, RUN_DIR, ATTEMPT, STORE_FD, STORE_FILE, LAUNCHER_PID, EXPORTED),
 }
 _RANK_PREFIXES = ("TORCHELASTIC_", "SLURM_STEP_", "PMI_", "PMIX_", "OMPI_")
+SCHEDULER_PREFIXES = ("SLURM_", "PBS_")
+"""Beginnings of the names of variables that a batch scheduler sets for a job."""
 
 
-class Context(StrEnum):
-    """worker: a rank of ours; external: a rank that the user's torchrun or srun started; launcher: neither."""
+class Role(StrEnum):
+    """worker: a rank that we started; attached: a rank that the user's torchrun or srun started; launcher: neither."""
 
     worker = "worker"
-    external = "external"
+    attached = "attached"
     launcher = "launcher"
 
 
-def detect(environ: Mapping[str, str]) -> Context:
-    """Return who a process with these variables is.
+def detect_role(environ: Mapping[str, str]) -> Role:
+    """Return the role of a process with these variables.
 
     A batch shell and `salloc` set SLURM_PROCID=0 and SLURM_NTASKS too: only a step with several tasks has ranks.
     """
@@ -49,10 +54,10 @@ def detect(environ: Mapping[str, str]) -> Context:
     in_step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_PROCID", "").lstrip("0").isdigit()
     tasks = environ.get(_tasks_name(environ), "")
     if (numbered or in_step) and environ.get(WORKER) and environ.get(RUN_DIR):
-        return Context.worker
+        return Role.worker
     if numbered or (in_step and tasks.isdigit() and int(tasks) > 1):
-        return Context.external
-    return Context.launcher
+        return Role.attached
+    return Role.launcher
 
 
 def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -68,13 +73,47 @@ def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
     return int(environ[names[0]]), int(environ[names[1]])
 
 
+def own_rank(environ: Mapping[str, str]) -> int:
+    """Return the rank of a process with these variables, 0 if none is set."""
+    return int(environ.get("RANK") or environ.get("SLURM_PROCID") or 0)
+
+
+def node_name(environ: Mapping[str, str]) -> str:
+    """Return the scheduler's name of this node, else its host name."""
+    return scheduler_node(environ) or socket.gethostname()
+
+
+def scheduler_node(environ: Mapping[str, str]) -> str:
+    """Return the scheduler's name of this node; empty outside a job."""
+    return environ.get("SLURMD_NODENAME", "")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """The batch job that a process belongs to; empty outside one."""
+
+    cluster: str
+    id: str
+    restart: int
+    """How often it was requeued before."""
+
+
+def own_job(environ: Mapping[str, str]) -> BatchJob:
+    """Return the batch job of a process with these variables."""
+    return BatchJob(
+        cluster=environ.get("SLURM_CLUSTER_NAME", ""),
+        id=environ.get("SLURM_JOB_ID", ""),
+        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+    )
+
+
 def _tasks_name(environ: Mapping[str, str]) -> str:
     """SLURM_NTASKS, but the step's own number where it is set: in the shell of `salloc` the other is the job's."""
     return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without any that number ranks: left over, they would be believed."""
+    """Return the variables without those that number ranks, which a child process would believe."""
     return {
         name: value
         for name, value in environ.items()
@@ -96,7 +135,7 @@ class LocalRank:
     attempt: int
 
     def variables(self) -> dict[str, str]:
-        """Return what torch and the recipe's parts read of it."""
+        """Return the variables that torch and the components read."""
         variables = {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.rank),

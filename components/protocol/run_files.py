@@ -1,12 +1,13 @@
-"""Files of a run directory: written without following links, replaced whole, set aside when damaged.
+"""Files of a run directory: their names, atomic writes, locks, and what is set aside when it is damaged.
 
-Temporary names are unpredictable and opened with O_EXCL, final names with O_NOFOLLOW, so that a link that somebody
-planted in a shared directory is never written through. Imports no torch.
+Temporary names are unpredictable and opened with O_EXCL, final names with O_NOFOLLOW, so that a link planted in a
+shared directory is never written through.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -20,43 +21,90 @@ from typing import IO, Any
 
 from components.terminal import print_text
 
-RESULT, LOGS = "result.json", "logs"
-"""In a run directory: how the run ended, and the folder of a folder per attempt."""
+CONFIG = "config.yaml"
+"""The frozen config."""
+RECORD = "environment.json"
+"""Versions, command, host and git state of the last start."""
+RESULT = "result.json"
+"""How the run ended."""
+LOGS = "logs"
+"""Folder with a folder of logs per attempt."""
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints."""
+LOCK, LEASE = ".lock", ".lease"
+"""The launcher's lock, and the folder with the lease of rank 0."""
+CODE, SCRIPT, JOB_ID = "code", "job.sbatch", "job_id"
+"""Of a submitted run: the copy of the code, the batch script, and the id of the job."""
+SUBMISSION = ".submission"
+"""Tag of a submission that has not been confirmed."""
+REQUEUE = "requeue"
+"""Marker: the batch job is to be requeued; may list nodes to exclude."""
+CANCELLED = "cancelled"
+"""Marker in an attempt's logs: the batch job was cancelled."""
+FIRST_STEP = "first_step"
+"""Marker in the logs: the attempt finished an optimizer step. The next start moves it to the attempt's own logs."""
+
 PRIVATE, BY_UMASK = 0o600, 0o666
 """Modes of new files: for the owner only, or whatever the umask allows."""
 NONFINITE = "nonfinite"
 """Key of a JSON object that lists its values that are NaN or infinite, which strict JSON cannot hold: there null."""
 _TEMPORARY = ".tmp-"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def replace_bytes(path: Path, content: bytes, mode: int = BY_UMASK) -> None:
-    """Write a file durably and rename it to `path`, so that a reader or a crash never sees part of it.
+def attempt_logs(run_dir: Path, attempt: int) -> Path:
+    """Return the folder of the logs of an attempt."""
+    return run_dir / LOGS / f"attempt_{attempt}"
 
-    A link at `path` is replaced, not followed; a directory there is set aside. Raises OSError.
+
+def log_file(logs: Path, rank: int) -> Path:
+    """Return the file of a rank's output; rank 0 of a local run writes to the terminal instead."""
+    return logs / f"rank_{rank}.log"
+
+
+def read_result(run_dir: Path) -> dict[str, Any]:
+    """Return result.json; empty if it is missing or cannot be read."""
+    return read_json(run_dir / RESULT)
+
+
+def record_result(run_dir: Path, values: Mapping[str, Any]) -> None:
+    """Write result.json for a run whose recipe could not."""
+    atomic_write_json(run_dir / RESULT, values)
+
+
+def atomic_write(path: Path, content: bytes | str, mode: int = BY_UMASK) -> None:
+    """Write a file durably and rename it to `path`, so that neither a reader nor a crash ever sees part of it.
+
+    Text is encoded as UTF-8. A link at `path` is replaced, not followed; a directory there is set aside. Raises
+    OSError.
     """
-    with replacing(path, mode) as file:
-        file.write(content)
+    with atomic_file(path, mode) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
-def replace_text(path: Path, text: str, mode: int = BY_UMASK) -> None:
-    """Write UTF-8 text like `replace_bytes`."""
-    replace_bytes(path, text.encode(), mode)
-
-
-def replace_json(path: Path, values: Mapping[str, Any], mode: int = BY_UMASK) -> None:
-    """Write an object as strict JSON like `replace_bytes`."""
-    replace_text(path, json.dumps(finite(values), indent=2, allow_nan=False) + "\n", mode)
+def atomic_write_json(path: Path, values: Mapping[str, Any], mode: int = BY_UMASK) -> None:
+    """Write an object as strict JSON like `atomic_write`."""
+    atomic_write(path, json.dumps(finite(values), indent=2, allow_nan=False) + "\n", mode)
 
 
 @contextmanager
-def replacing(path: Path, mode: int = BY_UMASK) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path, mode: int = BY_UMASK) -> Iterator[IO[bytes]]:
     """Open a temporary file that becomes `path` at the end of the context, unless an exception ends it."""
-    temporary = temporary_of(path)
+    with atomic_path(path) as temporary, open_new(temporary, mode) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield an unpredictable name beside `path`; what the context creates there is renamed to `path` at its end.
+
+    For what only takes a name, such as a link; it is not synced to disk. Use `atomic_file` otherwise.
+    """
+    temporary = path.with_name(f".{path.name}{_TEMPORARY}{token_hex(8)}")
     try:
-        with open_new(temporary, mode) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
         if path.is_dir() and not path.is_symlink():
             set_aside(path, "a directory")
         temporary.replace(path)
@@ -67,11 +115,6 @@ def replacing(path: Path, mode: int = BY_UMASK) -> Iterator[IO[bytes]]:
             error.filename = str(path)  # writing and closing name no file
         raise
     _sync_folder(path.parent)
-
-
-def temporary_of(path: Path) -> Path:
-    """Return an unpredictable name beside `path`."""
-    return path.with_name(f".{path.name}{_TEMPORARY}{token_hex(8)}")
 
 
 def temporaries(folder: Path) -> list[Path]:
@@ -103,6 +146,29 @@ def read_regular(path: Path) -> bytes:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
         return file.read()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return an object from a file; empty if there is none that can be read."""
+    try:
+        values = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def take_lock(descriptor: int) -> bool:
+    """Lock an open file for as long as it is open, and return True; False if the file system has no locks.
+
+    Raises OSError if another process holds the lock.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True
 
 
 def keep_only_file(path: Path) -> None:
@@ -142,7 +208,7 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk; a file system that cannot is as good as it gets."""
+    """Wait until the names in a folder are on disk, if its file system can do that."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -15,13 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from components.config.interrupt import ANSWER
 from components.config.schema.training import TrainingConfig
+from components.protocol.role import LAUNCHER_PID, own_rank
+from components.protocol.signals import CTRL_C_ANSWER, STOP_SIGNALS, KeptSignals
 from components.training.metrics import StepMetrics
-
-PREEMPT_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-_LAUNCHER = "MESHBOOK_LAUNCHER_PID"
-"""Set for ranks that our launcher started on this machine (components.protocol.role)."""
 
 
 class NonFiniteGradients(FloatingPointError):
@@ -110,9 +107,9 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in (*PREEMPT_SIGNALS, signal.SIGINT):
+        for number in (*STOP_SIGNALS, signal.SIGINT):
             before = self._before[number] = signal.signal(number, self._handle)
-            for arrived in getattr(before, "arrived", []):  # kept for us since the process started
+            for arrived in before.arrived if isinstance(before, KeptSignals) else ():  # since the process started
                 if arrived == number:
                     self._handle(number, None)
         self._answer.start()
@@ -162,7 +159,7 @@ class StopRequest:
             self.status = "preempted" if preempt else "interrupted"
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number in PREEMPT_SIGNALS:
+        if number in STOP_SIGNALS:
             self.preempt = True
         elif self.interrupt:
             raise KeyboardInterrupt
@@ -209,7 +206,7 @@ class _Answer:
 
     def start(self) -> None:
         """Listen from now on."""
-        if _LAUNCHER in os.environ or int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0):
+        if LAUNCHER_PID in os.environ or own_rank(os.environ):
             return
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
@@ -232,7 +229,7 @@ class _Answer:
             if number[0] == signal.SIGINT and not answered:
                 answered = True
                 with contextlib.suppress(OSError):  # the terminal may be gone
-                    os.write(2, f"\n{ANSWER}\n".encode())
+                    os.write(2, f"\n{CTRL_C_ANSWER}\n".encode())
 
 
 class SaveClock:

@@ -31,13 +31,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from components.config.errors import EXIT_HUNG
 from components.distributed.flight_recorder import write_collectives
 from components.distributed.groups import is_distributed
 from components.distributed.heartbeat import Heartbeat, Listener, blame, silent_store
 from components.distributed.pipeline import Pipeline
 from components.distributed.store_sync import PeerFailure
 from components.housekeeping import bytes_moved
+from components.protocol.exit_codes import EXIT_HUNG
+from components.protocol.failures import HungRun
 
 SLOW_STEPS = 2
 """Steps that get twice the time. Not one: the host may be a step ahead of the device, and of the ranks it waits for."""
@@ -59,7 +60,7 @@ DEBUGGERS = {"bdb", "pdb", "pydevd", "debugpy", "_pydevd_bundle"}
 """Modules in which a main thread waits for a person."""
 
 
-class StepTimeout(RuntimeError):
+class StepTimeout(HungRun):
     """The run stood still for `step_timeout_seconds`."""
 
 

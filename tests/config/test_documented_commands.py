@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from components.config.validate import validate
-from components.launch.processes import processes_of
+from components.launch.machine import processes_of
 from tests.config.commands import REPOSITORY
 from tests.config.test_composition import RECIPES, compose
 

@@ -28,6 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import components.launch.local
 from components.config.compose import read_frozen  # noqa: F401
+from components.protocol.signals import FORWARDED_SIGNALS
 from recipes import finetune
 
 _PR_SET_NAME = 15
@@ -65,7 +66,7 @@ class ForkedPopen:
         outputs: tuple[IO[bytes] | None, IO[bytes] | None],
         descriptors: set[int],
     ) -> None:
-        for number in components.launch.local.FORWARDED:
+        for number in FORWARDED_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         os.setpgid(0, 0)
         for output, descriptor in zip(outputs, (1, 2), strict=True):

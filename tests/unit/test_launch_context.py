@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from components.config.errors import ConfigError
-from components.protocol.role import Context, LocalRank, detect, rank_and_size, without_ranks
+from components.protocol.role import LocalRank, Role, detect_role, rank_and_size, without_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
@@ -15,45 +15,45 @@ OURS = {"MESHBOOK_WORKER": "1", "MESHBOOK_RUN_DIR": "/run"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "context"),
+    ("environ", "role"),
     [
-        pytest.param({}, Context.launcher, id="login node"),
-        pytest.param({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}, Context.launcher, id="salloc shell"),
-        pytest.param({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Context.launcher, id="sbatch batch shell"),
+        pytest.param({}, Role.launcher, id="login node"),
+        pytest.param({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}, Role.launcher, id="salloc shell"),
+        pytest.param({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Role.launcher, id="sbatch batch shell"),
         pytest.param(
             {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"},
-            Context.launcher,
+            Role.launcher,
             id="srun -n1, srun --pty bash",
         ),
-        pytest.param(SRUN, Context.external, id="srun -n4"),
-        pytest.param({**SRUN, "SLURM_PROCID": "0"}, Context.external, id="srun -n4, rank 0"),
-        pytest.param({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, Context.external, id="a step, told by SLURM_NTASKS"),
-        pytest.param({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, Context.external, id="a task other than 0"),
-        pytest.param(TORCHRUN, Context.external, id="torchrun"),
-        pytest.param({**SRUN, **TORCHRUN}, Context.external, id="srun torchrun"),
-        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, Context.external, id="torchrun of one"),
-        pytest.param({**TORCHRUN, **OURS}, Context.worker, id="our worker"),
-        pytest.param({**SRUN, **TORCHRUN, **OURS}, Context.worker, id="our worker within srun"),
-        pytest.param({**SRUN, **OURS}, Context.worker, id="our srun"),
+        pytest.param(SRUN, Role.attached, id="srun -n4"),
+        pytest.param({**SRUN, "SLURM_PROCID": "0"}, Role.attached, id="srun -n4, rank 0"),
+        pytest.param({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, Role.attached, id="a step, told by SLURM_NTASKS"),
+        pytest.param({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, Role.attached, id="a task other than 0"),
+        pytest.param(TORCHRUN, Role.attached, id="torchrun"),
+        pytest.param({**SRUN, **TORCHRUN}, Role.attached, id="srun torchrun"),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, Role.attached, id="torchrun of one"),
+        pytest.param({**TORCHRUN, **OURS}, Role.worker, id="our worker"),
+        pytest.param({**SRUN, **TORCHRUN, **OURS}, Role.worker, id="our worker within srun"),
+        pytest.param({**SRUN, **OURS}, Role.worker, id="our srun"),
         pytest.param(
             {**SRUN, **OURS, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
-            Context.worker,
+            Role.worker,
             id="our srun of one task",
         ),
         pytest.param(
             {**OURS, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
-            Context.launcher,
+            Role.launcher,
             id="our batch shell",
         ),
-        pytest.param(OURS, Context.launcher, id="ours, but no rank"),
-        pytest.param({"RANK": "0"}, Context.launcher, id="a stale RANK alone"),
-        pytest.param({"RANK": "", "WORLD_SIZE": ""}, Context.launcher, id="set but empty"),
-        pytest.param({"LOCAL_RANK": "0", "MASTER_ADDR": "a"}, Context.launcher, id="stale others"),
-        pytest.param({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "x"}, Context.launcher, id="garbage"),
+        pytest.param(OURS, Role.launcher, id="ours, but no rank"),
+        pytest.param({"RANK": "0"}, Role.launcher, id="a stale RANK alone"),
+        pytest.param({"RANK": "", "WORLD_SIZE": ""}, Role.launcher, id="set but empty"),
+        pytest.param({"LOCAL_RANK": "0", "MASTER_ADDR": "a"}, Role.launcher, id="stale others"),
+        pytest.param({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "x"}, Role.launcher, id="garbage"),
     ],
 )
-def test_context(environ: dict[str, str], context: Context) -> None:
-    assert detect(environ) is context
+def test_role(environ: dict[str, str], role: Role) -> None:
+    assert detect_role(environ) is role
 
 
 def test_torchruns_numbers_hold_where_both_number_a_rank() -> None:
@@ -101,4 +101,4 @@ def test_only_rank_zero_gets_the_socket() -> None:
         "MESHBOOK_STORE_FD": "7",
     }
     assert "MESHBOOK_STORE_FD" not in one
-    assert detect({**zero, "MESHBOOK_WORKER": "1"}) is Context.worker
+    assert detect_role({**zero, "MESHBOOK_WORKER": "1"}) is Role.worker

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from components.launch import lease
-from components.launch.lease import RunDirectoryInUse, take_lease
+from components.launch.run_directory import lease
+from components.launch.run_directory.lease import take_lease
+from components.protocol.failures import RunDirectoryInUse
 
 BEAT, SILENCE, PATIENCE = 0.05, 2.0, 30.0
 FORK = multiprocessing.get_context("fork")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from components.launch.memory import is_out_of_memory, killed_for_memory, usable_memory
-from components.launch.rank import status_of
+from components.launch.machine import killed_for_memory, usable_memory
+from components.protocol.failures import Kind, failure_status, is_out_of_memory
 
 ALLOCATOR = (
     "[enforce fail at alloc_cpu.cpp:129] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -30,7 +30,7 @@ ALLOCATOR = (
 )
 def test_out_of_memory(error_type: str, message: str) -> None:
     assert is_out_of_memory(error_type, message)
-    assert status_of(error_type, message) == "oom"
+    assert failure_status(Kind.exception, error_type, message) == "oom"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_out_of_memory(error_type: str, message: str) -> None:
     ],
 )
 def test_other_errors(error_type: str, message: str) -> None:
-    assert status_of(error_type, message) == "failed"
+    assert failure_status(Kind.exception, error_type, message) == "failed"
 
 
 def written(root: Path, **files: str) -> Path:

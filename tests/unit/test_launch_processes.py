@@ -16,7 +16,7 @@ from components.config.schema import (
     WeightInit,
 )
 from components.config.schema.data import DocsDataConfig
-from components.launch.processes import device_problems, processes_of, usable_cores, visible_gpus
+from components.launch.machine import device_problems, processes_of, usable_cores, visible_gpus
 
 
 def config(procs: str = "auto", device: Device = Device.auto, **degrees: int) -> FinetuneConfig:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from components.config.errors import EXIT_INVALID, ConfigError
+from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
-from components.launch.rank import Recipe, run_here
-from components.launch.run_directory import RunDirectory
-from components.protocol.failures import attempt_logs
+from components.launch.backend import Recipe
+from components.launch.rank import run_here
+from components.launch.run_directory.directory import RunDirectory
+from components.protocol.exit_codes import EXIT_INVALID
+from components.protocol.run_files import attempt_logs
 
 RANKS, ROUNDS = 4, 25
 

@@ -20,11 +20,12 @@ from components.config.errors import ConfigError
 from components.config.schema import EvaluateConfig, FinetuneConfig, ModelConfig, PeftConfig, WeightInit
 from components.config.schema.data import DocsDataConfig, MixtureDataConfig
 from components.config.schema.run import RunConfig
-from components.launch import folders
-from components.launch.changes import check_changes
-from components.launch.record import start_record
-from components.launch.run_directory import RunDirectory, check_run_directory, held, open_run_directory
-from components.protocol.failures import attempt_logs
+from components.launch.run_directory import filesystem
+from components.launch.run_directory.directory import RunDirectory
+from components.launch.run_directory.opening import check_run_directory, held, open_run_directory
+from components.launch.run_directory.provenance import start_record
+from components.launch.run_directory.resume_check import check_changes
+from components.protocol.run_files import attempt_logs
 
 RECORD = {"recipe": "finetune"}
 
@@ -68,8 +69,8 @@ def test_a_new_directory_is_named_by_recipe_and_time(tmp_path: Path) -> None:
 def test_two_starts_of_the_same_moment_get_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second draws the same time and the same hex at first."""
     drawn = iter(["aaaa", "aaaa", "bbbb"])
-    monkeypatch.setattr(folders.time, "strftime", lambda form: "20260101-000000")
-    monkeypatch.setattr(folders.secrets, "token_hex", lambda count: next(drawn))
+    monkeypatch.setattr(filesystem.time, "strftime", lambda form: "20260101-000000")
+    monkeypatch.setattr(filesystem.secrets, "token_hex", lambda count: next(drawn))
     names = [start(config()).path.name for _ in range(2)]
     assert names == ["20260101-000000-aaaa", "20260101-000000-bbbb"]
 

@@ -29,7 +29,7 @@ from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMo
 from components.config.schema.model import ModelConfig
 from components.config.shape import read_shape
 from components.data.files import Place, columns_of, files_of_split, read_rows
-from components.launch.run_directory import open_run_directory
+from components.launch.run_directory.opening import open_run_directory
 from components.launch.sweep.plan import read_sweep
 from components.models import build_on_meta, load_tokenizer, load_weights, materialize
 from components.models.tokenizer import byte_tokenizer

@@ -16,7 +16,7 @@ from components.config.compose.frozen import read_frozen
 from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.logging import LoggingConfig
-from components.launch.run_directory import RunDirectory
+from components.launch.run_directory.directory import RunDirectory
 from components.observability import Reporter, Result
 from components.protocol.failures import read_reports, write_report
 from tests.unit.test_launch_run_directory import config, end, start

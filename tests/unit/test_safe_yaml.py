@@ -28,8 +28,8 @@ from components.config.compose.frozen import read_frozen, read_section
 from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.run import RunConfig
-from components.launch.changes import check_changes
-from components.launch.sweep.rows import _config
+from components.launch.run_directory.resume_check import check_changes
+from components.launch.sweep.point_rows import _config
 from components.observability.card import model_card
 
 folder = Path(sys.argv[1])

@@ -17,7 +17,7 @@ from components.config.errors import ConfigError
 from components.launch.slurm import conclude as concluded
 from components.launch.slurm.commands import Answer, ask, clean_environment
 from components.launch.slurm.conclude import conclude
-from components.protocol.failures import write_report
+from components.protocol.failures import HungRun, write_report
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +37,7 @@ def out_of_memory() -> Exception:
     return type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")
 
 
-HUNG = type("StepTimeout", (RuntimeError,), {})("no progress for 12 s in step 3: rank 1 on host n2 is missing")
+HUNG = type("StepTimeout", (HungRun,), {})("no progress for 12 s in step 3: rank 1 on host n2 is missing")
 LOST = RuntimeError("[gloo] Connection closed by peer [10.0.0.2]:41")
 RAISED, REFUSED = ValueError("boom"), ConfigError("data.path=x: gone")
 STOPPED = {"status": "preempted", "steps": 9}
@@ -305,7 +305,7 @@ def test_a_request_to_stop_does_not_end_the_look_at_a_node(run_dir: Path) -> Non
     program = (
         "import os, signal, sys; from components.launch.slurm import node_check\n"
         f"sys.argv = ['node_check', {str(run_dir)!r}, '0']\n"
-        "print(node_check.main()); os.kill(os.getpid(), signal.SIGUSR2); print('alive')"
+        "print(node_check.check_node()); os.kill(os.getpid(), signal.SIGUSR2); print('alive')"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "0\nalive\n")

@@ -9,8 +9,17 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig, ClusterKind
-from components.launch.run_directory import adopt_submission, job_of
-from components.launch.slurm.jobs import ENDED, GONE, RUNNING, SUBMITTED, UNKNOWN, in_words, job_states
+from components.launch.slurm.jobs import (
+    ENDED,
+    GONE,
+    RUNNING,
+    SUBMITTED,
+    UNKNOWN,
+    adopt_submission,
+    in_words,
+    job_states,
+    recorded_job,
+)
 from components.launch.slurm.submit import LOOKS, UnknownSubmission, _hand_over
 
 
@@ -112,7 +121,7 @@ def test_a_submission_that_is_never_answered_is_looked_for(script: Path) -> None
     notes: list[str] = []
     assert _hand_over(script, CLUSTER, notes) == "31"
     assert "has not answered" in notes[0]
-    assert job_of(script.parent) == "31"
+    assert recorded_job(script.parent) == "31"
 
 
 def test_a_submission_that_slurm_never_saw_is_refused(script: Path) -> None:
@@ -121,7 +130,7 @@ def test_a_submission_that_slurm_never_saw_is_refused(script: Path) -> None:
     with pytest.raises(ConfigError, match="sbatch failed: Socket timed out"):
         _hand_over(script, CLUSTER, [])
     assert len(Path("asked").read_text().split()) == LOOKS
-    assert job_of(script.parent) == "7"
+    assert recorded_job(script.parent) == "7"
     assert not Path(".submission").exists()
 
 
@@ -137,12 +146,12 @@ def test_a_submission_of_which_nobody_knows_is_kept_until_somebody_does(script: 
     _programs(script.parent, sbatch=f"{TAKES}; echo Socket timed out >&2; exit 1", squeue="exit 1")
     with pytest.raises(UnknownSubmission, match="grep meshbook:"):
         _hand_over(script, CLUSTER, [])
-    assert job_of(script.parent) is None
+    assert recorded_job(script.parent) is None
     with pytest.raises(ConfigError, match="squeue fails"):
         adopt_submission(script.parent)
     _programs(script.parent, squeue="cat jobs")
     assert adopt_submission(script.parent) == "31"
-    assert job_of(script.parent) == "31"
+    assert recorded_job(script.parent) == "31"
 
 
 def test_an_interrupted_submission_is_cancelled(script: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.cluster import ClusterConfig, ClusterKind
 from components.config.schema.data import MixtureDataConfig, SftDataConfig
-from components.launch.slurm.preflight import _local_paths, refusal
+from components.launch.slurm.job_checks import _local_paths, refusal
 
 CLUSTER = ClusterConfig(kind=ClusterKind.slurm, procs_per_node="2")
 ASKED = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"

@@ -20,7 +20,7 @@ from components.config.schema.slurm import (
     Launcher,
     RequeueConfig,
 )
-from components.launch.slurm.script import TEMPLATE, Job, as_word, render, setup_problems
+from components.launch.slurm.script import TEMPLATE, BatchScript, as_word, render, setup_problems
 
 GOLDEN = Path(__file__).with_name("golden")
 """What the scripts are to be. After a wanted change: MESHBOOK_WRITE_GOLDEN=1 python -m pytest THIS_FILE, and look."""
@@ -74,7 +74,7 @@ def script(cluster: ClusterConfig) -> str:
     run_dir = SHARED / "runs" / "20260101-000000-abcd"
     code = run_dir / "code"
     return render(
-        Job(
+        BatchScript(
             cluster=cluster,
             name="a run: $(date)",
             run_dir=run_dir,
@@ -163,7 +163,7 @@ def test_gpus_are_counted_on_the_nodes_unless_the_run_takes_none() -> None:
 
 def test_code_that_is_not_copied_is_mounted() -> None:
     container = ContainerConfig(runtime=ContainerRuntime.apptainer, image="x.sif")
-    job = Job(
+    job = BatchScript(
         ClusterConfig(kind=ClusterKind.slurm, procs_per_node="1", container=container, snapshot=False),
         *("name", Path("/run"), 0, Path("/code"), Path("/mine/recipe.py"), Path("/folder")),
     )

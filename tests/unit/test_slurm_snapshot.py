@@ -9,7 +9,7 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.launch.slurm import snapshot
-from components.launch.slurm.snapshot import PROJECT, place_of_copy, take_snapshot
+from components.launch.slurm.snapshot import PROJECT, copy_code, place_of_copy
 
 
 def write(folder: Path, *names: str) -> None:
@@ -41,7 +41,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 def test_a_folder_without_git_gives_code_and_text(project: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
-    number = take_snapshot(project / "recipes" / "mine.py", target)
+    number = copy_code(project / "recipes" / "mine.py", target)
     assert copied(target) == {"recipes/mine.py", "components/a.py", "conf/finetune.yaml", "notes.md"}
     assert number == 4
     assert (target / "components" / "a.py").read_text() == "this is components/a.py"
@@ -57,7 +57,7 @@ def test_a_repository_gives_what_is_tracked_or_new_as_it_is_now(project: Path, t
     (project / "components" / "a.py").write_text("edited")
     write(project, "components/new.py", "weights.bin", ".env")
     target = tmp_path / "copy"
-    take_snapshot(project / "recipes" / "mine.py", target)
+    copy_code(project / "recipes" / "mine.py", target)
     assert copied(target) == {
         *("recipes/mine.py", "components/a.py", "components/new.py", "conf/finetune.yaml", "notes.md"),
         *("ünï code.py", "weights.bin"),
@@ -68,7 +68,7 @@ def test_a_repository_gives_what_is_tracked_or_new_as_it_is_now(project: Path, t
 def test_a_recipe_that_git_ignores_is_copied_all_the_same(project: Path, tmp_path: Path) -> None:
     (project / ".gitignore").write_text("recipes/mine.py\n")
     git(project, "init", "-q")
-    take_snapshot(project / "recipes" / "mine.py", tmp_path / "copy")
+    copy_code(project / "recipes" / "mine.py", tmp_path / "copy")
     assert (tmp_path / "copy" / "recipes" / "mine.py").exists()
 
 
@@ -77,7 +77,7 @@ def test_a_recipe_elsewhere_comes_with_its_neighbours_and_packages(project: Path
     home = tmp_path / "home"
     write(home, "mine.py", "helper.py", "data.csv", "package/__init__.py", "package/part.py", "other/thing.py")
     target = tmp_path / "copy"
-    take_snapshot(home / "mine.py", target)
+    copy_code(home / "mine.py", target)
     place = place_of_copy(home / "mine.py", target)
     assert place == target / "recipe" / "mine.py"
     assert copied(place.parent) == {"mine.py", "helper.py", "package/__init__.py", "package/part.py"}
@@ -89,14 +89,14 @@ def test_what_is_too_much_for_code_is_refused_before_it_is_copied(project: Path,
     with (project / "huge.py").open("r+b") as file:
         file.truncate(snapshot.LARGEST + 1)  # takes no room on a disk
     with pytest.raises(ConfigError, match=f"the code at {project} .* is 64 MiB, more than 64; have git ignore"):
-        take_snapshot(project / "recipes" / "mine.py", tmp_path / "copy")
+        copy_code(project / "recipes" / "mine.py", tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 
 
 def test_this_project_fits(tmp_path: Path) -> None:
     recipe = PROJECT / "recipes" / "finetune.py"
     assert place_of_copy(recipe, tmp_path / "copy") == tmp_path / "copy" / "recipes" / "finetune.py"
-    assert 100 < take_snapshot(recipe, tmp_path / "copy") < 1000
+    assert 100 < copy_code(recipe, tmp_path / "copy") < 1000
     kept = copied(tmp_path / "copy")
     assert {"conf/finetune.yaml", "slurm/train.sbatch.j2", "components/launch/slurm/conclude.py"} <= kept
     assert not [name for name in kept if name.startswith("tests/")]

@@ -24,7 +24,7 @@ from components.launch.sweep.plan import (
     read_sweep,
     write_note,
 )
-from components.launch.sweep.run import point_command, retry
+from components.launch.sweep.points import point_command, retry
 
 
 def expanded(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> SweepRequest:

@@ -15,8 +15,8 @@ from rich.console import Console
 from components.config.metrics_log import MetricsLog
 from components.launch.slurm.jobs import GONE, UNKNOWN
 from components.launch.sweep.plan import Note, Point, Sweep, locked, write_note
+from components.launch.sweep.point_rows import SweepRow, read_points, state_with_job
 from components.launch.sweep.report import exit_status, report_now
-from components.launch.sweep.rows import Row, read_rows, state_with_job
 from components.launch.sweep.table import print_table, read_report, to_csv, to_markdown
 from tests.unit.full_disk import full_disk
 
@@ -69,9 +69,9 @@ class Made:
         values |= {"tokens_per_second": speed, "last_loss": loss, **more}
         self.ended(number, lr=lr, status="ok", **values)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SweepRow]:
         """The rows in the order of the sweep."""
-        return read_rows(self.sweep)
+        return read_points(self.sweep)
 
     def told(self) -> str:
         """What is printed."""

@@ -15,15 +15,14 @@ import pytest
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.launch.sweep.losses import Agreement
 from components.launch.sweep.plan import Point, Sweep
+from components.launch.sweep.point_rows import SweepRow
 from components.launch.sweep.report import _console
-from components.launch.sweep.rows import Row
-from components.launch.sweep.table import Report as SweepReport
-from components.launch.sweep.table import print_table, to_markdown
+from components.launch.sweep.table import SweepReport, print_table, to_markdown
 from components.observability import Reporter
 from components.protocol.failures import (
-    Exit,
     Kind,
-    Report,
+    RankExit,
+    RankReport,
     error_file,
     first_failure,
     tell_failure,
@@ -74,13 +73,13 @@ def test_errors_and_failures_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixt
     shown(capsys.readouterr())
     error: BaseException = ValueError(EVIL)
     write_report(tmp_path, 1, error)
-    report = Report(**{**json.loads(error_file(tmp_path, 1).read_text()), "kind": Kind.exception})
-    failure = first_failure([Exit(rank=1, status=1, time=0.0, asked=False)], {1: report})
+    report = RankReport(**{**json.loads(error_file(tmp_path, 1).read_text()), "kind": Kind.exception})
+    failure = first_failure([RankExit(rank=1, status=1, time=0.0, asked=False)], {1: report})
     assert failure is not None
     tell_failure(failure, tmp_path)
     shown(capsys.readouterr())
     (tmp_path / "rank_2.log").write_text(EVIL, errors="surrogatepass")
-    failure = first_failure([Exit(rank=2, status=1, time=0.0, asked=False)], {})
+    failure = first_failure([RankExit(rank=2, status=1, time=0.0, asked=False)], {})
     assert failure is not None
     tell_failure(failure, tmp_path)
     shown(capsys.readouterr())
@@ -89,7 +88,7 @@ def test_errors_and_failures_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_table_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     point = Point(0, f"0_{EVIL}", {"run.name": f"[/]{EVIL}"}, [])
     sweep = Sweep(tmp_path, "id", "finetune", tmp_path, tmp_path, EVIL, [], ["run.name"], [point])
-    report = SweepReport(sweep, [Row(point, "failed", EVIL)], Agreement())
+    report = SweepReport(sweep, [SweepRow(point, "failed", EVIL)], Agreement())
     print_table(report, _console())
     assert "[/]" in shown(capsys.readouterr())
     assert is_clean(to_markdown(report))

@@ -18,8 +18,7 @@ from components.config.errors import ConfigError
 from components.config.safe_yaml import check_expansion, load_yaml
 from components.config.schema.checks import raise_all
 from components.config.schema.recipes import RecipeConfig
-from components.config.schema.run import CONFIG
-from components.protocol.run_files import read_regular
+from components.protocol.run_files import CONFIG, LOGS, read_regular
 
 Config = TypeVar("Config", bound=RecipeConfig)
 Section = TypeVar("Section")
@@ -97,7 +96,7 @@ def damage_of(text: str) -> str:
 
 def intact_copy(run_dir: Path) -> tuple[Path, str] | None:
     """Return path and text of the newest intact copy of a run's config: in the logs of an attempt, or a checkpoint."""
-    attempts = sorted((run_dir / "logs").glob(f"attempt_*/{CONFIG}"), key=_number, reverse=True)
+    attempts = sorted((run_dir / LOGS).glob(f"attempt_*/{CONFIG}"), key=_number, reverse=True)
     states = sorted((run_dir / "checkpoints").glob("step_*/state.json"), key=_number, reverse=True)
     for path in (*attempts, *states):
         try:

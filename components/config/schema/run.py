@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from components.config.schema.checks import raise_all, within
 
-CONFIG = "config.yaml"
-"""The frozen config, in the run directory."""
 DEFINING_KEYS = (
     "run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data",
     "peft.method", "peft.rank", "peft.alpha", "peft.targets", "peft.rslora", "peft.dora",

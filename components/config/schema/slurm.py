@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from components.config.schema.checks import at_least, raise_all
+from components.protocol.role import ATTEMPT, RUN_DIR, WORKER
 
 NAMED_ELSEWHERE = {
     "partition": "cluster.partition",
@@ -51,7 +52,7 @@ NOT_A_SUBMISSION = {
 SCRIPT_VARIABLES = {
     *("run_dir", "attempt", "restarts", "logs", "cancelled", "threads", "python", "container", "here", "status"),
     *("owner", "signals", "seen", "file", "ended", "excluded", "left", "node"),
-    *("MASTER_ADDR", "MASTER_PORT", "MESHBOOK_WORKER", "MESHBOOK_RUN_DIR", "MESHBOOK_ATTEMPT"),
+    *("MASTER_ADDR", "MASTER_PORT", WORKER, RUN_DIR, ATTEMPT),
     *("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO"),
 }
 """Variables that the batch script sets for itself and for the ranks, and those that bash lets nobody set."""

@@ -1,4 +1,4 @@
-"""Slurm's commands as processes, in an environment that no job around us has left its mark on."""
+"""Slurm's commands as processes, in an environment without the variables of a surrounding job."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TIMEOUT = 75.0
 
 
 class NoAnswer(ConfigError):
-    """The controller did not answer in time: it may still do what it was asked to."""
+    """The controller did not answer in time: it may still carry out the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command said."""
+    """Exit status and output of a command."""
 
     status: int
     output: str

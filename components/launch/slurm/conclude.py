@@ -1,7 +1,7 @@
 """The end of a batch script: `python -m components.launch.slurm.conclude RUN_DIR ATTEMPT STATUS [--cancelled]`.
 
-Tells which rank failed first, as the last words of the job's log; writes result.json where no rank could; returns
-the job's exit status. The marker RUN_DIR/requeue is there afterwards when the job should go back into the queue.
+Reports which rank failed first, last in the job's log; writes result.json if no rank could; returns the job's exit
+status. The marker RUN_DIR/requeue is there afterwards when the job should go back into the queue.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ import signal
 import sys
 from pathlib import Path
 
-from components.config.errors import EXIT_HUNG, EXIT_INVALID
-from components.launch.files import write_text
-from components.launch.rank import status_of
-from components.launch.run_directory import CANCELLED, REQUEUE, read_result, write_result
 from components.launch.slurm.requeue import attempts_of_job, hung_nodes, reason_not_after_hang, reason_to_stop
-from components.protocol.failures import (
-    Exit,
-    Failure,
-    Kind,
+from components.protocol.exit_codes import EXIT_HUNG, EXIT_INVALID
+from components.protocol.failures import Failure, Kind, RankExit, first_failure, read_reports, tell_failure
+from components.protocol.run_files import (
+    CANCELLED,
+    REQUEUE,
+    atomic_write,
     attempt_logs,
-    first_failure,
-    read_reports,
-    tell_failure,
+    create_marker,
+    read_result,
+    record_result,
 )
-from components.protocol.run_files import create_marker
 from components.terminal import print_text
 
 STOPPED_EARLY = 128 + signal.SIGUSR2
@@ -33,13 +30,13 @@ STOPPED_EARLY = 128 + signal.SIGUSR2
 
 
 def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> int:
-    """Say and record how an attempt ended, and return the exit status of the job."""
+    """Report and record how an attempt ended, and return the exit status of the job."""
     logs, result = attempt_logs(run_dir, attempt), read_result(run_dir)
     failure = _first_failure(logs)
     cancelled = cancelled or (logs / CANCELLED).exists()
     if cancelled and result.get("status") != "ok" and (failure is None or _lost_peer(failure)):
         (run_dir / REQUEUE).unlink(missing_ok=True)
-        write_result(run_dir, {**result, "status": "cancelled"})
+        record_result(run_dir, {**result, "status": "cancelled"})
         print_text("cancelled", flush=True)
         return status or 1
     if failure is not None:
@@ -60,34 +57,34 @@ def _stopped(run_dir: Path, logs: Path, status: int) -> int:
     result = read_result(run_dir)
     if result:
         print_text(result["status"], flush=True)
-        # A run that has stopped as asked is no failure, though torchrun's agents end with 1; nor is one that was asked
-        # after its end, while its processes were on their way out.
+        # A run that has stopped on request is no failure, though torchrun's agents end with 1; nor is one that got the
+        # request after its end, while its processes were exiting.
         return 0 if result["status"] in ("preempted", "interrupted") or status == STOPPED_EARLY else status
     if status == STOPPED_EARLY or _agents_were_stopped(logs):
-        write_result(run_dir, {"status": "preempted", "error": "stopped before it began"})
+        record_result(run_dir, {"status": "preempted", "error": "stopped before it began"})
         create_marker(run_dir / REQUEUE)
         return 0
     if status:
-        told = f"srun ended with status {status} and no rank said why; see job.log and {logs}"
-        write_result(run_dir, {"status": "failed", "error": told})
-        print_text(told, flush=True)
+        why = f"srun ended with status {status} and no rank said why; see job.log and {logs}"
+        record_result(run_dir, {"status": "failed", "error": why})
+        print_text(why, flush=True)
     return status
 
 
 def _agents_were_stopped(logs: Path) -> bool:
-    """Whether torchrun's agents, which always end with 1, say that it was the request to stop that ended them."""
-    said = f"got signal: {signal.SIGUSR2:d}"
-    return any(said in log.read_text(errors="replace") for log in logs.glob("node_*.log"))
+    """Return whether the request to stop ended torchrun's agents, by their logs: their exit status is always 1."""
+    line = f"got signal: {signal.SIGUSR2:d}"
+    return any(line in log.read_text(errors="replace") for log in logs.glob("node_*.log"))
 
 
 def _first_failure(logs: Path) -> Failure | None:
     reports = read_reports(logs)
-    exits = [Exit(rank, 1, report.time, asked=False) for rank, report in reports.items()]
+    exits = [RankExit(rank, 1, report.time, asked=False) for rank, report in reports.items()]
     return first_failure(exits, reports)
 
 
 def _lost_peer(failure: Failure) -> bool:
-    return failure.report is not None and failure.report.lost_peer
+    return failure.report is not None and failure.report.kind == Kind.lost_peer
 
 
 def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cancelled: bool) -> int:
@@ -96,22 +93,21 @@ def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cance
         print_text(
             "every rank that could speak lost another one; srun names above who ended without a word", flush=True
         )
-    if report is not None and report.in_use:
+    if report is not None and report.kind == Kind.in_use:
         tell_failure(failure, logs)
         return EXIT_INVALID
     (run_dir / REQUEUE).unlink(missing_ok=True)
     if report is not None and report.kind == Kind.config:
         tell_failure(failure, logs)
-        write_result(run_dir, {"status": "invalid", "error": report.message})
+        record_result(run_dir, {"status": "invalid", "error": report.message})
         return EXIT_INVALID
-    kind, message = (report.type, report.message) if report else ("", failure.what)
-    write_result(run_dir, {"status": status_of(kind, message), "error": failure.error})
-    if report is None or not report.stood_still:
+    record_result(run_dir, {"status": report.status if report else "failed", "error": failure.error})
+    if report is None or report.kind != Kind.hung:
         tell_failure(failure, logs)
         return status or 1
     reason = reason_not_after_hang(run_dir, attempts_of_job(run_dir, attempt), os.environ)
     if reason is None and not cancelled:
-        write_text(run_dir / REQUEUE, "".join(f"{node}\n" for node in hung_nodes(message)))
+        atomic_write(run_dir / REQUEUE, "".join(f"{node}\n" for node in hung_nodes(report.message)))
         print_text("the run hung: back into the queue", flush=True)
     elif not cancelled:
         print_text(f"the run hung, and is not requeued: {reason}", flush=True)

@@ -11,16 +11,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from components.launch.processes import visible_gpus
-from components.launch.run_directory import REQUEUE
-from components.protocol.run_files import create_marker
+from components.launch.machine import visible_gpus
+from components.protocol.run_files import LOGS, REQUEUE, create_marker
 from components.terminal import print_text
 
 NEEDED_SHARED_MEMORY = 64 * 2**20
 """Bytes of /dev/shm that data workers and NCCL take at least."""
 
 
-def main() -> int:
+def check_node() -> int:
     """Print a line per problem of this node; return 1 where there is one."""
     run_dir, gpus = Path(sys.argv[1]), int(sys.argv[2])
     # Asked to stop already: there is nothing to save, the batch script only has to see the marker.
@@ -35,7 +34,7 @@ def _folder_problems(run_dir: Path) -> list[str]:
     if not run_dir.is_dir():
         return [f"does not see the run directory {run_dir}; put run.dir on a file system that all nodes share"]
     try:
-        with tempfile.TemporaryFile(dir=run_dir / "logs") as file:
+        with tempfile.TemporaryFile(dir=run_dir / LOGS) as file:
             file.write(b"written")
     except OSError as error:
         return [f"cannot write to the run directory {run_dir}: {error.strerror}"]
@@ -65,4 +64,4 @@ def _memory_problems() -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(check_node())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from components.config.schema.cluster import ClusterConfig, Device
 from components.config.schema.slurm import ContainerRuntime, GpuRequest, Launcher
+from components.protocol.run_files import LOGS
 
 Option = tuple[str, str]
 """Name of a long option, and its value; empty for a flag."""
@@ -16,7 +17,7 @@ _PLAIN = re.compile(r"[\w.,:;&|()\[\]+=@%/^~-]+", re.ASCII)
 
 
 def resource_options(cluster: ClusterConfig) -> list[Option]:
-    """Return what is asked of the cluster: nodes, tasks, GPUs, time, and who pays."""
+    """Return the options for nodes, tasks, GPUs, time and account."""
     by_agent = cluster.launcher == Launcher.torchrun
     procs = int(cluster.procs_per_node)
     options: list[Option] = [("nodes", str(cluster.nodes)), ("ntasks-per-node", "1" if by_agent else str(procs))]
@@ -36,12 +37,12 @@ def resource_options(cluster: ClusterConfig) -> list[Option]:
 
 
 def job_options(cluster: ClusterConfig, name: str, run_dir: Path, folder: Path) -> list[Option]:
-    """Return all options of the job: what it asks for, its name, its log, and its end."""
+    """Return all options of the job: resources, name, log and signal."""
     return [
         ("job-name", name),
         *resource_options(cluster),
         ("chdir", str(folder)),
-        ("output", str(run_dir / "logs" / "job.log")),
+        ("output", str(run_dir / LOGS / "job.log")),
         ("open-mode", "append"),
         ("signal", f"USR2@{cluster.signal_lead_seconds}"),
         ("requeue" if cluster.requeue.node_failure else "no-requeue", ""),

@@ -1,7 +1,7 @@
 """Whether a job may go back into the queue: requeues are bounded, and so are attempts without progress.
 
-An attempt makes progress if it publishes a checkpoint. `conclude` asks at the end of an attempt; the batch script asks
-at the start of a requeued one (`python -m components.launch.slurm.requeue RUN_DIR ATTEMPT`), since Slurm itself
+An attempt makes progress if it publishes a checkpoint. Checked by `conclude` at the end of an attempt, and by the batch
+script at the start of a requeued one (`python -m components.launch.slurm.requeue RUN_DIR ATTEMPT`), since Slurm itself
 requeues a job whose node failed or whose grace time was too short, without any end that a script could see.
 """
 
@@ -17,23 +17,26 @@ from components.config.compose.frozen import read_section
 from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.slurm import RequeueConfig
-from components.launch.files import read_json
-from components.launch.run_directory import CONFIG, write_result
-from components.protocol.failures import attempt_logs
-from components.protocol.run_files import LOGS, RESULT
+from components.protocol.run_files import (
+    CHECKPOINTS,
+    CONFIG,
+    FIRST_STEP,
+    LOGS,
+    attempt_logs,
+    read_result,
+    record_result,
+)
 from components.terminal import print_text
 
-JOB, CHECKPOINTS = "job", "checkpoints"
+JOB, CHECKPOINTS_BEFORE = "job", "checkpoints"
 """Files that the batch script writes into the logs of an attempt: its job, and what is in checkpoints/ at its start."""
-FIRST_STEP = "first_step"
-"""File in logs/, moved to the attempt's logs at the next start: the attempt finished an optimizer step."""
 
 _PUBLISHED = re.compile(r"step_\d+(\.\d+)?")
 _HUNG_RANK = re.compile(r"rank \d+ on host (\S+) (?:is missing|does not come)")
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class JobAttempt:
     """One attempt of a job."""
 
     stepped: bool
@@ -43,7 +46,7 @@ class Attempt:
     hung: bool
 
 
-def reason_to_stop(run_dir: Path, attempts: list[Attempt], environ: Mapping[str, str]) -> str | None:
+def reason_to_stop(run_dir: Path, attempts: list[JobAttempt], environ: Mapping[str, str]) -> str | None:
     """Return why a job must not be requeued after these attempts, with the limit to raise; None if it may be."""
     most = _policy(run_dir).max
     if int(environ.get("SLURM_RESTART_COUNT") or 0) >= most:
@@ -51,7 +54,7 @@ def reason_to_stop(run_dir: Path, attempts: list[Attempt], environ: Mapping[str,
     return lack_of_progress(run_dir, attempts)
 
 
-def lack_of_progress(run_dir: Path, attempts: list[Attempt]) -> str | None:
+def lack_of_progress(run_dir: Path, attempts: list[JobAttempt]) -> str | None:
     """Return why a job must not start again after these attempts, with the limit to raise; None if it may."""
     policy, limit = _policy(run_dir), "cluster.requeue"
     stepped = waited = 0
@@ -75,7 +78,7 @@ def lack_of_progress(run_dir: Path, attempts: list[Attempt]) -> str | None:
     return None
 
 
-def reason_not_after_hang(run_dir: Path, attempts: list[Attempt], environ: Mapping[str, str]) -> str | None:
+def reason_not_after_hang(run_dir: Path, attempts: list[JobAttempt], environ: Mapping[str, str]) -> str | None:
     """Return why a job whose last attempt hung must not be requeued; None if it may be."""
     most = _policy(run_dir).hang
     if most == 0:
@@ -87,7 +90,7 @@ def reason_not_after_hang(run_dir: Path, attempts: list[Attempt], environ: Mappi
     return reason_to_stop(run_dir, attempts, environ)
 
 
-def attempts_of_job(run_dir: Path, attempt: int) -> list[Attempt]:
+def attempts_of_job(run_dir: Path, attempt: int) -> list[JobAttempt]:
     """Return the attempts of the job that runs attempt number `attempt`, oldest first, up to that one.
 
     Empty where a batch script of the user's own does not write the files that this needs.
@@ -96,14 +99,14 @@ def attempts_of_job(run_dir: Path, attempt: int) -> list[Attempt]:
     numbers = [number for number in range(attempt + 1) if _lines(attempt_logs(run_dir, number) / JOB) == job]
     if not job:
         return []
-    starts = [_published(_lines(attempt_logs(run_dir, number) / CHECKPOINTS)) for number in numbers]
-    folder = run_dir / "checkpoints"
+    starts = [_published(_lines(attempt_logs(run_dir, number) / CHECKPOINTS_BEFORE)) for number in numbers]
+    folder = run_dir / CHECKPOINTS
     starts.append(_published([path.name for path in folder.iterdir()] if folder.is_dir() else []))
     return [
-        Attempt(
+        JobAttempt(
             stepped=(logs / FIRST_STEP).exists() or (number == attempt and (run_dir / LOGS / FIRST_STEP).exists()),
             progressed=bool(after - before),
-            hung=read_json((run_dir if number == attempt else logs) / RESULT).get("status") == "hung",
+            hung=read_result(run_dir if number == attempt else logs).get("status") == "hung",
         )
         for number, before, after in zip(numbers, starts[:-1], starts[1:], strict=True)
         for logs in [attempt_logs(run_dir, number)]
@@ -115,14 +118,14 @@ def hung_nodes(message: str) -> list[str]:
     return sorted(set(_HUNG_RANK.findall(message)))
 
 
-def main() -> int:
+def check_requeue() -> int:
     """Return 1 where a requeued job must end instead of starting its attempt; the reason is then recorded."""
     run_dir, attempt = Path(sys.argv[1]), int(sys.argv[2])
     reason = lack_of_progress(run_dir, attempts_of_job(run_dir, attempt)[:-1])
     if reason is None:
         return 0
     print_text(f"not started again: {reason}", flush=True)
-    write_result(run_dir, {"status": "failed", "error": reason})
+    record_result(run_dir, {"status": "failed", "error": reason})
     return 1
 
 
@@ -143,4 +146,4 @@ def _lines(file: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(check_requeue())

@@ -1,4 +1,4 @@
-"""The batch script: slurm/train.sbatch.j2, or a person's own template, filled in."""
+"""Render the batch script: slurm/train.sbatch.j2, or the user's own template."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TEMPLATE = PROJECT / "slurm" / "train.sbatch.j2"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What a script is made of."""
+class BatchScript:
+    """Values from which the batch script is rendered."""
 
     cluster: ClusterConfig
     name: str
@@ -37,7 +37,7 @@ class Job:
     """run.private: what the job writes is for its owner only."""
 
 
-def render(job: Job) -> str:
+def render(job: BatchScript) -> str:
     """Return the script. Raises ConfigError where the template, or a shell line in it, does not parse."""
     from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
@@ -86,7 +86,7 @@ def _as_octal(character: str) -> str:
     return "".join(f"\\{byte:03o}" for byte in character.encode())
 
 
-def _values(job: Job) -> dict[str, Any]:
+def _values(job: BatchScript) -> dict[str, Any]:
     """The template's variables; every one of them is listed in slurm/README.md."""
     cluster = job.cluster
     runtime = cluster.container.runtime
@@ -115,5 +115,5 @@ def _check_syntax(script: str, what: str) -> None:
     except OSError as error:
         raise ConfigError(f"{what}: cannot be checked: bash does not start here: {error}") from error
     if done.returncode:
-        told = next(line for line in done.stderr.splitlines() if "warning" not in line).removeprefix("bash: ")
-        raise ConfigError(f"{what}: bash cannot read it: {told}")
+        why = next(line for line in done.stderr.splitlines() if "warning" not in line).removeprefix("bash: ")
+        raise ConfigError(f"{what}: bash cannot read it: {why}")

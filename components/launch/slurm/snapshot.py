@@ -25,7 +25,7 @@ def place_of_copy(recipe_file: Path, target: Path) -> Path:
     return target / "recipe" / recipe_file.name
 
 
-def take_snapshot(recipe_file: Path, target: Path) -> int:
+def copy_code(recipe_file: Path, target: Path) -> int:
     """Copy the project, and the recipe's own folder if it lies elsewhere, to `target`; return the number of files.
 
     Of a git repository: tracked and new files, none that git ignores. Elsewhere: files of code and text, of the
@@ -57,7 +57,7 @@ def _files(folder: Path, *, whole: bool) -> list[Path]:
 
 
 def _is_code(name: Path) -> bool:
-    """Whether a file is worth copying: nothing hidden is, least of all a .env with somebody's tokens."""
+    """Return whether to copy a file; hidden ones are left out, such as a .env with tokens."""
     return name.parts[0] not in _LEFT_OUT and not any(part.startswith(".") for part in name.parts)
 
 

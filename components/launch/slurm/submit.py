@@ -1,4 +1,4 @@
-"""A checked run becomes a job: the code copied, the script written, handed to sbatch, and a person told."""
+"""The Slurm backend: copy the code, render the batch script, submit it with sbatch, and print how to follow it."""
 
 from __future__ import annotations
 
@@ -7,76 +7,127 @@ import secrets
 import shlex
 import sys
 import time
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
-from components.launch.files import write_text
-from components.launch.prepare import Prepared
-from components.launch.rank import Recipe
-from components.launch.run_directory import CODE, JOB_ID, LOGS, SCRIPT, SUBMISSION, job_of, record_job
+from components.launch.backend import CheckedRun, Job, Recipe
+from components.launch.run_checks import decides
 from components.launch.slurm.commands import NoAnswer, ask
-from components.launch.slurm.jobs import find_submission
-from components.launch.slurm.preflight import refusal
-from components.launch.slurm.script import Job, render
-from components.launch.slurm.snapshot import PROJECT, place_of_copy, take_snapshot
-from components.protocol.run_files import PRIVATE, keep_only_folder, open_append
+from components.launch.slurm.job_checks import job_problems, refusal
+from components.launch.slurm.jobs import (
+    adopt_submission,
+    describe_job,
+    find_submission,
+    job_states,
+    record_job,
+    recorded_job,
+    stop_job,
+)
+from components.launch.slurm.script import BatchScript, render
+from components.launch.slurm.snapshot import PROJECT, copy_code, place_of_copy
+from components.protocol.run_files import (
+    CODE,
+    JOB_ID,
+    LOGS,
+    PRIVATE,
+    SCRIPT,
+    SUBMISSION,
+    atomic_write,
+    keep_only_folder,
+    open_append,
+)
 from components.terminal import print_text
 
 LOST_ANSWERS = ("timed out", "Zero Bytes", "send/recv", "Unexpected message", "slurm controller", "onnection")
 """How sbatch reports that the controller did not answer; it may have taken the job."""
 LOOKS, PAUSE = 5, 2.0
-"""How often squeue is asked for a job whose submission was not answered, and the seconds between two looks."""
+"""Queries of squeue for a job whose submission got no answer, and the seconds between two."""
 
 
 class UnknownSubmission(Exception):
-    """It is unknown whether Slurm took a job: sbatch failed, and squeue does not answer."""
+    """sbatch failed and squeue does not answer: Slurm may or may not have taken the job."""
 
 
-def submit(recipe: Recipe, prepared: Prepared) -> int:
-    """Submit the run, tell how to follow and stop it, and return 0.
+class SlurmBackend:
+    """Submits to Slurm with sbatch. Job ids are numbers."""
 
-    Raises ConfigError where it cannot be submitted; what was written of a new run directory is then gone again.
-    """
-    cfg, directory = prepared.cfg, prepared.directory
-    code, script = directory.path / CODE, directory.path / SCRIPT
-    try:
-        keep_only_folder(code, links=False)
-        files = take_snapshot(recipe.file, code) if cfg.cluster.snapshot else 0
-        write_text(script, render(_job(recipe, cfg, directory.path, directory.attempt)), PRIVATE)
-        open_append(directory.path / LOGS / "job.log", PRIVATE).close()  # Slurm appends to it
-        job = _hand_over(script, cfg.cluster, prepared.notes)
-    except UnknownSubmission as error:
-        print_text(error, file=sys.stderr, flush=True)
-        return 1
-    except ConfigError as error:
-        directory.discard(str(error))
-        raise
-    except OSError as error:
-        directory.discard(str(error))
-        raise ConfigError(f"run.dir={directory.path}: cannot be written: {error}; choose another run.dir") from error
-    except KeyboardInterrupt:
-        directory.discard("interrupted while it was submitted")
-        raise
-    _tell(prepared, job, files)
-    return 0
+    runs_here = False
+
+    def validate(
+        self, cfg: RecipeConfig, processes: int, refused: Collection[str], *, quick: bool = False
+    ) -> tuple[list[str], list[str]]:
+        """Check the script, paths and caches, and run sbatch --test-only. Notes: earliest start, local paths."""
+        return ([], []) if quick else job_problems(cfg, ask_slurm=not decides(refused, ["cluster"]))
+
+    def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
+        """Print the script that would be submitted."""
+        run_dir = Path(os.path.expanduser(cfg.run.dir or Path("outputs") / recipe.name / "TIME-HEX")).absolute()
+        print_text(render(_batch_script(recipe, cfg, run_dir, 0)), end="")
+        for note in ("cluster.dry_run=true: would submit this script with sbatch", *notes):
+            print_text(f"# {note}")
+
+    def submit(self, run: CheckedRun, run_here: Callable[[], int]) -> int:
+        """Submit the run, print how to follow and stop it, and return 0; 1 if it is unknown whether Slurm took it."""
+        cfg, directory = run.cfg, run.directory
+        code, script = directory.path / CODE, directory.path / SCRIPT
+        try:
+            keep_only_folder(code, links=False)
+            files = copy_code(run.recipe.file, code) if cfg.cluster.snapshot else 0
+            text = render(_batch_script(run.recipe, cfg, directory.path, directory.attempt))
+            atomic_write(script, text, PRIVATE)
+            open_append(directory.path / LOGS / "job.log", PRIVATE).close()  # Slurm appends to it
+            job = _hand_over(script, cfg.cluster, run.notes)
+        except UnknownSubmission as error:
+            print_text(error, file=sys.stderr, flush=True)
+            return 1
+        except ConfigError as error:
+            directory.discard(str(error))
+            raise
+        except OSError as error:
+            directory.discard(str(error))
+            raise ConfigError(
+                f"run.dir={directory.path}: cannot be written: {error}; choose another run.dir"
+            ) from error
+        except KeyboardInterrupt:
+            directory.discard("interrupted while it was submitted")
+            raise
+        _print_summary(run, job, files)
+        return 0
+
+    def job(self, run_dir: Path, *, search: bool = False) -> str | None:
+        """Return the number of the job submitted for a run directory: see `Backend.job`."""
+        return adopt_submission(run_dir) if search else recorded_job(run_dir)
+
+    def state(self, jobs: Iterable[str]) -> dict[str, Job]:
+        """Return the jobs with these numbers; with one query for all of them."""
+        return {job: describe_job(job, state) for job, state in job_states(jobs).items()}
+
+    def stop(self, job: str) -> bool:
+        """Cancel a job with scancel."""
+        return stop_job(job)
+
+    def stop_command(self, job: str) -> str | None:
+        """Return the scancel command."""
+        return f"scancel {job}" if job.isdigit() else None
 
 
 def _hand_over(script: Path, cluster: ClusterConfig, notes: list[str]) -> str:
     """Submit a batch script and return the number of its job, which is then in the run directory too.
 
     An sbatch that fails may have submitted the job all the same: the answer of a busy controller can be late or lost.
-    So the job gets a comment of its own, by which squeue is asked for it after any failure.
+    So the job gets a unique comment, and after any failure squeue is searched for it.
 
     Raises:
         ConfigError: Slurm refused the job, or has no such job.
-        UnknownSubmission: sbatch failed, and squeue cannot be asked either.
+        UnknownSubmission: sbatch failed, and squeue does not answer either.
     """
     run_dir, tag = script.parent, "" if "comment" in cluster.sbatch_extra else f"meshbook:{secrets.token_hex(8)}"
-    earlier = job_of(run_dir)  # it has ended: the run directory is locked, and its owner was looked up
-    write_text(run_dir / SUBMISSION, tag)
+    earlier = recorded_job(run_dir)  # it has ended: the run directory is locked, and its owner was looked up
+    atomic_write(run_dir / SUBMISSION, tag)
     (run_dir / JOB_ID).unlink(missing_ok=True)
     refused: ConfigError
     try:
@@ -116,7 +167,7 @@ def _look_for(tag: str, script: Path, failure: ConfigError, *, patient: bool) ->
             job = find_submission(tag, script)
         except ConfigError as error:
             if not patient:
-                return None  # sbatch said itself that it submitted nothing
+                return None  # sbatch reported that it submitted nothing
             search = f"squeue --me -o '%A %k' | grep {tag}" if tag else f"squeue --me -o '%A %o' | grep {script}"
             raise UnknownSubmission(
                 f"{failure}\nIt is unknown whether Slurm took the job, as squeue does not answer either: {error}\n"
@@ -132,7 +183,7 @@ def _cancel(tag: str, script: Path) -> None:
     """Cancel the job of an interrupted submission, if Slurm has taken it; print what happened."""
     try:
         job = find_submission(tag, script)
-        done = job is None or ask(["scancel", job]).status == 0
+        done = job is None or stop_job(job)
     except ConfigError:
         print_text(f"interrupted: look for the job with squeue --me; its comment is {tag or 'yours'}", file=sys.stderr)
         return
@@ -141,17 +192,9 @@ def _cancel(tag: str, script: Path) -> None:
         print_text(f"interrupted: job {job}, which Slurm had taken, {ending}", file=sys.stderr)
 
 
-def show(recipe: Recipe, cfg: RecipeConfig, notes: list[str]) -> None:
-    """Print the script that would be submitted."""
-    run_dir = Path(os.path.expanduser(cfg.run.dir or Path("outputs") / recipe.name / "TIME-HEX")).absolute()
-    print_text(render(_job(recipe, cfg, run_dir, 0)), end="")
-    for note in ("cluster.dry_run=true: would submit this script with sbatch", *notes):
-        print_text(f"# {note}")
-
-
-def _job(recipe: Recipe, cfg: RecipeConfig, run_dir: Path, attempt: int) -> Job:
+def _batch_script(recipe: Recipe, cfg: RecipeConfig, run_dir: Path, attempt: int) -> BatchScript:
     copied = cfg.cluster.snapshot
-    return Job(
+    return BatchScript(
         cluster=cfg.cluster,
         name=cfg.run.name or recipe.name,
         run_dir=run_dir,
@@ -163,15 +206,15 @@ def _job(recipe: Recipe, cfg: RecipeConfig, run_dir: Path, attempt: int) -> Job:
     )
 
 
-def _tell(prepared: Prepared, job: str, files: int) -> None:
-    cluster, logs = prepared.cfg.cluster, prepared.directory.path / LOGS
+def _print_summary(run: CheckedRun, job: str, files: int) -> None:
+    cluster, logs = run.cfg.cluster, run.directory.path / LOGS
     followed = shlex.join([str(logs / "job.log"), str(logs / "latest" / "rank_0.log")])
     rows = [
-        ("run", str(prepared.directory.path)),
-        ("mesh", f"{prepared.cfg.parallelism.resolve(prepared.processes)}: {describe_processes(prepared.processes)} on "
+        ("run", str(run.directory.path)),
+        ("mesh", f"{run.cfg.parallelism.resolve(run.processes)}: {describe_processes(run.processes)} on "
          f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"),
         ("code", f"{files} files copied: an edit from here on does not reach the job" if files else str(PROJECT)),
-        *(("note", note) for note in prepared.notes),
+        *(("note", note) for note in run.notes),
         ("job", job),
         ("follow", f"tail -F {followed}"),
         ("stop", f"scancel {job}"),

@@ -13,16 +13,16 @@ from components.config.compose.diagnose import Check
 from components.config.compose.sweep import PointRequest, SweepRequest, compose_point, expand_sweep, override_of
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
-from components.config.schema.cluster import ClusterKind
 from components.config.schema.logging import WandbMode
 from components.config.schema.recipes import RecipeConfig
-from components.launch.folders import check_writable, told_by_path
-from components.launch.preflight import local_problems, problems_before_start
-from components.launch.processes import processes_of, visible_gpus
-from components.launch.rank import Recipe
-from components.launch.run_directory import check_run_directory
+from components.launch.backend import Recipe
+from components.launch.clusters import backend_of
+from components.launch.machine import processes_of, visible_gpus
+from components.launch.open_run import directory_problems
+from components.launch.run_checks import problems_before_start
+from components.launch.run_directory.filesystem import check_writable, reported_by_path
 from components.launch.sweep.plan import Point, Sweep, new_directory, point_name
-from components.launch.sweep.run import point_command, run_points
+from components.launch.sweep.points import point_command, run_points
 from components.terminal import print_text
 
 NOTHING_SWEPT = (
@@ -31,10 +31,10 @@ NOTHING_SWEPT = (
 
 
 def run_sweep(recipe: Recipe) -> int:
-    """Do what a command line with -m asks for, and return the exit status.
+    """Run a command line with -m, and return the exit status.
 
     0: every point is ok or submitted; 1: one is not, or losses disagree; 130: stopped by Ctrl-C. Raises ConfigError
-    for a mistake that no point can do without, before anything is written.
+    for a problem that all points share, before anything is written.
     """
     gpus = visible_gpus(os.environ)
 
@@ -99,10 +99,10 @@ def _compose_all(request: SweepRequest, check: Check) -> tuple[list[RecipeConfig
 
 
 def _problems(cfg: RecipeConfig, gpus: int, refused: Collection[str]) -> list[str]:
-    """What can be told of a point without asking Slurm: that is left to the point's own launcher."""
-    if cfg.cluster.kind != ClusterKind.local:
-        return problems_before_start(cfg, processes_of(cfg, gpus), refused)
-    return local_problems(cfg, gpus, refused)
+    """Return the problems of a point that are found without asking its cluster, which its own launcher does."""
+    processes = processes_of(cfg, gpus)
+    own, _ = backend_of(cfg.cluster.kind).validate(cfg, processes, refused, quick=True)
+    return own + problems_before_start(cfg, processes, refused)
 
 
 def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems: list[str], sweep_id: str) -> Point:
@@ -119,25 +119,26 @@ def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems:
 
 
 def _make(sweep: Sweep) -> None:
-    with told_by_path(sweep.directory):
+    with reported_by_path(sweep.directory):
         sweep.directory.mkdir(parents=True, exist_ok=True)
         sweep.write()
 
 
 def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[list[str]]) -> int:
-    """List the points, and start nothing; a job's script is shown by the point's own launcher."""
-    with told_by_path(sweep.directory):
+    """List the points, and start nothing; a point's own launcher shows what it would submit."""
+    with reported_by_path(sweep.directory):
         check_writable(sweep.directory)
     print_text(f"cluster.dry_run=true: a sweep of {len(sweep.points)} points in {sweep.directory}")
     failed = False
     for point, cfg, found in zip(sweep.points, configs, problems, strict=True):
-        if not found and cfg is not None and cfg.cluster.kind == ClusterKind.local:
+        runs_here = cfg is not None and backend_of(cfg.cluster.kind).runs_here
+        if not found and cfg is not None and runs_here:
             cfg.run.dir = str(sweep.run_dir(point))
-            found = _place_problems(cfg, sweep.recipe)
+            found = directory_problems(cfg, sweep.recipe)
         if found or cfg is None:
             failed = True
             print_text(f"{point.name}: invalid: {'; '.join(found)}", flush=True)
-        elif cfg.cluster.kind == ClusterKind.slurm:
+        elif not runs_here:
             print_text(f"{point.name}:", flush=True)
             failed |= subprocess.run(point_command(sweep, point), check=False).returncode != 0
         else:
@@ -145,16 +146,8 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
     return int(failed)
 
 
-def _place_problems(cfg: RecipeConfig, recipe: str) -> list[str]:
-    try:
-        check_run_directory(cfg, recipe)
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
 def _show_configs(recipe: Recipe, request: SweepRequest) -> int:
-    """Let Hydra show what --cfg asks for, for each point."""
+    """Let Hydra print the config of each point, as --cfg selects it."""
     statuses = []
     for number, point in enumerate(request.points):
         print_text(f"# {point_name(number, point.values)}", flush=True)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from components.launch.sweep.rows import EARLY_STEPS, Row
+from components.launch.sweep.point_rows import EARLY_STEPS, SweepRow
 
 FREE_SECTIONS = ("parallelism", "cluster", "logging", "checkpoint", "generation")
 """Sections of the config that leave the curve as it is."""
@@ -40,9 +40,9 @@ class Agreement:
     """The same in sentences."""
 
 
-def compare_losses(rows: list[Row]) -> Agreement:
+def compare_losses(rows: list[SweepRow]) -> Agreement:
     """Compare the losses of all points that ended well and train one curve."""
-    curves: dict[str, list[Row]] = defaultdict(list)
+    curves: dict[str, list[SweepRow]] = defaultdict(list)
     for row in rows:
         if row.state == "ok" and row.config and any(row.result.get(name) is not None for name in (*BEFORE, *AFTER)):
             curves[json.dumps(defining(row.config), sort_keys=True, default=str)].append(row)
@@ -65,13 +65,13 @@ def defining(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def tolerance(row: Row) -> tuple[float, str]:
+def tolerance(row: SweepRow) -> tuple[float, str]:
     """Return how far losses of a point may differ from another's, and the type of its matrix products."""
     dtype = row.result.get("compute_dtype") or "unknown type"
     return TOLERANCES.get(dtype, LOOSEST), dtype
 
 
-def _compare(curve: list[Row], found: Agreement) -> None:
+def _compare(curve: list[SweepRow], found: Agreement) -> None:
     """Compare each point with the one that agrees with the most others: the wrong one may be the first."""
     reference = max(curve, key=lambda row: sum(not _differences(row, other) for other in curve))
     worst = 0.0
@@ -96,27 +96,27 @@ def _compare(curve: list[Row], found: Agreement) -> None:
         found.notes.append(f"losses agree: {names} train one curve, {apart} (allowed: {allowed:.0e}, {dtype}{until})")
 
 
-def _compared(row: Row, other: Row) -> list[str]:
+def _compared(row: SweepRow, other: SweepRow) -> list[str]:
     """Return the names of all losses of two points that are compared, those of the same early steps among them."""
     steps = sorted(row.early_losses.keys() & other.early_losses.keys())
     return [*BEFORE, *(f"{EARLY}{step}" for step in steps), *AFTER]
 
 
-def _differences(row: Row, other: Row) -> list[str]:
+def _differences(row: SweepRow, other: SweepRow) -> list[str]:
     return [name for name in _compared(row, other) if not _distance(row, other, name) <= _allowed(row, other, name)[0]]
 
 
-def _allowed(row: Row, other: Row, name: str) -> tuple[float, str]:
+def _allowed(row: SweepRow, other: SweepRow, name: str) -> tuple[float, str]:
     allowed, dtype = max(tolerance(row), tolerance(other))
     grown = name in AFTER and max(each.result.get("steps") or 0 for each in (row, other)) > EARLY_STEPS
     return (max(allowed, LOOSEST) if grown else allowed), dtype
 
 
-def _loss(row: Row, name: str) -> Any:
+def _loss(row: SweepRow, name: str) -> Any:
     return row.early_losses[int(name.removeprefix(EARLY))] if name.startswith(EARLY) else row.result.get(name)
 
 
-def _distance(row: Row, other: Row, name: str) -> float:
+def _distance(row: SweepRow, other: SweepRow, name: str) -> float:
     """Relative difference of a loss; inf where only one of the two is a number."""
     mine, theirs = _loss(row, name), _loss(other, name)
     numbers = [value is not None and math.isfinite(value) for value in (mine, theirs)]

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from components.config.errors import ConfigError
-from components.launch.files import read_json, take_lock, write_json
-from components.protocol.run_files import PRIVATE
+from components.protocol.run_files import PRIVATE, atomic_write_json, read_json, take_lock
 
-PLAN, NOTES, LOCK = "sweep.json", "points", ".lock"
+PLAN, NOTES, SWEEP_LOCK = "sweep.json", "points", ".lock"
 LONGEST_NAME = 48
 """Characters of a point's name, so that paths stay short."""
 _LOCK_TRIES, _LOCK_PAUSE = 20, 0.05
@@ -37,9 +36,9 @@ class Point:
     overrides: list[str]
     """The point's own command line, without run.dir."""
     mesh: str | None = None
-    """The mesh that it asks for; None where it cannot have one."""
+    """Its mesh; None if the mesh is invalid."""
     processes: int | None = None
-    """Number of processes that it asks for."""
+    """Its number of processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class Sweep:
         return self.directory / point.name
 
     def log(self, point: Point) -> Path:
-        """What the point's launcher and its rank 0 say."""
+        """Return the log of the point's launcher and rank 0."""
         return self.directory / f"{point.name}.log"
 
     def write(self) -> None:
@@ -75,7 +74,7 @@ class Sweep:
         plan = asdict(self) | {"file": str(self.file), "folder": str(self.folder)}
         del plan["directory"]
         plan["points"] = [{**entry, "run_dir": entry["name"]} for entry in plan["points"]]
-        write_json(self.directory / PLAN, plan)
+        atomic_write_json(self.directory / PLAN, plan)
 
 
 def read_sweep(directory: Path) -> Sweep:
@@ -99,11 +98,11 @@ class Note:
     started: float
     """Seconds since the epoch."""
     status: int | None = None
-    """Exit status of the point's launcher, negative for a signal; None: it has not ended, or nobody saw it end."""
+    """Exit status of the point's launcher, negative for a signal; None: it has not ended, or the sweep ended first."""
     seconds: float | None = None
     """From its start to its end."""
     message: str = ""
-    """The last lines that it said."""
+    """The last lines of its output."""
     killed_for_memory: bool = False
     """Whether the kernel killed a process for memory meanwhile."""
 
@@ -112,7 +111,7 @@ def write_note(sweep: Sweep, point: Point, note: Note) -> None:
     """Write SWEEP/points/N.json."""
     (sweep.directory / NOTES).mkdir(exist_ok=True)
     values = {**asdict(note), "point": point.name}
-    write_json(sweep.directory / NOTES / f"{point.number}.json", values, PRIVATE)
+    atomic_write_json(sweep.directory / NOTES / f"{point.number}.json", values, PRIVATE)
 
 
 def read_note(sweep: Sweep, point: Point) -> Note | None:
@@ -149,7 +148,7 @@ def locked(directory: Path) -> Iterator[None]:
     Raises ConfigError where another process holds it, and where the folder cannot be written.
     """
     try:
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(directory / SWEEP_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"{directory}: cannot be written: {why}; mend that, or start a sweep elsewhere") from error
@@ -168,7 +167,7 @@ def locked(directory: Path) -> Iterator[None]:
 def is_running(directory: Path) -> bool:
     """Whether a process works on the sweep at this moment."""
     try:
-        descriptor = os.open(directory / LOCK, os.O_RDWR)
+        descriptor = os.open(directory / SWEEP_LOCK, os.O_RDWR)
     except OSError:
         return False
     try:

@@ -1,4 +1,4 @@
-"""The table in all its forms, and the exit status that it stands for."""
+"""Print and write the table of a sweep, and derive the exit status."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from components.config.compose.sources import CONF
 from components.console import PlainConsole
-from components.launch.files import write_text
 from components.launch.sweep.plan import Sweep, is_running
-from components.launch.sweep.rows import ALIVE, NOT_BAD
-from components.launch.sweep.table import Report, print_table, read_report, to_csv, to_markdown
+from components.launch.sweep.point_rows import ALIVE, NOT_BAD
+from components.launch.sweep.table import SweepReport, print_table, read_report, to_csv, to_markdown
+from components.protocol.run_files import atomic_write
 from components.terminal import print_text
 
 WATCH_EVERY = 5.0
@@ -24,7 +24,7 @@ WIDTH = 200
 def report_now(sweep: Sweep) -> int:
     """Print the table, write report.md, report.csv and report.png, and return the exit status.
 
-    1 too where the disk does not take the report, which is told.
+    1 too if the disk does not take the report.
     """
     report = read_report(sweep)
     console = _console()
@@ -34,7 +34,7 @@ def report_now(sweep: Sweep) -> int:
         print_text(why_not)
     try:
         for name, text in (("report.md", to_markdown(report)), ("report.csv", to_csv(report))):
-            write_text(sweep.directory / name, text)
+            atomic_write(sweep.directory / name, text)
         print_text(f"report: {sweep.directory / 'report.md'}", flush=True)
     except OSError as error:
         file, why = error.filename or sweep.directory, error.strerror or error
@@ -59,21 +59,21 @@ def watch(sweep: Sweep) -> int:
 
 
 def report_command(sweep: Sweep, *options: str) -> str:
-    """Return the line that a person types for the table, from where they are."""
+    """Return the command that prints the table, from the current folder."""
     here = Path.cwd()
     paths = (CONF.parent / "scripts" / "sweep_report.py", sweep.directory)
     shown = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths]
     return shlex.join(["python", *shown, *options])
 
 
-def exit_status(report: Report) -> int:
+def exit_status(report: SweepReport) -> int:
     """Return 0 where every point is ok, or on its way, and the losses agree; else 1."""
     fine = (*NOT_BAD, "not started") if is_running(report.sweep.directory) else NOT_BAD
     return int(bool(report.agreement.disagreeing) or any(row.state not in fine for row in report.rows))
 
 
-def _plot(report: Report) -> str | None:
-    from components.launch.sweep.plot import plot_report
+def _plot(report: SweepReport) -> str | None:
+    from components.launch.sweep.chart import plot_report
 
     try:
         return plot_report(report, report.sweep.directory / "report.png")

@@ -11,51 +11,51 @@ from rich.table import Table
 
 from components.launch.sweep.losses import Agreement, compare_losses
 from components.launch.sweep.plan import Sweep
-from components.launch.sweep.rows import Row, read_rows
+from components.launch.sweep.point_rows import SweepRow, read_points
 from components.terminal import printable
 
 DISAGREES = "LOSS DISAGREES"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Rows in the order in which they are shown, and what is said under them."""
+class SweepReport:
+    """Rows in the order in which they are printed, and the lines under them."""
 
     sweep: Sweep
-    rows: list[Row]
+    rows: list[SweepRow]
     agreement: Agreement
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> SweepRow | None:
         """The fastest of the points that ended well."""
         first = self.rows[0] if self.rows else None
         return first if first is not None and first.state == "ok" and first.tokens_per_second else None
 
     @property
     def has_mfu(self) -> bool:
-        """Whether any run knows its share of the device's peak."""
+        """Whether any run recorded its MFU."""
         return any(row.result.get("mfu") is not None for row in self.rows)
 
-    def status(self, row: Row) -> str:
-        """What the last column says."""
+    def status(self, row: SweepRow) -> str:
+        """Return the text of the last column."""
         if row.point.number in self.agreement.disagreeing:
             return f"{row.state}, {DISAGREES}"
         return f"{row.state}, best" if row is self.best else row.state
 
     def lines(self) -> list[str]:
-        """What is said under the table: a line for each point that is not ok, and whether the losses agree."""
-        told = [f"{row.point.name}: {row.state}: {first_line(row.reason)}" for row in self.rows if row.reason]
-        return told + self.agreement.notes
+        """Return the lines under the table: one per point that is not ok, and whether the losses agree."""
+        reasons = [f"{row.point.name}: {row.state}: {first_line(row.reason)}" for row in self.rows if row.reason]
+        return reasons + self.agreement.notes
 
 
-def read_report(sweep: Sweep) -> Report:
-    """Return how the sweep stands: the fastest first, then those that did not end well, as they were numbered."""
-    rows = read_rows(sweep)
+def read_report(sweep: Sweep) -> SweepReport:
+    """Return the report of a sweep: the fastest point first, then those that are not ok, by number."""
+    rows = read_points(sweep)
     rows.sort(key=lambda row: (row.state != "ok", -(row.tokens_per_second or 0) if row.state == "ok" else 0))
-    return Report(sweep, rows, compare_losses(rows))
+    return SweepReport(sweep, rows, compare_losses(rows))
 
 
-def print_table(report: Report, console: Console) -> None:
+def print_table(report: SweepReport, console: Console) -> None:
     """Print the table and the lines under it."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for number, column in enumerate(_header(report)):
@@ -69,20 +69,20 @@ def print_table(report: Report, console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def to_markdown(report: Report) -> str:
+def to_markdown(report: SweepReport) -> str:
     """Return the table and the lines under it as Markdown."""
     header, sweep = _header(report), report.sweep
     rows = [header, ["---"] * len(header), *(_cells(report, row) for row in report.rows)]
     if report.best is not None:
         rows[2] = [f"**{cell}**" if cell else "" for cell in rows[2]]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    told = [f"- {line}" for line in report.lines()]
+    listed = [f"- {line}" for line in report.lines()]
     return printable(
-        "\n".join([f"# Sweep {sweep.directory.name}", "", f"`{sweep.command}`", "", *lines, "", *told, ""])
+        "\n".join([f"# Sweep {sweep.directory.name}", "", f"`{sweep.command}`", "", *lines, "", *listed, ""])
     )
 
 
-def to_csv(report: Report) -> str:
+def to_csv(report: SweepReport) -> str:
     """Return every number in full as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -108,7 +108,7 @@ def first_line(text: str, longest: int = 300) -> str:
     return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
 
-def _header(report: Report) -> list[str]:
+def _header(report: SweepReport) -> list[str]:
     has_steps = any(row.result.get("last_loss") is not None for row in report.rows)
     loss = "last loss" if has_steps or not any(row.last_loss is not None for row in report.rows) else "eval loss"
     speed = ["tokens/s", "per process", *(["MFU"] if report.has_mfu else [])]
@@ -116,12 +116,12 @@ def _header(report: Report) -> list[str]:
     return ["run", *report.sweep.keys, "mesh", "processes", *speed, *memory, loss, "wall s", "status"]
 
 
-def _has_reserved(report: Report) -> bool:
+def _has_reserved(report: SweepReport) -> bool:
     """Whether any run was on GPUs, where torch's allocator reserves more than it allocates."""
     return any(row.peak_reserved_gib is not None for row in report.rows)
 
 
-def _cells(report: Report, row: Row) -> list[str]:
+def _cells(report: SweepReport, row: SweepRow) -> list[str]:
     mfu = [_number(row.result.get("mfu"), ".1%")] if report.has_mfu else []
     return [
         row.point.name,

@@ -1,4 +1,4 @@
-"""Ranks that the user's own torchrun or srun started: rank 0 composes and hands over, all run main."""
+"""Ranks that the user's own torchrun or srun started: rank 0 composes and distributes the config, all run main."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from components.config.compose.frozen import from_yaml, to_yaml
-from components.config.errors import EXIT_INVALID, ConfigError
-from components.launch.parts import exchange_text_from_rank_zero
-from components.launch.prepare import Prepared, prepare
-from components.launch.rank import Recipe, die_with, restrict_new_files, run_here
-from components.launch.run_directory import RunDirectory
+from components.config.errors import ConfigError
+from components.launch.backend import CheckedRun, Recipe
+from components.launch.open_run import open_run
+from components.launch.rank import die_with, restrict_new_files, run_here
+from components.launch.run_directory.directory import RunDirectory
+from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import tell_problems
 from components.protocol.role import rank_and_size
 from components.terminal import print_text
@@ -23,7 +24,7 @@ AGENT = "TORCHELASTIC_RUN_ID"
 """Set for the ranks of torchrun, whose parent is its agent: one that is killed would leave them running."""
 
 
-def run_external(recipe: Recipe) -> int:
+def run_attached(recipe: Recipe) -> int:
     """Run main as one of the user's ranks, with the config that rank 0 composed; return the exit status.
 
     Where rank 0 refuses or only answers (`--cfg job`), every rank ends with rank 0's status.
@@ -38,23 +39,23 @@ def run_external(recipe: Recipe) -> int:
 
 
 def _lead(recipe: Recipe, world_size: int) -> int:
-    prepared, status = None, 1
+    run, status = None, 1
     try:
-        prepared, status = prepare(recipe, world_size), 0
+        run, status = open_run(recipe, world_size), 0
     except ConfigError as error:
         tell_problems(error.problems)
         status = EXIT_INVALID
     except SystemExit as end:  # an option that Hydra does not know, or --version
         status = end.code if isinstance(end.code, int) else 1
-    finally:  # whatever became of it, the others wait for a word
-        note = {"status": status} if prepared is None else _note(prepared)
+    finally:  # the others wait for an answer even if this failed
+        note = {"status": status} if run is None else _note(run)
         if world_size > 1:
-            exchange_text_from_rank_zero(json.dumps(note))
-    return status if prepared is None else run_here(recipe, prepared.cfg, prepared.directory)
+            _broadcast(json.dumps(note))
+    return status if run is None else run_here(recipe, run.cfg, run.directory)
 
 
 def _follow(recipe: Recipe) -> int:
-    note = json.loads(exchange_text_from_rank_zero(None))
+    note = json.loads(_broadcast(None))
     if "status" in note:
         return note["status"]
     directory = RunDirectory(
@@ -70,7 +71,7 @@ def _follow(recipe: Recipe) -> int:
 
 
 def _agent_is_gone() -> bool:
-    """Whether nothing listens where torchrun's agent serves the store, as it does before it starts a rank."""
+    """Return whether nothing listens where torchrun's agent serves the store, as it does before it starts a rank."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not port.isdigit():
         return False
@@ -79,14 +80,22 @@ def _agent_is_gone() -> bool:
     except ConnectionRefusedError:
         return True
     except OSError:
-        return False  # not known here; who joins the store will tell
+        return False  # unknown here; joining the store will report it
     return False
 
 
-def _note(prepared: Prepared) -> dict[str, Any]:
-    directory = prepared.directory
+def _broadcast(text: str | None) -> str:
+    """Return rank 0's text on every rank."""
+    # This process is a rank, which needs torch anyway; a launcher never comes here.
+    from components.distributed.process_group import exchange_text_from_rank_zero
+
+    return exchange_text_from_rank_zero(text)
+
+
+def _note(run: CheckedRun) -> dict[str, Any]:
+    directory = run.directory
     return {
-        "config": to_yaml(prepared.cfg),
+        "config": to_yaml(run.cfg),
         "run_dir": str(directory.path),
         "fresh": directory.fresh,
         "created": [str(folder) for folder in directory.created],

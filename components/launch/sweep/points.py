@@ -14,22 +14,24 @@ from pathlib import Path
 
 from components.config.compose.sweep import override_of
 from components.config.errors import ConfigError
-from components.config.interrupt import ANSWER
 from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import describe_processes
-from components.launch.local import POLL, signals_kept
-from components.launch.memory import killed_for_memory
-from components.launch.rank import EXIT_INTERRUPTED, die_with
+from components.launch.machine import killed_for_memory
+from components.launch.rank import die_with
 from components.launch.sweep.plan import PLAN, Note, Point, Sweep, is_running, locked, write_note
+from components.launch.sweep.point_rows import ALIVE, NOT_BAD, STATES, SweepRow, read_points
 from components.launch.sweep.report import report_command, report_now
-from components.launch.sweep.rows import ALIVE, NOT_BAD, STATES, Row, read_rows
 from components.launch.sweep.table import first_line
+from components.protocol.exit_codes import EXIT_INTERRUPTED
 from components.protocol.role import without_ranks
 from components.protocol.run_files import PRIVATE, open_append
+from components.protocol.signals import CTRL_C_ANSWER, collected_signals
 from components.terminal import print_text
 
 LAST_LINES = 15
-"""How much of what a point said is kept in its note."""
+"""Lines of a point's output that its note keeps."""
+POLL = 0.05
+"""Seconds between two looks at the point that runs."""
 PATIENCE = 2
 """Interrupts (Ctrl-C) that a point gets to save, and then to abort; one more kills it."""
 
@@ -37,7 +39,8 @@ PATIENCE = 2
 def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
     """Run the points one after another, print the table, and return the exit status of the sweep.
 
-    SIGINT, SIGTERM and SIGUSR2 are passed on to the point that runs; no further one starts.
+    SIGINT, SIGTERM and SIGUSR2 are passed on to the launcher of the point that runs, whose backend stops what it has
+    begun; no further point starts.
 
     Args:
         sweep: Whose folder and sweep.json exist.
@@ -45,14 +48,14 @@ def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
 
     Raises ConfigError where another process works on the sweep.
     """
-    with locked(sweep.directory), signals_kept() as arrived:
+    with locked(sweep.directory), collected_signals() as arrived:
         stops: list[int] = []
         for index, point in enumerate(points, start=1):
             if stops or arrived:
                 break
             _announce(sweep, point, f"[{index}/{len(points)}]")
             stops += _run_point(sweep, point, arrived)
-            _tell_end(*read_rows(sweep, point))
+            _tell_end(*read_points(sweep, point))
         stops += arrived
         if stops:
             names = " and ".join(signal.Signals(number).name for number in dict.fromkeys(stops))
@@ -66,7 +69,7 @@ def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
 def retry(sweep: Sweep, states: Sequence[str]) -> int:
     """Run the points again that are in one of `states`, in their run directories, and return the exit status.
 
-    A run that has saved continues; empty `states` stands for every state that is not ok or on its way. Raises
+    A run that has saved continues; empty `states` means every state that is not ok, running or submitted. Raises
     ConfigError for an unknown state, where the sweep is still running, and where its recipe or its folder is not here.
     """
     may_retry = [state for state in STATES if state not in ALIVE]
@@ -77,7 +80,7 @@ def retry(sweep: Sweep, states: Sequence[str]) -> int:
     if not sweep.directory.stat().st_mode & 0o077:  # begun with run.private=true
         os.umask(0o077)
     wanted = states or [state for state in may_retry if state not in NOT_BAD]
-    points = [row.point for row in read_rows(sweep) if row.state in wanted]
+    points = [row.point for row in read_points(sweep) if row.state in wanted]
     if not points:
         print_text(f"nothing to do again: no point is {' or '.join(wanted)}")
         return report_now(sweep)
@@ -109,7 +112,7 @@ def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
     began, killed_before = time.time(), killed_for_memory()
     write_note(sweep, point, Note(began))
     with open_append(sweep.log(point), PRIVATE) as log:
-        said_from = log.tell()
+        log_start = log.tell()
         launcher = os.getpid()
         process = subprocess.Popen(
             point_command(sweep, point),
@@ -129,7 +132,7 @@ def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
         began,
         process.returncode,
         round(time.time() - began, 1),
-        _tail(sweep.log(point), said_from),
+        _tail(sweep.log(point), log_start),
         killed_for_memory() > killed_before,
     )
     write_note(sweep, point, note)
@@ -143,7 +146,7 @@ def _wait(process: subprocess.Popen[bytes], arrived: deque[int]) -> list[int]:
         while arrived:
             stops.append(arrived.popleft())
             if stops[-1] == signal.SIGINT and stops.count(signal.SIGINT) == 1:
-                print_text(f"\n{ANSWER}", file=sys.stderr, flush=True)
+                print_text(f"\n{CTRL_C_ANSWER}", file=sys.stderr, flush=True)
             is_last = stops.count(signal.SIGINT) > PATIENCE
             process.send_signal(signal.SIGKILL if is_last else stops[-1])
         time.sleep(POLL)
@@ -161,19 +164,19 @@ def _tail(log: Path, start: int) -> str:
     with log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
-    said = [line for line in lines if line.strip() and not line.startswith("run /")]
-    return "\n".join(said[-LAST_LINES:])
+    kept = [line for line in lines if line.strip() and not line.startswith("run /")]
+    return "\n".join(kept[-LAST_LINES:])
 
 
 def _announce(sweep: Sweep, point: Point, counter: str) -> None:
     """Begin the one line that a point gets on the terminal."""
     width = max(len(each.name) for each in sweep.points)
     count = describe_processes(point.processes) if point.processes else ""
-    mesh = Row(point, "running").mesh
+    mesh = SweepRow(point, "running").mesh
     print_text(f"{counter} {point.name:<{width}}  {count:<12} {mesh:<24} ... ", end="", flush=True)
 
 
-def _tell_end(row: Row) -> None:
+def _tell_end(row: SweepRow) -> None:
     """End the line."""
     parts = [row.state]
     if row.seconds:

@@ -1,4 +1,4 @@
-"""Everything that can be told about a run before anything of it exists, in milliseconds."""
+"""Every check of a run that needs milliseconds and writes nothing, whichever backend runs it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.config.secrets import secret_problems
 from components.config.shape import ModelShape, read_shape
 from components.config.validate import validate
-from components.launch.memory import usable_memory
-from components.launch.parts import check_files
-from components.launch.processes import device_problems, processes_of
+from components.data.preflight import check_files
 
 MESH_KEYS = frozenset(
     ["cluster.kind", "cluster.nodes", "cluster.procs_per_node", "cluster.device", "cluster.oversubscribe"]
@@ -35,12 +33,12 @@ _MANIFEST = "manifest.json"
 def problems_before_start(cfg: RecipeConfig, world_size: int, refused: Collection[str] = ()) -> list[str]:
     """Return every problem of `cfg` on `world_size` processes, one sentence each, files included.
 
-    Secrets are told alone: the sentences of other problems repeat values.
+    Secrets are reported alone: the sentences of other problems repeat values.
 
     Args:
         cfg: The config.
         world_size: Number of ranks.
-        refused: Keys and sections that were refused before: what `cfg` holds there is not what was asked for.
+        refused: Keys and sections rejected before, whose values in `cfg` are not what the user wanted.
     """
     if secrets := secret_problems(cfg, sys.argv[1:]):
         return secrets
@@ -52,15 +50,8 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, refused: Collectio
     except ConfigError as error:
         problems = error.problems
     problems = validate(cfg, None if decides(refused, MESH_KEYS) else world_size, shape) + problems
-    problems += _told(lambda: check_files(cfg.data)) + _plan_problems(cfg)
+    problems += _problems_of(lambda: check_files(cfg.data)) + _plan_problems(cfg)
     return list(dict.fromkeys(problems + _checkpoint_problems(cfg)))
-
-
-def local_problems(cfg: RecipeConfig, gpus: int, refused: Collection[str] = ()) -> list[str]:
-    """Return every problem of starting `cfg` on this machine: see `problems_before_start`."""
-    processes = processes_of(cfg, gpus)
-    here = [] if decides(refused, MESH_KEYS) else device_problems(cfg, processes, gpus, usable_memory())
-    return here + problems_before_start(cfg, processes, refused)
 
 
 def decides(refused: Collection[str], keys: Collection[str]) -> bool:
@@ -71,7 +62,7 @@ def decides(refused: Collection[str], keys: Collection[str]) -> bool:
 
 
 def _plan_problems(cfg: RecipeConfig) -> list[str]:
-    """The module of a tp plan must be there on every mesh, so that a sweep does not find out at its second point."""
+    """Check that the module of a tp plan exists, on every mesh, before a sweep starts its first point."""
     plan = cfg.parallelism.tp_plan
     package = (plan or "").partition(":")[0].partition(".")[0]
     if plan is None or importlib.util.find_spec(package) is not None:
@@ -88,7 +79,7 @@ def _model_problems(cfg: RecipeConfig) -> list[str]:
 
 
 def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:
-    """A job waits in a queue first: that a checkpoint is not there is told before. What is in it, its ranks read."""
+    """Check that checkpoints exist before a job waits in a queue for them; ranks check their contents."""
     problems = []
     resume = cfg.run.resume
     if resume not in ("auto", "never") and not Path(os.path.expanduser(resume), _MANIFEST).is_file():
@@ -99,8 +90,8 @@ def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:
     return problems
 
 
-def _told(check: Callable[[], list[str]]) -> list[str]:
-    """The problems that a check returns or raises."""
+def _problems_of(check: Callable[[], list[str]]) -> list[str]:
+    """Return the problems that a check returns or raises."""
     try:
         return check()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What became of each point: read from the files of its run, and asked of Slurm where it is a job."""
+"""The state of each point: from the files of its run, and from its cluster if it is a job."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import Any
 
 import yaml
 
-from components.config.errors import EXIT_INVALID
 from components.config.metrics_log import MetricsLog
 from components.config.safe_yaml import load_yaml
-from components.launch.files import read_json
-from components.launch.memory import is_out_of_memory
-from components.launch.rank import EXIT_INTERRUPTED
-from components.launch.run_directory import CONFIG, RESULT, job_of
-from components.launch.slurm.jobs import GONE, UNKNOWN, in_words, job_states
+from components.launch.backend import Job, JobState
+from components.launch.clusters import job_of, jobs_by_id
 from components.launch.sweep.plan import Note, Point, Sweep, is_running, read_note
-from components.protocol.failures import describe
-from components.protocol.run_files import read_regular
+from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
+from components.protocol.failures import describe_exit, is_out_of_memory
+from components.protocol.run_files import CONFIG, RESULT, read_regular, read_result
 
 STATES = (
     *("ok", "oom", "invalid", "failed", "hung", "timeout", "preempted", "interrupted", "cancelled"),
@@ -29,15 +26,15 @@ STATES = (
 ALIVE = ("running", "submitted")
 """States of points that have not ended."""
 NOT_BAD = ("ok", *ALIVE)
-"""States of points that need nobody's attention."""
+"""States of points that need no attention."""
 
 EARLY_STEPS = 50
 """Steps in which rounding has not grown: losses of right meshes agree."""
 
 
 @dataclass(slots=True)
-class Row:
-    """A point, and how it stands."""
+class SweepRow:
+    """A point, and its state."""
 
     point: Point
     state: str
@@ -50,7 +47,7 @@ class Row:
     early_losses: dict[int, float] = field(default_factory=dict)
     """Losses in its metrics.jsonl by step, of the first EARLY_STEPS."""
     seconds: float | None = None
-    """Wall time of the run itself, or of the point's whole process where the run has not said."""
+    """Wall time of the run itself, or of the point's whole process if the run did not record it."""
 
     @property
     def mesh(self) -> str:
@@ -97,35 +94,35 @@ class Row:
         return value / 2**30 if value is not None else None
 
 
-def read_rows(sweep: Sweep, only: Point | None = None) -> list[Row]:
+def read_points(sweep: Sweep, only: Point | None = None) -> list[SweepRow]:
     """Return a row for each point (or for one only), in the order of the sweep."""
     alive, points = is_running(sweep.directory), [only] if only else sweep.points
-    jobs = {point.number: job_of(sweep.run_dir(point)) for point in points}
-    results = {point.number: read_json(sweep.run_dir(point) / RESULT) for point in points}
-    asked = [job for number, job in jobs.items() if job and results[number].get("status") != "ok"]
-    states = {job: in_words(state) for job, state in job_states(asked).items()}
+    ids = {point.number: job_of(sweep.run_dir(point)) for point in points}
+    results = {point.number: read_result(sweep.run_dir(point)) for point in points}
+    unsettled = [job for number, job in ids.items() if job and results[number].get("status") != "ok"]
+    jobs = jobs_by_id(unsettled)
     rows = []
     for point in points:
-        job, note = jobs[point.number], read_note(sweep, point)
-        row = Row(point, "not started", result=results[point.number], config=_config(sweep.run_dir(point)))
+        job, note = ids[point.number], read_note(sweep, point)
+        row = SweepRow(point, "not started", result=results[point.number], config=_config(sweep.run_dir(point)))
         row.early_losses = _early_losses(sweep.run_dir(point)) if row.result.get("status") == "ok" else {}
         row.seconds = row.result.get("wall_seconds") or (note.seconds if note and not job else None)
         if note is not None:
-            _settle(row, note, sweep, alive=alive, job=f"job {job}" if job else "", job_state=states.get(job or ""))
+            _settle(row, note, sweep, alive=alive, job=jobs.get(job or ""))
         rows.append(row)
     return rows
 
 
-def _settle(row: Row, note: Note, sweep: Sweep, *, alive: bool, job: str, job_state: str | None) -> None:
+def _settle(row: SweepRow, note: Note, sweep: Sweep, *, alive: bool, job: Job | None) -> None:
     """Fill in state and reason of a point that was started."""
     status, error = row.result.get("status"), str(row.result.get("error", ""))
     if note.status is None and alive and (status is None or _is_older(sweep.run_dir(row.point) / RESULT, note)):
         row.state, row.reason, row.result = "running", _progress(sweep.run_dir(row.point)), {}
     elif note.status == EXIT_INVALID:
         row.state, row.reason, row.result, row.seconds = "invalid", _problems(note.message), {}, None
-    elif job_state is not None and not note.status:  # else it could not be submitted again
-        row.state = state_with_job(status, job_state)
-        row.reason = error or _of_job(row, job, job_state, sweep)
+    elif job is not None and not note.status:  # else it could not be submitted again
+        row.state = state_with_job(status, job.state)
+        row.reason = error or _of_job(row, job, sweep)
     elif status is not None:
         row.state, row.reason = status, error
     else:
@@ -137,52 +134,54 @@ def _settle(row: Row, note: Note, sweep: Sweep, *, alive: bool, job: str, job_st
 def state_with_job(result: str | None, job: str) -> str:
     """Return the state of a run by the status in its result.json (None: there is none) and the state of its job.
 
-    A result other than ok may be of an attempt that Slurm has put back into the queue. A run that was told to stop
-    has saved and does not know why it was told; one that was killed for memory could not write down why.
+    A result other than ok may be of an attempt that has been requeued since. Only the cluster reports why a run was
+    stopped after it had saved, or that it was killed for memory.
     """
     if result == "ok":
         return "ok"
     if job in ALIVE:
         return job
     if result is None:
-        return {UNKNOWN: "submitted", GONE: "failed", "ended": "failed"}.get(job, job)
-    if result == "cancelled" and job not in (UNKNOWN, GONE, "ended"):
-        return job  # the batch script knows that it was ended, Slurm knows why
-    told_to_stop = result in ("preempted", "interrupted") and job in ("timeout", "cancelled")
-    return job if told_to_stop or (result == "failed" and job == "oom") else result
+        guess = {JobState.unknown: "submitted", JobState.gone: "failed", JobState.ended: "failed"}
+        return guess.get(JobState(job), job)
+    if result == "cancelled" and job not in (JobState.unknown, JobState.gone, JobState.ended):
+        return job  # the cluster also reports why the job was ended
+    stopped = result in ("preempted", "interrupted") and job in ("timeout", "cancelled")
+    return job if stopped or (result == "failed" and job == "oom") else result
 
 
-def _of_job(row: Row, job: str, job_state: str, sweep: Sweep) -> str:
+def _of_job(row: SweepRow, job: Job, sweep: Sweep) -> str:
+    name = f"job {job.id}"
     if row.state == "running":
-        return f"{job}, {_progress(sweep.run_dir(row.point))}"
-    if job_state == UNKNOWN:
-        return f"{job}; Slurm cannot be asked here"
-    if job_state == GONE:
-        return f"{job} left no result, and Slurm knows nothing of it any more"
-    return job if row.state == "submitted" else f"{job} ended with the state {job_state} and left no result"
+        return f"{name}, {_progress(sweep.run_dir(row.point))}"
+    if job.state == JobState.unknown:
+        return f"{name}; {job.cluster} cannot be asked here"
+    if job.state == JobState.gone:
+        return f"{name} left no result, and {job.cluster} knows nothing of it any more"
+    return name if row.state == "submitted" else f"{name} ended with the state {job.state} and left no result"
 
 
 def _without_result(note: Note) -> tuple[str, str]:
     """State and reason of a point whose run has left no result.json."""
     last = note.message.strip().splitlines()[-1:] or [""]
-    kind, _, said = last[0].partition(": ")
+    kind, _, message = last[0].partition(": ")
     if note.status is None:
         return "interrupted", "the sweep ended while this point ran"
     if note.status == 0:
         return "ok", ""
     if note.status == EXIT_INTERRUPTED:
         return "interrupted", last[0]
-    if is_out_of_memory(kind.rpartition(".")[2], said):
+    if is_out_of_memory(kind.rpartition(".")[2], message):
         return "oom", last[0]
     if note.killed_for_memory:
         return "oom", "a process was killed by the kernel, because memory ran out"
-    if note.status < 0:  # what it said last was of something else
-        return "failed", describe(note.status)
+    if note.status < 0:  # its last line is about something else
+        return "failed", describe_exit(note.status)
     return "failed", last[0] or f"ended with status {note.status} and said nothing"
 
 
 def _problems(message: str) -> str:
-    """What a launcher found wrong, without what its ranks may have said before."""
+    """Return the problems that a launcher reported, without earlier output of its ranks."""
     lines = message.strip().splitlines() or [""]
     heads = [index for index, line in enumerate(lines) if line.endswith(" problems with this run:")]
     return "; ".join(lines[heads[-1] + 1 :] if heads else lines[-1:])

@@ -1,4 +1,4 @@
-"""Folders: made with their parents, or only looked at; what refuses is told by its path."""
+"""Create folders with their parents, or only check them; errors name the path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from components.config.errors import ConfigError
 
 
 def make_new(parent: Path) -> tuple[Path, list[Path]]:
-    """Make a folder named by time and chance, which no other start has."""
+    """Create a folder with a unique name: the time and random hex digits."""
     while True:
         path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         created = make(path)
@@ -24,7 +24,7 @@ def make_new(parent: Path) -> tuple[Path, list[Path]]:
 
 
 def make(path: Path) -> list[Path]:
-    """Make a folder with its parents; return those that were missing, outermost first."""
+    """Create a folder with its parents; return those that were missing, outermost first."""
     missing = [folder for folder in (*reversed(path.parents), path) if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -37,8 +37,8 @@ def make(path: Path) -> list[Path]:
 
 
 @contextmanager
-def told_by_path(path: Path) -> Iterator[None]:
-    """Raise ConfigError for what the file system says of a run directory."""
+def reported_by_path(path: Path) -> Iterator[None]:
+    """Raise errors of the file system as a ConfigError that names the run directory."""
     try:
         yield
     except OSError as error:
@@ -49,7 +49,7 @@ def told_by_path(path: Path) -> Iterator[None]:
 
 
 def free_space(folder: Path) -> str:
-    """Return how much room there is, as the end of a message; "" where the disk does not report it."""
+    """Return the free space as the end of a message; "" if the disk does not report it."""
     try:
         return f" ({shutil.disk_usage(folder).free:,} bytes are free)"
     except OSError:
@@ -57,7 +57,7 @@ def free_space(folder: Path) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raise OSError where a folder, there or to be made, cannot be written, as far as its modes and its mount tell."""
+    """Raise OSError if a folder, existing or not, cannot be written, by its modes and its mount."""
     nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not nearest.is_dir():
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))

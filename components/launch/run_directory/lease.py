@@ -1,9 +1,9 @@
 """A lease on a run directory: rank 0 of one run trains in it at a time, on whichever machine it runs.
 
-A lock of the file system (`.lock`) is not enough: the launcher of a Slurm job ends long before its ranks, and file
+A lock of the file system (`.lock`) is not enough: the launcher of a batch job ends long before its ranks, and file
 systems that nodes share may have no locks, or locks that outlive a crashed node. The lease is the newest numbered file
 in `RUN/.lease`. Creating a file with O_EXCL is atomic on such file systems too, so a number has one owner. The holder
-rewrites its file every few seconds. Whoever finds the file of another holder watches it by its own clock: if it
+rewrites its file every few seconds. A process that finds the file of another holder watches it by its own clock: if it
 changes, the holder is alive and the directory is in use; if it does not for a minute, the holder is gone and the next
 number may be taken. A holder that finds a higher number than its own was believed to be gone, and ends at once.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -22,13 +21,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from components.config.errors import ConfigError
 from components.housekeeping import HousekeepingThread
-from components.launch.slurm.jobs import ENDED, GONE, job_states
+from components.launch.clusters import jobs_by_id, stop_command
+from components.protocol.failures import RunDirectoryInUse
+from components.protocol.role import node_name, own_job
+from components.protocol.run_files import LEASE
 from components.terminal import print_text
 
-LEASE = ".lease"
-"""Folder of the leases in a run directory."""
 BEAT = 5.0
 """Seconds between two beats of a holder."""
 SILENCE = 60.0
@@ -37,17 +36,13 @@ LOOK = 0.5
 """Seconds between two looks at another's lease."""
 
 
-class RunDirectoryInUse(ConfigError):
-    """Another run trains in the run directory; nothing in it may be changed."""
-
-
 class LeaseLost(RuntimeError):
     """Another run took the run directory over: this one had stopped beating."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What a lease file says of its owner."""
+    """The owner of a lease, as its file describes it."""
 
     token: str
     host: str
@@ -59,36 +54,37 @@ class Holder:
     cluster: str = ""
     job: str = ""
     restart: int = 0
-    """Job of Slurm's that the process belongs to, and how often it was requeued before."""
+    """Batch job that the process belongs to, and how often it was requeued before."""
     beat: int = 0
     released: bool = False
 
     @classmethod
     def this(cls, environ: Mapping[str, str]) -> Holder:
         """Return the holder that this process is."""
+        job = own_job(environ)
         return cls(
             token=secrets.token_hex(8),
-            host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            host=node_name(environ),
             pid=os.getpid(),
             started=_started(os.getpid()) or "",
             machine=_machine(),
-            cluster=environ.get("SLURM_CLUSTER_NAME", ""),
-            job=environ.get("SLURM_JOB_ID", ""),
-            restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+            cluster=job.cluster,
+            job=job.id,
+            restart=job.restart,
         )
 
     def is_known_to_be_gone(self, me: Holder) -> bool:
-        """Whether it is certain, without watching, that this holder does not train any more."""
+        """Return whether it is certain, without watching, that this holder does not train any more."""
         if self.released:
             return True
         if self.job and (self.cluster, self.job) == (me.cluster, me.job) and self.restart < me.restart:
-            return True  # Slurm never runs a job twice; should a process be left on a lost node, it ends itself
+            return True  # no scheduler runs a job twice; should a process be left on a lost node, it ends itself
         if self.machine and self.machine == me.machine:
             return _started(self.pid) != self.started
         if not self.job or self.cluster != me.cluster:
             return False
-        state = job_states([self.job]).get(self.job)
-        return state == GONE or state in ENDED
+        found = jobs_by_id([self.job]).get(self.job)
+        return found is not None and found.over
 
     def __str__(self) -> str:
         process = f"process {self.pid} on host {self.host}"
@@ -136,7 +132,7 @@ def end_process(error: LeaseLost) -> None:
 
 
 def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process) -> Lease:
-    """Return the lease on a run directory, once whoever held it is gone.
+    """Return the lease on a run directory, once the holder before is gone.
 
     Args:
         lost: Called in a thread when another run has taken the directory over; must end this process.
@@ -169,13 +165,14 @@ def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process)
 
 def _await_end(file: Path, me: Holder) -> None:
     """Return once the owner of a lease is gone. Raises RunDirectoryInUse as soon as it beats."""
-    first, began, told = _text(file), time.monotonic(), False
+    first, began, reported = _text(file), time.monotonic(), False
     while (text := _text(file)) is not None:
         holder = _parse(text)
         if holder is not None and holder.is_known_to_be_gone(me):
             return
         if text != first and holder is not None:
-            end = f"end it with scancel {holder.job}" if holder.job else "end it"
+            command = stop_command(holder.job) if holder.job else None
+            end = f"end it with {command}" if command else "end it"
             raise RunDirectoryInUse(
                 f"run.dir={file.parent.parent}: {holder} trains in it; wait for its end, {end}, or choose another "
                 "run.dir"
@@ -183,8 +180,8 @@ def _await_end(file: Path, me: Holder) -> None:
         silent = time.monotonic() - began
         if silent > SILENCE:
             return
-        if not told and silent > 2 * BEAT:
-            told = True
+        if not reported and silent > 2 * BEAT:
+            reported = True
             print_text(
                 f"run.dir={file.parent.parent}: its last run, {holder or 'of an unknown process'}, left no end and is "
                 f"silent; it is taken over after {SILENCE:g} s",
@@ -214,7 +211,7 @@ def _read(file: Path) -> Holder | None:
 
 
 def _parse(text: str) -> Holder | None:
-    """Return what a lease says; None where it is being written, or was cut short."""
+    """Return the holder in the text of a lease; None if it is incomplete."""
     try:
         return Holder(**json.loads(text))
     except (ValueError, TypeError):

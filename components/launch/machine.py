@@ -1,4 +1,4 @@
-"""How many processes a run has, and what they find here."""
+"""Cores, GPUs and memory of this machine, and how many processes a run starts on it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ RANK_BYTES = 256 * 2**20
 
 
 def processes_of(cfg: RecipeConfig, gpus: int) -> int:
-    """Return the number of ranks that are to be started, here or by Slurm.
+    """Return the number of ranks that are to be started, on this machine or by a cluster.
 
-    cluster.nodes x cluster.procs_per_node where that is a number, as it must be for Slurm; else one per visible GPU;
+    cluster.nodes x cluster.procs_per_node if that is a number, as it must be on a cluster; else one per visible GPU;
     without GPUs, or with cluster.device=cpu, the product of the stated mesh degrees, where -1 counts as 1.
     """
     if cfg.cluster.procs_per_node != "auto":
@@ -57,7 +57,7 @@ def device_problems(cfg: RecipeConfig, processes: int, gpus: int, memory: int | 
         cfg: The run.
         processes: Ranks that are to be started here.
         gpus: Visible GPUs.
-        memory: Bytes that this process and its children may use; None: not known.
+        memory: Bytes that this process and its children may use; None: unknown.
     """
     if cfg.cluster.device == Device.cuda and not gpus:
         return ["cluster.device=cuda: no GPU is visible here; set cluster.device=cpu, or see CUDA_VISIBLE_DEVICES"]
@@ -89,3 +89,46 @@ def _too_many_for_cpus(cfg: RecipeConfig, processes: int, memory: int | None) ->
         key = f"parallelism.{largest}={cfg.parallelism.degree(largest)}"
         lower = "lower it or another axis"
     return [f"{key}: {processes} processes on this machine; {limit}; {lower}, or set cluster.oversubscribe=true"]
+
+
+def killed_for_memory(root: Path = Path("/")) -> int:
+    """Return how many processes beside this one the kernel has killed so far because memory ran out.
+
+    Counted in this process' control group (its limit is what a job of a cluster or a container runs into), else on
+    the whole machine; 0 where nothing counts. Only a difference between two calls means something.
+    """
+    for file in (*_own_files(root, ("memory.events", "memory.oom_control")), root / "proc/vmstat"):
+        try:
+            counts = dict(line.split() for line in file.read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if counts.get("oom_kill", "").isdigit():
+            return int(counts["oom_kill"])
+    return 0
+
+
+def usable_memory(root: Path = Path("/")) -> int:
+    """Return how many bytes this process and its children may use: the machine's, or its control group's limit."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in _own_files(root, ("memory.max", "memory.limit_in_bytes")):
+        try:
+            limits.append(int(file.read_text()))
+        except (OSError, ValueError):  # not this version of control groups, or no limit ("max")
+            continue
+    return min(limits)
+
+
+def _own_files(root: Path, names: tuple[str, ...]) -> list[Path]:
+    """Where the control group's files may be; inside a container they lie at the mount's root."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    mount, places = root / "sys/fs/cgroup", []
+    for line in lines:
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if "memory" in controllers.split(","):
+            places += [mount / "memory" / path.lstrip("/"), mount / "memory"]
+        elif not controllers:
+            places += [mount / path.lstrip("/"), mount]
+    return [place / name for place in places for name in names]

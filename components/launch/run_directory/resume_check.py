@@ -1,4 +1,4 @@
-"""What changed in the config of a run that goes on: told, and refused where it would make another run of it."""
+"""What changed in the config of a resumed run: reported, or rejected if it would make another run of it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from components.config.schema.run import accepts, is_defining
 from components.terminal import print_text
 
 _STATE = "state.json"
-"""Of a checkpoint: with the config that it was made under."""
+"""File of a checkpoint that holds the config it was made with."""
 _OF_THE_START = ("run.dir", "run.name", "run.resume", "run.accept_changes")
-"""Keys that say how a start is made, and nothing of what it computes."""
+"""Keys of a start that do not change what the run computes."""
 
 
 def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
-    """Compare `cfg` with the config that a run began with, and tell what differs.
+    """Compare `cfg` with the config that a run began with, and report what differs.
 
     Args:
         before: The text of its config.yaml.
@@ -52,12 +52,12 @@ def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
         ]
     )
     if changed:
-        told = "; ".join(f"{key}: {then.get(key)} -> {now.get(key)}" for key in changed)
-        print_text(f"{origin} goes on with other values: {told}", file=sys.stderr)
+        differences = "; ".join(f"{key}: {then.get(key)} -> {now.get(key)}" for key in changed)
+        print_text(f"{origin} goes on with other values: {differences}", file=sys.stderr)
 
 
 def _defaults(cfg: RecipeConfig) -> dict[str, Any]:
-    """Return the default of every key of `cfg` that has one: what a config written before the key existed meant."""
+    """Return the default of every key of `cfg` that has one, for configs written before the key existed."""
     sections = {each.name: getattr(cfg, each.name) for each in fields(cfg)}
     sources = getattr(cfg.data, "sources", {})
     sections |= {f"data.sources.{name}": source for name, source in sources.items()}
@@ -88,12 +88,12 @@ def check_source(cfg: RecipeConfig) -> None:
 
 
 def _check_adapters(cfg: EvaluateConfig, checkpoint: str) -> None:
-    """Weights tell their rank; by what they are scaled, and how they are used, only the config tells."""
+    """Compare the settings of adapters that their stored weights do not determine: scaling and use."""
     try:
         stored = json.loads((Path(checkpoint).expanduser() / _STATE).read_text())["config"]
         then = _flat({"peft": asdict(PeftConfig()), **load_yaml(stored)})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
-        return  # whoever loads it says what is wrong with it
+        return  # loading it reports what is wrong with it
     now = _flat({"peft": asdict(cfg.peft)})
     raise_all(
         [
@@ -105,7 +105,7 @@ def _check_adapters(cfg: EvaluateConfig, checkpoint: str) -> None:
 
 
 def _flat(sections: dict[str, Any]) -> dict[str, Any]:
-    """The values by dotted key; what is not in a section (the recipe's version of the schema) is left out."""
+    """Return the values by dotted key, without those outside a section (the version of the schema)."""
     kept = {name: values for name, values in sections.items() if isinstance(values, dict)}
     flat = {f"{name}.{key}": value for name, values in kept.items() for key, value in values.items()}
     for name, source in flat.pop("data.sources", {}).items():

@@ -1,4 +1,4 @@
-"""What environment.json holds: enough to tell later what ran, and no environment variables, which hold secrets."""
+"""Contents of environment.json: versions, git, command, host; no environment variables, which hold secrets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from components.launch.processes import usable_cores
+from components.launch.machine import usable_cores
 
 PACKAGES = ("meshbook", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "safetensors", "gguf", "wandb")
 

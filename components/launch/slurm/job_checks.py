@@ -1,4 +1,4 @@
-"""What can be told of a job before it is submitted: by looking at files and paths, and by asking sbatch."""
+"""Checks of a job before it is submitted: of files and paths, and by asking sbatch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNREACHABLE = (
     *("cannot stat file", "configuration source", "configuration file", "Unable to contact slurm controller"),
     "slurm_load",
 )
-"""How sbatch says that there is nobody to ask."""
+"""In the output of sbatch when it cannot reach Slurm."""
 
 _REASON = re.compile(r"^(sbatch|allocation failure|error|fatal|Batch job submission failed)[:\s]*", re.IGNORECASE)
 
@@ -38,7 +38,7 @@ def job_problems(cfg: RecipeConfig, *, ask_slurm: bool = True) -> tuple[list[str
 
     Args:
         cfg: The config.
-        ask_slurm: Whether sbatch is asked for its opinion, which is of no use where a key of `cluster` was refused.
+        ask_slurm: Whether to run `sbatch --test-only`, which is pointless if a key of `cluster` was rejected.
     """
     problems = setup_problems(cfg.cluster) + _script_problems(cfg.cluster) + _cache_problems(cfg)
     problems += _build_problems(cfg.cluster)
@@ -64,9 +64,9 @@ def _test_only(cluster: ClusterConfig) -> tuple[list[str], list[str]]:
 
 
 def refusal(lines: list[str], cluster: ClusterConfig) -> str:
-    """Return what sbatch said as one sentence, with the keys to change.
+    """Return the output of sbatch as one sentence, with the keys to change.
 
-    Of a Slurm that cannot be reached only the first line that says so: others tell how it was looked for.
+    If Slurm cannot be reached, only the first line that reports it: the others are about the search.
     """
     reasons = []
     for line in lines:
@@ -79,9 +79,9 @@ def refusal(lines: list[str], cluster: ClusterConfig) -> str:
         advice = "submit from a login node of the cluster, or set cluster=local"
         why = unreachable.partition(", retrying")[0]
         return f"cluster.kind=slurm: Slurm cannot be reached from here: {why}; {advice}"
-    told = "; ".join(dict.fromkeys(reasons)) or "no reason given"
-    asked = " ".join(as_argument(option) for option in resource_options(cluster))
-    return f"cluster.kind=slurm: sbatch refuses {asked}: {told}; change these keys of cluster (see sinfo)"
+    why = "; ".join(dict.fromkeys(reasons)) or "no reason given"
+    wanted = " ".join(as_argument(option) for option in resource_options(cluster))
+    return f"cluster.kind=slurm: sbatch refuses {wanted}: {why}; change these keys of cluster (see sinfo)"
 
 
 def _script_problems(cluster: ClusterConfig) -> list[str]:
@@ -137,7 +137,7 @@ def _path_problems(cfg: RecipeConfig) -> list[str]:
 
 
 def _cache_problems(cfg: RecipeConfig) -> list[str]:
-    """What must come from the hub on nodes that are told to do without: it has to be in the cache already."""
+    """Check that what comes from the hub is cached, if the nodes may only use the cache."""
     environ = {**os.environ, **cfg.cluster.network_env, **cfg.cluster.env}
     if not is_offline(environ):
         return []
@@ -155,7 +155,7 @@ def _is_missing(name: str, key: str, cache: Path) -> bool:
     try:
         files = locate(name, key)
     except ConfigError:
-        return False  # told elsewhere
+        return False  # reported elsewhere
     folder = cache / ("models--" + files.name_or_folder.replace("/", "--")) / "snapshots"
     return not files.is_local and not any(folder.glob("*/config.json"))
 

@@ -6,12 +6,12 @@ import importlib.util
 from pathlib import Path
 
 from components.config.metrics_log import MetricsLog
-from components.launch.sweep.rows import Row
-from components.launch.sweep.table import Report
-from components.protocol.run_files import replacing
+from components.launch.sweep.point_rows import SweepRow
+from components.launch.sweep.table import SweepReport
+from components.protocol.run_files import atomic_file
 
 
-def plot_report(report: Report, file: Path) -> str | None:
+def plot_report(report: SweepReport, file: Path) -> str | None:
     """Draw the sweep; return why nothing was drawn, or None."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no report.png: matplotlib is not installed (pip install 'meshbook[plot]')"
@@ -36,11 +36,11 @@ def plot_report(report: Report, file: Path) -> str | None:
     curves.set(xlabel="optimizer step", ylabel="loss per target token (nats)")
     curves.grid(alpha=0.3)
     curves.legend(fontsize="small")
-    with replacing(file) as picture:
+    with atomic_file(file) as picture:
         figure.savefig(picture, dpi=120, format="png")
     return None
 
 
-def _curve(row: Row, report: Report) -> tuple[list[int], list[float]]:
+def _curve(row: SweepRow, report: SweepReport) -> tuple[list[int], list[float]]:
     lines = [line for line in MetricsLog(report.sweep.run_dir(row.point)).read() if "loss" in line]
     return [line["step"] for line in lines], [line["loss"] for line in lines]

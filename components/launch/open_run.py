@@ -1,0 +1,88 @@
+"""Compose and validate the config, then create, lock and fill the run directory. Nothing is written before that."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection
+
+from components.config.batch import fit_micro_batches
+from components.config.compose.command_line import compose_from_command_line
+from components.config.errors import ConfigError
+from components.config.schema.parallelism import describe_processes
+from components.config.schema.recipes import FinetuneConfig, RecipeConfig
+from components.launch.backend import CheckedRun, Recipe
+from components.launch.clusters import backend_of
+from components.launch.hub_access import OFFLINE, check_hub, is_offline
+from components.launch.machine import processes_of, visible_gpus
+from components.launch.rank import restrict_new_files
+from components.launch.run_checks import problems_before_start
+from components.launch.run_directory.opening import check_run_directory, open_run_directory
+from components.launch.run_directory.provenance import start_record
+from components.terminal import print_text
+
+
+def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None:
+    """Compose, check, and create the run directory; None if there is nothing to start (--cfg job, dry_run).
+
+    Args:
+        recipe: The decorated main.
+        world_size: Number of ranks if they are running already; None: they are to be started.
+
+    Raises ConfigError with every problem, and SystemExit for an option that Hydra does not have.
+    """
+    gpus = visible_gpus(os.environ)
+    notes: list[str] = []
+
+    def check(cfg: RecipeConfig, refused: Collection[str]) -> list[str]:
+        backend, processes = backend_of(cfg.cluster.kind), world_size or processes_of(cfg, gpus)
+        own: list[str] = []
+        if world_size is None:
+            own, notes[:] = backend.validate(cfg, processes, refused)
+        elif not backend.runs_here:
+            own = [f"cluster.kind={cfg.cluster.kind}: this is one of {world_size} ranks already; set cluster=local"]
+        problems = problems_before_start(cfg, processes, refused)
+        if own or problems or refused:  # else the run directory is checked when it is opened
+            named = {problem.partition("=")[0] for problem in problems}
+            problems += [each for each in directory_problems(cfg, recipe.name) if each.partition("=")[0] not in named]
+        return own + problems
+
+    cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check)
+    if cfg is None:
+        return None
+    backend, processes = backend_of(cfg.cluster.kind), world_size or processes_of(cfg, gpus)
+    if backend.runs_here and (why := check_hub(cfg, os.environ)) and not is_offline(os.environ):
+        os.environ[OFFLINE] = "1"
+        notes.append(f"the hub cannot be reached ({why}): only its cache is used ({OFFLINE}=1)")
+    cfg, wanted = fit_micro_batches(cfg, processes), cfg
+    notes += _batch_notes(wanted, cfg)
+    if cfg.cluster.dry_run:
+        check_run_directory(cfg, recipe.name)
+        backend.show(recipe, cfg, processes, notes)
+        return None
+    restrict_new_files(cfg)
+    directory = open_run_directory(cfg, recipe.name)
+    directory.freeze(cfg, start_record(recipe.name, recipe.file, processes, directory.attempt))
+    if backend.runs_here:
+        where = f", logs of the other ranks in {directory.logs}" if processes > 1 else ""
+        print_text(f"run {directory.path}: {describe_processes(processes)}{where}", file=sys.stderr)
+        print_text(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
+    return CheckedRun(recipe, cfg, directory, processes, notes)
+
+
+def directory_problems(cfg: RecipeConfig, recipe: str) -> list[str]:
+    """Return why the run directory of `cfg` cannot be used, without creating anything."""
+    try:
+        check_run_directory(cfg, recipe)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _batch_notes(wanted: RecipeConfig, cfg: RecipeConfig) -> list[str]:
+    if not (isinstance(wanted, FinetuneConfig) and isinstance(cfg, FinetuneConfig)) or wanted.training == cfg.training:
+        return []
+    size, fitting = wanted.training.micro_batch_size, cfg.training.micro_batch_size
+    return [
+        f"training.micro_batch_size={size}: more than fits on this mesh; {fitting} at a time, which changes no result"
+    ]

@@ -1,0 +1,170 @@
+"""The directory of one attempt of a run: what a start writes into it, and what is removed if it is rejected."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.config.compose.frozen import frozen_text
+from components.config.errors import ConfigError
+from components.config.schema.recipes import RecipeConfig
+from components.launch.run_directory.filesystem import free_space
+from components.protocol.run_files import (
+    CODE,
+    CONFIG,
+    JOB_ID,
+    LEASE,
+    LOCK,
+    LOGS,
+    PRIVATE,
+    RECORD,
+    REQUEUE,
+    RESULT,
+    SCRIPT,
+    SUBMISSION,
+    atomic_path,
+    atomic_write,
+    atomic_write_json,
+    attempt_logs,
+    keep_only_file,
+    keep_only_folder,
+    read_regular,
+    record_result,
+    set_aside,
+    temporaries,
+)
+from components.terminal import print_text
+
+OWN_NAMES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_ID, SUBMISSION, LEASE}
+"""What a start writes before the recipe does anything."""
+
+
+@dataclass
+class RunDirectory:
+    """The directory of one attempt of a run."""
+
+    path: Path
+    fresh: bool
+    """Whether it was new or empty: what is in it then comes from this attempt."""
+    created: list[Path]
+    """Folders that this start made, outermost first."""
+    lock: int | None
+    """Descriptor that holds the lock for as long as this process lives."""
+    attempt: int
+    """How often the run was started before."""
+
+    @property
+    def logs(self) -> Path:
+        """Logs of this attempt."""
+        return attempt_logs(self.path, self.attempt)
+
+    def freeze(self, cfg: RecipeConfig, record: dict[str, Any]) -> None:
+        """Write what every rank reads (config.yaml) and where it came from (environment.json).
+
+        Those of the attempt before, and its result.json, move to its logs. Raises ConfigError if the disk does not
+        take them.
+        """
+        try:
+            self._freeze(cfg, record)
+        except OSError as error:
+            why = f"{error.strerror or error}{free_space(self.path)}"
+            raise ConfigError(f"run.dir={self.path}: cannot be written: {why}; make room, or choose another") from error
+
+    def _freeze(self, cfg: RecipeConfig, record: dict[str, Any]) -> None:
+        for left in temporaries(self.path):
+            if not left.is_dir() or left.is_symlink():
+                left.unlink(missing_ok=True)
+        keep_only_folder(self.path / LOGS)
+        if self.attempt > 0:
+            self._keep_last_attempt()
+        keep_only_file(self.path / REQUEUE)
+        (self.path / REQUEUE).unlink(missing_ok=True)
+        self.logs.mkdir(parents=True)
+        for folder in (self.path, self.logs):  # a copy of each, should the first be damaged
+            keep_only_file(folder / RECORD)
+            atomic_write(folder / CONFIG, frozen_text(cfg))
+            atomic_write_json(folder / RECORD, record, PRIVATE)
+        try:
+            _point_latest(self.path / LOGS / "latest", self.logs)
+        except OSError as error:  # a convenience for people: never a reason to stop
+            print_text(f"{self.path / LOGS / 'latest'} does not show this attempt: {error}", file=sys.stderr)
+
+    def _keep_last_attempt(self) -> None:
+        """Move what the attempt before left to its logs."""
+        before = attempt_logs(self.path, self.attempt - 1)
+        keep_only_folder(before, links=False)
+        before.mkdir(parents=True, exist_ok=True)
+        for name in (CONFIG, RECORD):
+            if not os.path.lexists(before / name) and (self.path / name).is_file():
+                atomic_write(before / name, read_regular(self.path / name), PRIVATE)
+        if os.path.lexists(self.path / RESULT):
+            if os.path.lexists(before / RESULT):
+                set_aside(before / RESULT, "in the way of a newer one")
+            (self.path / RESULT).replace(before / RESULT)
+
+    def conclude(self, status: str, error: str) -> None:
+        """Write result.json, unless the recipe has written one; report it if the disk does not take it."""
+        if (self.path / RESULT).is_file():
+            return
+        try:
+            record_result(self.path, {"status": status, "error": error})
+        except OSError as refused:
+            why = f"{refused.strerror or refused}{free_space(self.path)}"
+            print_text(f"{self.path / RESULT} could not be written: {why}", file=sys.stderr, flush=True)
+
+    def discard(self, error: str) -> None:
+        """Remove what a rejected start wrote; a directory that holds more than that keeps it, and a result.json."""
+        entries = list(self.path.iterdir()) if self.path.is_dir() else []
+        if not self.fresh or any(entry.name not in OWN_NAMES and _has_content(entry) for entry in entries):
+            self.conclude("invalid", error)
+            return
+        for entry in entries:
+            if entry.is_dir() and not entry.is_symlink():
+                removed = entry.with_name(f".{entry.name}.removed")
+                entry.rename(removed)  # at once: other ranks, which still write their reports, find no logs
+                _remove(removed)
+            else:
+                entry.unlink(missing_ok=True)
+        for folder in reversed(self.created):
+            with suppress(OSError):  # another process has put something there meanwhile
+                folder.rmdir()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that was just renamed.
+
+    A system call that another rank had begun before may still write into it: those get time to end.
+    """
+    for _ in range(20):
+        time.sleep(0.1)
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+
+
+def _point_latest(link: Path, logs: Path) -> None:
+    """Let `link` point to the logs of this attempt, whatever is there: a copy with links followed has a folder."""
+    if link.is_dir() and not link.is_symlink():
+        if any(_same_files(link, attempt) for attempt in logs.parent.glob("attempt_*")):
+            shutil.rmtree(link)
+        else:
+            set_aside(link, "a folder of its own")
+    with atomic_path(link) as new:
+        new.symlink_to(logs.name)
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    """Whether two folders without subfolders hold the same files with the same contents."""
+    names = sorted(os.listdir(one))
+    return names == sorted(os.listdir(other)) and filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
+
+
+def _has_content(entry: Path) -> bool:
+    return not entry.is_file() or entry.stat().st_size > 0

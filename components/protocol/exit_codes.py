@@ -1,0 +1,10 @@
+"""Exit statuses of a run besides 0 (finished, or stopped as requested) and 1 (failed)."""
+
+from __future__ import annotations
+
+EXIT_INVALID = 2
+"""The configuration was rejected: the run never started."""
+EXIT_HUNG = 75
+"""The run made no progress and was ended. EX_TEMPFAIL of sysexits.h: it may be tried again."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C ended the run, as shells report it."""

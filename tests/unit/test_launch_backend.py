@@ -1,0 +1,131 @@
+"""The launcher and sweeps use a backend through its interface alone: a cluster made up here is treated like Slurm."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from components.config.errors import ConfigError
+from components.config.schema.cluster import ClusterKind
+from components.launch import clusters
+from components.launch.backend import Backend, Job, JobState
+from components.launch.clusters import backend_of, job_of, jobs_by_id, stop_command
+from components.launch.local import LocalBackend
+from components.launch.run_directory import lease
+from components.launch.run_directory.lease import Holder
+from components.launch.run_directory.opening import held, open_run_directory
+from components.launch.sweep.plan import Note, Point, Sweep, write_note
+from components.launch.sweep.point_rows import read_points
+from tests.unit.test_launch_run_directory import config, end, start
+
+JOB = "pod-1"
+
+
+class Pods(LocalBackend):
+    """A cluster whose jobs are no numbers, and whose answers a test sets."""
+
+    runs_here = False
+
+    def __init__(self) -> None:
+        self.answer = Job(JOB, "Pods", JobState.running, "Active", over=False)
+        self.lost: ConfigError | None = None
+
+    def job(self, run_dir: Path, *, search: bool = False) -> str | None:
+        if search and self.lost is not None:
+            raise self.lost
+        return JOB if (run_dir / "pod").exists() else None
+
+    def state(self, jobs: Iterable[str]) -> dict[str, Job]:
+        return {JOB: self.answer} if JOB in jobs else {}
+
+    def stop_command(self, job: str) -> str | None:
+        return f"pods delete {job}" if job.startswith("pod-") else None
+
+
+@pytest.fixture
+def pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pods:
+    monkeypatch.chdir(tmp_path)
+    found = Pods()
+    monkeypatch.setattr(clusters, "_backends", lambda: iter([*map(backend_of, ClusterKind), found]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ClusterKind)
+def test_every_kind_has_a_backend_with_the_whole_interface(kind: ClusterKind) -> None:
+    backend = backend_of(kind)
+    names = [name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")]
+    assert {"validate", "show", "submit", "job", "state", "stop", "stop_command"} == set(names)
+    for name in names:
+        expected = list(inspect.signature(getattr(Backend, name)).parameters)[1:]
+        assert list(inspect.signature(getattr(backend, name)).parameters) == expected
+    assert backend.runs_here is (kind == ClusterKind.local)
+
+
+def test_ids_lead_to_the_backend_that_issued_them(pods: Pods) -> None:
+    assert jobs_by_id([JOB]) == {JOB: pods.answer}
+    assert (stop_command(JOB), stop_command("17"), stop_command("nobody's")) == (
+        "pods delete pod-1",
+        "scancel 17",
+        None,
+    )
+    assert LocalBackend().stop(JOB) is False
+
+
+def test_a_run_directory_belongs_to_a_job_of_any_backend(
+    pods: Pods, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = start(config("mine"))
+    end(directory)
+    assert job_of(directory.path) is None
+    (directory.path / "pod").touch()
+    with pytest.raises(
+        ConfigError, match="belongs to job pod-1, which is Active; .* end the job with pods delete pod-1"
+    ):
+        open_run_directory(config("mine"), "finetune")
+    pods.answer = Job(JOB, "Pods", JobState.unknown, "", over=False, doubt="no pods here")
+    with pytest.raises(ConfigError, match="which may still run: no pods here; try again from a login node"):
+        held(directory.path).__enter__()
+    pods.lost = ConfigError("pods hang")
+    with pytest.raises(ConfigError, match="unknown whether the cluster took the job .pods hang."):
+        held(directory.path).__enter__()
+    pods.lost, pods.answer = None, Job(JOB, "Pods", JobState.ended, "Succeeded", over=True)
+    with held(directory.path):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_a_lease_of_a_job_that_is_over_is_free_at_once(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_machine", lambda: "")
+    me, other = (
+        Holder(token=token, host="n1", pid=1, started="", machine="", cluster="c", job=job)
+        for token, job in (("a", "pod-2"), ("b", JOB))
+    )
+    assert not other.is_known_to_be_gone(me)
+    pods.answer = Job(JOB, "Pods", JobState.ended, "Succeeded", over=True)
+    assert other.is_known_to_be_gone(me)
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "reason"),
+    [
+        (JobState.running, "running", "job pod-1, no step yet"),
+        (JobState.submitted, "submitted", "job pod-1"),
+        (JobState.unknown, "submitted", "job pod-1; Pods cannot be asked here"),
+        (JobState.gone, "failed", "job pod-1 left no result, and Pods knows nothing of it any more"),
+        (JobState.oom, "oom", "job pod-1 ended with the state oom and left no result"),
+    ],
+)
+def test_a_sweep_watches_the_job_of_a_point(
+    pods: Pods, tmp_path: Path, state: JobState, status: str, reason: str
+) -> None:
+    point = Point(0, "0_ddp", {"parallelism": "ddp"}, [])
+    sweep = Sweep(tmp_path, "s", "finetune", tmp_path / "f.py", tmp_path, "f.py -m", [], ["parallelism"], [point])
+    sweep.run_dir(point).mkdir()
+    (sweep.run_dir(point) / "pod").touch()
+    write_note(sweep, point, Note(0.0, status=0))
+    pods.answer = Job(JOB, "Pods", state, "raw", over=False)
+    (row,) = read_points(sweep)
+    assert (row.state, row.reason) == (status, reason)
