@@ -17,8 +17,8 @@ from components.config.schema.data import (
     MixtureDataConfig,
     RowsDataConfig,
     UnusedKeys,
-    of_source,
 )
+from components.config.schema.kinds import of_source
 from components.data.cache import tokenize
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example

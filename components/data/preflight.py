@@ -12,8 +12,8 @@ from components.config.schema.data import (
     MixtureDataConfig,
     RowsDataConfig,
     UnusedKeys,
-    of_source,
 )
+from components.config.schema.kinds import of_source
 from components.data.files import Place, check_columns, columns_of, files_of_split, is_local
 from components.data.rows import columns_optional, columns_wanted, held_out_place, training_place, unused_problem
 

@@ -85,7 +85,7 @@ def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from components import distributed, models, training
-    from components.config.schema import FinetuneConfig, ModelConfig, OptimizerConfig, ParallelismConfig
+    from components.config.schema import AdamWConfig, FinetuneConfig, ModelConfig, ParallelismConfig
     from components.config.schema.data import DocsDataConfig
     from components.config.schema.model import LossMethod
 
@@ -104,7 +104,7 @@ def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
     token_loss = training.attach_token_loss(model, cfg, mesh, layout.stages, cpu)
     models.materialize(model, cpu)
     replica = distributed.wrap_replicas(model, mesh, parallelism, layout)
-    optimizer = training.build_optimizer(model, OptimizerConfig())
+    optimizer = training.build_optimizer(model, AdamWConfig())
     settings = training.StepSettings(
         device=cpu, mesh=mesh, token_loss=token_loss, work=work, defer_grad_sync=parallelism.defer_grad_sync
     )

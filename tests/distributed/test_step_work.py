@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from components import distributed, models, training
-from components.config.schema import OptimizerConfig
+from components.config.schema import AdamWConfig
 from components.config.schema.logging import LoggingConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.training.work import model_flops
@@ -36,7 +36,7 @@ def test_a_step_carries_its_work_whatever_the_mesh(axes: dict[str, int]) -> None
         batch = {"input_ids": torch.full((2, SEQ), 7)[rows], "labels": labels[rows]}
         settings = training.StepSettings(device=CPU, mesh=mesh, work=work)
         batches = [{name: part[:1] for name, part in batch.items()}, {name: part[1:] for name, part in batch.items()}]
-        optimizer = training.build_optimizer(model, OptimizerConfig())
+        optimizer = training.build_optimizer(model, AdamWConfig())
         vector = training.train_step(replica, [each for each in batches if len(each["labels"])], optimizer, settings)
         return vector[training.metrics.FIELDS.index("seconds_at_peak")].item()
 

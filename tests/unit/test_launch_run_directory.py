@@ -17,7 +17,7 @@ import yaml
 
 from components.config.compose.frozen import read_frozen, to_yaml
 from components.config.errors import ConfigError
-from components.config.schema import EvaluateConfig, FinetuneConfig, ModelConfig, PeftConfig, WeightInit
+from components.config.schema import CausalLMConfig, EvaluateConfig, FinetuneConfig, PeftConfig, WeightInit
 from components.config.schema.data import DocsDataConfig, MixtureDataConfig
 from components.config.schema.run import RunConfig
 from components.launch import folders
@@ -36,7 +36,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def config(run_dir: str | None = None) -> FinetuneConfig:
     cfg = FinetuneConfig(
-        model=ModelConfig(init=WeightInit.random, config={"model_type": "llama"}, tokenizer="bytes"),
+        model=CausalLMConfig(init=WeightInit.random, config={"model_type": "llama"}, tokenizer="bytes"),
         data=DocsDataConfig(),
     )
     cfg.run.dir = run_dir

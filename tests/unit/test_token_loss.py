@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import models, training
 from components.config.errors import ConfigError
-from components.config.schema import FinetuneConfig, ModelConfig, OptimizerConfig
+from components.config.schema import AdamWConfig, FinetuneConfig, ModelConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import LossMethod
 from components.config.schema.parallelism import ActivationCheckpointing
@@ -93,7 +93,7 @@ def rows(targets: int = 500) -> dict[str, torch.Tensor]:
 
 
 def step(model: nn.Module, loss: TokenLoss | None, batch: dict[str, torch.Tensor], **values: Any) -> torch.Tensor:
-    optimizer = training.build_optimizer(model, OptimizerConfig())
+    optimizer = training.build_optimizer(model, AdamWConfig())
     device = next(model.parameters()).device
     settings = training.StepSettings(device=device, token_loss=loss, **values)
     return training.train_step(model, [batch], optimizer, settings)

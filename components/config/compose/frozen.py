@@ -31,10 +31,10 @@ _CHECKSUM = "# sha256 of the lines below: "
 def from_container(cfg: DictConfig, schema: type[Config]) -> Config:
     """Resolve interpolations and return the typed config. Raises ConfigError with every problem."""
     container, refused = resolve(cfg)
-    # The option of conf/data/ named its class; a file that was frozen is plain and only knows data.kind.
-    data_schema = OmegaConf.get_type(cfg, "data") if "data" in cfg else None
+    # A composed section is a node of its option's class; a frozen file is plain and names its kinds by value.
+    composed = {name: kind for name in map(str, cfg) if (kind := OmegaConf.get_type(cfg, name)) is not None}
     try:
-        made = typed(container, schema, data_schema, [key.partition("[")[0] for key in refused])
+        made = typed(container, schema, composed, [key.partition("[")[0] for key in refused])
     except ConfigError as error:
         raise ConfigError([*refused.values(), *error.problems]) from error
     raise_all(list(refused.values()))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from components.config.schema.checkpoint import CheckpointConfig
-from components.config.schema.cluster import ClusterConfig
+from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
 from components.config.schema.data import DataConfig
 from components.config.schema.logging import LoggingConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.objective import NextTokenConfig
-from components.config.schema.optimizer import OptimizerConfig
+from components.config.schema.optimizer import AdamWConfig, OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.peft import PeftConfig
 from components.config.schema.run import RunConfig
@@ -23,12 +23,12 @@ class RecipeConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     """Identity of the run."""
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cluster: ClusterConfig = field(default_factory=LocalClusterConfig)
     """Nodes, processes and devices."""
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     """The mesh and how the model is laid over it."""
     model: ModelConfig
-    """The causal LM."""
+    """The model."""
     data: DataConfig
     """The data set."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -45,8 +45,8 @@ class FinetuneConfig(RecipeConfig):
     """Sizes and policy of the loop."""
     objective: NextTokenConfig = field(default_factory=NextTokenConfig)
     """What is optimized."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW and its schedule."""
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+    """The update rule and its schedule."""
     peft: PeftConfig = field(default_factory=PeftConfig)
     """Adapters in place of full fine-tuning."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
