@@ -10,6 +10,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Literal
 
 from components.config.errors import ConfigError
+from components.config.kinds import of_source
 from components.config.schema.checks import raise_all
 from components.config.schema.data import (
     CustomDataConfig,
@@ -18,7 +19,6 @@ from components.config.schema.data import (
     RowsDataConfig,
     UnusedKeys,
 )
-from components.config.schema.kinds import of_source
 from components.data.cache import tokenize
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example

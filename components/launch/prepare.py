@@ -7,12 +7,13 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from components.config.batch import fit_micro_batches
 from components.config.compose.command_line import compose_from_command_line
 from components.config.errors import ConfigError
+from components.config.micro_batches import fit_micro_batches
 from components.config.schema.cluster import ClusterKind
 from components.config.schema.parallelism import describe_processes
-from components.config.schema.recipes import FinetuneConfig, RecipeConfig
+from components.config.schema.recipes import RecipeConfig, section
+from components.config.schema.training import TrainingConfig
 from components.launch.hub_access import OFFLINE, check_hub, is_offline
 from components.launch.preflight import decides, local_problems, problems_before_start
 from components.launch.processes import processes_of, visible_gpus
@@ -101,9 +102,10 @@ def _submits(cfg: RecipeConfig) -> bool:
 
 
 def _told_of_batches(asked: RecipeConfig, cfg: RecipeConfig) -> list[str]:
-    if not (isinstance(asked, FinetuneConfig) and isinstance(cfg, FinetuneConfig)) or asked.training == cfg.training:
+    before, after = section(asked, TrainingConfig), section(cfg, TrainingConfig)
+    if before is None or after is None or before == after:
         return []
-    size, fitting = asked.training.micro_batch_size, cfg.training.micro_batch_size
+    size, fitting = before.micro_batch_size, after.micro_batch_size
     return [
         f"training.micro_batch_size={size}: more than fits on this mesh; {fitting} at a time, which changes no result"
     ]

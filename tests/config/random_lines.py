@@ -13,8 +13,8 @@ from typing import Any, get_type_hints
 
 from components.config.compose.synonyms import synonym_of
 from components.config.compose.typed import free_keys, known_keys
+from components.config.kinds import kinds_of
 from components.config.schema import FinetuneConfig
-from components.config.schema.kinds import kinds_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
 SECRET = "correct-horse-battery"

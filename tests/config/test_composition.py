@@ -17,9 +17,9 @@ from components.config.compose.frozen import from_container, from_yaml, read_fro
 from components.config.compose.sources import CONF, Request, option_groups, register_schemas
 from components.config.compose.typed import free_keys, known_keys, typed
 from components.config.errors import ConfigError
+from components.config.kinds import KINDS
 from components.config.schema import EvaluateConfig, FinetuneConfig, PretrainConfig, RecipeConfig, Strategy
 from components.config.schema.data import ChatDataConfig, DocsDataConfig, MixtureDataConfig, SftDataConfig
-from components.config.schema.kinds import KINDS
 from tests.config.commands import Commands
 
 RECIPES: dict[str, type[RecipeConfig]] = {

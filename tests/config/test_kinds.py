@@ -15,6 +15,7 @@ from components.config.compose.frozen import from_container, from_yaml, to_yaml
 from components.config.compose.sources import CONF, Request, option_groups, register_schemas
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
+from components.config.kinds import KINDS, WITHOUT_KIND, kinds_of
 from components.config.schema import (
     AdamWConfig,
     CausalLMConfig,
@@ -24,7 +25,6 @@ from components.config.schema import (
     OptimizerConfig,
     SlurmClusterConfig,
 )
-from components.config.schema.kinds import KINDS, WITHOUT_KIND, kinds_of
 from tests.config.commands import Commands
 
 

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from components.config.errors import ConfigError
+from components.config.kinds import KINDS
 from components.config.schema.data import (
     ChatDataConfig,
     CustomDataConfig,
@@ -19,7 +20,6 @@ from components.config.schema.data import (
     SftDataConfig,
     TextDataConfig,
 )
-from components.config.schema.kinds import KINDS
 
 OPTIONS = Path(__file__).parents[2] / "conf" / "data"
 

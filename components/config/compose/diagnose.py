@@ -33,7 +33,7 @@ from components.config.compose.sources import Request, option_groups, option_tex
 from components.config.compose.texts import UNSET
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
-from components.config.schema.kinds import KINDS, WITHOUT_KIND
+from components.config.kinds import KINDS, WITHOUT_KIND
 from components.config.schema.recipes import RecipeConfig
 
 _KIND = re.compile(r"/schema/\w+/(?P<header>\w+)@_here_|^kind: *(?P<key>\w+)", re.MULTILINE)

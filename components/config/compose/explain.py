@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import get_type_hints
 
 from components.config.compose.synonyms import synonym_of
-from components.config.schema.kinds import KINDS
+from components.config.kinds import KINDS
 
 NUMBER_WORDS = {"Integer": "a whole number", "Float": "a number"}
 

@@ -17,11 +17,10 @@ from components.config.compose.typed import typed
 from components.config.errors import ConfigError
 from components.config.safe_yaml import check_expansion, load_yaml
 from components.config.schema.checks import raise_all
-from components.config.schema.recipes import RecipeConfig
+from components.config.schema.recipes import Config, RecipeConfig
 from components.config.schema.run import CONFIG
 from components.protocol.run_files import read_regular
 
-Config = TypeVar("Config", bound=RecipeConfig)
 Section = TypeVar("Section")
 
 _CHECKSUM = "# sha256 of the lines below: "

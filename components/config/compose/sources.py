@@ -17,8 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from components.config.errors import ConfigError
+from components.config.kinds import KINDS, kinds_of
 from components.config.safe_yaml import YamlLimitError, check_expansion
-from components.config.schema.kinds import KINDS, kinds_of
 from components.config.schema.recipes import RecipeConfig
 
 CONF = Path(__file__).resolve().parents[3] / "conf"

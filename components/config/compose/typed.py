@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from components.config.compose.explain import explain_value, key_of_another_kind, no_kind, no_source, unknown_key
 from components.config.compose.texts import UNSET, literal, unstorable
 from components.config.errors import ConfigError
+from components.config.kinds import have_same_keys, kind_named, kinds_of, of_source, section_of
 from components.config.schema.data import DataConfig, DataKind
-from components.config.schema.kinds import have_same_keys, kind_named, kinds_of, of_source, section_of
 
 Schema = TypeVar("Schema")
 

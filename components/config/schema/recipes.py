@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
@@ -15,6 +16,9 @@ from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.peft import PeftConfig
 from components.config.schema.run import RunConfig
 from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig
+
+Section = TypeVar("Section")
+Config = TypeVar("Config", bound="RecipeConfig")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,3 +70,15 @@ class EvaluateConfig(RecipeConfig):
     """What is measured."""
     peft: PeftConfig = field(default_factory=PeftConfig)
     """Adapters of the checkpoint that is evaluated."""
+
+
+def section(cfg: RecipeConfig, schema: type[Section]) -> Section | None:
+    """Return the section of `cfg` that is a `schema` or a subclass of it, the first of several; None: it has none."""
+    values = (getattr(cfg, each.name) for each in fields(cfg))
+    return next((value for value in values if isinstance(value, schema)), None)
+
+
+def with_section(cfg: Config, old: object, new: object) -> Config:
+    """Return a copy of `cfg` with `new` in place of its section `old`."""
+    changed: dict[str, Any] = {each.name: new for each in fields(cfg) if getattr(cfg, each.name) is old}
+    return replace(cfg, **changed)
