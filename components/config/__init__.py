@@ -11,7 +11,7 @@ shape.py          what decides divisibility in a model (heads, layers, ...), rea
 model_files.py    the files that model.path names
 secrets.py        values that look like secrets, which no run directory may hold
 errors.py         ConfigError: an error of the user's
-safe_yaml.py      YAML without code and with a bound on its expansion
+safe_yaml.py      YAML of other programs, parsed only within bounds of size and depth
 metrics_log.py    metrics.jsonl: its checksums, and what is damaged in it
-interrupt.py      the exit after Ctrl-C
+interrupt.py      the message a run prints when it receives Ctrl-C
 """

@@ -41,6 +41,9 @@ VALUE_RULES = (
 )
 """What omegaconf or Hydra says of a value -> the rule in our words."""
 
+REJECTED_KIND = re.compile(
+    r"In 'schema/(?P<section>\w+)/(?P<kind>\w+)': ValidationError .*is not a subclass of", re.DOTALL
+)
 RESOLUTION = re.compile(r"full_key: (?P<key>\S+)")
 IN_FILE = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config:\n(?P<what>.*)", re.DOTALL)
 UNKNOWN_IN_FILE = re.compile(r"Key '(?P<leaf>[^']*)' not in '(?P<schema>[^']*)'")
@@ -191,6 +194,9 @@ def explain_file(error: Exception, keys: list[str], groups: dict[str, list[str]]
         groups: Options of every config group.
         chosen: The file that was chosen on the command line: Hydra names the main config where that one overrides.
     """
+    if rejected := REJECTED_KIND.search(str(error)):
+        where = chosen.replace("/", "=", 1) if chosen else rejected["section"]
+        return f"{where}: an option of the kind {rejected['kind']}, which this recipe does not take; choose another"
     if broken := NOT_YAML.search(str(error)):
         return f"{broken['file']}, line {broken['line']}: is not YAML: {broken['what']}"
     if asked := OPTION.search(str(error)) or NO_GROUP.search(str(error)):

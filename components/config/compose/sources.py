@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -60,12 +60,17 @@ class Request:
 
 
 def register_schemas(name: str, schema: type[RecipeConfig]) -> None:
-    """Put the dataclasses where defaults lists find them: schema/<name>, and schema/<section>/<kind> for options."""
+    """Put the dataclasses where defaults lists find them: schema/<name>, and schema/<section>/<kind> for options.
+
+    A recipe's own subclass of a kind is registered in its place, so that the kind's options fill it.
+    """
     store = ConfigStore.instance()
     store.store(group="schema", name=name, node=OmegaConf.structured(schema), package="_global_")
+    annotations = [hint for hint in get_type_hints(schema).values() if isinstance(hint, type)]
     for section, kinds in KINDS.items():
         for kind, each in kinds.items():
-            store.store(group=f"schema/{section}", name=str(kind), node=OmegaConf.structured(each))
+            own = next((hint for hint in annotations if issubclass(hint, each)), each)
+            store.store(group=f"schema/{section}", name=str(kind), node=OmegaConf.structured(own))
 
 
 @contextmanager
