@@ -12,6 +12,7 @@ import yaml
 
 from components.config.compose.frozen import to_yaml
 from components.config.errors import ConfigError
+from components.config.kinds import WITHOUT_KIND
 from components.config.safe_yaml import load_yaml
 from components.config.schema.checks import raise_all
 from components.config.schema.peft import PeftConfig
@@ -70,6 +71,7 @@ def _defaults(cfg: RecipeConfig) -> dict[str, Any]:
             elif each.default_factory is not MISSING:
                 found[f"{name}.{each.name}"] = each.default_factory()
     found.pop("data.sources", None)  # compared source by source
+    found |= {f"{name}.kind": kind for name, kind in WITHOUT_KIND.items() if name in sections}
     return json.loads(json.dumps(found, default=asdict))  # as YAML holds them
 
 

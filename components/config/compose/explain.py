@@ -155,7 +155,7 @@ def explain_override(
     Args:
         override: As typed, for example `training.max_step=3`.
         error: What Hydra raised.
-        keys: Every dotted key of the schema, those of all kinds of data included.
+        keys: Every dotted key of the schema, those of all kinds of its sections included.
         groups: Options of every config group.
         fitting: Where the chosen option of the section lacks the key: those that have it, the likeliest first.
     """
