@@ -1,8 +1,11 @@
-"""The kinds of each section: the one place where a new kind is added.
+"""The kinds of each section: one registry for composition, typing, messages and lists of keys.
 
-A section that has kinds is a base dataclass with a field `kind`, and a subclass per kind. Composition, typing, messages
-and the key lists all read `KINDS`. A recipe's config selects the kinds it takes by the annotation of its field: the
-base takes every kind (`optimizer: OptimizerConfig`), a subclass takes its own (`objective: NextTokenConfig`).
+A section with kinds is a base dataclass with a field `kind`, and a subclass per kind. To add a kind: a member of the
+section's enum and a subclass in schema/, a line in `KINDS`, and an option conf/SECTION/NAME.yaml that begins with
+`defaults: [/schema/SECTION/KIND@_here_, _self_]`. What it requires of other sections goes into rules/.
+
+A recipe's config selects the kinds that it takes by the annotation of its field: the base takes every kind
+(`optimizer: OptimizerConfig`), a subclass its own kind (`objective: NextTokenConfig`).
 """
 
 from __future__ import annotations
@@ -84,7 +87,12 @@ def have_same_keys(first: Any, second: Any) -> bool:
     return {each.name for each in fields(first)} == {each.name for each in fields(second)}
 
 
+def at_key(section: str, key: str, problems: Iterable[str]) -> list[str]:
+    """Return the problems that a section's dataclass reports, with its keys (model.path) written as KEY.path."""
+    keys = "|".join(sorted({each.name for schema in KINDS[section].values() for each in fields(schema)}))
+    return [re.sub(rf"\b{section}\.(?=({keys})\b(?!\.\w))", f"{key}.", problem) for problem in problems]
+
+
 def of_source(name: str, problems: Iterable[str]) -> list[str]:
-    """Return the problems of a mixture's source, their keys (data.path) written as data.sources.NAME.path."""
-    keys = "|".join(sorted({each.name for schema in KINDS["data"].values() for each in fields(schema)}))
-    return [re.sub(rf"\bdata\.(?=({keys})\b(?!\.\w))", f"data.sources.{name}.", problem) for problem in problems]
+    """Return the problems of a mixture's source with their keys where they are set: data.sources.NAME.path."""
+    return at_key("data", f"data.sources.{name}", problems)

@@ -11,6 +11,8 @@ import pytest
 from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
 from components.config.compose.frozen import Config, from_container, from_yaml, to_yaml
 from components.config.compose.sources import CONF, Request, register_schemas
+from components.config.compose.typed import free_keys, known_keys
+from components.config.errors import ConfigError
 from components.config.micro_batches import fit_micro_batches
 from components.config.schema import (
     AdamWConfig,
@@ -96,6 +98,13 @@ def model(**values: Any) -> ModelConfig:
     return CausalLMConfig(init=WeightInit.random, tokenizer="bytes", config={"model_type": "llama"}, **values)
 
 
+@dataclass(kw_only=True, slots=True)
+class TaughtConfig(FinetuneConfig):
+    """A config with a second section of the same kind."""
+
+    teacher: ModelConfig
+
+
 WRONG: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"training": {"global_batch_size": 3}}, 2, "training.global_batch_size=3: must be a multiple of dp=2"),
     ({"training": {"seq_len": 100, "global_batch_size": 8}, "parallelism": {"cp": 8}}, 8, "training.seq_len=100: must"),
@@ -177,6 +186,21 @@ def test_the_options_of_a_kind_fill_its_subclass() -> None:
     assert (type(cfg.data), cfg.data.style, cfg.data.prompt_column) == (OwnSft, "fancy", "question")
     assert from_yaml(to_yaml(cfg), StyledConfig) == cfg
     assert type(composed(FinetuneConfig, "data=gsm8k", "model=tiny").data) is SftDataConfig
+
+
+def test_a_second_section_of_a_kind_has_its_own_keys() -> None:
+    cfg = composed(TaughtConfig, "model=tiny", "+model@teacher=llama_2m", "teacher.revision=main")
+    assert (cfg.model.hidden, cfg.teacher.hidden, cfg.teacher.revision) == (64, 192, "main")
+    assert type(cfg.teacher) is CausalLMConfig
+    assert from_yaml(to_yaml(cfg), TaughtConfig) == cfg
+    assert {"teacher.path", "teacher.config", "model.path"} <= set(known_keys(TaughtConfig))
+    assert "teacher.config" in free_keys(TaughtConfig)
+    with pytest.raises(ConfigError) as caught:
+        composed(TaughtConfig, "model=tiny", "+model@teacher=llama_2m", "teacher.heads=0", "model.hidden=0")
+    assert sorted(problem.partition(":")[0] for problem in caught.value.problems) == [
+        "model.hidden=0",
+        "teacher.heads=0",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from components.config.compose.explain import explain_value, key_of_another_kind, no_kind, no_source, unknown_key
 from components.config.compose.texts import UNSET, literal, unstorable
 from components.config.errors import ConfigError
-from components.config.kinds import have_same_keys, kind_named, kinds_of, of_source, section_of
+from components.config.kinds import at_key, have_same_keys, kind_named, kinds_of, section_of
 from components.config.schema.data import DataConfig, DataKind
 
 Schema = TypeVar("Schema")
@@ -72,12 +72,12 @@ class _Builder:
     refused: Collection[str] = ()
     problems: list[str] = field(default_factory=list)
 
-    def build(self, values: Any, schema: Any, prefix: str) -> Any:
-        """Build one dataclass from `values`; None where it cannot be built."""
+    def build(self, values: Any, annotation: Any, prefix: str) -> Any:
+        """Build one dataclass, of the kind that `annotation` and `values` select; None where it cannot be built."""
         if not isinstance(values, dict):
             self.problems.append(f"{prefix.rstrip('.')}={values}: is a section with keys, not a value")
             return None
-        annotation, before = schema, len(self.problems)
+        before = len(self.problems)
         if (schema := self._class_of(annotation, values, prefix)) is None:
             return None
         hints = get_type_hints(schema)
@@ -94,7 +94,7 @@ class _Builder:
                 arguments[name] = self._value(values[name], kind, node, f"{prefix}{name}")
                 if len(self.problems) > found:
                     refused.append(name)
-        made = self._construct(schema, arguments, refused)
+        made = self._construct(schema, arguments, refused, prefix)
         return made if len(self.problems) == before else None
 
     def _class_of(self, annotation: Any, values: dict[str, Any], prefix: str) -> Any:
@@ -122,10 +122,10 @@ class _Builder:
         else:
             self.problems += [unknown_key(*leaf, self.known) for leaf in _leaves(f"{prefix}{key}", value)]
 
-    def _construct(self, schema: Any, arguments: dict[str, Any], refused: list[str]) -> Any:
-        """Construct a section for what it says of itself, with defaults for what was refused.
+    def _construct(self, schema: Any, arguments: dict[str, Any], refused: list[str], prefix: str) -> Any:
+        """Construct a section to collect the problems that it reports, with defaults for what was refused.
 
-        What concerns a refused value is left out: it could be a mere consequence.
+        Problems that concern a refused value are left out: they could be mere consequences.
         """
         accepted = {name: value for name, value in arguments.items() if name not in refused}
         required = [each.name for each in fields(schema) if each.default is MISSING and each.default_factory is MISSING]
@@ -134,7 +134,9 @@ class _Builder:
             return schema(**accepted, **unset)
         except ConfigError as error:
             about = "|".join(map(re.escape, refused)) or "$."
-            self.problems += [each for each in error.problems if not re.search(rf"\.({about})(?!\w|\.\w)", each)]
+            problems = [each for each in error.problems if not re.search(rf"\.({about})(?!\w|\.\w)", each)]
+            section = section_of(schema)
+            self.problems += at_key(section, prefix.rstrip("."), problems) if section and prefix else problems
         return None
 
     def _value(self, value: Any, kind: Any, node: DictConfig, key: str) -> Any:
@@ -177,7 +179,7 @@ class _Builder:
         schema = DataConfig if named is None else kinds_of(DataConfig)[named]
         builder = _Builder(known_keys(schema, f"{key}."), {})
         source = builder.build(values, schema, f"{key}.")
-        self.problems += of_source(name, builder.problems)
+        self.problems += builder.problems
         return source
 
     def _require(self, schema: type, values: dict[str, Any], prefix: str) -> list[str]:
