@@ -12,7 +12,7 @@ def data_problems(data: DataConfig) -> list[str]:
         problems.append(f"data.weight={data.weight}: only sources of a mixture have weights; leave it out")
     sources = data.sources if isinstance(data, MixtureDataConfig) else {"": data}
     if any(
-        each.eval_fraction or each.eval_split is not None or getattr(each, "eval_path", None)
+        each.eval_fraction or each.eval_split is not None or (isinstance(each, RowsDataConfig) and each.eval_path)
         for each in sources.values()
     ):
         return problems
