@@ -24,7 +24,7 @@ from components import distributed, models, training
 from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema.model import ModelConfig
-from components.config.schema.optimizer import OptimizerConfig
+from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.protocol.role import without_ranks
 
@@ -115,7 +115,7 @@ def measure(cfg: ModelConfig, parallelism: ParallelismConfig, load: Load) -> Usa
     models.materialize(model, "cpu")
     models.fill_weights(model, cfg, seed=0)
     replica = distributed.wrap_replicas(model, mesh, parallelism, layout)
-    optimizer = training.build_optimizer(model, OptimizerConfig())
+    optimizer = training.build_optimizer(model, AdamWConfig())
     settings = training.StepSettings(device=torch.device("cpu"), mesh=mesh)
     head = layout.stages.tied_head if layout.stages else None
     held = [*model.parameters(), *(head.parameters() if head is not None else ())]

@@ -21,11 +21,11 @@ from os import environ
 from pathlib import Path
 from typing import NoReturn
 
-from components.config.batch import fit_micro_batches
 from components.config.compose.command_line import compose_from_command_line
 from components.config.compose.explain import override_parts
 from components.config.compose.sources import CONF, option_groups
 from components.config.errors import ConfigError
+from components.config.micro_batches import fit_micro_batches
 from components.config.schema.checks import raise_all
 from components.config.schema.cluster import Device
 from components.config.schema.parallelism import AXES, ParallelismConfig, Strategy

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
-from components.config.batch import fit_micro_batches
+from components.config.micro_batches import fit_micro_batches
 from components.config.schema.parallelism import AXES, ActivationCheckpointing, MeshShape, ParallelismConfig, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.config.shape import ModelShape

@@ -10,6 +10,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Literal
 
 from components.config.errors import ConfigError
+from components.config.kinds import of_source
 from components.config.schema.checks import raise_all
 from components.config.schema.data import (
     CustomDataConfig,
@@ -17,7 +18,6 @@ from components.config.schema.data import (
     MixtureDataConfig,
     RowsDataConfig,
     UnusedKeys,
-    of_source,
 )
 from components.data.cache import tokenize
 from components.data.dataset import Dataset, Facts

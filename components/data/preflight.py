@@ -6,13 +6,13 @@ import importlib.util
 from pathlib import Path
 
 from components.config.errors import ConfigError
+from components.config.kinds import of_source
 from components.config.schema.data import (
     CustomDataConfig,
     DataConfig,
     MixtureDataConfig,
     RowsDataConfig,
     UnusedKeys,
-    of_source,
 )
 from components.data.files import Place, check_columns, columns_of, files_of_split, is_local
 from components.data.rows import columns_optional, columns_wanted, held_out_place, training_place, unused_problem

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from components.anatomy import named_decoder_layers
 from components.config.errors import ConfigError
 from components.config.layouts import local_heads
+from components.config.rules.mesh_rules import model_problems
 from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConfig, Strategy
 from components.config.shape import ModelShape, shape_of_config
-from components.config.validate import model_problems
 from components.distributed.apply_tp import apply_tensor_parallel
 from components.distributed.context import use_context_parallel
 from components.distributed.expert import apply_expert_parallel, experts_modules

@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Collection
 
-from components.config.batch import fit_micro_batches
 from components.config.compose.command_line import compose_from_command_line
 from components.config.errors import ConfigError
+from components.config.micro_batches import fit_micro_batches
 from components.config.schema.parallelism import describe_processes
-from components.config.schema.recipes import FinetuneConfig, RecipeConfig
+from components.config.schema.recipes import RecipeConfig, section
+from components.config.schema.training import TrainingConfig
 from components.launch.backend import CheckedRun, Recipe
 from components.launch.clusters import backend_of
 from components.launch.hub_access import OFFLINE, check_hub, is_offline
@@ -80,9 +81,10 @@ def directory_problems(cfg: RecipeConfig, recipe: str) -> list[str]:
 
 
 def _batch_notes(wanted: RecipeConfig, cfg: RecipeConfig) -> list[str]:
-    if not (isinstance(wanted, FinetuneConfig) and isinstance(cfg, FinetuneConfig)) or wanted.training == cfg.training:
+    before, after = section(wanted, TrainingConfig), section(cfg, TrainingConfig)
+    if before is None or after is None or before == after:
         return []
-    size, fitting = wanted.training.micro_batch_size, cfg.training.micro_batch_size
+    size, fitting = before.micro_batch_size, after.micro_batch_size
     return [
         f"training.micro_batch_size={size}: more than fits on this mesh; {fitting} at a time, which changes no result"
     ]

@@ -13,7 +13,8 @@ from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
 from components.config.schema.model import WeightInit
 from components.config.schema.parallelism import AXES
-from components.config.schema.recipes import EvaluateConfig, RecipeConfig
+from components.config.schema.recipes import RecipeConfig, section
+from components.config.schema.training import EvaluationConfig
 from components.config.secrets import secret_problems
 from components.config.shape import ModelShape, read_shape
 from components.config.validate import validate
@@ -84,7 +85,8 @@ def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:
     resume = cfg.run.resume
     if resume not in ("auto", "never") and not Path(os.path.expanduser(resume), _MANIFEST).is_file():
         problems.append(f"run.resume={resume}: no such checkpoint; give auto, never or RUN/checkpoints/step_N")
-    checkpoint = cfg.evaluation.checkpoint if isinstance(cfg, EvaluateConfig) else None
+    evaluation = section(cfg, EvaluationConfig)
+    checkpoint = evaluation.checkpoint if evaluation is not None else None
     if checkpoint is not None and not Path(os.path.expanduser(checkpoint), _MANIFEST).is_file():
         problems.append(f"evaluation.checkpoint={checkpoint}: no such checkpoint; give RUN/checkpoints/step_N")
     return problems

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from components.config.schema.optimizer import OptimizerConfig, Schedule
+from components.config.schema.optimizer import AdamWConfig, OptimizerConfig, Schedule
 from components.training.masked_step import masked_step
 
 
@@ -17,6 +17,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     Matrices are decayed, parameters of fewer than two dims (norms, biases) are not. The fused kernel is used wherever
     there is one; the meta device has none.
     """
+    if not isinstance(config, AdamWConfig):
+        raise TypeError(f"no optimizer is built from {type(config).__name__}")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},

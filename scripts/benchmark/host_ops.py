@@ -86,7 +86,7 @@ def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from components import distributed, models, training
-    from components.config.schema import FinetuneConfig, ModelConfig, OptimizerConfig, ParallelismConfig
+    from components.config.schema import AdamWConfig, FinetuneConfig, ModelConfig, ParallelismConfig
     from components.config.schema.data import DocsDataConfig
     from components.config.schema.model import LossMethod
 
@@ -105,7 +105,7 @@ def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
     loss_head = training.attach_loss_head(model, cfg, mesh, layout.stages, cpu)
     models.materialize(model, cpu)
     replica = distributed.wrap_replicas(model, mesh, parallelism, layout)
-    optimizer = training.build_optimizer(model, OptimizerConfig())
+    optimizer = training.build_optimizer(model, AdamWConfig())
     settings = training.StepSettings(
         device=cpu, mesh=mesh, loss_head=loss_head, work=work, defer_grad_sync=parallelism.defer_grad_sync
     )

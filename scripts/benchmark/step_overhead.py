@@ -28,11 +28,11 @@ import torch.nn.functional as F
 
 from components import data, distributed, models, training
 from components.config.schema import ParallelismConfig, Strategy
-from components.config.schema.optimizer import OptimizerConfig, Schedule
+from components.config.schema.optimizer import AdamWConfig, OptimizerConfig, Schedule
 from scripts.benchmark.compare_report import FLOAT32_BOUND, GATED_STEPS, gated_difference
 
 LR, VOCABULARY = 1e-3, 2048
-OPTIMIZER = OptimizerConfig(lr=LR, weight_decay=0.0, schedule=Schedule.constant)
+OPTIMIZER = AdamWConfig(lr=LR, weight_decay=0.0, schedule=Schedule.constant)
 SHAPES = {"hidden 256, 128 tokens a row": (256, 4, 4, 128), "tiny: hidden 64, 64 tokens a row": (64, 2, 4, 64)}
 """Name -> hidden, layers, rows of a step, tokens of a row."""
 

@@ -17,8 +17,9 @@ from components.config.compose.frozen import from_container, from_yaml, read_fro
 from components.config.compose.sources import CONF, Request, option_groups, register_schemas
 from components.config.compose.typed import free_keys, known_keys, typed
 from components.config.errors import ConfigError
+from components.config.kinds import KINDS
 from components.config.schema import EvaluateConfig, FinetuneConfig, PretrainConfig, RecipeConfig, Strategy
-from components.config.schema.data import DATA_KINDS, ChatDataConfig, DocsDataConfig, MixtureDataConfig, SftDataConfig
+from components.config.schema.data import ChatDataConfig, DocsDataConfig, MixtureDataConfig, SftDataConfig
 from tests.config.commands import Commands
 
 RECIPES: dict[str, type[RecipeConfig]] = {
@@ -110,7 +111,7 @@ def test_a_data_option_has_the_class_of_its_kind(option: str, schema: type) -> N
 
 def test_every_kind_of_data_can_be_frozen() -> None:
     cfg = compose("finetune")
-    for kind, schema in DATA_KINDS.items():
+    for kind, schema in KINDS["data"].items():
         needed = {"path": "x.jsonl"} if "path" in get_type_hints(schema) else {}
         needed |= {"factory": "mine.data:build"} if "factory" in get_type_hints(schema) else {}
         needed |= {"sources": {"docs": DocsDataConfig(weight=2.0)}} if "sources" in get_type_hints(schema) else {}

@@ -8,7 +8,7 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
-from components.config.schema.cluster import ClusterConfig, Device
+from components.config.schema.cluster import Device, LocalClusterConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
 from components.config.validate import validate
@@ -26,11 +26,11 @@ MESH = [
         "model.attention=sdpa_flash: parallelism.cp=2 attends to masks of its own", "set model.attention=sdpa",
     ),
     (
-        model(attention="flex_attention"), {"cluster": ClusterConfig(device=Device.cpu)}, 1,
+        model(attention="flex_attention"), {"cluster": LocalClusterConfig(device=Device.cpu)}, 1,
         "model.attention=flex_attention: torch has no backward of it on CPUs", "set model.attention=sdpa, or cl",
     ),
     (
-        model(float8="tensorwise"), {"cluster": ClusterConfig(device=Device.cpu)}, 1,
+        model(float8="tensorwise"), {"cluster": LocalClusterConfig(device=Device.cpu)}, 1,
         "model.float8=tensorwise: CPUs have no float8 products, and cluster.device=cpu", "model.float8_emulate=true",
     ),
     (

@@ -18,7 +18,7 @@ from components.batch import Batch
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import LossMethod, RouterAux
-from components.config.schema.optimizer import OptimizerConfig, Schedule
+from components.config.schema.optimizer import AdamWConfig, Schedule
 from components.distributed.mesh import Mesh
 from scripts import parity_curves as curves
 from scripts.parity_curves import Curve, Sample, relative
@@ -26,7 +26,7 @@ from scripts.parity_curves import Curve, Sample, relative
 __all__ = ["Curve", "Sample", "relative"]  # lent to the tests
 
 CLIP, GLOBAL_BATCH = 1.0, 8
-OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule=Schedule.constant)
+OPTIMIZER = AdamWConfig(lr=1e-3, weight_decay=0.1, schedule=Schedule.constant)
 SMALL = {
     "vocab_size": 97,  # divides by nothing
     "hidden_size": 48,

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from components import distributed, models, training
 from components.batch import Batch
-from components.config.schema import OptimizerConfig, ParallelismConfig
+from components.config.schema import AdamWConfig, ParallelismConfig
 from tests.distributed import parity
 from tests.distributed.parity import Case, build, run_case
 from tests.harness import run_ranks
@@ -41,7 +41,7 @@ def test_layers_are_gathered_ahead() -> None:
             layer.mlp.register_forward_hook(lambda *_: forward.append(held(layers)))
             layer.mlp.register_full_backward_pre_hook(lambda *_: backward.append(held(layers)))
         settings = training.StepSettings(device=torch.device("cpu"), mesh=mesh)
-        optimizer = training.build_optimizer(model, OptimizerConfig())
+        optimizer = training.build_optimizer(model, AdamWConfig())
         training.train_step(training.Prepared(model, settings), [Batch.from_labels(TOKENS, TOKENS)], optimizer)
         return forward, backward
 

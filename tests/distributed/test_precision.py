@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from components import distributed, models, training
 from components.batch import Batch
-from components.config.schema import ModelConfig, OptimizerConfig, ParallelismConfig
+from components.config.schema import AdamWConfig, ModelConfig, ParallelismConfig
 from components.config.schema.model import DType
 from tests.distributed.parity import build
 from tests.distributed.test_parity import DDP, FSDP2
@@ -61,7 +61,7 @@ def test_what_is_bfloat16_and_what_is_summed_in_float32(axes: dict[str, Any], st
         model_config = ModelConfig(path="x", dtype=DType(str(stored)[6:]), compute_dtype=DType.bfloat16)
         autocast = training.autocast_dtype(config, model_config, torch.bfloat16)
         settings = training.StepSettings(device=CPU, mesh=mesh, autocast=autocast)
-        optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-2))
+        optimizer = training.build_optimizer(model, AdamWConfig(lr=1e-2))
         with _Summed() as summed:
             losses = [
                 training.train_step(training.Prepared(model, settings, replica), [batch] * 2, optimizer)["loss"].item()

@@ -7,7 +7,7 @@ import torch
 
 from components import distributed, models, training
 from components.batch import Batch
-from components.config.schema import OptimizerConfig
+from components.config.schema import AdamWConfig
 from components.config.schema.logging import LoggingConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.training.work import model_flops
@@ -36,7 +36,7 @@ def test_a_step_carries_its_work_whatever_the_mesh(axes: dict[str, int]) -> None
         rows = slice(rank, rank + 1) if mesh.size("dp") == 2 else slice(0, 2)
         settings = training.StepSettings(device=CPU, mesh=mesh, work=work)
         batches = [Batch.from_labels(torch.full((1, SEQ), 7), labels[row : row + 1]) for row in (0, 1)[rows]]
-        optimizer = training.build_optimizer(model, OptimizerConfig())
+        optimizer = training.build_optimizer(model, AdamWConfig())
         vector = training.train_step(training.Prepared(model, settings, replica), batches, optimizer)
         return vector["seconds_at_peak"].item()
 

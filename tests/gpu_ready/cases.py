@@ -18,7 +18,7 @@ from torch.distributed.pipelining.stage import InferenceMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from components import data, distributed, models, training
-from components.config.schema import FinetuneConfig, ModelConfig, OptimizerConfig, ParallelismConfig, PeftConfig
+from components.config.schema import AdamWConfig, FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
 from components.config.schema.parallelism import ActivationCheckpointing, Strategy
@@ -98,7 +98,7 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[Fak
         source = rows if cfg.data.pack else [example for row in rows for example in row.examples]
         batches = data.TrainBatches(source, plan, seed=5)
         prepared = training.Prepared(model, settings, replica)
-        yield FakeRun(cfg, prepared, training.build_optimizer(model, OptimizerConfig()), batches)
+        yield FakeRun(cfg, prepared, training.build_optimizer(model, AdamWConfig()), batches)
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from components.config.errors import ConfigError
+from components.config.kinds import KINDS
 from components.config.schema.data import (
-    DATA_KINDS,
     ChatDataConfig,
     CustomDataConfig,
     DataConfig,
@@ -30,7 +30,7 @@ def option(name: str, **values: object) -> DataConfig:
     schema, own = yaml.pop("defaults")
     assert own == "_self_"
     kind = schema.removeprefix("/schema/data/").removesuffix("@_here_")
-    merged = OmegaConf.merge(OmegaConf.structured(DATA_KINDS[DataKind(kind)]), yaml, values)
+    merged = OmegaConf.merge(OmegaConf.structured(KINDS["data"][DataKind(kind)]), yaml, values)
     return OmegaConf.to_object(merged)
 
 
@@ -78,11 +78,11 @@ def test_a_frozen_config_is_read_back_by_its_kind(kind):
         TextDataConfig: {"path": "x"},
         CustomDataConfig: {"factory": "a:b"},
     }
-    schema = DATA_KINDS[kind]
+    schema = KINDS["data"][kind]
     cfg = schema(**required.get(schema, {}), max_samples=3)
     frozen = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(cfg))))
     assert frozen["kind"] == kind == kind.value == kind.name
-    back = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DATA_KINDS[DataKind(frozen["kind"])]), frozen))
+    back = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(KINDS["data"][DataKind(frozen["kind"])]), frozen))
     assert back == cfg
     assert type(back) is schema
 
@@ -90,9 +90,9 @@ def test_a_frozen_config_is_read_back_by_its_kind(kind):
 @pytest.mark.parametrize("kind", DataKind)
 def test_every_kind_has_the_common_keys_and_no_attribute_beside_its_fields(kind):
     common = {field.name for field in fields(DataConfig)}
-    assert common <= {field.name for field in fields(DATA_KINDS[kind])}
+    assert common <= {field.name for field in fields(KINDS["data"][kind])}
     with pytest.raises(TypeError, match="typo"):
-        DATA_KINDS[kind](typo=1)
+        KINDS["data"][kind](typo=1)
 
 
 def test_all_problems_are_told_at_once():

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from components.config.schema import (
-    ClusterConfig,
-    ClusterKind,
     Device,
     FinetuneConfig,
+    LocalClusterConfig,
     ModelConfig,
     ParallelismConfig,
+    SlurmClusterConfig,
     WeightInit,
 )
 from components.config.schema.data import DocsDataConfig
@@ -21,7 +21,7 @@ from components.launch.machine import device_problems, processes_of, usable_core
 
 def config(procs: str = "auto", device: Device = Device.auto, **degrees: int) -> FinetuneConfig:
     return FinetuneConfig(
-        cluster=ClusterConfig(procs_per_node=procs, device=device),
+        cluster=LocalClusterConfig(procs_per_node=procs, device=device),
         parallelism=ParallelismConfig(**degrees),
         model=ModelConfig(init=WeightInit.random, config={"model_type": "llama"}, tokenizer="bytes"),
         data=DocsDataConfig(),
@@ -30,7 +30,7 @@ def config(procs: str = "auto", device: Device = Device.auto, **degrees: int) ->
 
 def job(nodes: int, procs: str) -> FinetuneConfig:
     cfg = config()
-    cfg.cluster = ClusterConfig(kind=ClusterKind.slurm, nodes=nodes, procs_per_node=procs)
+    cfg.cluster = SlurmClusterConfig(nodes=nodes, procs_per_node=procs)
     return cfg
 
 

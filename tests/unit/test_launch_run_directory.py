@@ -17,7 +17,14 @@ import yaml
 
 from components.config.compose.frozen import read_frozen, to_yaml
 from components.config.errors import ConfigError
-from components.config.schema import EvaluateConfig, FinetuneConfig, ModelConfig, PeftConfig, WeightInit
+from components.config.schema import (
+    CausalLMConfig,
+    EvaluateConfig,
+    FinetuneConfig,
+    PeftConfig,
+    SlurmClusterConfig,
+    WeightInit,
+)
 from components.config.schema.data import DocsDataConfig, MixtureDataConfig
 from components.config.schema.run import RunConfig
 from components.launch.run_directory import filesystem
@@ -37,7 +44,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def config(run_dir: str | None = None) -> FinetuneConfig:
     cfg = FinetuneConfig(
-        model=ModelConfig(init=WeightInit.random, config={"model_type": "llama"}, tokenizer="bytes"),
+        model=CausalLMConfig(init=WeightInit.random, config={"model_type": "llama"}, tokenizer="bytes"),
         data=DocsDataConfig(),
     )
     cfg.run.dir = run_dir
@@ -171,6 +178,18 @@ def test_a_key_that_an_earlier_version_did_not_write_meant_its_default(capsys: p
     cfg.data.eval_fraction = 0.5
     with pytest.raises(ConfigError, match=r"^data.eval_fraction=0.5: the run in mine began with 0.05; "):
         check_changes(yaml.safe_dump(before), cfg, "mine")
+
+
+def test_a_section_without_a_kind_was_of_the_kind_that_there_was(capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = config("mine")
+    before = yaml.safe_load(to_yaml(cfg))
+    for section in ("cluster", "model", "objective", "optimizer"):
+        del before[section]["kind"]
+    check_changes(yaml.safe_dump(before), cfg, "mine")
+    assert capsys.readouterr().err == ""
+    cfg.cluster = SlurmClusterConfig(procs_per_node=cfg.cluster.procs_per_node.replace("auto", "1"))
+    check_changes(yaml.safe_dump(before), cfg, "mine")
+    assert "cluster.kind: local -> slurm" in capsys.readouterr().err
 
 
 def test_every_changed_key_is_told_at_once() -> None:

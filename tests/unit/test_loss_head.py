@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from components import models, training
 from components.batch import Batch
 from components.config.errors import ConfigError
-from components.config.schema import FinetuneConfig, ModelConfig, OptimizerConfig
+from components.config.schema import AdamWConfig, FinetuneConfig, ModelConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import LossMethod
 from components.config.schema.objective import NextTokenConfig
@@ -95,7 +95,7 @@ def rows(targets: int = 500) -> Batch:
 
 
 def step(model: nn.Module, loss: training.LossHead | None, batch: Batch, **values: Any) -> training.StepNumbers:
-    optimizer = training.build_optimizer(model, OptimizerConfig())
+    optimizer = training.build_optimizer(model, AdamWConfig())
     device = next(model.parameters()).device
     settings = training.StepSettings(device=device, loss_head=loss, **values)
     return training.train_step(training.Prepared(model, settings), [batch], optimizer)

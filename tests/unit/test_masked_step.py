@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from components import training
 from components.batch import Batch
-from components.config.schema import OptimizerConfig
+from components.config.schema import AdamWConfig
 from components.training.optim import step_if_finite
 
 Parameters = Iterable[torch.Tensor]
@@ -195,7 +195,7 @@ def test_a_training_step_without_a_fused_kernel_skips(name: str) -> None:
 def test_the_optimizer_of_recipes_needs_no_copies() -> None:
     """Its kernel takes the decision on the device."""
     model = matrices()
-    optimizer = training.build_optimizer(model, OptimizerConfig())
+    optimizer = training.build_optimizer(model, AdamWConfig())
     fill_gradients(model, 0)
     step_if_finite(optimizer, training.gradient_norm(model.parameters()))
     assert optimizer.found_inf.item() == 0  # type: ignore[attr-defined]

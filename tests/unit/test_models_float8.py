@@ -16,7 +16,7 @@ from components.config.errors import ConfigError
 from components.config.schema import ActivationCheckpointing, FinetuneConfig, ModelConfig, ParallelismConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, Float8, WeightInit
-from components.config.schema.optimizer import OptimizerConfig
+from components.config.schema.optimizer import AdamWConfig
 from components.models.float8 import float8_layers, without_float8
 from scripts.parity_curves import relative
 from scripts.parity_shapes import layout_of
@@ -157,7 +157,7 @@ def test_fsdp_ranks_have_the_gradients_of_one_process() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_never_waits_for_the_device(recipe: Float8) -> None:
     model = models.build_on_meta(config(recipe))
-    optimizer = training.build_optimizer(model, OptimizerConfig())
+    optimizer = training.build_optimizer(model, AdamWConfig())
     rows = torch.zeros(2, 16, dtype=torch.int64, device="meta")
     settings = training.StepSettings(device=torch.device("meta"))
     vector = training.train_step(training.Prepared(model, settings), [Batch.from_labels(rows, rows)], optimizer)

@@ -18,7 +18,7 @@ from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
-from components.config.schema.optimizer import OptimizerConfig
+from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.peft import PeftExport
 from components.models.adapter_files import base_name
 from components.models.lora import adapted_layers
@@ -178,7 +178,7 @@ def test_a_step_never_waits_for_the_device(peft: PeftConfig) -> None:
     """On the meta device whatever would wait raises."""
     model = models.build_on_meta(ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"]))
     models.add_adapters(model, peft)
-    optimizer = training.build_optimizer(model, OptimizerConfig())
+    optimizer = training.build_optimizer(model, AdamWConfig())
     rows = torch.zeros(2, 16, dtype=torch.int64, device="meta")
     settings = training.StepSettings(device=torch.device("meta"))
     vector = training.train_step(training.Prepared(model, settings), [Batch.from_labels(rows, rows)], optimizer)

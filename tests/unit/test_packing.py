@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
 from components import data, models, training
 from components.config.errors import ConfigError
-from components.config.schema import ModelConfig, OptimizerConfig
+from components.config.schema import AdamWConfig, ModelConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.data.dataset import Dataset, Facts
 from components.data.packing import best_fit, minimum_slack, plan_rows
@@ -195,7 +195,7 @@ def test_a_packed_step_never_waits_for_the_device(dtype: torch.dtype, monkeypatc
         model = Qwen3ForCausalLM(build("qwen3", torch.float32).config).to(dtype)
     models.use_causal_sdpa(model)
     settings = training.StepSettings(torch.device("meta"))
-    optimizer = training.build_optimizer(model, OptimizerConfig())
+    optimizer = training.build_optimizer(model, AdamWConfig())
     vector = training.train_step(training.Prepared(model, settings), batches_of(packed(), micro=2).at(0), optimizer)
     assert vector.vector.is_meta
     assert bool(calls) == (dtype == torch.bfloat16)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from components.config.errors import ConfigError
-from components.config.schema.cluster import ClusterConfig, ClusterKind
+from components.config.schema.cluster import SlurmClusterConfig
 from components.launch.slurm.jobs import (
     ENDED,
     GONE,
@@ -101,7 +101,7 @@ def _programs(folder: Path, **scripts: str) -> None:
         (folder / name).chmod(0o755)
 
 
-CLUSTER = ClusterConfig(kind=ClusterKind.slurm, procs_per_node="1")
+CLUSTER = SlurmClusterConfig(procs_per_node="1")
 TAKES = 'for word; do case "$word" in --comment=*) echo "31 ${word#--comment=}" >> jobs;; esac; done'
 """An sbatch that takes the job, whatever it answers."""
 

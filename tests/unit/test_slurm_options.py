@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from components.config.errors import ConfigError
-from components.config.schema.cluster import ClusterConfig, ClusterKind, Device
+from components.config.schema.cluster import ClusterConfig, Device, SlurmClusterConfig
 from components.config.schema.slurm import (
     NAMED_ELSEWHERE,
     NOT_A_SUBMISSION,
@@ -21,7 +21,7 @@ from components.launch.slurm.options import as_argument, as_line, container_argu
 
 
 def cluster(**values: object) -> ClusterConfig:
-    return ClusterConfig(kind=ClusterKind.slurm, **{"procs_per_node": "4", **values})
+    return SlurmClusterConfig(**{"procs_per_node": "4", **values})
 
 
 def asked(**values: object) -> list[str]:

@@ -7,11 +7,11 @@ import tempfile
 import pytest
 
 from components.config.schema import FinetuneConfig, ModelConfig
-from components.config.schema.cluster import ClusterConfig, ClusterKind
+from components.config.schema.cluster import SlurmClusterConfig
 from components.config.schema.data import MixtureDataConfig, SftDataConfig
 from components.launch.slurm.job_checks import _local_paths, refusal
 
-CLUSTER = ClusterConfig(kind=ClusterKind.slurm, procs_per_node="2")
+CLUSTER = SlurmClusterConfig(procs_per_node="2")
 ASKED = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"
 
 

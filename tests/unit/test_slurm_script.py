@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from components.config.errors import ConfigError
-from components.config.schema.cluster import ClusterConfig, ClusterKind, Device
+from components.config.schema.cluster import ClusterConfig, Device, SlurmClusterConfig
 from components.config.schema.slurm import (
     SCRIPT_VARIABLES,
     ContainerConfig,
@@ -25,10 +25,10 @@ from components.launch.slurm.script import TEMPLATE, BatchScript, as_word, rende
 GOLDEN = Path(__file__).with_name("golden")
 """What the scripts are to be. After a wanted change: MESHBOOK_WRITE_GOLDEN=1 python -m pytest THIS_FILE, and look."""
 SHARED = Path("/shared/it's mine")
-SLURM = {"kind": ClusterKind.slurm, "procs_per_node": "8", "python": "/shared/venv/bin/python"}
+SLURM = {"procs_per_node": "8", "python": "/shared/venv/bin/python"}
 
 CLUSTERS = {
-    "srun": ClusterConfig(
+    "srun": SlurmClusterConfig(
         **SLURM,
         nodes=4,
         partition="gpu",
@@ -49,10 +49,10 @@ CLUSTERS = {
         sbatch_extra={"mail-type": "FAIL", "comment": 'two "words" # \\', "spread-job": ""},
         srun_extra=["--cpu-bind=cores", "--label"],
     ),
-    "torchrun": ClusterConfig(
+    "torchrun": SlurmClusterConfig(
         **SLURM, nodes=2, launcher=Launcher.torchrun, cpus_per_proc=4, signal_lead_seconds=60, health_check=False
     ),
-    "pyxis": ClusterConfig(
+    "pyxis": SlurmClusterConfig(
         **SLURM,
         container=ContainerConfig(
             runtime=ContainerRuntime.pyxis,
@@ -61,7 +61,7 @@ CLUSTERS = {
             args=["--no-container-mount-home"],
         ),
     ),
-    "apptainer": ClusterConfig(
+    "apptainer": SlurmClusterConfig(
         **SLURM,
         container=ContainerConfig(
             runtime=ContainerRuntime.apptainer, image="/shared/my image.sif", mounts=["/data"], args=["--nv"]
@@ -151,20 +151,20 @@ def test_a_word_of_bash_is_one_line_and_comes_back(text: str) -> None:
 )
 def test_requeue_policy(policy: RequeueConfig, flag: str, asks_for_it: bool) -> None:
     """A job that Slurm must not requeue by itself has to be allowed to, the moment that the ranks have saved."""
-    rendered = script(ClusterConfig(**SLURM, requeue=policy))
+    rendered = script(SlurmClusterConfig(**SLURM, requeue=policy))
     assert re.findall(r"^#SBATCH (--(?:no-)?requeue)$", rendered, re.MULTILINE) == [flag]
     assert ("Requeue=1" in rendered) == asks_for_it
 
 
 def test_gpus_are_counted_on_the_nodes_unless_the_run_takes_none() -> None:
     for device, gpus in ((Device.auto, 8), (Device.cuda, 8), (Device.cpu, 0)):
-        assert f'node_check "$run_dir" {gpus}\n' in script(ClusterConfig(**SLURM, device=device))
+        assert f'node_check "$run_dir" {gpus}\n' in script(SlurmClusterConfig(**SLURM, device=device))
 
 
 def test_code_that_is_not_copied_is_mounted() -> None:
     container = ContainerConfig(runtime=ContainerRuntime.apptainer, image="x.sif")
     job = BatchScript(
-        ClusterConfig(kind=ClusterKind.slurm, procs_per_node="1", container=container, snapshot=False),
+        SlurmClusterConfig(procs_per_node="1", container=container, snapshot=False),
         *("name", Path("/run"), 0, Path("/code"), Path("/mine/recipe.py"), Path("/folder")),
     )
     assert "--bind=/run --bind=/code --bind=/mine --bind=/folder --pwd=/folder x.sif python)" in render(job)
@@ -189,7 +189,7 @@ def test_a_template_of_ones_own_that_does_not_hold(tmp_path: Path, text: str | b
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as caught:
-        script(ClusterConfig(**SLURM, template=str(file)))
+        script(SlurmClusterConfig(**SLURM, template=str(file)))
     (problem,) = caught.value.problems
     assert problem.startswith(f"cluster.template={file}: ")
     assert told in problem
@@ -201,13 +201,13 @@ def test_a_template_of_ones_own_has_every_variable_that_the_guide_lists(tmp_path
     assert len(listed) == 12
     file = tmp_path / "mine.j2"
     file.write_text("".join(f"# {{{{ {name} }}}}\n" for name in listed))
-    assert script(ClusterConfig(**SLURM, template=str(file))).count("\n# ") == 11
+    assert script(SlurmClusterConfig(**SLURM, template=str(file))).count("\n# ") == 11
 
 
 def test_setup_lines_are_commands_by_themselves() -> None:
     good = ["module load cuda/12.8", ". ~/env.sh", "# a remark", "", "export A='b c' B=\"$(date)\"", "a && b; c | d &"]
     bad = ["echo '", "cat <<end", "echo \\", "then", "}; {", "f() {"]
-    problems = setup_problems(ClusterConfig(**SLURM, setup=[*good, *bad]))
+    problems = setup_problems(SlurmClusterConfig(**SLURM, setup=[*good, *bad]))
     assert [problem.partition(": bash cannot")[0] for problem in problems] == [
         f"cluster.setup={line!r}" for line in bad
     ]

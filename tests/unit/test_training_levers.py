@@ -14,7 +14,7 @@ from components import distributed, models, training
 from components.config.schema import ActivationCheckpointing, FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, Float8, LossMethod, WeightInit
-from components.config.schema.optimizer import OptimizerConfig
+from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.training import TrainingConfig
 from components.models.float8 import float8_layers
 from scripts.parity_shapes import layout_of
@@ -79,7 +79,7 @@ def test_a_step_with_every_lever_never_waits_for_the_device(levers: Levers) -> N
         need_torchao()
     model, loss, _ = built(levers)
     assert bool(float8_layers(model)) == (levers.float8 != Float8.none)
-    optimizer = training.build_optimizer(model, OptimizerConfig())
+    optimizer = training.build_optimizer(model, AdamWConfig())
     settings = training.StepSettings(torch.device("meta"), loss_head=loss)
     vector = training.train_step(training.Prepared(model, settings), batches_of(packed(), micro=2).at(0), optimizer)
     assert vector.vector.is_meta
@@ -109,7 +109,7 @@ def test_ranks_that_prefetch_never_wait_for_the_device(levers: Levers) -> None:
         model, loss, cfg = built(levers, layout)
         models.materialize(model, "cpu")
         models.fill_weights(model, cfg, 0)
-        optimizer = training.build_optimizer(model, OptimizerConfig())
+        optimizer = training.build_optimizer(model, AdamWConfig())
         settings = training.StepSettings(torch.device("cpu"), loss_head=loss)
         batches = batches_of(packed(), rank, 2, micro=1)
         training.train_step(training.Prepared(model, settings), batches.at(0), optimizer)  # the first step sets up

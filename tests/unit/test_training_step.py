@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from components import training
 from components.batch import Batch
-from components.config.schema import OptimizerConfig, Schedule
+from components.config.schema import AdamWConfig, Schedule
 from components.models.attention import use_causal_sdpa
 from components.training.optim import step_if_finite
 
@@ -46,7 +46,7 @@ def test_the_step_never_waits_for_the_device() -> None:
     """On the meta device .item(), bool() and .cpu() raise: a step that runs there has no host sync anywhere."""
     with torch.device("meta"):
         model = tiny_model()
-    optimizer = training.build_optimizer(model, OptimizerConfig())
+    optimizer = training.build_optimizer(model, AdamWConfig())
     settings = training.StepSettings(device=torch.device("meta"))
     vector = training.train_step(
         training.Prepared(model, settings), [batch(2, 16, "meta") for _ in range(2)], optimizer
@@ -68,7 +68,7 @@ def test_the_meta_device_tells_a_host_sync() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_non_finite_gradients_never_reach_weights_or_moments(poison: float) -> None:
     model = nn.Linear(4, 3)
-    optimizer = training.build_optimizer(model, OptimizerConfig(lr=0.1))
+    optimizer = training.build_optimizer(model, AdamWConfig(lr=0.1))
     model(torch.ones(2, 4)).sum().backward()
     step_if_finite(optimizer, training.gradient_norm(model.parameters()))
     before = [p.detach().clone() for p in model.parameters()]
@@ -98,7 +98,7 @@ def test_accumulation_changes_nothing() -> None:
     results = []
     for size in (4, 1):
         model = tiny_model().double()
-        optimizer = training.build_optimizer(model, OptimizerConfig())
+        optimizer = training.build_optimizer(model, AdamWConfig())
         parts = [Batch.from_labels(tokens[i : i + size], labels[i : i + size]) for i in range(0, 4, size)]
         settings = training.StepSettings(device=torch.device("cpu"))
         vector = training.train_step(training.Prepared(model, settings), parts, optimizer)
@@ -157,7 +157,7 @@ def test_the_norm_of_a_large_gradient_is_exact() -> None:
 
 def test_norms_and_biases_are_not_decayed() -> None:
     model = tiny_model()
-    groups = training.build_optimizer(model, OptimizerConfig(weight_decay=0.3)).param_groups
+    groups = training.build_optimizer(model, AdamWConfig(weight_decay=0.3)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     assert all(p.dim() >= 2 for p in groups[0]["params"])
     assert len(groups[1]["params"]) == 5  # two norms a layer and the last one
@@ -165,7 +165,7 @@ def test_norms_and_biases_are_not_decayed() -> None:
 
 def test_schedules_hit_their_corners() -> None:
     def curve(**values: object) -> list[float]:
-        config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, **values)
+        config = AdamWConfig(lr=1.0, min_lr_ratio=0.1, **values)
         return [training.learning_rate(config, step, 20) for step in range(20)]
 
     warm = curve(schedule=Schedule.cosine, warmup_steps=4)

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, diagnose
 from components.config.compose.explain import no_option, override_parts
 from components.config.compose.frozen import Config, from_container
-from components.config.compose.sources import Request, config_folders, register_schemas
+from components.config.compose.sources import Request, config_folders, register_schemas, replaceable_kinds
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
@@ -128,7 +128,7 @@ def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
     """Run Hydra's own main for what only it can answer: it prints, and runs nothing of ours."""
     options = [argument for argument in sys.argv[1:] if argument not in (*typed_overrides, "-m", "--multirun")]
     answer = main(version_base="1.3", config_path=str(request.folders[0]), config_name=request.name)
-    with _hydra_that_raises([*request.overrides, *request.search_path, *options]):
+    with replaceable_kinds(), _hydra_that_raises([*request.overrides, *request.search_path, *options]):
         try:
             answer(lambda cfg: None)()
         except SystemExit as end:  # --help

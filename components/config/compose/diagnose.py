@@ -33,12 +33,11 @@ from components.config.compose.sources import Request, option_groups, option_tex
 from components.config.compose.texts import UNSET
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
-from components.config.schema.data import DATA_KINDS, DataKind
+from components.config.kinds import KINDS, WITHOUT_KIND
 from components.config.schema.recipes import RecipeConfig
 
-DATA = "data"
-"""The group whose options have keys of several kinds."""
-_KIND = re.compile(rf"/schema/data/(?P<kind>{'|'.join(DataKind)})@_here_")
+_KIND = re.compile(r"/schema/\w+/(?P<header>\w+)@_here_|^kind: *(?P<key>\w+)", re.MULTILINE)
+"""Where an option states its kind: the class that its defaults begin with, or the key."""
 _MEANT = re.compile(r"; did you mean ([\w.]+)")
 
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ConfigError)
@@ -210,17 +209,25 @@ class _Search:
     def _options_with(self, key: str, value: str, cfg: DictConfig) -> list[str]:
         """The options of a section that have a key which the chosen one lacks.
 
-        Those first that wait for values, of them that which the value names (`mine.jsonl`: jsonl). Only options of
-        data differ in their keys.
+        Those first that wait for values, of them that which the value names (`mine.jsonl`: jsonl).
         """
         section, _, name = key.partition(".")
-        if section != DATA or key not in self.keys or name in _values(cfg, section):
+        if section not in KINDS or key not in self.keys or name in _values(cfg, section):
             return []
-        texts = option_texts(self.request.folders, DATA)
-        kinds = {option: found["kind"] for option, text in texts.items() if (found := _KIND.search(text))}
-        schemas = {option: schema for option, kind in kinds.items() if (schema := DATA_KINDS.get(DataKind(kind)))}
-        fitting = [option for option, schema in schemas.items() if name in get_type_hints(schema)]
+        texts = option_texts(self.request.folders, section)
+        fitting = [option for option, text in texts.items() if name in _keys_of_option(section, text)]
         return sorted(fitting, key=lambda option: (UNSET not in texts[option], option not in value, len(option)))
+
+
+def _keys_of_option(section: str, text: str) -> Collection[str]:
+    """Return the keys of an option of a section with kinds; none where another option decides its kind."""
+    if found := _KIND.search(text):
+        stated = found["header"] or found["key"]
+    elif "defaults:" not in text:
+        stated = WITHOUT_KIND.get(section)
+    else:
+        return ()
+    return next((get_type_hints(each) for kind, each in KINDS[section].items() if str(kind) == stated), ())
 
 
 def _apply(override: str, cfg: DictConfig) -> None:

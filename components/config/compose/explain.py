@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import get_type_hints
 
 from components.config.compose.synonyms import synonym_of
-from components.config.schema.data import DATA_KINDS, DataConfig
+from components.config.kinds import KINDS
 
 NUMBER_WORDS = {"Integer": "a whole number", "Float": "a number"}
 
@@ -41,6 +41,9 @@ VALUE_RULES = (
 )
 """What omegaconf or Hydra says of a value -> the rule in our words."""
 
+REJECTED_KIND = re.compile(
+    r"In 'schema/(?P<section>\w+)/(?P<kind>\w+)': ValidationError .*is not a subclass of", re.DOTALL
+)
 RESOLUTION = re.compile(r"full_key: (?P<key>\S+)")
 IN_FILE = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config:\n(?P<what>.*)", re.DOTALL)
 UNKNOWN_IN_FILE = re.compile(r"Key '(?P<leaf>[^']*)' not in '(?P<schema>[^']*)'")
@@ -63,6 +66,17 @@ def unknown_key(key: str, value: object, known: Iterable[str]) -> str:
     if key.startswith(SOURCES) and not any(name.startswith(f"{SOURCES}.") for name in names):
         return f"{shown}: {NOT_A_MIXTURE}"
     return f"{shown}: no such key{did_you_mean(nearest_key(key, names))}"
+
+
+def key_of_another_kind(section: str, kind: str, fitting: Sequence[str]) -> str:
+    """Return the rule for a key that other kinds of a section have."""
+    return f"{section} of the kind {kind} has no such key (kinds that have it: {', '.join(fitting)})"
+
+
+def no_kind(key: str, name: object, kinds: Iterable[str]) -> str:
+    """Return the sentence for the name of a kind that a section does not take."""
+    names = list(kinds)
+    return f"{key}={name}: must be one of {', '.join(names)}{did_you_mean(nearest(str(name), names))}"
 
 
 def no_option(option: str, known: Iterable[str]) -> str:
@@ -141,7 +155,7 @@ def explain_override(
     Args:
         override: As typed, for example `training.max_step=3`.
         error: What Hydra raised.
-        keys: Every dotted key of the schema, those of all kinds of data included.
+        keys: Every dotted key of the schema, those of all kinds of its sections included.
         groups: Options of every config group.
         fitting: Where the chosen option of the section lacks the key: those that have it, the likeliest first.
     """
@@ -180,6 +194,9 @@ def explain_file(error: Exception, keys: list[str], groups: dict[str, list[str]]
         groups: Options of every config group.
         chosen: The file that was chosen on the command line: Hydra names the main config where that one overrides.
     """
+    if rejected := REJECTED_KIND.search(str(error)):
+        where = chosen.replace("/", "=", 1) if chosen else rejected["section"]
+        return f"{where}: an option of the kind {rejected['kind']}, which this recipe does not take; choose another"
     if broken := NOT_YAML.search(str(error)):
         return f"{broken['file']}, line {broken['line']}: is not YAML: {broken['what']}"
     if asked := OPTION.search(str(error)) or NO_GROUP.search(str(error)):
@@ -208,20 +225,28 @@ def _forgotten_package(file: str, key: str, keys: Sequence[str]) -> str | None:
 
 
 def _unknown_in_file(named: str, key: str, unknown: re.Match[str], keys: list[str]) -> str:
-    """The sentence for a key that a file sets and its section lacks: of data, perhaps because of its kind."""
-    if unknown["leaf"] == "sources":
+    """Return the sentence for a key that a file sets and its section lacks, perhaps because of the section's kind."""
+    leaf = unknown["leaf"]
+    if leaf == "sources":
         return f"{SOURCES}: {NOT_A_MIXTURE}"
-    fitting = [str(kind) for kind, schema in DATA_KINDS.items() if unknown["leaf"] in get_type_hints(schema)]
-    kind = next((kind for kind, schema in DATA_KINDS.items() if schema.__name__ == unknown["schema"]), None)
-    if kind is not None and fitting:
-        return f"{named}: data of the kind {kind} has no such key (kinds that have it: {', '.join(fitting)})"
-    if unknown["schema"] != DataConfig.__name__ or not fitting:
+    section = next((name for name, kinds in KINDS.items() if unknown["schema"] in _class_names(kinds.values())), "")
+    kinds = KINDS.get(section, {})
+    fitting = [kind for kind, schema in kinds.items() if leaf in get_type_hints(schema)]
+    if not fitting:
         return f"{named}: no such key{did_you_mean(nearest_key(key, keys))}"
+    own = next((kind for kind, schema in kinds.items() if schema.__name__ == unknown["schema"]), None)
+    if own is not None:
+        return f"{named}: {key_of_another_kind(section, own, fitting)}"
     if key.startswith(f"{SOURCES}."):
         name = key.split(".")[2]
         return f"{named}: the mixture has no source {name}; add it to the defaults: OPTION@sources.{name}"
     others = f" (or {', '.join(fitting[1:])} for {fitting[0]})" if fitting[1:] else ""
-    return f"{named}: the file must open with defaults: [/schema/data/{fitting[0]}@_here_, _self_]{others}"
+    return f"{named}: the file must open with defaults: [/schema/{section}/{fitting[0]}@_here_, _self_]{others}"
+
+
+def _class_names(kinds: Iterable[type]) -> set[str]:
+    """Return the names of the classes of some kinds and of the classes they inherit from."""
+    return {base.__name__ for schema in kinds for base in schema.__mro__}
 
 
 def _asks_for_another(key: str, value: str, text: str) -> bool:
@@ -237,7 +262,8 @@ def _of_defaults(asked: re.Match[str], groups: dict[str, list[str]], chosen: str
     file = asked["file"] if chosen is None or "/" in (asked["file"] or "") else chosen
     where, group, option = f"conf file {file}.yaml", asked["group"], asked.groupdict().get("option")
     named = group if option is None else f"{group}={option}"
-    if options := (list(map(str, DATA_KINDS)) if group == "schema/data" else groups.get(group)):
+    kinds = KINDS.get(group.removeprefix("schema/"), {}) if group.startswith("schema/") else {}
+    if options := list(map(str, kinds)) or groups.get(group):
         return f"{where} asks for {named}: {_no_option(option or '', options)}"
     inner = group.rpartition("/")[2]  # without a slash before it, a group is looked for in the file's own folder
     like = f"/{inner}" if inner != group and inner in groups else nearest(group, groups)

@@ -17,10 +17,9 @@ from components.config.compose.typed import typed
 from components.config.errors import ConfigError
 from components.config.safe_yaml import check_expansion, load_yaml
 from components.config.schema.checks import raise_all
-from components.config.schema.recipes import RecipeConfig
+from components.config.schema.recipes import Config, RecipeConfig
 from components.protocol.run_files import CONFIG, LOGS, read_regular
 
-Config = TypeVar("Config", bound=RecipeConfig)
 Section = TypeVar("Section")
 
 _CHECKSUM = "# sha256 of the lines below: "
@@ -30,10 +29,10 @@ _CHECKSUM = "# sha256 of the lines below: "
 def from_container(cfg: DictConfig, schema: type[Config]) -> Config:
     """Resolve interpolations and return the typed config. Raises ConfigError with every problem."""
     container, refused = resolve(cfg)
-    # The option of conf/data/ named its class; a file that was frozen is plain and only knows data.kind.
-    data_schema = OmegaConf.get_type(cfg, "data") if "data" in cfg else None
+    # A composed section is a node of its option's class; a frozen file is plain and names its kinds by value.
+    composed = {name: kind for name in map(str, cfg) if (kind := OmegaConf.get_type(cfg, name)) is not None}
     try:
-        made = typed(container, schema, data_schema, [key.partition("[")[0] for key in refused])
+        made = typed(container, schema, composed, [key.partition("[")[0] for key in refused])
     except ConfigError as error:
         raise ConfigError([*refused.values(), *error.problems]) from error
     raise_all(list(refused.values()))

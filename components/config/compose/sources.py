@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -17,8 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from components.config.errors import ConfigError
+from components.config.kinds import KINDS, kinds_of
 from components.config.safe_yaml import YamlLimitError, check_expansion
-from components.config.schema.data import DATA_KINDS
 from components.config.schema.recipes import RecipeConfig
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
@@ -47,7 +47,11 @@ class Request:
         GlobalHydra.instance().clear()
         try:
             folder = str(self.folders[0])
-            with strict_booleans(), initialize_config_dir(folder, job_name=self.name, version_base="1.3"):
+            with (
+                strict_booleans(),
+                replaceable_kinds(),
+                initialize_config_dir(folder, job_name=self.name, version_base="1.3"),
+            ):
                 return compose(self.name, overrides=[*self.search_path, *overrides])
         except OmegaConfBaseException:
             raise
@@ -56,11 +60,17 @@ class Request:
 
 
 def register_schemas(name: str, schema: type[RecipeConfig]) -> None:
-    """Put the dataclasses where the defaults lists find them: schema/<name> and schema/data/<kind>."""
+    """Put the dataclasses where defaults lists find them: schema/<name>, and schema/<section>/<kind> for options.
+
+    A recipe's own subclass of a kind is registered in its place, so that the kind's options fill it.
+    """
     store = ConfigStore.instance()
     store.store(group="schema", name=name, node=OmegaConf.structured(schema), package="_global_")
-    for kind, data_schema in DATA_KINDS.items():
-        store.store(group="schema/data", name=str(kind), node=OmegaConf.structured(data_schema))
+    annotations = [hint for hint in get_type_hints(schema).values() if isinstance(hint, type)]
+    for section, kinds in KINDS.items():
+        for kind, each in kinds.items():
+            own = next((hint for hint in annotations if issubclass(hint, each)), each)
+            store.store(group=f"schema/{section}", name=str(kind), node=OmegaConf.structured(own))
 
 
 @contextmanager
@@ -81,6 +91,29 @@ def strict_booleans() -> Iterator[None]:
         yield
     finally:
         BooleanNode._validate_and_convert_impl = convert  # type: ignore[method-assign]
+
+
+@contextmanager
+def replaceable_kinds() -> Iterator[None]:
+    """Let an option replace the kind that a section has by default, with the keys of its own kind only.
+
+    A section with a default is merged into by the option (`defaults: [/schema/optimizer/KIND@_here_, _self_]`).
+    omegaconf only merges a dataclass into its own base, and keeps the keys of what it merges into.
+    """
+    validate = DictConfig._validate_merge
+
+    def replace_or_validate(node: DictConfig, value: Any) -> None:
+        kind, other = OmegaConf.get_type(node), OmegaConf.get_type(value)
+        annotation = node._metadata.ref_type
+        if other is not kind and {kind, other} <= set(kinds_of(annotation).values()):
+            node._set_value(other)
+        validate(node, value)
+
+    DictConfig._validate_merge = replace_or_validate  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        DictConfig._validate_merge = validate  # type: ignore[method-assign]
 
 
 def config_folders(

@@ -1,19 +1,20 @@
-"""From nested dicts to dataclasses, strictly: unknown keys, missing values and wrong types, all told at once."""
+"""Build dataclasses from nested dicts, strictly: unknown keys, missing values and wrong types are collected."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from components.config.compose.explain import explain_value, no_source, unknown_key
+from components.config.compose.explain import explain_value, key_of_another_kind, no_kind, no_source, unknown_key
 from components.config.compose.texts import UNSET, literal, unstorable
 from components.config.errors import ConfigError
-from components.config.schema.data import DATA_KINDS, DataConfig, DataKind, of_source
+from components.config.kinds import at_key, have_same_keys, kind_named, kinds_of, section_of
+from components.config.schema.data import DataConfig, DataKind
 
 Schema = TypeVar("Schema")
 
@@ -22,20 +23,21 @@ LARGEST = 2**63 - 1
 
 
 def typed(
-    container: Any, schema: type[Schema], data_schema: type | None = None, refused: Collection[str] = ()
+    container: Any, schema: type[Schema], composed: Mapping[str, type] | None = None, refused: Collection[str] = ()
 ) -> Schema:
     """Return `container` (nested dicts, no interpolations left) as an instance of `schema`.
 
     Args:
         container: Values by section and key.
-        schema: A dataclass of dataclasses.
-        data_schema: The class of the section `data`, one of DATA_KINDS; anything else: the one data.kind names.
+        schema: A dataclass of dataclasses, or the dataclass of one section.
+        composed: Section -> class that its option was composed with. A section that is not in it, or whose class has no
+            kinds, gets the class of the kind that its values name.
         refused: Keys that were refused before, whose values are not in `container`.
 
-    Raises ConfigError with every problem: unknown keys with the nearest known one, values that are missing or of
-    the wrong type, and what each section says of itself.
+    Raises ConfigError with every problem: unknown keys with the nearest known one, keys of another kind, values that
+    are missing or of the wrong type, and the problems that each section reports.
     """
-    builder = _Builder(known_keys(schema), data_schema if data_schema in DATA_KINDS.values() else None, refused)
+    builder = _Builder(known_keys(schema), composed or {}, refused)
     result = builder.build(container, schema, "")
     if builder.problems:
         raise ConfigError(builder.problems)
@@ -43,26 +45,22 @@ def typed(
 
 
 def known_keys(schema: type, prefix: str = "") -> list[str]:
-    """Return every dotted key of `schema`, sections included, with those of all kinds of data."""
-    keys = []
-    for name, kind in get_type_hints(schema).items():
-        keys.append(prefix + name)
-        for variant in DATA_KINDS.values() if kind is DataConfig else [kind]:
-            if is_dataclass(variant):
-                keys += known_keys(variant, f"{prefix}{name}.")
-    return list(dict.fromkeys(keys))
+    """Return every dotted key of `schema`, sections included, with the keys of all kinds that a section takes."""
+    return list(dict.fromkeys(key for key, _ in _keys(schema, prefix)))
 
 
 def free_keys(schema: type, prefix: str = "") -> list[str]:
     """Return the dotted keys of `schema` under which any name may be set, such as model.config."""
-    keys = []
-    for name, kind in get_type_hints(schema).items():
-        if get_origin(kind) is dict:
-            keys.append(prefix + name)
-        for variant in DATA_KINDS.values() if kind is DataConfig else [kind]:
-            if is_dataclass(variant):
-                keys += free_keys(variant, f"{prefix}{name}.")
-    return list(dict.fromkeys(keys))
+    return list(dict.fromkeys(key for key, hint in _keys(schema, prefix) if get_origin(hint) is dict))
+
+
+def _keys(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys below `schema` with their type hints; the kinds of a section may repeat keys."""
+    for variant in kinds_of(schema).values() or (schema,):
+        for name, hint in get_type_hints(variant).items():
+            yield prefix + name, hint
+            if is_dataclass(hint):
+                yield from _keys(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
 
 
 @dataclass
@@ -70,19 +68,22 @@ class _Builder:
     """Builds dataclasses and collects what is wrong with them on the way."""
 
     known: list[str]
-    data_schema: type | None
+    composed: Mapping[str, type]
     refused: Collection[str] = ()
     problems: list[str] = field(default_factory=list)
 
-    def build(self, values: Any, schema: Any, prefix: str) -> Any:
-        """Build one dataclass from `values`; None where it cannot be built."""
+    def build(self, values: Any, annotation: Any, prefix: str) -> Any:
+        """Build one dataclass, of the kind that `annotation` and `values` select; None where it cannot be built."""
         if not isinstance(values, dict):
             self.problems.append(f"{prefix.rstrip('.')}={values}: is a section with keys, not a value")
             return None
-        hints, before = get_type_hints(schema), len(self.problems)
+        before = len(self.problems)
+        if (schema := self._class_of(annotation, values, prefix)) is None:
+            return None
+        hints = get_type_hints(schema)
         for key in values:
             if key not in hints:
-                self.problems += [unknown_key(*leaf, self.known) for leaf in _leaves(f"{prefix}{key}", values[key])]
+                self._report_unknown(key, values[key], schema, annotation, prefix)
         node = OmegaConf.structured(schema)
         refused = [name for name in hints if f"{prefix}{name}" in self.refused]
         refused += self._require(schema, values, prefix)
@@ -93,13 +94,38 @@ class _Builder:
                 arguments[name] = self._value(values[name], kind, node, f"{prefix}{name}")
                 if len(self.problems) > found:
                     refused.append(name)
-        made = self._construct(schema, arguments, refused)
+        made = self._construct(schema, arguments, refused, prefix)
         return made if len(self.problems) == before else None
 
-    def _construct(self, schema: Any, arguments: dict[str, Any], refused: list[str]) -> Any:
-        """Construct a section for what it says of itself, with defaults for what was refused.
+    def _class_of(self, annotation: Any, values: dict[str, Any], prefix: str) -> Any:
+        """Return the class of a section: the kind of its option, or the kind that its values name."""
+        kinds = kinds_of(annotation)
+        if not kinds:
+            return annotation
+        kind = kind_named(values, annotation)
+        composed = self.composed.get(prefix.rstrip("."))
+        if composed in kinds.values() and (kind is None or not have_same_keys(composed, kinds[kind])):
+            return composed  # its own rule rejects the name of another kind
+        if kind is None and values.get("kind", UNSET) != UNSET:
+            self.problems.append(no_kind(f"{prefix}kind", values["kind"], kinds))
+            return None
+        return annotation if kind is None else kinds[kind]
 
-        What concerns a refused value is left out: it could be a mere consequence.
+    def _report_unknown(self, key: str, value: Any, schema: Any, annotation: Any, prefix: str) -> None:
+        """Report a key that `schema` does not have: another kind's, or nobody's."""
+        kinds = kinds_of(annotation)
+        own = next((kind for kind, each in kinds.items() if each is schema), None)
+        fitting = [kind for kind, each in kinds.items() if key in get_type_hints(each)]
+        if own is not None and fitting and not isinstance(value, dict):
+            section = section_of(annotation) or ""
+            self.problems.append(f"{prefix}{key}={value}: {key_of_another_kind(section, own, fitting)}")
+        else:
+            self.problems += [unknown_key(*leaf, self.known) for leaf in _leaves(f"{prefix}{key}", value)]
+
+    def _construct(self, schema: Any, arguments: dict[str, Any], refused: list[str], prefix: str) -> Any:
+        """Construct a section to collect the problems that it reports, with defaults for what was refused.
+
+        Problems that concern a refused value are left out: they could be mere consequences.
         """
         accepted = {name: value for name, value in arguments.items() if name not in refused}
         required = [each.name for each in fields(schema) if each.default is MISSING and each.default_factory is MISSING]
@@ -108,7 +134,9 @@ class _Builder:
             return schema(**accepted, **unset)
         except ConfigError as error:
             about = "|".join(map(re.escape, refused)) or "$."
-            self.problems += [each for each in error.problems if not re.search(rf"\.({about})(?!\w|\.\w)", each)]
+            problems = [each for each in error.problems if not re.search(rf"\.({about})(?!\w|\.\w)", each)]
+            section = section_of(schema)
+            self.problems += at_key(section, prefix.rstrip("."), problems) if section and prefix else problems
         return None
 
     def _value(self, value: Any, kind: Any, node: DictConfig, key: str) -> Any:
@@ -116,7 +144,7 @@ class _Builder:
         if value == UNSET:
             return None
         if is_dataclass(kind):
-            return self.build(value, (self.data_schema or _schema_of(value)) if kind is DataConfig else kind, f"{key}.")
+            return self.build(value, kind, f"{key}.")
         if kind == dict[str, DataConfig] and isinstance(value, dict):
             return {name: self._source(name, source, value) for name, source in value.items()}
         if problem := unstorable(value):
@@ -147,9 +175,11 @@ class _Builder:
         if kind == DataKind.mixture:
             self.problems.append(f"{key}.kind=mixture: a mixture is no source of another; add its sources to this one")
             return None
-        builder = _Builder(known_keys(_schema_of(values), f"{key}."), None)
-        source = builder.build(values, _schema_of(values), f"{key}.")
-        self.problems += of_source(name, builder.problems)
+        named = kind_named(values, DataConfig)
+        schema = DataConfig if named is None else kinds_of(DataConfig)[named]
+        builder = _Builder(known_keys(schema, f"{key}."), {})
+        source = builder.build(values, schema, f"{key}.")
+        self.problems += builder.problems
         return source
 
     def _require(self, schema: type, values: dict[str, Any], prefix: str) -> list[str]:
@@ -163,12 +193,6 @@ class _Builder:
                     self.problems.append(f"{key}: not set, and it has no default; set {key}=...")
                 missing.append(entry.name)
         return missing
-
-
-def _schema_of(data: Any) -> type[DataConfig]:
-    """The class that the kind of a data section, or of a source, names."""
-    kind = data.get("kind") if isinstance(data, dict) else None
-    return next((schema for name, schema in DATA_KINDS.items() if str(name) == str(kind)), DataConfig)
 
 
 def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:

@@ -5,12 +5,12 @@ Every field is documented by the line below it; `conf/` holds values for these f
 """
 
 from components.config.schema.checkpoint import CheckpointConfig
-from components.config.schema.cluster import ClusterConfig, ClusterKind, Device
+from components.config.schema.cluster import ClusterConfig, ClusterKind, Device, LocalClusterConfig, SlurmClusterConfig
 from components.config.schema.data import DataConfig
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
-from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
-from components.config.schema.objective import NextTokenConfig
-from components.config.schema.optimizer import OptimizerConfig, Schedule
+from components.config.schema.model import Attention, CausalLMConfig, DType, ModelConfig, WeightInit
+from components.config.schema.objective import NextTokenConfig, ObjectiveConfig
+from components.config.schema.optimizer import AdamWConfig, OptimizerConfig, Schedule
 from components.config.schema.parallelism import (
     ActivationCheckpointing,
     MeshShape,
@@ -26,7 +26,9 @@ from components.config.schema.training import EvaluationConfig, GenerationConfig
 
 __all__ = [
     "ActivationCheckpointing",
+    "AdamWConfig",
     "Attention",
+    "CausalLMConfig",
     "CheckpointConfig",
     "ClusterConfig",
     "ClusterKind",
@@ -41,10 +43,12 @@ __all__ = [
     "GenerationConfig",
     "GpuRequest",
     "Launcher",
+    "LocalClusterConfig",
     "LoggingConfig",
     "MeshShape",
     "ModelConfig",
     "NextTokenConfig",
+    "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelismConfig",
     "PeftConfig",
@@ -55,6 +59,7 @@ __all__ = [
     "RequeueConfig",
     "RunConfig",
     "Schedule",
+    "SlurmClusterConfig",
     "Strategy",
     "TrainingConfig",
     "UnevenHeads",

@@ -6,6 +6,8 @@ Values that are not finite (inf, nan, 1e400) are out of every range.
 from __future__ import annotations
 
 import math
+from dataclasses import MISSING, fields
+from typing import Any
 
 from components.config.errors import ConfigError
 
@@ -27,6 +29,17 @@ def above(key: str, value: float, bound: float) -> list[str]:
 def within(key: str, value: float, low: float, high: float) -> list[str]:
     """Require `value` to lie in [low, high]."""
     return [] if low <= value <= high else [f"{key}={value}: must lie between {low:g} and {high:g}"]
+
+
+def own_kind(section: str, cfg: Any) -> list[str]:
+    """Require the `kind` of a section to be that of its class; a base class has none of its own."""
+    own = next(each.default for each in fields(cfg) if each.name == "kind")
+    if own is MISSING or cfg.kind is own:
+        return []
+    return [
+        f"{section}.kind={cfg.kind}: this option is of the kind {own}; choose another option of conf/{section}/ "
+        f"({section}=NAME) instead of setting the kind"
+    ]
 
 
 def raise_all(problems: list[str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
 
-from components.config.schema.checks import at_least, raise_all, within
+from components.config.schema.checks import at_least, own_kind, raise_all, within
 from components.config.schema.slurm import (
     NAMED_ELSEWHERE,
     NOT_A_SUBMISSION,
@@ -45,10 +45,14 @@ class Device(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    """Nodes, processes and devices; below `launcher`, what only Slurm reads."""
+    """Nodes, processes and devices; from `launcher` on, what only Slurm reads.
 
-    kind: ClusterKind = ClusterKind.local
-    """local or slurm."""
+    Slurm's keys are legal for every kind: conf/local/user.yaml sets a partition for all runs, local ones included, and
+    `cluster.kind=slurm` may be set over any option.
+    """
+
+    kind: ClusterKind
+    """local or slurm; selects one of the subclasses below."""
     nodes: int = 1
     """Machines of the run."""
     procs_per_node: str = "auto"
@@ -116,7 +120,11 @@ class ClusterConfig:
     """Path of your own script template; null: slurm/train.sbatch.j2."""
 
     def __post_init__(self) -> None:
+        raise_all(self._problems())
+
+    def _problems(self) -> list[str]:
         problems = [
+            *own_kind("cluster", self),
             *at_least("cluster.nodes", self.nodes, 1),
             *within("cluster.startup_timeout_minutes", self.startup_timeout_minutes, 0.01, LONGEST_TIMEOUT),
             *within("cluster.collective_timeout_minutes", self.collective_timeout_minutes, 0.01, LONGEST_TIMEOUT),
@@ -127,17 +135,45 @@ class ClusterConfig:
             problems.append(
                 f"cluster.procs_per_node={self.procs_per_node}: must be auto or a number of processes, 1 or more"
             )
-        if self.kind == ClusterKind.slurm:
-            problems += self._slurm_problems()
-        elif self.nodes > 1:
+        return problems
+
+    @property
+    def startup_timeout(self) -> timedelta:
+        """How long a process waits for the others to appear."""
+        return timedelta(minutes=self.startup_timeout_minutes)
+
+    @property
+    def collective_timeout(self) -> timedelta:
+        """How long a process waits for the others in one collective."""
+        return timedelta(minutes=self.collective_timeout_minutes)
+
+
+@dataclass(kw_only=True, slots=True)
+class LocalClusterConfig(ClusterConfig):
+    """This machine, now."""
+
+    kind: ClusterKind = ClusterKind.local
+    """local."""
+
+    def _problems(self) -> list[str]:
+        problems = ClusterConfig._problems(self)
+        if self.nodes > 1:
             problems.append(
                 f"cluster.nodes={self.nodes}: a local run has one node; set cluster.nodes=1, or submit with "
                 "cluster=slurm_2node"
             )
-        raise_all(problems)
+        return problems
 
-    def _slurm_problems(self) -> list[str]:
-        problems = []
+
+@dataclass(kw_only=True, slots=True)
+class SlurmClusterConfig(ClusterConfig):
+    """A job that is submitted with sbatch."""
+
+    kind: ClusterKind = ClusterKind.slurm
+    """slurm."""
+
+    def _problems(self) -> list[str]:
+        problems = ClusterConfig._problems(self)
         if self.procs_per_node == "auto":
             problems.append(
                 "cluster.procs_per_node=auto: the GPUs of a node are unknown here; set the number of processes per node"
@@ -194,16 +230,6 @@ class ClusterConfig:
             if not _is_one_line(value):
                 problems.append(f"cluster: {value!r} must be on one line; change srun_extra or container")
         return problems
-
-    @property
-    def startup_timeout(self) -> timedelta:
-        """How long a process waits for the others to appear."""
-        return timedelta(minutes=self.startup_timeout_minutes)
-
-    @property
-    def collective_timeout(self) -> timedelta:
-        """How long a process waits for the others in one collective."""
-        return timedelta(minutes=self.collective_timeout_minutes)
 
 
 def _is_one_line(text: str) -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from types import MappingProxyType
 
-from components.config.schema.checks import at_least, raise_all
+from components.config.schema.checks import at_least, own_kind, raise_all
 
 IGNORED = -100
 """Label or target of a position that has no loss: the `ignore_index` of PyTorch and Hugging Face."""
@@ -83,13 +81,8 @@ class DataConfig:
         problems = [
             *at_least("data.max_samples", self.max_samples, 1),
             *at_least("data.max_eval_samples", self.max_eval_samples, 1),
+            *own_kind("data", self),
         ]
-        own_kind = next((kind for kind, schema in DATA_KINDS.items() if schema is type(self)), self.kind)
-        if self.kind is not own_kind:
-            problems.append(
-                f"data.kind={self.kind}: this option is of the kind {own_kind}; choose another option "
-                "of conf/data/ (data=NAME) instead of setting the kind"
-            )
         if not 0 <= self.eval_fraction < 1:
             problems.append(
                 f"data.eval_fraction={self.eval_fraction}: must be at least 0 (nothing held out) and below 1"
@@ -272,36 +265,19 @@ class MixtureDataConfig(DataConfig):
             for key, value in _changed(self, _OF_A_SOURCE)
         ]
         for name, source in self.sources.items():
-            problems += of_source(name, self._problems_of(source))
+            problems += self._problems_of(f"data.sources.{name}", source)
         return problems
 
-    def _problems_of(self, source: DataConfig) -> list[str]:
-        """What is wrong with a source that may be right by itself."""
+    def _problems_of(self, key: str, source: DataConfig) -> list[str]:
+        """Return what is wrong with the source at `key` as part of this mixture."""
         problems = [
-            f"data.cache={value}: all sources have one; leave it out" for _, value in _changed(source, ["cache"])
+            f"{key}.cache={value}: all sources have one; leave it out" for _, value in _changed(source, ["cache"])
         ]
         if source.pack and not self.pack:
-            problems.append("data.pack=true: all sources are packed or none; set it to false, or the mixture's to true")
+            problems.append(
+                f"{key}.pack=true: all sources are packed or none; set it to false, or the mixture's to true"
+            )
         return problems
-
-
-DATA_KINDS: Mapping[DataKind, type[DataConfig]] = MappingProxyType(
-    {
-        DataKind.docs: DocsDataConfig,
-        DataKind.sft: SftDataConfig,
-        DataKind.chat: ChatDataConfig,
-        DataKind.text: TextDataConfig,
-        DataKind.custom: CustomDataConfig,
-        DataKind.mixture: MixtureDataConfig,
-    }
-)
-"""The class of each kind: how a frozen config is read back."""
-
-
-def of_source(name: str, problems: Iterable[str]) -> list[str]:
-    """Return what is wrong with a source of a mixture by the keys that it has there: data.sources.NAME.path."""
-    keys = "|".join(sorted({each.name for schema in DATA_KINDS.values() for each in fields(schema)}))
-    return [re.sub(rf"\bdata\.(?=({keys})\b(?!\.\w))", f"data.sources.{name}.", problem) for problem in problems]
 
 
 def _changed(cfg: DataConfig, keys: Iterable[str]) -> list[tuple[str, object]]:

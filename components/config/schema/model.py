@@ -1,4 +1,4 @@
-"""`model`: which Hugging Face causal LM, in which precision."""
+"""`model`: which Hugging Face model, in which precision. One class per kind of model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from components.config.schema.checks import above, at_least, raise_all
+from components.config.schema.checks import above, at_least, own_kind, raise_all
 
 CAUSAL_SDPA = "causal_sdpa"
 """What model.attention=sdpa is called within transformers once it needs no mask; never written to a config.json."""
@@ -23,6 +23,12 @@ LONGEST_DOCUMENT = "longest_document"
 """Keyword beside it: an int, the host's bound on the length in tokens of those documents."""
 NEEDS_WHOLE_ROWS = "_needs_whole_rows"
 """Attribute of a built model: why it cannot compute a part of a row (cp), or an empty string if it can."""
+
+
+class ModelKind(StrEnum):
+    """causal_lm: a decoder with a language-model head."""
+
+    causal_lm = "causal_lm"
 
 
 class DType(StrEnum):
@@ -92,8 +98,10 @@ class RouterAux(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """A causal LM from the hub, a local folder, a GGUF file, a package that carries one, or from scratch."""
+    """A model from the hub, a local folder, a GGUF file, a package that carries one, or from scratch."""
 
+    kind: ModelKind = ModelKind.causal_lm
+    """Selects one of the subclasses below; a config that names no kind is a causal LM."""
     path: str | None = None
     """Hub name, local folder, .gguf file, or package:NAME/FILE for a file inside an installed package."""
     revision: str | None = None
@@ -140,7 +148,10 @@ class ModelConfig:
     """Experts per mixture-of-experts layer; null: none, or not known before the model is read."""
 
     def __post_init__(self) -> None:
-        problems: list[str] = []
+        raise_all(self._problems())
+
+    def _problems(self) -> list[str]:
+        problems = own_kind("model", self)
         for name in ("layers", "heads", "kv_heads", "hidden", "vocab", "experts"):
             problems += at_least(f"model.{name}", getattr(self, name), 1)
         problems += at_least("model.router_aux_coef", self.router_aux_coef, 0)
@@ -168,4 +179,9 @@ class ModelConfig:
             )
         if self.dtype == DType.auto:
             problems.append("model.dtype=auto: the stored type must be stated: float32, bfloat16 or float64")
-        raise_all(problems)
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class CausalLMConfig(ModelConfig):
+    """A causal language model."""

@@ -1,23 +1,46 @@
-"""`objective`: what is optimized."""
+"""`objective`: what is optimized. One class per kind of objective."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from components.config.schema.checks import at_least, raise_all
+from components.config.schema.checks import at_least, own_kind, raise_all
+
+
+class ObjectiveKind(StrEnum):
+    """next_token: cross-entropy of the next token."""
+
+    next_token = "next_token"
 
 
 @dataclass(kw_only=True, slots=True)
-class NextTokenConfig:
+class ObjectiveConfig:
+    """Base of every objective. A recipe takes the kinds that it can compute, by the annotation in its config."""
+
+    kind: ObjectiveKind
+    """Selects one of the subclasses below."""
+
+    def __post_init__(self) -> None:
+        raise_all(self._problems())
+
+    def _problems(self) -> list[str]:
+        return own_kind("objective", self)
+
+
+@dataclass(kw_only=True, slots=True)
+class NextTokenConfig(ObjectiveConfig):
     """Cross-entropy of the next token. Held-out losses are the plain cross-entropy, whatever is set here."""
 
+    kind: ObjectiveKind = ObjectiveKind.next_token
+    """next_token."""
     label_smoothing: float = 0.0
     """Share of each target that is spread evenly over the vocabulary."""
     z_loss: float = 0.0
     """Factor of the squared log of the softmax's denominator; 1e-4 is usual in pretraining, 0 leaves it out."""
 
-    def __post_init__(self) -> None:
-        problems = at_least("objective.z_loss", self.z_loss, 0)
+    def _problems(self) -> list[str]:
+        problems = [*ObjectiveConfig._problems(self), *at_least("objective.z_loss", self.z_loss, 0)]
         if not 0 <= self.label_smoothing < 1:
             problems.append(f"objective.label_smoothing={self.label_smoothing}: must be in [0, 1)")
-        raise_all(problems)
+        return problems

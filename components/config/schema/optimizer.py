@@ -1,11 +1,17 @@
-"""`optimizer`: AdamW and the schedule of its learning rate."""
+"""`optimizer`: the update rule and the learning-rate schedule. One class per kind of optimizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from components.config.schema.checks import above, at_least, raise_all, within
+from components.config.schema.checks import above, at_least, own_kind, raise_all, within
+
+
+class OptimizerKind(StrEnum):
+    """adamw: torch's AdamW."""
+
+    adamw = "adamw"
 
 
 class Schedule(StrEnum):
@@ -19,14 +25,12 @@ class Schedule(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019) with decay on matrices only, and a warmup-then-schedule learning rate."""
+    """Learning rate, weight decay and schedule: the keys of every optimizer."""
 
+    kind: OptimizerKind
+    """Selects one of the subclasses below."""
     lr: float = 2e-5
     """Peak learning rate."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay of the first and of the second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
     weight_decay: float = 0.01
     """Decoupled weight decay of parameters with two or more dims; norms and biases are never decayed."""
     schedule: Schedule = Schedule.cosine
@@ -39,14 +43,32 @@ class OptimizerConfig:
     """Learning rate at the last step, as a fraction of lr."""
 
     def __post_init__(self) -> None:
-        problems = [
+        raise_all(self._problems())
+
+    def _problems(self) -> list[str]:
+        return [
+            *own_kind("optimizer", self),
             *above("optimizer.lr", self.lr, 0),
-            *above("optimizer.eps", self.eps, 0),
             *at_least("optimizer.weight_decay", self.weight_decay, 0),
             *at_least("optimizer.warmup_steps", self.warmup_steps, 0),
             *at_least("optimizer.decay_steps", self.decay_steps, 0),
             *within("optimizer.min_lr_ratio", self.min_lr_ratio, 0, 1),
         ]
+
+
+@dataclass(kw_only=True, slots=True)
+class AdamWConfig(OptimizerConfig):
+    """AdamW (Loshchilov and Hutter 2019) with decay on matrices only."""
+
+    kind: OptimizerKind = OptimizerKind.adamw
+    """adamw."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay of the first and of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    def _problems(self) -> list[str]:
+        problems = [*OptimizerConfig._problems(self), *above("optimizer.eps", self.eps, 0)]
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             problems.append(f"optimizer.betas={self.betas}: must be two numbers in [0, 1)")
-        raise_all(problems)
+        return problems

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from components.config.schema.checkpoint import CheckpointConfig
-from components.config.schema.cluster import ClusterConfig
+from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
 from components.config.schema.data import DataConfig
 from components.config.schema.logging import LoggingConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.objective import NextTokenConfig
-from components.config.schema.optimizer import OptimizerConfig
+from components.config.schema.optimizer import AdamWConfig, OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.peft import PeftConfig
 from components.config.schema.run import RunConfig
 from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig
+
+Section = TypeVar("Section")
+Config = TypeVar("Config", bound="RecipeConfig")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,12 +27,12 @@ class RecipeConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     """Identity of the run."""
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cluster: ClusterConfig = field(default_factory=LocalClusterConfig)
     """Nodes, processes and devices."""
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     """The mesh and how the model is laid over it."""
     model: ModelConfig
-    """The causal LM."""
+    """The model."""
     data: DataConfig
     """The data set."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -45,8 +49,8 @@ class FinetuneConfig(RecipeConfig):
     """Sizes and policy of the loop."""
     objective: NextTokenConfig = field(default_factory=NextTokenConfig)
     """What is optimized."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW and its schedule."""
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+    """The update rule and its schedule."""
     peft: PeftConfig = field(default_factory=PeftConfig)
     """Adapters in place of full fine-tuning."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -66,3 +70,15 @@ class EvaluateConfig(RecipeConfig):
     """What is measured."""
     peft: PeftConfig = field(default_factory=PeftConfig)
     """Adapters of the checkpoint that is evaluated."""
+
+
+def section(cfg: RecipeConfig, schema: type[Section]) -> Section | None:
+    """Return the section of `cfg` that is a `schema` or a subclass of it, the first of several; None: it has none."""
+    values = (getattr(cfg, each.name) for each in fields(cfg))
+    return next((value for value in values if isinstance(value, schema)), None)
+
+
+def with_section(cfg: Config, old: object, new: object) -> Config:
+    """Return a copy of `cfg` with `new` in place of its section `old`."""
+    changed: dict[str, Any] = {each.name: new for each in fields(cfg) if getattr(cfg, each.name) is old}
+    return replace(cfg, **changed)

@@ -12,11 +12,13 @@ import yaml
 
 from components.config.compose.frozen import to_yaml
 from components.config.errors import ConfigError
+from components.config.kinds import WITHOUT_KIND
 from components.config.safe_yaml import load_yaml
 from components.config.schema.checks import raise_all
 from components.config.schema.peft import PeftConfig
-from components.config.schema.recipes import EvaluateConfig, RecipeConfig
+from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.run import accepts, is_defining
+from components.config.schema.training import EvaluationConfig
 from components.terminal import print_text
 
 _STATE = "state.json"
@@ -62,20 +64,22 @@ def _defaults(cfg: RecipeConfig) -> dict[str, Any]:
     sources = getattr(cfg.data, "sources", {})
     sections |= {f"data.sources.{name}": source for name, source in sources.items()}
     found: dict[str, Any] = {}
-    for name, section in sections.items():
-        for each in fields(section):
+    for name, values in sections.items():
+        for each in fields(values):
             if each.default is not MISSING:
                 found[f"{name}.{each.name}"] = each.default
             elif each.default_factory is not MISSING:
                 found[f"{name}.{each.name}"] = each.default_factory()
     found.pop("data.sources", None)  # compared source by source
+    found |= {f"{name}.kind": kind for name, kind in WITHOUT_KIND.items() if name in sections}
     return json.loads(json.dumps(found, default=asdict))  # as YAML holds them
 
 
 def check_source(cfg: RecipeConfig) -> None:
     """Compare `cfg` with the config of the checkpoint that it names, if it names one. Raises ConfigError."""
-    if isinstance(cfg, EvaluateConfig) and cfg.evaluation.checkpoint is not None:
-        _check_adapters(cfg, cfg.evaluation.checkpoint)
+    evaluation, peft = section(cfg, EvaluationConfig), section(cfg, PeftConfig)
+    if evaluation is not None and evaluation.checkpoint is not None and peft is not None:
+        _check_adapters(peft, evaluation.checkpoint)
     if cfg.run.resume in ("auto", "never"):
         return
     file = Path(cfg.run.resume).expanduser() / _STATE
@@ -87,14 +91,14 @@ def check_source(cfg: RecipeConfig) -> None:
         check_changes(before, cfg, f"run.resume={cfg.run.resume}")
 
 
-def _check_adapters(cfg: EvaluateConfig, checkpoint: str) -> None:
+def _check_adapters(peft: PeftConfig, checkpoint: str) -> None:
     """Compare the settings of adapters that their stored weights do not determine: scaling and use."""
     try:
         stored = json.loads((Path(checkpoint).expanduser() / _STATE).read_text())["config"]
         then = _flat({"peft": asdict(PeftConfig()), **load_yaml(stored)})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return  # loading it reports what is wrong with it
-    now = _flat({"peft": asdict(cfg.peft)})
+    now = _flat({"peft": asdict(peft)})
     raise_all(
         [
             f"{key}={now[key]}: evaluation.checkpoint={checkpoint} was trained with {then[key]}; set {key}={then[key]}"

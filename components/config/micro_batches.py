@@ -1,16 +1,13 @@
-"""How a global batch is cut: the same sequences a step on every mesh, in the largest micro-batches that fit it."""
+"""Split a global batch into micro-batches: the same sequences a step on every mesh, in the largest that fit it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
 
 from components.config.layouts import micro_batch_rule
 from components.config.schema.parallelism import MeshShape, ParallelismConfig
-from components.config.schema.recipes import FinetuneConfig, RecipeConfig
+from components.config.schema.recipes import Config, section, with_section
 from components.config.schema.training import TrainingConfig
-
-Config = TypeVar("Config", bound=RecipeConfig)
 
 
 def batch_problems(training: TrainingConfig, parallelism: ParallelismConfig, mesh: MeshShape) -> list[str]:
@@ -46,7 +43,8 @@ def fit_micro_batches(cfg: Config, world_size: int) -> Config:
 
     Their size changes no result, only speed and memory, so that one config runs on every mesh.
     """
-    if not isinstance(cfg, FinetuneConfig):
+    training = section(cfg, TrainingConfig)
+    if training is None:
         return cfg
-    size = fitting_micro_batch(cfg.training, cfg.parallelism, cfg.parallelism.resolve(world_size))
-    return replace(cfg, training=replace(cfg.training, micro_batch_size=size or cfg.training.micro_batch_size))
+    size = fitting_micro_batch(training, cfg.parallelism, cfg.parallelism.resolve(world_size))
+    return with_section(cfg, training, replace(training, micro_batch_size=size or training.micro_batch_size))

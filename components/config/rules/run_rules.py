@@ -1,0 +1,54 @@
+"""Rules about what a run does besides its steps."""
+
+from __future__ import annotations
+
+from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.logging import ProfileConfig
+from components.config.schema.peft import PeftConfig
+from components.config.schema.training import EvaluationConfig, TrainingConfig
+
+
+def best_checkpoint_problems(checkpoint: CheckpointConfig, training: TrainingConfig) -> list[str]:
+    """Require an evaluation at the step of every checkpoint that is due, so that each can be the best one."""
+    if not checkpoint.keep_best:
+        return []
+    if training.eval_every == 0:
+        return [
+            "checkpoint.keep_best=true: needs the evaluation loss of each checkpoint, but training.eval_every=0; set "
+            "training.eval_every"
+        ]
+    if checkpoint.every == 0 or checkpoint.every % training.eval_every:
+        return [
+            f"checkpoint.keep_best=true: needs checkpoint.every={checkpoint.every} to be a multiple of "
+            f"training.eval_every={training.eval_every}, so that each checkpoint has an evaluation loss; change "
+            "checkpoint.every or training.eval_every"
+        ]
+    return []
+
+
+def profile_problems(profile: ProfileConfig, max_steps: int, world_size: int | None) -> list[str]:
+    """Require a trace to end within the run and to be of ranks that exist; `world_size` None: unknown."""
+    if not profile.enabled:
+        return []
+    problems = []
+    if (last := profile.start + profile.steps - 1) > max_steps:
+        problems.append(
+            f"logging.profile.start={profile.start}: the trace of {profile.steps} steps ends with step {last}, but "
+            f"training.max_steps={max_steps}; change logging.profile.start or logging.profile.steps"
+        )
+    if world_size is not None and (absent := [rank for rank in profile.ranks if rank >= world_size]):
+        problems.append(
+            f"logging.profile.ranks={profile.ranks}: there is no rank {absent[0]} of {world_size}; change "
+            "logging.profile.ranks"
+        )
+    return problems
+
+
+def adapter_problems(peft: PeftConfig, evaluation: EvaluationConfig) -> list[str]:
+    """Require a checkpoint that holds the adapters to evaluate."""
+    if not peft.adapts or evaluation.checkpoint is not None:
+        return []
+    return [
+        f"peft.method={peft.method}: without evaluation.checkpoint there are no trained adapters to evaluate; set "
+        "it to a checkpoint (.../checkpoints/step_N), or set peft=none"
+    ]

@@ -1,0 +1,219 @@
+"""Configs of a user's own recipe: other sections, and sections with keys of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from components.config.compose.diagnose import COMPOSITION_ERRORS, diagnose
+from components.config.compose.frozen import Config, from_container, from_yaml, to_yaml
+from components.config.compose.sources import CONF, Request, register_schemas
+from components.config.compose.typed import free_keys, known_keys
+from components.config.errors import ConfigError
+from components.config.micro_batches import fit_micro_batches
+from components.config.schema import (
+    AdamWConfig,
+    Attention,
+    CausalLMConfig,
+    CheckpointConfig,
+    Device,
+    EvaluationConfig,
+    FinetuneConfig,
+    LocalClusterConfig,
+    LoggingConfig,
+    ModelConfig,
+    NextTokenConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    PeftConfig,
+    RecipeConfig,
+    TrainingConfig,
+    WeightInit,
+)
+from components.config.schema.data import DocsDataConfig, SftDataConfig
+from components.config.schema.logging import ProfileConfig
+from components.config.schema.recipes import section, with_section
+from components.config.validate import validate
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnTraining(TrainingConfig):
+    """A section of ours with a key more."""
+
+    patience: int = 3
+
+
+@dataclass(kw_only=True, slots=True)
+class AlignConfig(RecipeConfig):
+    """A config that inherits from no other recipe's."""
+
+    training: OwnTraining = field(default_factory=OwnTraining)
+    objective: ObjectiveConfig = field(default_factory=NextTokenConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class ProbeConfig(RecipeConfig):
+    """A config that measures and neither trains nor adapts."""
+
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnAdamW(AdamWConfig):
+    """A kind of optimizer with a key more."""
+
+    amsgrad: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnSft(SftDataConfig):
+    """A kind of data with a key more."""
+
+    style: str = "plain"
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnModel(CausalLMConfig):
+    """A kind of model with a key more."""
+
+    probe: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class StyledConfig(FinetuneConfig):
+    """A config whose sections are our kinds with keys more."""
+
+    model: OwnModel
+    data: OwnSft
+    optimizer: OwnAdamW = field(default_factory=OwnAdamW)
+
+
+def model(**values: Any) -> ModelConfig:
+    return CausalLMConfig(init=WeightInit.random, tokenizer="bytes", config={"model_type": "llama"}, **values)
+
+
+@dataclass(kw_only=True, slots=True)
+class TaughtConfig(FinetuneConfig):
+    """A config with a second section of the same kind."""
+
+    teacher: ModelConfig
+
+
+WRONG: tuple[tuple[dict[str, Any], int, str], ...] = (
+    ({"training": {"global_batch_size": 3}}, 2, "training.global_batch_size=3: must be a multiple of dp=2"),
+    ({"training": {"seq_len": 100, "global_batch_size": 8}, "parallelism": {"cp": 8}}, 8, "training.seq_len=100: must"),
+    ({"training": {"eval_every": 0}, "checkpoint": {"keep_best": True}}, 1, "checkpoint.keep_best=true: needs"),
+    (
+        {"training": {"max_steps": 3}, "logging": {"profile": ProfileConfig(enabled=True)}},
+        1,
+        "logging.profile.start=10",
+    ),
+    (
+        {"model": {"attention": Attention.flex_attention}, "cluster": {"device": Device.cpu}},
+        1,
+        "model.attention=flex_attention: torch has no backward",
+    ),
+)
+
+
+def built(schema: type[Config], training: type[TrainingConfig], values: dict[str, dict[str, Any]]) -> Config:
+    sections: dict[str, Any] = {"model": model(**values.get("model", {})), "data": DocsDataConfig()}
+    classes = {
+        "training": training,
+        "checkpoint": CheckpointConfig,
+        "parallelism": ParallelismConfig,
+        "logging": LoggingConfig,
+        "cluster": LocalClusterConfig,
+    }
+    sections |= {name: classes[name](**given) for name, given in values.items() if name != "model"}
+    return schema(**sections)
+
+
+@pytest.mark.parametrize(("values", "world", "told"), WRONG)
+def test_a_config_of_ones_own_is_validated_by_the_sections_it_has(values: dict, world: int, told: str) -> None:
+    ours = validate(built(FinetuneConfig, TrainingConfig, values), world)
+    assert [problem[: len(told)] for problem in ours] == [told]
+    assert validate(built(AlignConfig, OwnTraining, values), world) == ours
+
+
+def test_what_a_config_lacks_is_not_validated() -> None:
+    cfg = ProbeConfig(
+        model=model(attention=Attention.flex_attention),
+        data=DocsDataConfig(),
+        evaluation=EvaluationConfig(seq_len=99),
+        parallelism=ParallelismConfig(cp=2),
+        cluster=LocalClusterConfig(device=Device.cpu),
+    )
+    (problem,) = validate(cfg, 2)
+    assert problem.startswith("evaluation.seq_len=99: must be a multiple of 4")
+    assert fit_micro_batches(cfg, 2) is cfg
+
+
+def test_micro_batches_are_fitted_whatever_the_recipe() -> None:
+    cfg = AlignConfig(model=model(), data=DocsDataConfig(), training=OwnTraining(patience=7))
+    cfg.training.global_batch_size, cfg.training.micro_batch_size = 6, 4
+    assert fit_micro_batches(cfg, 1).training == OwnTraining(patience=7, global_batch_size=6, micro_batch_size=3)
+    assert cfg.training.micro_batch_size == 4
+
+
+def test_a_section_is_found_by_its_class() -> None:
+    cfg = AlignConfig(model=model(), data=DocsDataConfig())
+    assert section(cfg, TrainingConfig) is cfg.training
+    assert section(cfg, ModelConfig) is cfg.model
+    assert section(cfg, PeftConfig) is None
+    changed = with_section(cfg, cfg.training, OwnTraining(patience=9))
+    assert (changed.training.patience, cfg.training.patience, changed.model) == (9, 3, cfg.model)
+
+
+def composed(schema: type[Config], *overrides: str) -> Config:
+    register_schemas("finetune", schema)
+    return from_container(Request("finetune", schema, (CONF,), overrides).compose(overrides), schema)
+
+
+def test_the_options_of_a_kind_fill_its_subclass() -> None:
+    own = ("optimizer.amsgrad=true", "model.probe=3", "data.style=fancy", "data.path=x.jsonl")
+    cfg = composed(StyledConfig, "model=tiny", "data=gsm8k", "optimizer=adamw_wsd", *own)
+    assert cfg.optimizer == OwnAdamW(
+        amsgrad=True, lr=3e-4, schedule=cfg.optimizer.schedule, warmup_steps=5, min_lr_ratio=0
+    )
+    assert (type(cfg.model), cfg.model.probe, cfg.model.hidden) == (OwnModel, 3, 64)
+    assert (type(cfg.data), cfg.data.style, cfg.data.prompt_column) == (OwnSft, "fancy", "question")
+    assert from_yaml(to_yaml(cfg), StyledConfig) == cfg
+    assert type(composed(FinetuneConfig, "data=gsm8k", "model=tiny").data) is SftDataConfig
+
+
+def test_a_second_section_of_a_kind_has_its_own_keys() -> None:
+    cfg = composed(TaughtConfig, "model=tiny", "+model@teacher=llama_2m", "teacher.revision=main")
+    assert (cfg.model.hidden, cfg.teacher.hidden, cfg.teacher.revision) == (64, 192, "main")
+    assert type(cfg.teacher) is CausalLMConfig
+    assert from_yaml(to_yaml(cfg), TaughtConfig) == cfg
+    assert {"teacher.path", "teacher.config", "model.path"} <= set(known_keys(TaughtConfig))
+    assert "teacher.config" in free_keys(TaughtConfig)
+    with pytest.raises(ConfigError) as caught:
+        composed(TaughtConfig, "model=tiny", "+model@teacher=llama_2m", "teacher.heads=0", "model.hidden=0")
+    assert sorted(problem.partition(":")[0] for problem in caught.value.problems) == [
+        "model.hidden=0",
+        "teacher.heads=0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data=pydocs"], "data: an option of the kind docs, which this recipe does not take; choose another"),
+        (["data=jsonl", "data.stile=x"], "data.stile=x: no such key; did you mean data.style?"),
+        (["data=jsonl", "optimizer.amsgrad=2"], "optimizer.amsgrad=2: must be true or false"),
+    ],
+)
+def test_what_is_wrong_with_a_subclass_is_reported(overrides: Sequence[str], told: str) -> None:
+    register_schemas("finetune", StyledConfig)
+    asked = Request("finetune", StyledConfig, (CONF,), ("model=tiny", "data.path=x.jsonl", *overrides))
+    with pytest.raises(COMPOSITION_ERRORS) as caught:
+        from_container(asked.compose(asked.overrides), StyledConfig)
+    assert diagnose(asked, caught.value, lambda cfg, refused: []) == [told]
