@@ -21,8 +21,6 @@ DOCUMENTS = "documents"
 (batch, documents + 1) int32 of 0, each document's end in the row, and the row's length as often as needed."""
 LONGEST_DOCUMENT = "longest_document"
 """Keyword beside it: an int, the host's bound on the length in tokens of those documents."""
-NEEDS_WHOLE_ROWS = "_needs_whole_rows"
-"""Attribute of a built model: why it cannot compute a part of a row (cp), or an empty string if it can."""
 
 
 class DType(StrEnum):
