@@ -11,6 +11,7 @@ from components.config.layouts import (
     ulysses_divides,
 )
 from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.checks import field_values
 from components.config.schema.cluster import Device
 from components.config.schema.data import DataConfig, MixtureDataConfig, RowsDataConfig
 from components.config.schema.logging import ProfileConfig
@@ -68,7 +69,7 @@ def _data_problems(data: DataConfig) -> list[str]:
         problems.append(f"data.weight={data.weight}: only sources of a mixture have weights; leave it out")
     sources = data.sources if isinstance(data, MixtureDataConfig) else {"": data}
     if any(
-        each.eval_fraction or each.eval_split is not None or getattr(each, "eval_path", None)
+        each.eval_fraction or each.eval_split is not None or (isinstance(each, RowsDataConfig) and each.eval_path)
         for each in sources.values()
     ):
         return problems
@@ -119,7 +120,7 @@ def _float8_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
             f"{key}: layers that parallelism.tp={mesh.tp} divides are computed from their weights alone; set "
             "model.float8=none, or parallelism.tp=1"
         )
-    peft = getattr(cfg, "peft", None)
+    peft = field_values(cfg).get("peft")
     if peft is not None and peft.adapts:
         problems.append(f"{key}: layers with adapters are not computed in float8; set model.float8=none, or peft=none")
     if mesh.pp > 1 and cfg.parallelism.pp_schedule in SPLIT_BACKWARD:
@@ -174,7 +175,7 @@ def _loss_problems(cfg: RecipeConfig, mesh: MeshShape) -> list[str]:
 
 
 def _peft_problems(cfg: RecipeConfig) -> list[str]:
-    peft = getattr(cfg, "peft", None)
+    peft = field_values(cfg).get("peft")
     if peft is None or not peft.adapts:
         return []
     problems = []

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from components.config.errors import ConfigError
 from components.distributed.expert import experts_modules
+from components.distributed.gradient_sync import param_groups
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward of their own: they cannot be gathered, their children are."""
@@ -134,11 +135,7 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
 
 
 def _reshards_after_forward(unit: FSDPModule) -> bool:
-    # torch 2.13 has a setter and no getter for this.
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    infos = [group.post_forward_mesh_info for group in groups if group is not None]
-    return any(info is not None for info in infos)
+    return any(group.post_forward_mesh_info is not None for group in param_groups(unit))
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -98,7 +99,7 @@ class AttentionProbe(TorchFunctionMode):
         """Observe attention; call everything else as it is."""
         if func is scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "").startswith("_varlen_attn"):
+        if isinstance(func, OpOverload | OpOverloadPacket) and func.__name__.startswith("_varlen_attn"):
             self._note("varlen_attn", args[0], masked=False, dropout=0.0)
         return func(*args, **(kwargs or {}))
 

@@ -8,12 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from components.config.errors import ConfigError
 from components.config.schema.model import NO_FLEX_BACKWARD, Attention, Float8
 from components.config.schema.recipes import FinetuneConfig
 from components.distributed.pipeline import Pipeline
+from components.dtypes import torch_dtype
 from components.exchange import all_gather_json
 from components.models.float8 import float8_layers, without_float8
 from components.training.loop import MicroBatch, StepSettings, evaluate, forward_loss
@@ -53,7 +54,7 @@ def _observe_attention(model: Any, cfg: FinetuneConfig, batch: MicroBatch, setti
         describe_attention,
     )
 
-    module: Any = getattr(model, "module", model)
+    module = _module_of(model)
     row = {name: tensor[:1] for name, tensor in batch.items()}
     devices = [settings.device] if settings.device.type == "cuda" else []
     apart = model.stages_apart() if isinstance(model, Pipeline) else nullcontext()
@@ -76,7 +77,7 @@ def _observe_attention(model: Any, cfg: FinetuneConfig, batch: MicroBatch, setti
         if problems := [problem for of_stage, _ in stages for problem in of_stage]:
             raise ConfigError(list(dict.fromkeys(problems)))
         observed = [
-            ObservedAttention(**{**each, "dtype": getattr(torch, each["dtype"])})
+            ObservedAttention(**{**each, "dtype": torch_dtype(each["dtype"])})
             for _, of_stage in stages
             for each in of_stage
         ]
@@ -84,8 +85,13 @@ def _observe_attention(model: Any, cfg: FinetuneConfig, batch: MicroBatch, setti
     return describe_attention(module, cfg.model, observed, cfg.data.pack)
 
 
+def _module_of(model: Any) -> Any:
+    """Return the transformers model within what training calls."""
+    return model.module if isinstance(model, DistributedDataParallel | Pipeline) else model
+
+
 def _compare(model: Any, cfg: FinetuneConfig, batch: Sequence[MicroBatch], settings: StepSettings) -> str:
-    module: nn.Module = getattr(model, "module", model)
+    module = _module_of(model)
     with without_float8(module):
         plain, _ = evaluate(model, batch, settings)
     rounded, tokens = evaluate(model, batch, settings)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -90,6 +90,13 @@ class TrainState:
         return cls(**values)
 
 
+@runtime_checkable
+class _KeepsSignals(Protocol):
+    """Handler that kept the signals of a rank until the training loop listens."""
+
+    arrived: list[int]
+
+
 class StopRequest:
     """A request to save and leave: what this process was asked, and what all ranks have agreed on.
 
@@ -112,7 +119,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         for number in (*PREEMPT_SIGNALS, signal.SIGINT):
             before = self._before[number] = signal.signal(number, self._handle)
-            for arrived in getattr(before, "arrived", []):  # kept for us since the process started
+            kept: list[int] = before.arrived if isinstance(before, _KeepsSignals) else []  # since the process started
+            for arrived in kept:
                 if arrived == number:
                     self._handle(number, None)
         self._answer.start()

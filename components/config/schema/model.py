@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from components.config.schema.checks import above, at_least, raise_all
+from components.config.schema.checks import above, at_least, field_values, raise_all
 
 CAUSAL_SDPA = "causal_sdpa"
 """What model.attention=sdpa is called within transformers once it needs no mask; never written to a config.json."""
@@ -139,8 +139,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         problems: list[str] = []
+        values = field_values(self)
         for name in ("layers", "heads", "kv_heads", "hidden", "vocab", "experts"):
-            problems += at_least(f"model.{name}", getattr(self, name), 1)
+            problems += at_least(f"model.{name}", values[name], 1)
         problems += at_least("model.router_aux_coef", self.router_aux_coef, 0)
         if self.path is None and self.init == WeightInit.pretrained:
             problems.append(
