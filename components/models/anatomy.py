@@ -56,8 +56,8 @@ class Anatomy:
     """Names of the modules of fused experts."""
     routers: tuple[str, ...] = ()
     """Names of the routers within the decoder layers."""
-    names_routers: bool = False
-    """Whether the class names its routers to transformers, also where its config leaves every layer dense."""
+    has_router_class: bool = False
+    """Whether transformers knows the routers of the class, also where the config leaves every layer dense."""
     inner: str = ""
     """Name of the child that runs the decoder layers; empty if the model itself does."""
     embedding: str | None = None
@@ -83,8 +83,10 @@ class Anatomy:
     """Why mask-free attention is impossible for this model; empty if it is possible."""
     convolution: str = ""
     """Class of a convolution that mixes neighboring tokens; empty if there is none."""
-    hidden_size: int | None = None
-    vocabulary: int | None = None
+    hidden_size: int = 0
+    """Width of hidden states; 0 if the config states none."""
+    vocabulary: int = 0
+    """Tokens of the vocabulary; 0 if the config states none."""
     experts_per_token: int | None = None
     router_coefficient: float | None = None
     """Coefficient of the routers' auxiliary loss; None if the config states none."""
@@ -95,7 +97,8 @@ class Anatomy:
 
     def parts(self, model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
         """Return those of the named modules that this rank's pipeline stages hold."""
-        return {name: module for name, module in model.named_modules() if name in names}
+        wanted = set(names)
+        return {name: module for name, module in model.named_modules() if name in wanted}
 
 
 def read_anatomy(model: nn.Module) -> Anatomy:
@@ -109,7 +112,7 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         return Anatomy(layers=_longest_list(model), experts=experts)
     config = model.config.get_text_config()
     layers = _layer_names(model, config)
-    classes = _router_classes(model)
+    classes, layer_prefixes = _router_classes(model), tuple(f"{layer}." for layer in layers)
     embedding, head = _embedding(model), model.get_output_embeddings()
     heads, kv_heads = _number(config, "num_attention_heads"), _number(config, "num_key_value_heads")
     kinds = _value(config, "layer_types") or [FULL if _window(config) is None else SLIDING] * (
@@ -121,9 +124,9 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         routers=tuple(
             name
             for name, module in model.named_modules()
-            if isinstance(module, classes) and name.startswith(tuple(f"{layer}." for layer in layers))
+            if isinstance(module, classes) and name.startswith(layer_prefixes)
         ),
-        names_routers=bool(classes),
+        has_router_class=bool(classes),
         inner=model.base_model_prefix if model.base_model_prefix in model._modules else "",
         embedding=_name_of(model, embedding),
         head=_name_of(model, head),
@@ -137,8 +140,8 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         window=_window(config),
         own_masks=_own_masks(model, config, set(kinds)),
         convolution=next((type(each).__name__ for each in model.modules() if isinstance(each, CONVOLUTIONS)), ""),
-        hidden_size=_number(config, "hidden_size"),
-        vocabulary=_number(config, "vocab_size"),
+        hidden_size=_number(config, "hidden_size") or 0,
+        vocabulary=_number(config, "vocab_size") or 0,
         experts_per_token=_number(config, "num_experts_per_tok"),
         router_coefficient=_value(config, "router_aux_loss_coef"),
     )
@@ -165,6 +168,19 @@ def drops_hidden_states(layer: nn.Module) -> bool:
         for module in layer.modules()
         for name, value in ({"drop": module.p} if isinstance(module, nn.Dropout) else vars(module)).items()
         if "drop" in name and not name.startswith("att")
+    )
+
+
+def passes_window(module: nn.Module) -> bool:
+    """Return whether a module's forward passes the width of its window on as the keyword `sliding_window`.
+
+    transformers has no flag for this, and a model that does not pass it (its mask alone holds the window) would attend
+    to all earlier tokens without a mask. Python stores the names of a call's keywords as a tuple among the constants
+    of the calling function, in 3.11 to 3.14; the test that reads real models finds a version that does not.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    return inspect.isfunction(forward) and any(
+        isinstance(const, tuple) and "sliding_window" in const for const in forward.__code__.co_consts
     )
 
 
@@ -228,10 +244,10 @@ def _widths(config: PreTrainedConfig, heads: int | None) -> AttentionWidths | No
     names = ("num_attention_heads", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     if not heads or any(_raw(config, name) is _DIFFERS for name in names):
         return None
-    width = _value(config, "head_dim") or config.hidden_size // heads
-    latent = _value(config, "qk_nope_head_dim")
-    keys = width if latent is None else latent + config.qk_rope_head_dim
-    return AttentionWidths(heads, keys, _value(config, "v_head_dim") or width)
+    width = _value(config, "head_dim") or (_number(config, "hidden_size") or 0) // heads
+    latent, rotated = _value(config, "qk_nope_head_dim"), _value(config, "qk_rope_head_dim")
+    keys = width if latent is None else latent + (rotated or 0)
+    return AttentionWidths(heads, keys, _value(config, "v_head_dim") or width) if keys else None
 
 
 def _layer_names(model: PreTrainedModel, config: PreTrainedConfig) -> tuple[str, ...]:
@@ -299,19 +315,6 @@ def _own_masks(model: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]
     if _window(config) and not any(map(passes_window, model.modules())):
         return "keeps its sliding window in a mask that its attention is not told of"
     return ""
-
-
-def passes_window(module: nn.Module) -> bool:
-    """Return whether a module's forward passes the width of its window on as the keyword `sliding_window`.
-
-    transformers has no flag for this, and a model that does not pass it (its mask alone holds the window) would attend
-    to all earlier tokens without a mask. Python stores the names of a call's keywords as a tuple among the constants
-    of the calling function, in 3.11 to 3.14; the test that reads real models finds a version that does not.
-    """
-    forward = inspect.unwrap(type(module).forward)
-    return inspect.isfunction(forward) and any(
-        isinstance(const, tuple) and "sliding_window" in const for const in forward.__code__.co_consts
-    )
 
 
 def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,8 +86,8 @@ def estimate(
 ) -> dict[ActivationCheckpointing, int]:
     """Return the bytes of this rank at the peak of a step by policy: state, what is gathered, activations, the loss."""
     parallelism, training = cfg.parallelism, cfg.training
-    layers = list((anatomy or read_anatomy(model)).decoder_layers(model).values())
-    text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    anatomy = anatomy or read_anatomy(model)
+    layers = list(anatomy.decoder_layers(model).values())
     accumulation = training.global_batch_size // (training.micro_batch_size * mesh.size("dp"))
     seq, tp, pp = training.seq_len // mesh.size("cp"), mesh.size("tp"), mesh.size("pp")
     layer = layer_bytes(
@@ -101,8 +100,8 @@ def estimate(
     )
     ordered = str(parallelism.pp_schedule) in ("GPipe", "LoopedBFS")  # all forwards first
     in_flight = 1 if pp == 1 else accumulation if ordered else min(accumulation, 2 * pp)
-    words, tokens = -(-text.vocab_size // tp), training.micro_batch_size * seq
-    loss = 12 * min(tokens, chunk_tokens(words, device)) * words + 4 * words * text.hidden_size
+    words, tokens = -(-anatomy.vocabulary // tp), training.micro_batch_size * seq
+    loss = 12 * min(tokens, chunk_tokens(words, device)) * words + 4 * words * anatomy.hidden_size
     fixed = _state_bytes(model) + _gathered_bytes(model, layers, cfg, mesh, compute_dtype, accumulation) + loss
     return {each: fixed + layer.of(each, -(-len(layers) // pp), in_flight) for each in PREFERRED}
 

@@ -48,7 +48,7 @@ def attach_router_loss(
     layers, held = anatomy.decoder_layers(model), anatomy.parts(model, anatomy.routers)
     routers = [[each for router, each in held.items() if router.startswith(f"{name}.")] for name in layers]
     count = _sum_over_stages(sum(map(len, routers)), mesh)
-    if count == 0 and anatomy.names_routers and cfg.router_aux_coef is None:
+    if count == 0 and anatomy.has_router_class and cfg.router_aux_coef is None:
         return None  # its config leaves every layer dense
     if count == 0:
         raise ConfigError(
