@@ -71,6 +71,7 @@ class Anatomy:
     heads: int | None = None
     """Query heads of a layer; None if the config states none."""
     kv_heads: int | None = None
+    """Key-value heads of a layer, as many as query heads without grouped attention."""
     heads_differ: bool = False
     """Whether layers have different numbers of query or key-value heads."""
     widths: AttentionWidths | None = None
@@ -310,7 +311,7 @@ def _own_masks(model: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]
         return f"has layers of {', '.join(sorted(others))}, which are neither full nor sliding attention"
     if _value(config, "is_causal") is False or _value(config, "use_bidirectional_attention"):
         return "attends to both sides"
-    if not own_class(model)._can_set_attn_implementation():
+    if not model._can_set_attn_implementation():
         return "computes attention in its own code, outside transformers' attention interface"
     if _window(config) and not any(map(passes_window, model.modules())):
         return "keeps its sliding window in a mask that its attention is not told of"
