@@ -74,9 +74,7 @@ def use_context_parallel(
             f"parallelism.cp={mesh.size()}: {type(model).__name__} attends by {implementation}, and cp needs sdpa; set "
             "model.attention=sdpa or parallelism.cp=1"
         )
-    reason = anatomy.own_masks or (anatomy.convolution and f"mixes neighboring tokens by {anatomy.convolution}")
-    if implementation != CAUSAL_SDPA:
-        reason = reason or "makes its own attention masks"
+    reason = anatomy.needs_whole_rows or ("" if implementation == CAUSAL_SDPA else "makes its own attention masks")
     if reason:
         raise ConfigError(
             f"parallelism.cp={mesh.size()}: {type(model).__name__} {reason}, so it cannot compute parts of rows; set "

@@ -92,6 +92,16 @@ class Anatomy:
     router_coefficient: float | None = None
     """Coefficient of the routers' auxiliary loss; None if the config states none."""
 
+    @property
+    def needs_whole_rows(self) -> str:
+        """Why a part of a row cannot be computed by itself (cp); empty if it can."""
+        return self.own_masks or (self.convolution and f"mixes neighboring tokens by {self.convolution}")
+
+    @property
+    def needs_unpacked_rows(self) -> str:
+        """Why a row cannot hold several documents; empty if it can."""
+        return self.own_masks or (self.convolution and f"mixes neighbours by {self.convolution}, across documents too")
+
     def decoder_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the decoder layers by name, in order, placeholders of other pipeline stages included."""
         return {name: model.get_submodule(name) for name in self.layers}

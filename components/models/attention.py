@@ -49,17 +49,15 @@ def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatom
     """
     anatomy = anatomy or read_anatomy(model)
     implementation = model.config.get_text_config()._attn_implementation
-    needed = anatomy.own_masks and f"{anatomy.own_masks}; set"
+    needed, refusal = anatomy.own_masks, anatomy.needs_unpacked_rows and f"{anatomy.needs_unpacked_rows}; set"
     if implementation != "sdpa":
-        needed = f"attends by {implementation}, which is not told of them; set model.attention=sdpa or"
-    mixer = anatomy.convolution
-    packed = _Packed(model, needed or (mixer and f"mixes neighbours by {mixer}, across documents too; set"))
+        needed = f"attends by {implementation}, which is not told of them"
+        refusal = f"{needed}; set model.attention=sdpa or"
+    packed = _Packed(model, refusal)
     model.base_model.register_forward_pre_hook(packed.before, with_kwargs=True)
     model.base_model.register_forward_hook(packed.after, with_kwargs=True)
     if needed and flash:
-        raise ConfigError(
-            f"model.attention=sdpa_flash: {type(model).__name__} {needed.partition(';')[0]}; set model.attention=sdpa"
-        )
+        raise ConfigError(f"model.attention=sdpa_flash: {type(model).__name__} {needed}; set model.attention=sdpa")
     if needed:
         return False
     name, attend = (CAUSAL_FLASH, _causal_flash) if flash else (CAUSAL_SDPA, causal_sdpa)
