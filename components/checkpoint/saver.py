@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from components.checkpoint.save import Mark, Snapshot, take_snapshot, write_snap
 from components.checkpoint.tensors import Optimizers, Tensors, list_optimizers, model_tensors, optimizer_tensors
 from components.config.schema.checkpoint import CheckpointConfig
 from components.distributed.barriers import create_gloo_group
+from components.python_frames import thread_frames
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class CopyBuffers:
         part, held = _local(tensor), self.copies.get(name)
         if held is None or held.dtype != part.dtype or _local(held).shape != part.shape:
             room = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda).zero_()
-        elif getattr(held, "_spec", None) is getattr(tensor, "_spec", None):
+        elif _spec(held) is _spec(tensor):
             return held
         else:
             room = _local(held)
@@ -212,10 +212,8 @@ class _Writing:
             self._error = error
 
     def _in_collective(self) -> bool:
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        while frame is not None and frame.f_code.co_filename != dist.distributed_c10d.__file__:
-            frame = frame.f_back
-        return frame is not None
+        files = (frame.f_code.co_filename for frame in thread_frames(self._thread.ident))
+        return dist.distributed_c10d.__file__ in files
 
 
 def _thread(name: str, do: Callable[[], object]) -> threading.Thread:
@@ -231,6 +229,11 @@ def _thread(name: str, do: Callable[[], object]) -> threading.Thread:
         do()
 
     return threading.Thread(target=run, name=name, daemon=True)
+
+
+def _spec(tensor: torch.Tensor) -> object:
+    """Return a DTensor's layout, None for a plain tensor."""
+    return tensor._spec if isinstance(tensor, DTensor) else None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

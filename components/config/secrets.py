@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
+from components.config.schema.checks import field_values
+from components.config.schema.run import RunConfig
 from components.protocol.role import SCHEDULER_PREFIXES
 
 SHORTEST = 8
@@ -125,7 +127,8 @@ def secret_problems(cfg: object, arguments: Sequence[str] = (), environ: Mapping
         environ: Variables; by default those of this process.
     """
     held = _secret_values(os.environ if environ is None else environ)
-    allowed = getattr(getattr(cfg, "run", None), "allow_env", ())
+    run = field_values(cfg).get("run") if is_dataclass(cfg) and not isinstance(cfg, type) else None
+    allowed = run.allow_env if isinstance(run, RunConfig) else ()
     held = {value: name for value, name in held.items() if name not in allowed}
     found: dict[str, str] = {}
     for key, names, text in _texts(cfg, "", ()):
@@ -192,9 +195,9 @@ def _texts(value: Any, key: str, names: tuple[str, ...]) -> Iterator[tuple[str, 
     """Every text below `value`, the keys of dicts too: its dotted key, the names on the way to it, itself."""
     if isinstance(value, str):
         yield key, names, value
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _texts(getattr(value, field.name), f"{key}.{field.name}".lstrip("."), (*names, field.name))
+    elif is_dataclass(value) and not isinstance(value, type):
+        for name, nested in field_values(value).items():
+            yield from _texts(nested, f"{key}.{name}".lstrip("."), (*names, name))
     elif isinstance(value, Mapping):
         for name, nested in value.items():
             yield key or "a key", (), str(name)

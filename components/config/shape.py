@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from components.config.errors import ConfigError
 from components.config.model_files import locate
+from components.config.schema.checks import field_values
 from components.config.schema.model import ModelConfig
 
 CONFIG_NAMES = {
@@ -64,7 +65,8 @@ class ModelShape:
 
 def read_shape(model: ModelConfig) -> ModelShape:
     """Return the model's shape: stated in its option, overridden by local files, then by `model.config`."""
-    known: dict[str, Any] = {field.name: getattr(model, field.name, None) for field in fields(ModelShape)}
+    stated = field_values(model)
+    known: dict[str, Any] = {field.name: stated.get(field.name) for field in fields(ModelShape)}
     if model.path is not None:
         files = locate(model.path)
         if files.gguf_file:

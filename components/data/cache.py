@@ -25,7 +25,7 @@ import xxhash
 from components.config.errors import ConfigError
 from components.config.schema.data import DataConfig, TextDataConfig
 from components.data import examples, text
-from components.data.chat_template import ChatTemplate, KeyUsage
+from components.data.chat_template import ChatTemplate, KeyUsage, is_fast
 from components.data.examples import Example
 from components.data.rows import Conversation, Document
 from components.data.sides import Said, Side, characters_of, first_prompts, held_out_by_hash, most_samples
@@ -129,10 +129,9 @@ def tokenize(side: Side, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, se
 
 def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a hash of all that decides a text's tokens; None for a tokenizer that cannot be written as a whole."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if not is_fast(tokenizer):
         return None
-    whole = json.loads(backend.to_str())
+    whole = json.loads(tokenizer.backend_tokenizer.to_str())
     whole |= {"truncation": None, "padding": None}  # set anew by every call
     said = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map]
     return xxhash.xxh3_128(json.dumps([whole, said], default=str).encode()).hexdigest()

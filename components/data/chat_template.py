@@ -6,14 +6,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from components.config.errors import ConfigError
 from components.cpu_limit import running_template
 from components.data.rows import ASSISTANT, Conversation, Message, text_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _FIXED_CLOCK = (
     "{%- macro strftime_now(format) -%}"
@@ -62,7 +62,7 @@ class ChatTemplate:
     def marks_answers(self, conversation: Conversation) -> bool:
         """Whether the template has {% generation %} blocks that can be traced to tokens (by a fast tokenizer)."""
         source = self.source(conversation.tools)
-        return bool(source and getattr(self._tokenizer, "is_fast", False) and _GENERATION_BLOCK.search(source))
+        return bool(source and is_fast(self._tokenizer) and _GENERATION_BLOCK.search(source))
 
     def render(self, conversation: Conversation, stop: int, *, add_generation_prompt: bool = False) -> Rendering:
         """Return the text of the first `stop` messages. Raises ConfigError where the template fails."""
@@ -84,7 +84,7 @@ class ChatTemplate:
 
         try:
             with running_template(where):
-                if getattr(self._tokenizer, "is_fast", False) and _GENERATION_BLOCK.search(source):
+                if is_fast(self._tokenizer) and _GENERATION_BLOCK.search(source):
                     return _traced(source, messages, {**self._tokenizer.special_tokens_map, **given})
                 text = self._tokenizer.apply_chat_template(
                     messages,
@@ -173,6 +173,13 @@ class KeyUsage:
             is_used = True
         if is_used:
             self._used.add(name)
+
+
+def is_fast(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[PreTrainedTokenizerFast]:
+    """Return whether a tokenizer is one of the tokenizers library, which traces tokens to characters."""
+    from transformers import PreTrainedTokenizerFast
+
+    return isinstance(tokenizer, PreTrainedTokenizerFast)
 
 
 def _name(key: str, message: Message) -> str:

@@ -9,7 +9,6 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 from components.config.errors import ConfigError
@@ -70,23 +69,22 @@ def _documented(module_name: str) -> Iterator[tuple[str, str | None, str]]:
     """Yield name, signature and first paragraph of every documented public function and class of a module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ast.Num and others warn that they are going away
-        module = importlib.import_module(module_name)
-        for name in sorted(_public_names(module)):
-            value = getattr(module, name, None)
+        members = dict(inspect.getmembers(importlib.import_module(module_name)))
+        for name in sorted(_public_names(members, module_name)):
+            value = members.get(name)
             summary = _summary(value, name) if inspect.isroutine(value) or inspect.isclass(value) else None
             if summary is not None:
                 yield name, _signature(value), summary
 
 
-def _public_names(module: ModuleType) -> list[str]:
-    """What the module declares as its own; without a declaration, what was defined in it."""
-    declared = getattr(module, "__all__", None)
-    if declared is not None:
-        return list(declared)
-    own = module.__name__.partition(".")[0]
+def _public_names(members: dict[str, Any], module_name: str) -> list[str]:
+    """Return what a module declares as its own; without a declaration, what was defined in it."""
+    if members.get("__all__") is not None:
+        return list(members["__all__"])
+    own = module_name.partition(".")[0]
     return [
         name
-        for name, value in vars(module).items()
+        for name, value in members.items()
         if not name.startswith("_") and _home(value).lstrip("_").partition(".")[0] == own
     ]
 
@@ -98,7 +96,7 @@ def _home(value: Any) -> str:
 
 def _summary(value: Any, name: str) -> str | None:
     """Return the first paragraph of the docstring; None where there is none that says something."""
-    doc = vars(value).get("__doc__") if inspect.isclass(value) else getattr(value, "__doc__", None)
+    doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
     if not isinstance(doc, str):
         return None
     paragraph = _MEMORY_ADDRESS.sub("", inspect.cleandoc(doc).partition("\n\n")[0]).strip()

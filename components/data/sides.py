@@ -249,7 +249,7 @@ def describe(cfg: DataConfig, is_eval: bool) -> str:
     elif isinstance(cfg, DocsDataConfig):
         source = f"documentation of Python's standard library ({split})"
     else:
-        source = f"{getattr(cfg, 'factory', cfg.kind)} ({split})"
+        source = f"{cfg.factory if isinstance(cfg, CustomDataConfig) else cfg.kind} ({split})"
     return f"held out of {source}" if is_eval and held_out_by_hash(cfg) else source
 
 

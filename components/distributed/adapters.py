@@ -24,6 +24,7 @@ from components.config.errors import ConfigError
 from components.distributed.tensor_parallel import (
     KVHeadSlice,
     ReplicatedParameters,
+    TransformersStyle,
     as_replicated,
     redistribute,
 )
@@ -34,7 +35,7 @@ NAMES = ("weight", "bias", "lora_A", "lora_B", "lora_magnitude_vector")
 
 def is_adapted(module: nn.Module) -> bool:
     """Whether a module is a linear layer with an adapter."""
-    return isinstance(getattr(module, "lora_A", None), nn.Parameter)
+    return module._parameters.get("lora_A") is not None
 
 
 def adapted_style(name: str, style: ParallelStyle) -> ParallelStyle:
@@ -54,7 +55,7 @@ def adapted_style(name: str, style: ParallelStyle) -> ParallelStyle:
         return AdaptedColwise()
     if type(style) is RowwiseParallel and style.input_layouts == (Shard(-1),):
         return AdaptedRowwise(name, style.output_layouts[0])
-    kind = getattr(style, "name", type(style).__name__)
+    kind = style.name if isinstance(style, TransformersStyle) else type(style).__name__
     raise ConfigError(
         f"parallelism.tp: {name} has an adapter, and its plan ({kind}) does not tell how to cut one; leave it out of "
         "peft.targets, or set parallelism.tp=1"
@@ -82,9 +83,9 @@ class AdaptedRowwise(ParallelStyle):
         super().__init__()
         self.name, self.output_layout = name, output_layout
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        inputs = _InputsShard(device_mesh, module.get_parameter("lora_A").shape[1])
-        together = getattr(module, "columns_together", 1)
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        inputs = _InputsShard(device_mesh, module.lora_A.shape[1])
+        together = module.columns_together
         if inputs.features % (together * device_mesh.size()):
             raise ConfigError(
                 f"parallelism.tp={device_mesh.size()}: {self.name} has {inputs.features} inputs, which are quantised "
@@ -94,7 +95,7 @@ class AdaptedRowwise(ParallelStyle):
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, in / tp) -> (batch, seq, out)
             weight, bias, *adapter = _local(module, partial=("lora_B", "lora_magnitude_vector"))
-            part = module.compute(hidden, weight, None, *adapter, inputs)  # type: ignore[operator]
+            part = module.compute(hidden, weight, None, *adapter, inputs)
             whole = redistribute(part, device_mesh, Partial(), self.output_layout)
             return whole if bias is None else whole + bias
 
@@ -152,8 +153,8 @@ def _lay_out(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placemen
 def _local(module: Any, partial: tuple[str, ...]) -> list[torch.Tensor | None]:
     """This rank's parts of NAMES; gradients of those in `partial` are to be summed over the ranks."""
     parts: list[torch.Tensor | None] = []
-    for name in NAMES:
-        parameter = getattr(module, name)
+    held = (module.weight, module.bias, module.lora_A, module.lora_B, module.lora_magnitude_vector)
+    for name, parameter in zip(NAMES, held, strict=True):
         if isinstance(parameter, DTensor):
             parameter = parameter.to_local(grad_placements=[Partial()] if name in partial else None)
         parts.append(parameter)

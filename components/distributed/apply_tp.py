@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +14,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from components.anatomy import named_decoder_layers
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
 from components.distributed.adapters import adapted_style, is_adapted
@@ -30,11 +28,11 @@ from components.distributed.tensor_parallel import (
     TransformersStyle,
     as_writable,
     convert_output,
-    drops_hidden_states,
     sharded_fraction,
 )
 from components.distributed.tp_plan import (
     AttentionLayout,
+    Heads,
     Plan,
     check_covered,
     check_divisible,
@@ -44,6 +42,7 @@ from components.distributed.tp_plan import (
     names_experts_parameter,
     read_heads,
 )
+from components.models.anatomy import Anatomy, config_of, drops_hidden_states
 
 KNOWN_STYLES = (ColwiseParallel, RowwiseParallel, KVHeadSlice, ReplicatedParameters)
 """Styles whose borders we know: inside a block made of these, gradients of the input are partial sums."""
@@ -58,7 +57,14 @@ class Applied:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, tp_mesh: DeviceMesh, plan: Plan, *, sequence_parallel: bool, strict: bool, stages: int = 1
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    plan: Plan,
+    anatomy: Anatomy,
+    *,
+    sequence_parallel: bool,
+    strict: bool,
+    stages: int = 1,
 ) -> Applied:
     """Lay a model over the tp axis in place; afterwards every parameter is a DTensor on it, tied ones stay tied.
 
@@ -68,14 +74,16 @@ def apply_tensor_parallel(
         strict: A path that matches nothing is an error (a user's plan); else it is told (a model's own plan).
         stages: Pipeline stages that the model is cut into afterwards; whole sequences travel between them.
     """
-    given, plan = plan, fit_activations(model, fit_attention(model, plan, tp_mesh.size()))
-    notes = _notes(model, plan, tp_mesh.size(), strict, [path for path in given if path not in plan])
+    given, plan = plan, fit_activations(model, fit_attention(model, plan, tp_mesh.size(), anatomy))
+    heads = read_heads(anatomy, tp_mesh.size())
+    notes = _notes(model, plan, heads, tp_mesh.size(), strict, [path for path in given if path not in plan])
     check_divisible(model, plan, tp_mesh.size())
     if not strict:
         check_covered(model, plan, tp_mesh.size())
     ties = _tied_names(model)
     styles = {name: style for path, style in plan.items() for name, _ in matching(model, path)}
-    layers = named_decoder_layers(model)
+    layers = anatomy.decoder_layers(model)
+    config = config_of(model)
     if sequence_parallel and not layers:
         raise ConfigError(
             f"parallelism.sequence_parallel=true: {type(model).__name__} has no stack of decoder layers to shard "
@@ -89,14 +97,13 @@ def apply_tensor_parallel(
         if is_laid_out(module):
             continue  # experts, over ep and tp
         if isinstance(style, TransformersStyle):
-            style.config = _text_config(model)
+            style.config = config and config.get_text_config()
         if name in styles or any(True for _ in module.parameters(recurse=False)):
             _apply_style(name, module, tp_mesh, style)
-    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-    if embeddings is not None:
+    if anatomy.embedding is not None:
         # The embedding's all-reduce is still on its way when it leaves, and a compiled layer that takes such a tensor
         # fails in its backward; any operation on it waits (and, unlike .wait(), keeps the gradient).
-        convert_output(embeddings, lambda hidden: hidden * 1)
+        convert_output(model.get_submodule(anatomy.embedding), lambda hidden: hidden * 1)
     if sequence_parallel:
         _shard_between_blocks(list(layers.values()), tp_mesh, stages)
     _retie(model, ties)
@@ -110,11 +117,6 @@ def _shard_between_blocks(layers: list[nn.Module], tp_mesh: DeviceMesh, stages: 
     for stage in stage_layers(len(layers), stages):
         parallelize_module(layers[stage[0]], tp_mesh, ShardSequence("input"), src_data_rank=None)
         parallelize_module(layers[stage[-1]], tp_mesh, GatherSequence(), src_data_rank=None)
-
-
-def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _prepare_layer(
@@ -171,14 +173,15 @@ def _is_fully_known(name: str, block: nn.Module, inside: dict[str, ParallelStyle
     )
 
 
-def _notes(model: nn.Module, plan: Plan, tp: int, strict: bool, dropped: list[str]) -> tuple[str, ...]:
+def _notes(
+    model: nn.Module, plan: Plan, heads: Heads | None, tp: int, strict: bool, dropped: list[str]
+) -> tuple[str, ...]:
     unmatched = [path for path in plan if not matching(model, path) and not names_experts_parameter(model, path)]
     if unmatched and strict:
         raise ConfigError(
             [f"parallelism.tp_plan: {path!r} matches no module of {type(model).__name__}" for path in unmatched]
         )
     notes = [f"tp plan: no module is named {path}" for path in unmatched]
-    heads = read_heads(model, tp)
     if heads is not None and heads.layout == AttentionLayout.replicated and (dropped or not strict):
         left_out = f"; left out of the plan: {', '.join(dropped)}" if strict else ""
         notes.append(

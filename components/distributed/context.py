@@ -23,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.layouts import ulysses_divides
-from components.config.schema.model import CAUSAL_SDPA, DOCUMENTS, NEEDS_WHOLE_ROWS
+from components.config.schema.model import CAUSAL_SDPA, DOCUMENTS
 from components.config.schema.parallelism import ContextAttention
 from components.distributed.mesh import Mesh
+from components.models.anatomy import Anatomy
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
 """An attention function of transformers: (module, query, key, value, mask, **options) -> (output, weights)."""
@@ -54,7 +55,9 @@ def shard_rows(batch: Batch, mesh: Mesh | None) -> Batch:
     return batch.at_positions(own_positions(batch.shape[1], mesh["cp"], batch.input_ids.device))
 
 
-def use_context_parallel(model: nn.Module, mesh: DeviceMesh, method: ContextAttention, heads: tuple[int, int]) -> str:
+def use_context_parallel(
+    model: nn.Module, mesh: DeviceMesh, method: ContextAttention, heads: tuple[int, int], anatomy: Anatomy
+) -> str:
     """Let a Hugging Face model attend over the whole row while its inputs are parts of rows; return what was chosen.
 
     Args:
@@ -69,7 +72,7 @@ def use_context_parallel(model: nn.Module, mesh: DeviceMesh, method: ContextAtte
             f"parallelism.cp={mesh.size()}: {type(model).__name__} attends by {implementation}, and cp needs sdpa; set "
             "model.attention=sdpa or parallelism.cp=1"
         )
-    reason = getattr(model, NEEDS_WHOLE_ROWS, "" if implementation == CAUSAL_SDPA else "makes its own attention masks")
+    reason = anatomy.needs_whole_rows or ("" if implementation == CAUSAL_SDPA else "makes its own attention masks")
     if reason:
         raise ConfigError(
             f"parallelism.cp={mesh.size()}: {type(model).__name__} {reason}, so it cannot compute parts of rows; set "

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from components.config.errors import ConfigError
 from components.distributed.mesh import share_timeout
 from components.distributed.tensor_parallel import as_writable, local_parameters, redistribute
+from components.models.anatomy import Anatomy, is_experts
 
 
 class ExpertParallel(ParallelStyle):
@@ -60,7 +61,7 @@ class ExpertParallel(ParallelStyle):
         return module
 
 
-def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]:
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, anatomy: Anatomy) -> tuple[str, ...]:
     """Lay every experts module of a model over `mesh` in place; return what a person should know.
 
     Args:
@@ -69,7 +70,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]
 
     Raises ConfigError for a model without such a module and where ep does not divide its experts.
     """
-    found = experts_modules(model)
+    found = anatomy.parts(model, anatomy.experts)
     kind, ep = type(model).__name__, dict(zip(_axes(mesh), mesh.shape, strict=True)).get("ep", 1)
     if not found:
         raise ConfigError(
@@ -108,13 +109,6 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of fused experts by name."""
     return {name: module for name, module in model.named_modules() if is_experts(module)}
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module counts its experts and holds matrices of all of them, (experts, ..., ...), as parameters."""
-    own = list(module.parameters(recurse=False))
-    counted = isinstance(getattr(module, "num_experts", None), int)
-    return counted and any(each.dim() == 3 for each in own) and len({each.shape[0] for each in own}) == 1
 
 
 def is_laid_out(module: nn.Module) -> bool:

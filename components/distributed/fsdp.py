@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from components.config.errors import ConfigError
 from components.distributed.expert import experts_modules
+from components.distributed.gradient_sync import param_groups
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward of their own: they cannot be gathered, their children are."""
@@ -51,10 +52,14 @@ def shard_with_fsdp2(
     offload_policy: CPUOffloadPolicy | None = None,
     reshard_after_forward: bool = True,
     expert_mesh: DeviceMesh | None = None,
+    embedding: nn.Module | None = None,
 ) -> None:
-    """Shard a whole model in place: a unit per decoder layer, one for an untied embedding, one for the rest.
+    """Shard a whole model in place: a unit per decoder layer, one for `embedding`, one for the rest.
 
     With `expert_mesh`, experts that lie on ranks of their own are units of their own on that mesh.
+
+    Args:
+        embedding: An untied input embedding; None: the root's unit includes it.
 
     Gradients are SUMMED over the mesh, never averaged: the training step divides once, by the global number of
     target tokens. Only the root casts its output, as the policy says: layers that did would hand the next one a type
@@ -67,11 +72,8 @@ def shard_with_fsdp2(
         for experts in experts_modules(model).values():
             _shard(experts, expert_mesh, uncast, offload_policy, reshard=True)
     apply_fsdp_sharding_recursively(model, mesh, inner, offload_policy)
-    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    own_weights = [getattr(module, "weight", None) for module in (embeddings, head)]
-    if embeddings is not None and None not in own_weights and own_weights[0] is not own_weights[1]:
-        _shard(embeddings, mesh, inner, offload_policy, reshard=True)
+    if embedding is not None:
+        _shard(embedding, mesh, inner, offload_policy, reshard=True)
     _shard(model, mesh, mp_policy, offload_policy, reshard=False)
     for unit in fsdp_units(model):
         if not reshard_after_forward:
@@ -133,11 +135,7 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
 
 
 def _reshards_after_forward(unit: FSDPModule) -> bool:
-    # torch 2.13 has a setter and no getter for this.
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    infos = [group.post_forward_mesh_info for group in groups if group is not None]
-    return any(info is not None for info in infos)
+    return any(group.post_forward_mesh_info is not None for group in param_groups(unit))
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:

@@ -38,7 +38,7 @@ def get_sync_ctx(model: nn.Module, is_optim_step: bool, defer_fsdp_grad_sync: bo
 
 @contextmanager
 def _fsdp2_sync(unit: FSDPModule, is_optim_step: bool, defer: bool) -> Iterator[None]:
-    groups = _param_groups(unit)
+    groups = param_groups(unit)
     before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
     unit.set_requires_gradient_sync(is_optim_step or not defer, recurse=False)
     unit.set_requires_all_reduce(is_optim_step, recurse=False)
@@ -49,8 +49,11 @@ def _fsdp2_sync(unit: FSDPModule, is_optim_step: bool, defer: bool) -> Iterator[
             group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
 
 
-def _param_groups(unit: FSDPModule) -> list:
-    # FSDP2 has setters for these flags and no getters; units without parameters of their own have no group.
+def param_groups(unit: FSDPModule) -> list:
+    """Return the parameter groups of an FSDP2 unit, none for one without parameters of its own.
+
+    They hold the flags for which FSDP2 has setters and no getters.
+    """
     state = unit._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None)
     if found is None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from components.dtypes import torch_dtypes
+
 Scalar = bool | int | float
 
 WIDTH = 16
@@ -81,4 +83,4 @@ def mismatch(call: str, rule: str, headers: list[Header]) -> MismatchError:
 
 def _dtypes() -> list[torch.dtype]:
     """All dtypes, in an order that is the same on all ranks."""
-    return sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+    return sorted(set(torch_dtypes().values()), key=str)

@@ -50,14 +50,14 @@ class Mesh:
 
     def size(self, name: str) -> int:
         """Return the number of ranks along an axis or view; 1 where it is not in the mesh."""
-        return math.prod(getattr(self.shape, axis) for axis in VIEWS.get(name, (name,)))
+        return math.prod(self.shape.degree(axis) for axis in VIEWS.get(name, (name,)))
 
     def rank(self, name: str) -> int:
         """Return this rank's coordinate along an axis or view; 0 where it is not in the mesh. Needs no group."""
         rank = 0
         for axis in VIEWS.get(name, (name,)):
             if axis in self._names:
-                rank = rank * getattr(self.shape, axis) + self.device_mesh.get_local_rank(axis)
+                rank = rank * self.shape.degree(axis) + self.device_mesh.get_local_rank(axis)
         return rank
 
     @property

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
-from components.anatomy import named_decoder_layers
 from components.config.errors import ConfigError
 from components.config.layouts import local_heads
 from components.config.rules.mesh_rules import model_problems
@@ -26,7 +25,7 @@ from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConf
 from components.config.shape import ModelShape, shape_of_config
 from components.distributed.apply_tp import apply_tensor_parallel
 from components.distributed.context import use_context_parallel
-from components.distributed.expert import apply_expert_parallel, experts_modules
+from components.distributed.expert import apply_expert_parallel
 from components.distributed.fsdp import (
     apply_fsdp_sharding_recursively,
     mixed_precision,
@@ -47,9 +46,11 @@ from components.distributed.tp_plan import (
     import_classes_from_paths,
     load_plan,
     missing_plan,
+    shard_plan,
     shards_any,
     translate_to_torch_parallel_style,
 )
+from components.models.anatomy import Anatomy, config_of, read_anatomy
 
 __all__ = [
     "HAVE_NVFSDP",
@@ -80,31 +81,42 @@ class Layout:
     """This rank's part of a pipeline; None without one."""
 
 
-def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, compute_dtype: torch.dtype) -> Layout:
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    parallelism: ParallelismConfig,
+    compute_dtype: torch.dtype,
+    anatomy: Anatomy | None = None,
+) -> Layout:
     """Lay a model over the mesh in place: tensor and context parallel, pipeline stages, FSDP2 over each stage.
 
     The model should be on the meta device, to be materialised and loaded shard by shard afterwards.
     Raises ConfigError for a model without a plan under tp > 1 and for sizes that tp does not divide.
+
+    Args:
+        anatomy: The model's; None: read it.
     """
-    config = getattr(model, "config", None)
+    anatomy = anatomy or read_anatomy(model)
+    config = config_of(model)
     shape = ModelShape(**shape_of_config(config.to_dict())) if config is not None else ModelShape()
     if problems := model_problems(parallelism, mesh.shape, shape):
         raise ConfigError(problems)
     if parallelism.strategy == Strategy.fsdp2:
-        _refuse_shared_layers(model)
+        _refuse_shared_layers(model, anatomy)
     notes: tuple[str, ...] = ()
     fraction, stages = 0.0, None
     stored = next(each.dtype for each in model.parameters() if each.is_floating_point())  # others are packed
     places = parallelism.stage_places(mesh.size("pp"))
-    if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and experts_modules(model)):
+    if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and anatomy.experts):
         axes = tuple(axis for axis in ("ep", "tp") if mesh.size(axis) > 1)
-        notes += apply_expert_parallel(model, mesh.device_mesh[axes])
+        notes += apply_expert_parallel(model, mesh.device_mesh[axes], anatomy)
     if mesh.size("tp") > 1:
-        plan = _given_plan(parallelism.tp_plan, model)
+        plan = _given_plan(parallelism.tp_plan, model, anatomy)
         applied = apply_tensor_parallel(
             model,
             mesh["tp"],
             plan,
+            anatomy,
             sequence_parallel=parallelism.sequence_parallel,
             strict=parallelism.tp_plan is not None,
             stages=len(places),
@@ -112,9 +124,9 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
         fraction = applied.fraction
         notes += applied.notes
     if mesh.size("cp") > 1:
-        notes += (_apply_context_parallel(model, mesh, parallelism, shape),)
+        notes += (_apply_context_parallel(model, mesh, parallelism, shape, anatomy),)
     if mesh.size("pp") > 1:
-        stages = cut_into_stages(model, places, mesh.rank("pp"), compute_dtype)
+        stages = cut_into_stages(model, places, mesh.rank("pp"), compute_dtype, anatomy)
     if parallelism.strategy == Strategy.fsdp2:
         # Between the two halves of a split backward the parameters must stay where the first half found them.
         split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
@@ -126,15 +138,24 @@ def parallelize(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, co
                 offload_to_cpu(parallelism.cpu_offload),
                 parallelism.reshard_after_forward and not split,
                 mesh.expert_sharding if mesh.size("ep") > 1 else None,
+                _untied_embedding(model, anatomy) if stages is None else None,
             )
             prefetch_layers(module, parallelism.prefetch)
     return Layout(fraction, notes, stages)
 
 
-def _refuse_shared_layers(model: nn.Module) -> None:
+def _untied_embedding(model: nn.Module, anatomy: Anatomy) -> nn.Module | None:
+    """Return an input embedding with a weight of its own beside that of the head, None if there is none."""
+    if anatomy.embedding is None or anatomy.head is None or anatomy.tied:
+        return None
+    embedding, head = (model.get_submodule(name) for name in (anatomy.embedding, anatomy.head))
+    return embedding if all("weight" in module._parameters for module in (embedding, head)) else None
+
+
+def _refuse_shared_layers(model: nn.Module, anatomy: Anatomy) -> None:
     """FSDP shards layer by layer, and pipelines cut between layers: two of them cannot share a parameter."""
     holders: dict[int, str] = {}
-    for name, layer in named_decoder_layers(model).items():
+    for name, layer in anatomy.decoder_layers(model).items():
         for parameter in layer.parameters():
             other = holders.setdefault(id(parameter), name)
             if other != name:
@@ -144,11 +165,13 @@ def _refuse_shared_layers(model: nn.Module) -> None:
                 )
 
 
-def _apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, shape: ModelShape) -> str:
+def _apply_context_parallel(
+    model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, shape: ModelShape, anatomy: Anatomy
+) -> str:
     if shape.heads is None:
         raise ConfigError(f"parallelism.cp: {type(model).__name__} states no number of heads; set parallelism.cp=1")
     heads = local_heads(shape.heads, shape.kv_heads or shape.heads, mesh.size("tp"))
-    return use_context_parallel(model, mesh["cp"], parallelism.cp_attention, heads)
+    return use_context_parallel(model, mesh["cp"], parallelism.cp_attention, heads, anatomy)
 
 
 def fsdp2_strategy_parallelize(
@@ -176,14 +199,16 @@ def fsdp2_strategy_parallelize(
     of several ranks that is neither the tp axis nor part of the data-parallel mesh.
     """
     names = device_mesh.mesh_dim_names or ()
+    anatomy = read_anatomy(model)
     data_mesh = _data_mesh(device_mesh, dp_cp_mesh_name, dp_mesh_name)
     _refuse_uncovered_axes(device_mesh, data_mesh, tp_mesh_name)
     if tp_mesh_name in names and device_mesh[tp_mesh_name].size() > 1:
-        plan = _given_plan(tp_shard_plan, model)
+        plan = _given_plan(tp_shard_plan, model, anatomy)
         applied = apply_tensor_parallel(
             model,
             device_mesh[tp_mesh_name],
             plan,
+            anatomy,
             sequence_parallel=sequence_parallel,
             strict=tp_shard_plan is not None,
         )
@@ -200,6 +225,7 @@ def fsdp2_strategy_parallelize(
         data_mesh,
         mp_policy,
         offload_policy or offload_to_cpu(cpu_offload),
+        embedding=_untied_embedding(model, anatomy),
     )
     return model
 
@@ -209,12 +235,12 @@ def _destroy_dist_connection() -> None:
     destroy_global_state()
 
 
-def _given_plan(plan: dict[str, ParallelStyle] | str | None, model: nn.Module) -> Plan:
+def _given_plan(plan: dict[str, ParallelStyle] | str | None, model: nn.Module, anatomy: Anatomy) -> Plan:
     """Return the user's plan, also an empty one, or else the model's own, which must shard decoder layers."""
     if plan is not None:
         return load_plan(plan, model) if isinstance(plan, str) else plan
-    own = get_hf_tp_shard_plan(model)
-    if not shards_any(model, own, named_decoder_layers(model) or ("",)):
+    own = shard_plan(model, anatomy)
+    if not shards_any(model, own, anatomy.layers or ("",)):
         raise MissingPlanError(missing_plan(model))
     return own
 

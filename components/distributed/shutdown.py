@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import logging
 import signal
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -61,17 +63,24 @@ def _sigint_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
+@runtime_checkable
+class _Destroyable(Protocol):
+    """A DeepEP buffer of a version that can be destroyed."""
+
+    def destroy(self) -> None: ...
+
+
 def _free_deep_ep_buffers() -> None:
     """Free every buffer of the classes that DeepEP offers, if imported (Buffer, ElasticBuffer, ...)."""
-    offered = vars(sys.modules["deep_ep"]).items() if "deep_ep" in sys.modules else ()
-    kinds = tuple(value for name, value in offered if isinstance(value, type) and name.endswith("Buffer"))
+    offered = inspect.getmembers(sys.modules["deep_ep"], inspect.isclass) if "deep_ep" in sys.modules else ()
+    kinds = tuple(value for name, value in offered if name.endswith("Buffer"))
     if not kinds:
         return
     for buffer in [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]:
         if getattr(buffer, "runtime", buffer) is None:
             continue  # its owner has freed it
         try:
-            if hasattr(buffer, "destroy") and getattr(buffer, "explicitly_destroy", True):
+            if isinstance(buffer, _Destroyable) and getattr(buffer, "explicitly_destroy", True):
                 buffer.destroy()
             else:
                 buffer.runtime = None  # the last reference: the destructor of the C++ side frees the memory

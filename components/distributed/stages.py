@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from components.anatomy import named_decoder_layers
 from components.batch import HEAD_KEYWORDS
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
 from components.distributed.stand_ins import Absent, Entrance, Exit, NothingAdded
+from components.models.anatomy import Anatomy
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Stages:
         return len(self.places) - 1
 
 
-def cut_into_stages(model: nn.Module, places: list[int], place: int, dtype: torch.dtype) -> Stages:
+def cut_into_stages(model: nn.Module, places: list[int], place: int, dtype: torch.dtype, anatomy: Anatomy) -> Stages:
     """Leave in `model` what the stages at `place` of the pp axis have, and return these stages, sharing its modules.
 
     Call it on the meta device, after tensor and expert parallelism and before FSDP, which shards each stage.
@@ -81,36 +81,36 @@ def cut_into_stages(model: nn.Module, places: list[int], place: int, dtype: torc
 
     Raises ConfigError for a model whose parts cannot be told apart.
     """
-    anatomy = _Anatomy.of(model)
-    ranges = stage_layers(len(anatomy.layers), len(places))
+    parts = _Parts.of(model, anatomy)
+    ranges = stage_layers(len(parts.layers), len(places))
     own = [index for index, holder in enumerate(places) if holder == place]
-    _refuse_idle_stages(anatomy.layers, ranges)
-    vocabulary, size = anatomy.embedding.weight.shape
+    _refuse_idle_stages(parts.layers, ranges)
+    vocabulary, size = parts.embedding.weight.shape
     hidden = Hidden(size, vocabulary, dtype)
-    tied = anatomy.untie()
-    stages = tuple(Stage(index, _stage(anatomy, index, ranges)) for index in own)
+    tied = parts.untie()
+    stages = tuple(Stage(index, _stage(parts, index, ranges)) for index in own)
     first, last = 0 in own, len(places) - 1 in own
     kept = {layer for index in own for layer in ranges[index]}
-    _leave(anatomy.inner, anatomy.layers_name, anatomy.layers, kept, {})
-    for name in [] if first else anatomy.before:
-        anatomy.inner._modules[name] = _stand_in(anatomy, name)
-    for name in [] if last else anatomy.after:
-        anatomy.inner._modules[name] = Absent()
-    for name in anatomy.heads:
-        if not last or (tied and anatomy.root._modules[name] is anatomy.head):
-            anatomy.root._modules[name] = Absent()
+    _leave(parts.inner, parts.layers_name, parts.layers, kept, {})
+    for name in [] if first else parts.before:
+        parts.inner._modules[name] = _stand_in(parts, name)
+    for name in [] if last else parts.after:
+        parts.inner._modules[name] = Absent()
+    for name in parts.heads:
+        if not last or (tied and parts.root._modules[name] is parts.head):
+            parts.root._modules[name] = Absent()
     return Stages(
         own=stages,
         places=tuple(places),
         hidden=hidden,
-        embedding=anatomy.embedding if tied and first else None,
-        tied_head=anatomy.head if tied and last else None,
+        embedding=parts.embedding if tied and first else None,
+        tied_head=parts.head if tied and last else None,
     )
 
 
 @dataclass(slots=True)
-class _Anatomy:
-    """The parts of a causal LM: embeddings, decoder layers, what follows them."""
+class _Parts:
+    """The modules of a causal LM: embeddings, decoder layers, what follows them."""
 
     root: nn.Module
     inner: nn.Module
@@ -127,11 +127,11 @@ class _Anatomy:
     head: Any
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Anatomy:
-        inner_name = getattr(model, "base_model_prefix", "")
+    def of(cls, model: nn.Module, anatomy: Anatomy) -> _Parts:
+        inner_name = anatomy.inner
         inner = model._modules.get(inner_name)
         lists = [name for name, child in (inner or model).named_children() if isinstance(child, nn.ModuleList)]
-        layers_path = next(iter(named_decoder_layers(model)), "").rpartition(".")[0]
+        layers_path = next(iter(anatomy.layers), "").rpartition(".")[0]
         if inner is None or [f"{inner_name}.{name}" for name in lists] != [layers_path]:
             raise ConfigError(
                 f"parallelism.pp: {type(model).__name__} is not embeddings, one list of decoder layers and a head; it "
@@ -139,8 +139,9 @@ class _Anatomy:
             )
         names = list(inner._modules)
         position = names.index(lists[0])
-        embedding = model.get_input_embeddings()  # type: ignore[operator]
-        anatomy = cls(
+        embedding = None if anatomy.embedding is None else model.get_submodule(anatomy.embedding)
+        head = None if anatomy.head is None else model.get_submodule(anatomy.head)
+        parts = cls(
             root=model,
             inner=inner,
             inner_name=inner_name,
@@ -150,11 +151,11 @@ class _Anatomy:
             after=[name for name in names[position + 1 :] if _has_parameters(inner._modules[name])],
             heads=[name for name, child in model._modules.items() if name != inner_name and _has_parameters(child)],
             embedding=embedding,
-            head=model.get_output_embeddings(),  # type: ignore[operator]
+            head=head,
         )
-        for name in anatomy.before:
-            _stand_in(anatomy, name)
-        return anatomy
+        for name in parts.before:
+            _stand_in(parts, name)
+        return parts
 
     def untie(self) -> bool:
         """Give a tied head a weight of its own; return whether it was tied."""
@@ -165,25 +166,25 @@ class _Anatomy:
         return True
 
 
-def _stage(anatomy: _Anatomy, index: int, ranges: list[range]) -> nn.Module:
+def _stage(parts: _Parts, index: int, ranges: list[range]) -> nn.Module:
     """The model with nothing of other stages in it; before the last stage, the inner model is all of it."""
     first, last = index == 0, index == len(ranges) - 1
-    inner, own = shallow_copy(anatomy.inner), ranges[index]
+    inner, own = shallow_copy(parts.inner), ranges[index]
     entrance = None if first else Entrance()
     leaving = None if last else Exit()
     borders = {own[0] - 1: entrance, own[-1] + 1: leaving}
-    _leave(inner, anatomy.layers_name, anatomy.layers, set(own), borders)
+    _leave(inner, parts.layers_name, parts.layers, set(own), borders)
     if entrance is not None:
-        check = partial(_check_arrival, type(anatomy.root).__name__, entrance)
-        anatomy.layers[own[0]].register_forward_pre_hook(check, with_kwargs=True, prepend=True)
-    for name in [] if first else anatomy.before:
-        inner._modules[name] = _stand_in(anatomy, name)
-    for name in [] if last else anatomy.after:
+        check = partial(_check_arrival, type(parts.root).__name__, entrance)
+        parts.layers[own[0]].register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+    for name in [] if first else parts.before:
+        inner._modules[name] = _stand_in(parts, name)
+    for name in [] if last else parts.after:
         inner._modules[name] = Absent()
     stage = inner
     if last:
-        stage = shallow_copy(anatomy.root)
-        stage._modules[anatomy.inner_name] = inner
+        stage = shallow_copy(parts.root)
+        stage._modules[parts.inner_name] = inner
     stage.forward = partial(_forward, stage.forward, entrance, leaving)
     return stage
 
@@ -239,14 +240,14 @@ def _leave(
     inner._modules[name] = nn.ModuleList(left)
 
 
-def _stand_in(anatomy: _Anatomy, name: str) -> nn.Module:
-    module = anatomy.inner._modules[name]
-    if module is anatomy.embedding or isinstance(module, nn.Dropout):
+def _stand_in(parts: _Parts, name: str) -> nn.Module:
+    module = parts.inner._modules[name]
+    if module is parts.embedding or isinstance(module, nn.Dropout):
         return Absent()
     if isinstance(module, nn.Embedding):
         return NothingAdded()
     raise ConfigError(
-        f"parallelism.pp: {type(anatomy.root).__name__} has {name} between its embedding and its layers, which only "
+        f"parallelism.pp: {type(parts.root).__name__} has {name} between its embedding and its layers, which only "
         "the first stage may apply; set parallelism.pp=1"
     )
 

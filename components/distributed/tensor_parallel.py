@@ -194,20 +194,6 @@ class _DropoutOfShards(TorchFunctionMode):
         return hidden * kept / (1 - p)  # not times 1 / (1 - p), which bfloat16 would round
 
 
-def drops_hidden_states(layer: nn.Module) -> bool:
-    """Whether a layer may call dropout on hidden states: a module of it has a probability of dropout.
-
-    Transformers' models hold probabilities in `nn.Dropout` or under a name with "drop"; those of attention weights are
-    named for attention.
-    """
-    return any(
-        isinstance(value, float | int) and value > 0
-        for module in layer.modules()
-        for name, value in ({"drop": module.p} if isinstance(module, nn.Dropout) else vars(module)).items()
-        if "drop" in name and not name.startswith("att")
-    )
-
-
 @contextmanager
 def local_parameters(module: nn.Module, grad_placements: Sequence[Placement]) -> Iterator[None]:
     """Within the context the module's own DTensor parameters are plain tensors with gradients of these placements."""

@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import (
 
 from components.config.errors import ConfigError
 from components.config.layouts import AttentionLayout, attention_layout
-from components.distributed.expert import ExpertParallel, is_experts
+from components.distributed.expert import ExpertParallel
 from components.distributed.tensor_parallel import KVHeadSlice, ReplicatedParameters, TransformersStyle
+from components.models.anatomy import Anatomy, is_experts, read_anatomy
 
 Plan = dict[str, ParallelStyle]
 
@@ -34,6 +35,7 @@ TRANSFORMERS_STYLES = (
     "all_reduce",
 )
 """Styles that transformers implements well and torch does not have."""
+_MISSING = object()
 
 
 class MissingPlanError(ConfigError, AssertionError):
@@ -81,19 +83,20 @@ def get_hf_tp_shard_plan(model: nn.Module) -> Plan:
     model's name is put in front of an inner plan's paths. Paths may name single layers. Raises MissingPlanError where
     nothing of the model would be sharded (seed page 004, NeMo AutoModel).
     """
-    merged: dict[str, str] = dict(getattr(type(model), "_tp_plan", None) or {})
-    merged |= getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
-    inner_name = getattr(model, "base_model_prefix", "") or "model"
-    inner = getattr(model, inner_name, None)
-    inner_plan = getattr(inner, "_tp_plan", None) or getattr(type(inner), "_tp_plan", None) or {}
-    for path, style in inner_plan.items():
-        merged[path if path.startswith(f"{inner_name}.") else f"{inner_name}.{path}"] = style
-    if not shards_any(model, _translated(model, merged)):
+    return shard_plan(model, read_anatomy(model))
+
+
+def shard_plan(model: nn.Module, anatomy: Anatomy) -> Plan:
+    """Return the plan of a model's anatomy in torch's styles, the input embedding included.
+
+    Raises MissingPlanError where nothing of the model would be sharded.
+    """
+    styles = dict(anatomy.tp_plan)
+    if not shards_any(model, _translated(model, styles)):
         raise MissingPlanError(missing_plan(model))
-    embeddings = _name_of(model, getattr(model, "get_input_embeddings", lambda: None)())
-    if embeddings is not None:
-        merged.setdefault(embeddings, "embedding_rowwise")
-    return _translated(model, merged)
+    if anatomy.embedding is not None:
+        styles.setdefault(anatomy.embedding, "embedding_rowwise")
+    return _translated(model, styles)
 
 
 def _translated(model: nn.Module, styles: dict[str, str]) -> Plan:
@@ -132,7 +135,7 @@ def _shards(style: ParallelStyle) -> bool:
 def names_experts_parameter(model: nn.Module, path: str) -> bool:
     """Whether a path names a parameter of fused experts, whose layout follows from their module."""
     module_path, _, leaf = path.rpartition(".")
-    return any(is_experts(module) and hasattr(module, leaf) for _, module in matching(model, module_path))
+    return any(is_experts(module) and leaf in module._parameters for _, module in matching(model, module_path))
 
 
 def load_plan(path: str, model: nn.Module) -> Plan:
@@ -183,9 +186,9 @@ def import_class_from_path(name: str) -> Any:
                 continue
             raise
         for attribute in parts[length:] + (attributes.split(".") if attributes else []):
-            if not hasattr(found, attribute):
+            found = getattr(found, attribute, _MISSING)
+            if found is _MISSING:
                 raise ImportPathError(f"{name!r}: {candidate} has no {attribute!r}")
-            found = getattr(found, attribute)
         return found
     raise ImportPathError(f"{name!r}: there is no module {parts[0]!r}; is its folder installed or on PYTHONPATH?")
 
@@ -216,25 +219,28 @@ class Heads:
     layout: AttentionLayout
 
 
-def read_heads(model: nn.Module, tp: int) -> Heads | None:
-    """Return the head counts of a Hugging Face model, or None where its config has none."""
-    config = getattr(model, "config", None)
-    if config is not None and hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
+def read_heads(anatomy: Anatomy, tp: int) -> Heads | None:
+    """Return the head counts of a model and their layout over tp, or None where its config states none.
+
+    Raises ConfigError for a model whose layers have different numbers of heads.
+    """
+    if anatomy.heads_differ:
+        raise ConfigError(
+            f"parallelism.tp={tp}: the layers of this model have different numbers of heads, which tp cannot share "
+            "yet; set parallelism.tp=1"
+        )
+    if anatomy.heads is None or anatomy.kv_heads is None:
         return None
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return Heads(heads, kv_heads, attention_layout(heads, kv_heads, tp))
+    return Heads(anatomy.heads, anatomy.kv_heads, attention_layout(anatomy.heads, anatomy.kv_heads, tp))
 
 
-def fit_attention(model: nn.Module, plan: Plan, tp: int) -> Plan:
+def fit_attention(model: nn.Module, plan: Plan, tp: int, anatomy: Anatomy) -> Plan:
     """Return the plan with attention as the heads allow, and with the norms that published plans forget.
 
     Where tp does not divide the heads, attention leaves the plan and is computed by every rank; where there are
     fewer kv heads than ranks, ranks share them. q_norm and k_norm of sharded heads get their gradients summed.
     """
-    heads = read_heads(model, tp)
+    heads = read_heads(anatomy, tp)
     attention = {path.rpartition(".")[0] for path, style in plan.items() if _cuts_heads(path, style)}
     if heads is None or not attention:
         return plan
@@ -244,7 +250,7 @@ def fit_attention(model: nn.Module, plan: Plan, tp: int) -> Plan:
     for parent in attention:
         for name, module in matching(model, parent):
             for norm in ("q_norm", "k_norm"):
-                if hasattr(module, norm) and not _planned(plan, f"{name}.{norm}"):
+                if module._modules.get(norm) is not None and not _planned(plan, f"{name}.{norm}"):
                     fitted[f"{parent}.{norm}"] = ReplicatedParameters(partial_grad=True)
             if heads.layout == AttentionLayout.kv_replicated:
                 module.num_key_value_groups = heads.heads // tp  # type: ignore[assignment]
@@ -295,7 +301,7 @@ def check_covered(model: nn.Module, plan: Plan, tp: int) -> None:
         parent = path.rpartition(".")[0] if _cuts_heads(path, style) else None
         for name, module in matching(model, parent) if parent else []:
             for norm in ("q_norm", "k_norm"):
-                if any(each.dim() > 1 for each in getattr(module, norm, nn.Identity()).parameters()):
+                if any(each.dim() > 1 for each in (module._modules.get(norm) or nn.Identity()).parameters()):
                     problems.setdefault(
                         f"{parent}.{norm}", f"{name}.{norm} has a weight for each head, and tp divides heads"
                     )
@@ -315,7 +321,8 @@ def matching(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 
 def _cuts_heads(path: str, style: ParallelStyle) -> bool:
     leaf = path.rpartition(".")[2]
-    return leaf in ("q_proj", "k_proj", "v_proj") and getattr(style, "output_layouts", None) == (Shard(-1),)
+    sharded = isinstance(style, ColwiseParallel | RowwiseParallel) and style.output_layouts == (Shard(-1),)
+    return leaf in ("q_proj", "k_proj", "v_proj") and sharded
 
 
 def _takes_a_part(style: ParallelStyle) -> bool:
@@ -324,7 +331,3 @@ def _takes_a_part(style: ParallelStyle) -> bool:
 
 def _planned(plan: Plan, name: str) -> bool:
     return any(re.fullmatch("[^.]+".join(re.escape(part) for part in path.split("*")), name) for path in plan)
-
-
-def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
-    return next((name for name, module in model.named_modules() if module is wanted), None)

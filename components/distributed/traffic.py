@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -167,8 +168,8 @@ def _find_arguments(func: Any) -> tuple[int, list[int]] | None:
 
     By their names, so that no list of operators can be out of date.
     """
-    schema = getattr(func, "_schema", None)  # higher-order operators have none
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    # Higher-order operators have no schema.
+    names = [argument.name for argument in func._schema.arguments] if isinstance(func, OpOverload) else []
     places = [index for index, name in enumerate(names) if name in ("process_group", "group_name")]
     if not places:
         return None

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -171,6 +171,13 @@ def barrier_and_log(string: str) -> None:
         logger.info("[%s] datetime: %s", string, datetime.now().strftime("%Y-%m-%d %H:%M:%S"))
 
 
+@runtime_checkable
+class _HasStrategy(Protocol):
+    """Any config of a parallel layout."""
+
+    strategy: Any
+
+
 def dp_eval_sample_shard(distributed_config: Any, dp_rank: int, dp_size: int) -> tuple[int, int] | None:
     """Return (dp_rank, dp_size) to shard eval samples across data-parallel ranks, else None (seed page 001).
 
@@ -186,13 +193,12 @@ def dp_eval_sample_shard(distributed_config: Any, dp_rank: int, dp_size: int) ->
 
     Raises ConfigError for a config without a strategy, or a rank outside the axis.
     """
-    strategy = getattr(distributed_config, "strategy", None)
-    if strategy is None:
+    if not isinstance(distributed_config, _HasStrategy) or distributed_config.strategy is None:
         name = type(distributed_config).__name__
         raise ConfigError(f"distributed_config={name}: has no attribute `strategy`; pass the parallelism config")
     if not 0 <= dp_rank < dp_size:
         raise ConfigError(f"dp_rank={dp_rank}: must lie between 0 and dp_size - 1 = {dp_size - 1}")
-    return (dp_rank, dp_size) if str(strategy) == "ddp" and dp_size > 1 else None
+    return (dp_rank, dp_size) if str(distributed_config.strategy) == "ddp" and dp_size > 1 else None
 
 
 def get_mesh_coordinates(mesh: DeviceMesh, rank: int | None = None) -> list[int] | None:

@@ -2,6 +2,7 @@
 
 build.py       build_on_meta: config from hub, folder, GGUF or values; model_shape
 tokenizer.py   load_tokenizer, also one token per byte
+anatomy.py     read_anatomy: what a model is made of, as a value that every mesh axis takes
 attention.py   use_causal_sdpa: attention without masks and host syncs
 lora.py        add_adapters: small matrices beside linear layers; adapter_files.py: in PEFT's format; nf4.py: 4 bits
 float8.py      use_float8: linear layers that compute in 8 bits
@@ -27,6 +28,7 @@ from components.lending import lend
 
 if TYPE_CHECKING:
     from components.models.adapter_files import Merge, adapter_config, write_adapter  # noqa: F401
+    from components.models.anatomy import Anatomy, read_anatomy  # noqa: F401
     from components.models.attention import use_causal_sdpa  # noqa: F401
     from components.models.build import build_on_meta, model_shape  # noqa: F401
     from components.models.export import export_model, export_run, export_stored  # noqa: F401
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 __all__, __getattr__ = lend(
     __name__,
     {
+        "anatomy": "Anatomy read_anatomy",
         "attention": "use_causal_sdpa",
         "build": "build_on_meta model_shape",
         "adapter_files": "Merge adapter_config write_adapter",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -11,13 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.models.twin import own_class
+from components.models.anatomy import own_class, shortened_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,8 +52,13 @@ class LayerBytes:
 
     def of(self, policy: ActivationCheckpointing, layers: int, in_flight: int = 1) -> int:
         """Return the bytes of `layers` under a policy, each with so many micro-batches; one is being recomputed."""
+        kept = {
+            ActivationCheckpointing.none: self.none,
+            ActivationCheckpointing.selective: self.selective,
+            ActivationCheckpointing.full: self.full,
+        }
         recomputed = 0 if policy == ActivationCheckpointing.none else self.none
-        return getattr(self, str(policy)) * layers * in_flight + recomputed
+        return kept[policy] * layers * in_flight + recomputed
 
 
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -76,7 +80,7 @@ def show_compiled_regions() -> None:
     """
     from torch._inductor import config
 
-    if hasattr(config, "wrap_inductor_compiled_regions"):  # torch 2.12
+    if torch.__version__ >= "2.12":
         config.wrap_inductor_compiled_regions = True
 
 
@@ -106,12 +110,17 @@ def _is_kept(operator: Any, args: Any, kwargs: Any) -> bool:
 
     Attention with dropout is not: skipping it in the recomputation would shift the random numbers of later dropouts.
     """
-    schema = getattr(operator, "_schema", None)
+    schema = _schema(operator)
     if schema is None:
         return f"higher_order::{operator.name()}" in KEPT
     if schema.name not in KEPT or schema.is_mutable:
         return False
     return not next((value for name, value in _arguments(schema, args, kwargs) if name == "dropout_p"), 0.0)
+
+
+def _schema(operator: Any) -> Any:
+    """Return an operator's schema; None for a higher-order one."""
+    return operator._schema if isinstance(operator, OpOverload) else None
 
 
 def _queue_of(operator: Any, args: Any) -> Any:
@@ -128,7 +137,7 @@ def _arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]
 
 def _written_tensors(operator: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that a call changes in place."""
-    schema = getattr(operator, "_schema", None)
+    schema = _schema(operator)
     if schema is None or not schema.is_mutable:
         return
     written = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
@@ -281,10 +290,7 @@ def _kept_by(model: PreTrainedModel, layers: int, rows: int, seq: int) -> list[i
     """Bytes that a model of so many layers keeps: (hidden-wide, others, hidden-wide products, other products)."""
     from components.models.attention import use_causal_sdpa  # transformers, which those who only recompute do not need
 
-    config: Any = copy.deepcopy(model.config.get_text_config())
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+    config = shortened_config(model.config.get_text_config(), layers)
     kept = [0, 0, 0, 0]
     seen: dict[int, Any] = {}
 
@@ -305,5 +311,5 @@ def _kept_by(model: PreTrainedModel, layers: int, rows: int, seq: int) -> list[i
         seen |= {each.untyped_storage()._cdata: each.untyped_storage() for each in twin.parameters()}
         tokens = torch.zeros(rows, seq, dtype=torch.int64)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Products(partial(count, start=2)):
-            getattr(twin, twin.base_model_prefix)(input_ids=tokens, use_cache=False)
+            twin.base_model(input_ids=tokens, use_cache=False)
     return kept

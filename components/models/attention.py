@@ -8,13 +8,13 @@ packed rows a keyword says where their documents are; it reaches attention throu
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -28,18 +28,16 @@ from components.config.schema.model import (
     CAUSAL_SDPA,
     DOCUMENTS,
     LONGEST_DOCUMENT,
-    NEEDS_WHOLE_ROWS,
     ModelConfig,
 )
+from components.models.anatomy import Anatomy, read_anatomy
 from components.models.documents import Documents, attend_by_kernel, has_kernel
 
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 NO_KERNEL = ("No available kernel", "No viable backend")
 """How torch begins its errors where no kernel that is allowed takes an attention."""
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def use_causal_sdpa(model: PreTrainedModel, flash: bool = False) -> bool:
+def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatomy | None = None) -> bool:
     """Switch a model that attends by sdpa to attention without masks; return False where its layers need more.
 
     Layers other than full and sliding attention (chunks, linear attention, both directions) keep transformers' own
@@ -47,17 +45,19 @@ def use_causal_sdpa(model: PreTrainedModel, flash: bool = False) -> bool:
 
     Args:
         flash: Attend by torch's flash kernel or not at all. Raises ConfigError for a model that keeps its masks.
+        anatomy: The model's; None: read it.
     """
-    needed = _what_it_needs(model)
-    mixer = _mixer(model)
-    setattr(model, NEEDS_WHOLE_ROWS, needed.partition("; set")[0] or (mixer and f"mixes neighboring tokens by {mixer}"))
-    packed = _Packed(model, needed or (mixer and f"mixes neighbours by {mixer}, across documents too; set"))
+    anatomy = anatomy or read_anatomy(model)
+    implementation = model.config.get_text_config()._attn_implementation
+    needed, refusal = anatomy.own_masks, anatomy.needs_unpacked_rows and f"{anatomy.needs_unpacked_rows}; set"
+    if implementation != "sdpa":
+        needed = f"attends by {implementation}, which is not told of them"
+        refusal = f"{needed}; set model.attention=sdpa or"
+    packed = _Packed(model, refusal)
     model.base_model.register_forward_pre_hook(packed.before, with_kwargs=True)
     model.base_model.register_forward_hook(packed.after, with_kwargs=True)
     if needed and flash:
-        raise ConfigError(
-            f"model.attention=sdpa_flash: {type(model).__name__} {needed.partition(';')[0]}; set model.attention=sdpa"
-        )
+        raise ConfigError(f"model.attention=sdpa_flash: {type(model).__name__} {needed}; set model.attention=sdpa")
     if needed:
         return False
     name, attend = (CAUSAL_FLASH, _causal_flash) if flash else (CAUSAL_SDPA, causal_sdpa)
@@ -97,7 +97,7 @@ class AttentionProbe(TorchFunctionMode):
         """Observe attention; call everything else as it is."""
         if func is scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "").startswith("_varlen_attn"):
+        if isinstance(func, OpOverload | OpOverloadPacket) and func.__name__.startswith("_varlen_attn"):
             self._note("varlen_attn", args[0], masked=False, dropout=0.0)
         return func(*args, **(kwargs or {}))
 
@@ -166,34 +166,6 @@ def _inputs(observed: ObservedAttention) -> str:
     dtype = str(observed.dtype).removeprefix("torch.")
     dropout = f" with dropout {observed.dropout:g}" if observed.dropout else ""
     return f"heads of {observed.head_dim} in {dtype} on {observed.device}{dropout}"
-
-
-def _what_it_needs(model: PreTrainedModel) -> str:
-    """Return what the model's attention needs besides causality and windows, and what to set; "": nothing."""
-    config = model.config.get_text_config()
-    others = set(getattr(config, "layer_types", None) or []) - KNOWN_LAYERS
-    if config._attn_implementation != "sdpa":
-        return f"attends by {config._attn_implementation}, which is not told of them; set model.attention=sdpa or"
-    if others:
-        return f"has layers of {', '.join(sorted(others))}, which are neither full nor sliding attention; set"
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
-        return "attends to both sides; set"
-    if not model._can_set_attn_implementation():
-        return "computes attention in its own code, outside transformers' attention interface; set"
-    if getattr(config, "sliding_window", None) and not any(map(_is_told_of_windows, model.modules())):
-        return "keeps its sliding window in a mask that its attention is not told of; set"
-    return ""
-
-
-def _is_told_of_windows(module: nn.Module) -> bool:
-    """Whether a module's forward hands the width of its window on, by the keyword that attention functions take."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return any(isinstance(const, tuple) and "sliding_window" in const for const in getattr(code, "co_consts", ()))
-
-
-def _mixer(model: PreTrainedModel) -> str:
-    """Return the name of a convolution that the model has, or an empty string."""
-    return next((type(each).__name__ for each in model.modules() if isinstance(each, CONVOLUTIONS)), "")
 
 
 class _Packed:

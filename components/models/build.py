@@ -15,6 +15,7 @@ from components.config.errors import ConfigError
 from components.config.model_files import ModelFiles, locate
 from components.config.schema.model import Attention, DType, ModelConfig
 from components.config.shape import ModelShape, shape_of_config
+from components.dtypes import torch_dtype
 from components.models.attention import use_causal_sdpa
 from components.models.float8 import use_float8
 from components.models.gguf import read_config
@@ -66,7 +67,7 @@ def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrained
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config,
-                dtype=getattr(torch, str(cfg.dtype)),
+                dtype=torch_dtype(cfg.dtype),
                 attn_implementation="sdpa" if cfg.attention == Attention.sdpa_flash else str(cfg.attention),
                 trust_remote_code=cfg.trust_remote_code,
             )

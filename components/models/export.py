@@ -228,8 +228,13 @@ def _write_configs(
 
 def _align_special_tokens(config: PreTrainedConfig | GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """The tokenizer the model was trained with decides; a list that holds its token already stays."""
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        token, current = getattr(tokenizer, key), getattr(config, key, None)
+    tokens = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    for key, token in tokens.items():
+        current = getattr(config, key, None)
         if token is not None and not (isinstance(current, list) and token in current):
             setattr(config, key, token)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from components.dtypes import torch_dtype
 from components.exchange import all_gather_json, broadcast_json
 from components.models.names import saved_tensors
 from components.models.shards import Block, is_first_holder, local_blocks, local_part, part_shape
@@ -42,7 +43,7 @@ class Offer:
         """Return the offer that another rank made."""
         shape, dtype, device, parts = values
         blocks = [Block(*(tuple(slice(*each) for each in part) for part in block)) for block in parts]
-        return cls(tuple(shape), getattr(torch, dtype), device, blocks)
+        return cls(tuple(shape), torch_dtype(dtype), device, blocks)
 
 
 Giver = tuple[int, Offer]

@@ -115,6 +115,6 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    declared = getattr(model.generation_config, "eos_token_id", None)
+    declared = model.generation_config.eos_token_id
     ends = declared if isinstance(declared, list) else [declared]
     return {token for token in [*ends, tokenizer.eos_token_id] if token is not None}

@@ -53,15 +53,15 @@ def _draw(twin: PreTrainedModel, name: str, seed: int) -> torch.Tensor:
     """Make one parameter of the twin real and let the modules around it initialise it."""
     path, _, attribute = name.rpartition(".")
     owner = twin.get_submodule(path)
-    placeholder = getattr(owner, attribute)
+    placeholder = owner.get_parameter(attribute)
     real = nn.Parameter(torch.full(placeholder.shape, float("nan"), dtype=torch.float32, device="cpu"))
-    setattr(owner, attribute, real)
+    owner.register_parameter(attribute, real)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     for model, module in _enclosing(twin, path):
         # The other parameters are on the meta device, where drawing does nothing.
         model._init_weights(module)
-    setattr(owner, attribute, placeholder)
+    owner.register_parameter(attribute, placeholder)
     return real.detach()
 
 

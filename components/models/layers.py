@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from components.anatomy import named_decoder_layers
 from components.config.schema.model import DOCUMENTS
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.exchange import all_gather_json
 from components.models.activations import keep_products, show_compiled_regions
+from components.models.anatomy import Anatomy, read_anatomy
 from components.models.compile_cache import remove_truncated_libraries
 from components.models.lora import quantized_layers
 from components.models.shards import local_part
@@ -76,19 +76,27 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
     )
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers in order, as `named_decoder_layers` finds them.
+def decoder_layers(model: nn.Module, anatomy: Anatomy | None = None) -> list[nn.Module]:
+    """Return the decoder layers in order, placeholders of other pipeline stages included.
+
+    Args:
+        anatomy: The model's, read before it was parallelized; None: read it now.
 
     Raises:
         NotImplementedError: The model has none.
     """
-    layers = list(named_decoder_layers(model).values())
+    layers = list((anatomy or read_anatomy(model)).decoder_layers(model).values())
     if not layers:
         raise NotImplementedError(f"{type(model).__name__} has no list of decoder layers")
     return layers
 
 
-def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str | Callable = "inductor") -> None:
+def compile_layers(
+    model: PreTrainedModel,
+    fullgraph: bool = True,
+    backend: str | Callable = "inductor",
+    anatomy: Anatomy | None = None,
+) -> None:
     """Compile the forward of each decoder layer in place; names and classes stay as they are.
 
     Only the layer's own forward is compiled: hooks around it, FSDP's among them, stay outside, and so does the
@@ -106,8 +114,8 @@ def compile_layers(model: PreTrainedModel, fullgraph: bool = True, backend: str 
         remove_truncated_libraries()
     from transformers import AttentionInterface
 
-    attention = AttentionInterface().get(getattr(model.config, "_attn_implementation", None))
-    for layer in filter(_is_here, decoder_layers(model)):
+    attention = AttentionInterface().get(model.config._attn_implementation)
+    for layer in filter(_is_here, decoder_layers(model, anatomy)):
         forward = layer.forward
         closed = [attention, *(module.forward for module in layer.modules())]
         whole = fullgraph and not any(hasattr(each, "_torchdynamo_disable") for each in closed)
@@ -148,7 +156,9 @@ def _sequence_dims(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(dim for dim in dims if tensor.shape[dim] > 1)
 
 
-def checkpoint_activations(model: PreTrainedModel, policy: ActivationCheckpointing) -> None:
+def checkpoint_activations(
+    model: PreTrainedModel, policy: ActivationCheckpointing, anatomy: Anatomy | None = None
+) -> None:
     """Keep less of decoder layers than the backward needs, and compute the rest again there: less memory, more work.
 
     full: only the input of every layer is kept, a third more work; alternate: of every other one of the whole model;
@@ -160,13 +170,11 @@ def checkpoint_activations(model: PreTrainedModel, policy: ActivationCheckpointi
         raise ValueError("parallelism.activation_checkpointing=auto: choose_checkpointing says what it stands for")
     if policy == ActivationCheckpointing.none:
         return
-    if (
-        policy == ActivationCheckpointing.selective
-        and getattr(model.config, "_attn_implementation", None) == "flex_attention"
-    ):
+    if policy == ActivationCheckpointing.selective and model.config._attn_implementation == "flex_attention":
         show_compiled_regions()
     kept: dict[str, Any] = {"context_fn": keep_products} if policy == ActivationCheckpointing.selective else {}
-    for layer in filter(_is_here, decoder_layers(model)[:: 1 + (policy == ActivationCheckpointing.alternate)]):
+    layers = decoder_layers(model, anatomy)[:: 1 + (policy == ActivationCheckpointing.alternate)]
+    for layer in filter(_is_here, layers):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **kept)
 
 

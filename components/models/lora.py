@@ -11,6 +11,7 @@ of its own, so that FSDP2, checkpoints and resumes see nothing but further param
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import math
@@ -237,8 +238,8 @@ def _adapted(layer: nn.Module, cfg: PeftConfig) -> LoraLayer:
     """A layer of the class with an adapter, which takes over the parameters of `layer`."""
     linear = isinstance(layer, nn.Linear)
     kind: Any = (QuantizedLoraLinear if cfg.quantizes else LoraLinear) if linear else LoraConv1D
-    made = kind.__new__(kind)
-    made.__dict__ = layer.__dict__.copy()
+    made: Any = copy.copy(layer)
+    made.__class__ = kind  # keeps the layer's parameters, hooks and flags
     rows, columns = layer.weight.shape  # type: ignore[misc]
     made.adapt(cfg, (columns, rows) if linear else (rows, columns))
     if cfg.quantizes:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from components.models.anatomy import plain_tensors
 from components.models.lora import quantized_layers
 from components.models.names import tied_names
 from components.models.nf4 import level_pairs
@@ -42,13 +43,13 @@ def materialize(model: PreTrainedModel, device: torch.device | str, *, offload: 
         if value is None or value.is_meta:
             raise RuntimeError(f"buffer {name} of {type(model).__name__} is not computed by its constructor")
         path, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(path), attribute, buffer.to(device).copy_(value))
+        model.get_submodule(path)._buffers[attribute] = buffer.to(device).copy_(value)
     # Some models keep computed tensors as plain attributes, which `to_empty` does not see.
     twins = dict(twin.named_modules())
     for name, module in model.named_modules():
-        for attribute, value in vars(twins[name]).items() if name in twins else ():
-            if isinstance(value, torch.Tensor) and attribute in vars(module):
-                setattr(module, attribute, value.to(device))
+        computed_here = plain_tensors(twins[name]) if name in twins else {}
+        for attribute in computed_here.keys() & plain_tensors(module):
+            setattr(module, attribute, computed_here[attribute].to(device))
 
 
 def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

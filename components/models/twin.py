@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from components.models.anatomy import own_class
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -27,13 +29,6 @@ def buffer_twin(model: PreTrainedModel) -> PreTrainedModel:
     """Return the twin whose buffers are real and on the CPU, as the constructor computes them."""
     with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
         return own_class(model)._from_config(copy.deepcopy(model.config))
-
-
-def own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class that transformers built; FSDP2 gives a model a subclass without a constructor of its own."""
-    from transformers import PreTrainedModel as Base
-
-    return next(cls for cls in type(model).__mro__ if "__init__" in vars(cls) and issubclass(cls, Base))
 
 
 class _EmptyOnMeta(TorchFunctionMode):

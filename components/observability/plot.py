@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.config.schema.data import DataConfig
+from components.config.schema.data import DataConfig, RowsDataConfig
 from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import MeshShape
 from components.protocol.run_files import atomic_file
@@ -59,7 +59,7 @@ def run_title(model: ModelConfig, data: DataConfig, mesh: MeshShape) -> str:
         if model.path
         else f"{model.config.get('model_type', 'model')} from scratch"
     )
-    source = Path(str(getattr(data, "path", None) or data.kind)).name
+    source = Path(str((data.path if isinstance(data, RowsDataConfig) else None) or data.kind)).name
     return f"{trained} on {source}, {mesh.summary}"
 
 

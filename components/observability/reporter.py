@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -92,7 +92,11 @@ class Interval:
         self.seconds_at_peak += step.seconds_at_peak
 
     def __add__(self, other: Interval) -> Interval:
-        return Interval(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return Interval(
+            self.tokens + other.tokens,
+            self.seconds + other.seconds,
+            self.seconds_at_peak + other.seconds_at_peak,
+        )
 
     @property
     def speed(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -15,6 +14,7 @@ import torch
 from components import data, distributed, observability
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.protocol.failures import report_hang
+from components.python_frames import caller_code
 from components.training.evaluation import Evaluation
 from components.training.state import StopRequest, TrainState
 from components.training.watchdog import Watchdog
@@ -50,7 +50,7 @@ class Attempt:
         self.rank: int = info.rank
         """Of all ranks."""
         self._world_size, self._reports = info.world_size, info.is_main
-        caller = sys._getframe(2).f_code  # the recipe's main: what it calls is what a hung rank is reported to do
+        caller = caller_code(2)  # the recipe's main: what it calls is what a hung rank is reported to do
         self._watch = Watchdog(step_timeout_seconds, report_hang, section, caller)
         self.mesh = distributed.build_mesh(cfg.parallelism, self.device.type)
         """The device mesh."""

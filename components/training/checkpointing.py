@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from components.anatomy import named_decoder_layers
 from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, Strategy
 from components.config.schema.recipes import FinetuneConfig
 from components.distributed.expert import experts_modules
 from components.distributed.init import get_local_world_size_preinit
 from components.distributed.mesh import Mesh
 from components.models.activations import layer_bytes
+from components.models.anatomy import Anatomy, read_anatomy
 from components.training.chunked_loss import chunk_tokens
 from components.training.gradients import local_part
 
@@ -47,11 +46,13 @@ def choose_checkpointing(
     device: torch.device,
     compute_dtype: torch.dtype,
     memory: int | None = None,
+    anatomy: Anatomy | None = None,
 ) -> Checkpointing:
     """Return the policy of `cfg`, or what `auto` stands for. A collective: call it on all ranks of a laid-out model.
 
     Args:
         memory: Bytes that a rank may use; None: those of its GPU, or its share of the host's.
+        anatomy: The whole model's; None: read it.
     """
     asked = cfg.parallelism.activation_checkpointing
     if asked != ActivationCheckpointing.auto:
@@ -62,7 +63,7 @@ def choose_checkpointing(
     ]
     memory = _memory(device) if memory is None else memory
     try:
-        needs = estimate(model, cfg, mesh, device, compute_dtype)
+        needs = estimate(model, cfg, mesh, device, compute_dtype, anatomy)
         shares, why = [needs[each] / memory for each in possible], ""
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
         shares, why = [math.inf] * len(possible), next(iter(str(error).splitlines()), type(error).__name__)
@@ -76,11 +77,17 @@ def choose_checkpointing(
 
 
 def estimate(
-    model: nn.Module, cfg: FinetuneConfig, mesh: Mesh, device: torch.device, compute_dtype: torch.dtype
+    model: nn.Module,
+    cfg: FinetuneConfig,
+    mesh: Mesh,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    anatomy: Anatomy | None = None,
 ) -> dict[ActivationCheckpointing, int]:
     """Return the bytes of this rank at the peak of a step by policy: state, what is gathered, activations, the loss."""
     parallelism, training = cfg.parallelism, cfg.training
-    text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    anatomy = anatomy or read_anatomy(model)
+    layers = list(anatomy.decoder_layers(model).values())
     accumulation = training.global_batch_size // (training.micro_batch_size * mesh.size("dp"))
     seq, tp, pp = training.seq_len // mesh.size("cp"), mesh.size("tp"), mesh.size("pp")
     layer = layer_bytes(
@@ -93,10 +100,10 @@ def estimate(
     )
     ordered = str(parallelism.pp_schedule) in ("GPipe", "LoopedBFS")  # all forwards first
     in_flight = 1 if pp == 1 else accumulation if ordered else min(accumulation, 2 * pp)
-    words, tokens = -(-text.vocab_size // tp), training.micro_batch_size * seq
-    loss = 12 * min(tokens, chunk_tokens(words, device)) * words + 4 * words * text.hidden_size
-    fixed = _state_bytes(model) + _gathered_bytes(model, cfg, mesh, compute_dtype, accumulation) + loss
-    return {each: fixed + layer.of(each, -(-len(named_decoder_layers(model)) // pp), in_flight) for each in PREFERRED}
+    words, tokens = -(-anatomy.vocabulary // tp), training.micro_batch_size * seq
+    loss = 12 * min(tokens, chunk_tokens(words, device)) * words + 4 * words * anatomy.hidden_size
+    fixed = _state_bytes(model) + _gathered_bytes(model, layers, cfg, mesh, compute_dtype, accumulation) + loss
+    return {each: fixed + layer.of(each, -(-len(layers) // pp), in_flight) for each in PREFERRED}
 
 
 def _state_bytes(model: nn.Module) -> int:
@@ -107,7 +114,12 @@ def _state_bytes(model: nn.Module) -> int:
 
 
 def _gathered_bytes(
-    model: nn.Module, cfg: FinetuneConfig, mesh: Mesh, compute_dtype: torch.dtype, accumulation: int
+    model: nn.Module,
+    decoder_layers: list[nn.Module],
+    cfg: FinetuneConfig,
+    mesh: Mesh,
+    compute_dtype: torch.dtype,
+    accumulation: int,
 ) -> int:
     """What is held besides the shards: parameters in the type of the products, gradients that wait for their sum."""
     stored = next(each.dtype for each in model.parameters() if each.is_floating_point())
@@ -115,7 +127,7 @@ def _gathered_bytes(
     whole, gradients = _gathered(model, compute_dtype, shards)
     if cfg.parallelism.strategy != Strategy.fsdp2:
         return 0 if compute_dtype == stored else whole
-    stack = [_gathered(layer, compute_dtype, shards) for layer in named_decoder_layers(model).values()]
+    stack = [_gathered(layer, compute_dtype, shards) for layer in decoder_layers]
     layers = max(1, sum(bytes_ > 0 for bytes_, _ in stack))
     in_layers, of_layers = (sum(each) for each in zip(*stack, strict=True))
     held = 2 * in_layers // layers + whole - in_layers if cfg.parallelism.reshard_after_forward else whole

@@ -11,6 +11,7 @@ import torch
 from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema.model import NO_FLEX_BACKWARD, Attention, Float8, ModelConfig
+from components.dtypes import torch_dtype
 from components.exchange import all_gather_json
 from components.models.float8 import float8_layers, without_float8
 from components.training.evaluation import evaluate
@@ -73,7 +74,7 @@ def _observe_attention(model: Prepared, cfg: ModelConfig, batch: Batch) -> str:
         if problems := [problem for of_stage, _ in stages for problem in of_stage]:
             raise ConfigError(list(dict.fromkeys(problems)))
         observed = [
-            ObservedAttention(**{**each, "dtype": getattr(torch, each["dtype"])})
+            ObservedAttention(**{**each, "dtype": torch_dtype(each["dtype"])})
             for _, of_stage in stages
             for each in of_stage
         ]

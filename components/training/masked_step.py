@@ -17,8 +17,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from components.training.gradients import local_part
 from components.training.metrics import HostCopy
 
-UNDO = "_meshbook_undo"
-"""Attribute of an optimizer: what to put back if its last step is to be skipped."""
 IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -45,20 +43,39 @@ def masked_step(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None
         + [(container, key, container[key]) for container, before in keys for key in container if key not in before],
     )
     if (undo.replaced or undo.created) and not mask.is_meta:  # the meta device computes nothing to put back
-        if not hasattr(optimizer, UNDO):
-            optimizer.register_state_dict_pre_hook(undo_skipped_step)
+        pending = _pending_of(optimizer)
+        if pending is None:
+            pending = _Pending()
+            optimizer.register_state_dict_pre_hook(pending)
         undo.decision = HostCopy(skipped)
-        setattr(optimizer, UNDO, undo)
+        pending.undo = undo
 
 
 def undo_skipped_step(optimizer: torch.optim.Optimizer) -> None:
     """Put back what the host holds of `optimizer`'s state if the last masked step was skipped."""
-    undo: _Undo | None = getattr(optimizer, UNDO, None)
-    if undo is None or undo.decision is None:
-        return
-    setattr(optimizer, UNDO, None)
-    if undo.decision.read().item():
-        undo.apply()
+    pending = _pending_of(optimizer)
+    if pending is not None:
+        pending(optimizer)
+
+
+class _Pending:
+    """State-dict hook of an optimizer that holds what to put back if its last step is to be skipped."""
+
+    undo: _Undo | None = None
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
+        undo, self.undo = self.undo, None
+        if undo is not None and undo.decision is not None and undo.decision.read().item():
+            undo.apply()
+
+
+def _pending_of(optimizer: torch.optim.Optimizer) -> _Pending | None:
+    """Return the hook of an optimizer that a masked step was done with before.
+
+    The optimizer's own list of hooks is the one place of torch that keeps an object with it as long as it lives.
+    """
+    hooks = optimizer._optimizer_state_dict_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, _Pending)), None)
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import torch
 
 from components.config.schema.model import DType, ModelConfig
 from components.config.schema.parallelism import ParallelismConfig, Strategy
+from components.dtypes import torch_dtype
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> tuple[torch.dtype, str]:
@@ -14,14 +15,14 @@ def compute_dtype(model: ModelConfig, device: torch.device) -> tuple[torch.dtype
     auto is bfloat16 where the device has instructions for it, else float32: emulated bfloat16 is slower and less
     exact. A float64 model is computed in float64.
     """
-    stored = getattr(torch, str(model.dtype))
+    stored = torch_dtype(model.dtype)
     compute, why = _choose(model, stored, device)
     return compute, f"{_mode(stored, compute)}{why}"
 
 
 def _choose(model: ModelConfig, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
     if model.compute_dtype is not DType.auto:
-        return getattr(torch, str(model.compute_dtype)), ""
+        return torch_dtype(model.compute_dtype), ""
     if stored == torch.float64:
         return stored, ", as stored"
     if _has_bfloat16(device):
@@ -44,7 +45,7 @@ def autocast_dtype(parallelism: ParallelismConfig, model: ModelConfig, compute: 
 
     FSDP2 casts the parameters it gathers; single and ddp compute on stored parameters and need autocast.
     """
-    if parallelism.strategy == Strategy.fsdp2 or compute == getattr(torch, str(model.dtype)):
+    if parallelism.strategy == Strategy.fsdp2 or compute == torch_dtype(model.dtype):
         return None
     return compute
 

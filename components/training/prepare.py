@@ -51,16 +51,18 @@ def prepare(cfg: FinetuneConfig | EvaluateConfig, run: OnMesh, vocabulary: int) 
     mesh, device, trains = run.mesh, run.device, isinstance(cfg, FinetuneConfig)
     dtype, why_dtype = compute_dtype(cfg.model, device)
     model = models.build_on_meta(cfg.model, vocabulary)
+    anatomy = models.read_anatomy(model)
     models.add_adapters(model, cfg.peft, exports=trains)
-    work = step_work(model, cfg.logging, mesh, device, dtype) if trains else None
-    layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
-    router_loss = attach_router_loss(model, cfg.model, mesh) if trains else None
+    work = step_work(model, cfg.logging, mesh, device, dtype, anatomy) if trains else None
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype, anatomy)
+    router_loss = attach_router_loss(model, cfg.model, mesh, anatomy) if trains else None
     loss_head = attach_loss_head(model, cfg, mesh, layout.stages, device)
-    recompute = choose_checkpointing(model, cfg, mesh, device, dtype) if isinstance(cfg, FinetuneConfig) else None
-    if recompute is not None:
-        models.checkpoint_activations(model, recompute.policy)
+    recompute = None
+    if isinstance(cfg, FinetuneConfig):
+        recompute = choose_checkpointing(model, cfg, mesh, device, dtype, anatomy=anatomy)
+        models.checkpoint_activations(model, recompute.policy, anatomy)
     if cfg.model.compile:
-        models.compile_layers(model)
+        models.compile_layers(model, anatomy=anatomy)
     models.materialize(model, device, offload=cfg.parallelism.cpu_offload)
     if run.resume_from is None or cfg.peft.adapts:  # a checkpoint holds what is trained, not the base of adapters
         models.fill_weights(model, cfg.model, cfg.run.seed)

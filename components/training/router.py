@@ -17,36 +17,38 @@ from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 
-from components.anatomy import named_decoder_layers
 from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
 from components.config.schema.model import DOCUMENTS, ModelConfig, RouterAux
 from components.distributed.mesh import Mesh
+from components.models.anatomy import Anatomy, read_anatomy
 
 SEQUENCE_WEIGHTS = "router_sequence_weights"
 """Keyword by which `sequence_weights` travel through the model's forward to its decoder layers."""
 SWITCH_OFF = "set model.router_aux=none"
 
 
-def attach_router_loss(model: nn.Module, cfg: ModelConfig, mesh: Mesh | None = None) -> RouterLoss | None:
+def attach_router_loss(
+    model: nn.Module, cfg: ModelConfig, mesh: Mesh | None = None, anatomy: Anatomy | None = None
+) -> RouterLoss | None:
     """Let the routers of a transformers model add their auxiliary loss to the gradients; call it on all ranks.
 
     After the model was laid over the mesh, and before activations are checkpointed or layers compiled. Returns None
     where `cfg` asks for none, or neither it nor the model's config gives a coefficient.
 
+    Args:
+        anatomy: The whole model's; None: read it.
+
     Raises ConfigError for a coefficient without a router that it could apply to.
     """
-    config: Any = model.config
-    coefficient = cfg.router_aux_coef
-    if coefficient is None:
-        coefficient = getattr(config.get_text_config(), "router_aux_loss_coef", None)
+    anatomy = anatomy or read_anatomy(model)
+    coefficient = anatomy.router_coefficient if cfg.router_aux_coef is None else cfg.router_aux_coef
     if cfg.router_aux == RouterAux.none or not coefficient:
         return None
-    classes = _router_classes(model)
-    layers = named_decoder_layers(model).values()
-    routers = [[module for module in layer.modules() if isinstance(module, classes)] for layer in layers]
+    layers, held = anatomy.decoder_layers(model), anatomy.parts(model, anatomy.routers)
+    routers = [[each for router, each in held.items() if router.startswith(f"{name}.")] for name in layers]
     count = _sum_over_stages(sum(map(len, routers)), mesh)
-    if count == 0 and classes and cfg.router_aux_coef is None:
+    if count == 0 and anatomy.has_router_class and cfg.router_aux_coef is None:
         return None  # its config leaves every layer dense
     if count == 0:
         raise ConfigError(
@@ -54,7 +56,7 @@ def attach_router_loss(model: nn.Module, cfg: ModelConfig, mesh: Mesh | None = N
             f"router in the decoder layers of {type(model).__name__}; {SWITCH_OFF}"
         )
     loss = RouterLoss(coefficient, count, mesh, expects=any(routers))
-    for layer, its_routers in zip(layers, routers, strict=True):
+    for layer, its_routers in zip(layers.values(), routers, strict=True):
         _Layer(loss, layer, its_routers)
     return loss
 
@@ -256,16 +258,6 @@ def _checked(outputs: Any, tokens: torch.Tensor, router: nn.Module) -> Any:
         f"model.router_aux=sequence: {type(router).__name__} does not return logits, scores and chosen experts of "
         f"every token; {SWITCH_OFF}"
     )
-
-
-def _router_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The classes whose outputs transformers records as router logits."""
-    found: list[Any] = []
-    for module in model.modules():
-        recorded: Any = getattr(module, "_can_record_outputs", None) or {}
-        routers = recorded.get("router_logits", [])
-        found += [getattr(each, "target_class", each) for each in (routers if isinstance(routers, list) else [routers])]
-    return tuple(dict.fromkeys(found))
 
 
 def _sum_over_stages(count: int, mesh: Mesh | None) -> int:

@@ -18,7 +18,6 @@ import atexit
 import contextlib
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from components.distributed.store_sync import PeerFailure
 from components.housekeeping import bytes_moved
 from components.protocol.exit_codes import EXIT_HUNG
 from components.protocol.failures import HungRun
+from components.python_frames import caller_code, package_of, thread_frames
 
 SLOW_STEPS = 2
 """Steps that get twice the time. Not one: the host may be a step ahead of the device, and of the ranks it waits for."""
@@ -86,7 +86,7 @@ class Watchdog:
         self._report = report
         self._beat = min(max(timeout / 20, SHORTEST_BEAT), LONGEST_BEAT)
         self._silence = max(BEATS_MISSED * self._beat, SHORTEST_SILENCE)
-        self._home = home or sys._getframe(1).f_code
+        self._home = home or caller_code()
         self._main = threading.get_ident()
         self._marks, self._marked = 0, time.monotonic()
         self._place, self._in_step, self._in_loop, self._steps = "before the loop", False, False, 0
@@ -170,7 +170,7 @@ class Watchdog:
             self._count_bytes()
             if self._in_loop:  # should something keep the GIL, not even this thread finds time to run
                 faulthandler.dump_traceback_later(2 * self._limit, exit=unattended)
-                if alone and _in_debugger(self._stack()):
+                if alone and _in_debugger(thread_frames(self._main)):
                     self.mark()
             unanswered = 0.0 if alone else time.monotonic() - self._answered
             if self._in_loop and self._quiet() > self._limit and (alone or unanswered > self._silence):
@@ -254,21 +254,13 @@ class Watchdog:
 
     def _line(self) -> str:
         """Where the main thread is: what the recipe has called, and the line in it."""
-        stack = self._stack()
+        stack = thread_frames(self._main)
         if not stack:
             return "its end"
         innermost = stack[0]
         line = f"{innermost.f_code.co_name} ({Path(innermost.f_code.co_filename).name}:{innermost.f_lineno})"
         called = next((inner for inner, outer in pairwise(stack) if outer.f_code is self._home), innermost)
         return line if called is innermost else f"{called.f_code.co_name}, {line}"
-
-    def _stack(self) -> list[FrameType]:
-        """Frames of the main thread, the innermost first."""
-        frame, frames = sys._current_frames().get(self._main), []
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
-        return frames
 
 
 class _Clock:
@@ -287,4 +279,4 @@ class _Clock:
 
 
 def _in_debugger(stack: list[FrameType]) -> bool:
-    return any(str(frame.f_globals.get("__name__", "")).partition(".")[0] in DEBUGGERS for frame in stack)
+    return any(package_of(frame) in DEBUGGERS for frame in stack)

@@ -10,7 +10,7 @@ of tokens that see one another.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch import nn
 from components.batch import Batch
 from components.config.schema.data import IGNORED
 from components.config.schema.logging import LoggingConfig
-from components.distributed.expert import is_experts
 from components.distributed.mesh import Mesh
+from components.models.anatomy import FULL, SLIDING, Anatomy, read_anatomy
 
 PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
@@ -81,14 +81,19 @@ class StepWork:
 
 
 def step_work(
-    model: nn.Module, cfg: LoggingConfig, mesh: Mesh, device: torch.device, compute_dtype: torch.dtype
+    model: nn.Module,
+    cfg: LoggingConfig,
+    mesh: Mesh,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    anatomy: Anatomy | None = None,
 ) -> StepWork:
     """Return what is known of a run's arithmetic. Call it on the whole model, before it is laid over the mesh."""
     tflops, why = peak_tflops(cfg, device, compute_dtype)
     if tflops is None:
         return StepWork(None, None, why)
     try:
-        flops = model_flops(model)
+        flops = model_flops(model, anatomy)
     except NotImplementedError as reason:
         return StepWork(None, None, f"left out: {reason}")
     counts = mesh.counts_tokens and mesh.rank("cp") == 0
@@ -108,23 +113,23 @@ def peak_tflops(cfg: LoggingConfig, device: torch.device, dtype: torch.dtype) ->
     return PEAK_TFLOPS[name], f"against {PEAK_TFLOPS[name]:g} TFLOP/s a device, the peak of {name} in {kind}"
 
 
-def model_flops(model: Any) -> ModelFlops:
-    """Count a transformers model's FLOPs by its modules and config.
+def model_flops(model: nn.Module, anatomy: Anatomy | None = None) -> ModelFlops:
+    """Count a transformers model's FLOPs by its modules and anatomy (None: read it).
 
-    Raises NotImplementedError for layers that are neither full nor sliding attention.
+    Raises NotImplementedError for layers that are neither full nor sliding attention, or differ in their heads.
     """
-    config = model.config.get_text_config()
+    anatomy = anatomy or read_anatomy(model)
     per_token = 0.0
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             continue
-        experts = is_experts(module)
+        experts = name in anatomy.experts
         for parameter in module.parameters(recurse=False):
             if parameter.dim() >= (3 if experts else 2):
-                share = _chosen(config) / parameter.shape[0] if experts else 1.0
+                share = _chosen(anatomy) / parameter.shape[0] if experts else 1.0
                 values = parameter.numel() if parameter.is_floating_point() else _packed_values(module)
                 per_token += (6 if parameter.requires_grad else 4) * values * share
-    return ModelFlops(per_token, _per_pair(config))
+    return ModelFlops(per_token, _per_pair(anatomy))
 
 
 def pairs(length: int, window: int | None = None) -> int:
@@ -154,25 +159,17 @@ def _packed_values(module: Any) -> int:
     return module.in_features * module.out_features
 
 
-def _chosen(config: Any) -> int:
-    chosen = getattr(config, "num_experts_per_tok", None)
-    if not isinstance(chosen, int):
+def _chosen(anatomy: Anatomy) -> int:
+    if anatomy.experts_per_token is None:
         raise NotImplementedError("the config does not say how many experts a token chooses (num_experts_per_tok)")
-    return chosen
+    return anatomy.experts_per_token
 
 
-def _per_pair(config: Any) -> tuple[tuple[int | None, int], ...]:
-    heads = config.num_attention_heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    keys = getattr(config, "qk_nope_head_dim", None)
-    keys = head if keys is None else keys + config.qk_rope_head_dim
-    values = getattr(config, "v_head_dim", None) or head
-    window = getattr(config, "sliding_window", None)
-    kinds: Sequence[str] = (
-        getattr(config, "layer_types", None)
-        or ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
-    )
-    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+def _per_pair(anatomy: Anatomy) -> tuple[tuple[int | None, int], ...]:
+    if unknown := set(anatomy.kinds) - {FULL, SLIDING}:
         raise NotImplementedError(f"layers of {', '.join(sorted(unknown))} are not counted")
-    windows = Counter(window if kind == "sliding_attention" else None for kind in kinds)
-    return tuple((window, count * 6 * heads * (keys + values)) for window, count in windows.items())
+    if anatomy.widths is None:
+        raise NotImplementedError("the config does not state one number and width of heads for all layers")
+    each = 6 * anatomy.widths.heads * (anatomy.widths.keys + anatomy.widths.values)
+    windows = Counter(anatomy.window if kind == SLIDING else None for kind in anatomy.kinds)
+    return tuple((window, count * each) for window, count in windows.items())

@@ -22,6 +22,7 @@ from components.distributed.apply_tp import apply_tensor_parallel
 from components.distributed.mesh import init_distributed
 from components.distributed.tensor_parallel import ReplicatedParameters
 from components.distributed.tp_plan import MissingPlanError, get_hf_tp_shard_plan, load_plan
+from components.models import read_anatomy
 from components.training import gradient_norm
 from tests.distributed import published_parallelizer as published
 from tests.distributed.contrast import both_sides, contrast
@@ -417,7 +418,8 @@ def gradients_under_tp(name: str, apply: Any) -> tuple[dict[str, torch.Tensor], 
 
 
 def ours_tp(model: nn.Module, mesh: DeviceMesh) -> None:
-    apply_tensor_parallel(model, mesh, get_hf_tp_shard_plan(model), sequence_parallel=False, strict=False)
+    plan, anatomy = get_hf_tp_shard_plan(model), read_anatomy(model)
+    apply_tensor_parallel(model, mesh, plan, anatomy, sequence_parallel=False, strict=False)
 
 
 def check_q_norm(rank: int, apply: Any) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from components.distributed.gradient_sync import _param_groups
+from components.distributed.gradient_sync import param_groups
 from components.distributed.traffic import record_traffic
 from components.training import get_sync_ctx, reduce_loss
 from tests.harness import run_ranks
@@ -75,7 +75,7 @@ def deferral_is_undone_after_an_exception(sync: SyncContext, rank: int) -> None:
     model = sharded(rank)
     with pytest.raises(ZeroDivisionError), sync(model, False, True):
         raise ZeroDivisionError
-    groups = [group for unit in model.modules() if isinstance(unit, FSDPModule) for group in _param_groups(unit)]
+    groups = [group for unit in model.modules() if isinstance(unit, FSDPModule) for group in param_groups(unit)]
     assert groups
     assert all(group.reduce_grads for group in groups)
 

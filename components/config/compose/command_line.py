@@ -80,11 +80,8 @@ def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
     problems = [no_option(option, known_keys(schema)) for option in unknown]
     if arguments.experimental_rerun:
         problems.append("--experimental-rerun: a run continues when its run.dir is given again; leave it out")
-    for option in ("config_path", "config_dir"):
-        path = getattr(arguments, option)
-        if path is not None and not Path(path).is_dir():
-            problems.append(f"--{option.replace('_', '-')}={path}: no such folder")
-            setattr(arguments, option, None)
+    arguments.config_path = _existing_folder("--config-path", arguments.config_path, problems)
+    arguments.config_dir = _existing_folder("--config-dir", arguments.config_dir, problems)
     taken = []
     for override in [each for each in sys.argv[1:] if each in overrides]:
         key = override_parts(override)[0]
@@ -99,6 +96,14 @@ def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
             taken.append(override)
     arguments.overrides = taken
     return arguments, problems
+
+
+def _existing_folder(option: str, path: str | None, problems: list[str]) -> str | None:
+    """Return the folder that an option names; None, and a problem, where it does not exist."""
+    if path is None or Path(path).is_dir():
+        return path
+    problems.append(f"{option}={path}: no such folder")
+    return None
 
 
 def read_request(arguments: Namespace, name: str, schema: type[Config], recipe_dir: Path) -> Request:

@@ -66,7 +66,8 @@ def diagnose(request: Request, error: Exception, check: Check) -> list[str]:
     cfg = search.complete(search.apply_values(base))
     if cfg is not None:
         search.add_independent(check(cfg, search.refused()))
-    return search.problems or getattr(error, "problems", None) or [explain_value(error)]
+    told = error.problems if isinstance(error, ConfigError) else []
+    return search.problems or told or [explain_value(error)]
 
 
 class _Search:

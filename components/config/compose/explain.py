@@ -7,6 +7,29 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import get_type_hints
 
+from components.config.compose.hydra_messages import (
+    ALREADY_THERE,
+    FULL_KEY,
+    GIVEN,
+    IN_FILE,
+    MERGING,
+    NO_DELETION,
+    NO_GROUP,
+    NO_OPTION,
+    NO_SUCH_KEY,
+    NOT_A_BOOL,
+    NOT_A_CHOICE,
+    NOT_A_LIST,
+    NOT_A_SECTION,
+    NOT_A_SINGLE_VALUE,
+    NOT_AN_OPTION,
+    NOT_CONVERTIBLE,
+    NOT_OPTIONAL,
+    NOT_YAML,
+    NOTHING_TO_OVERRIDE,
+    REJECTED_KIND,
+    UNKNOWN_KEY,
+)
 from components.config.compose.synonyms import synonym_of
 from components.config.kinds import KINDS
 
@@ -19,36 +42,20 @@ HOME = re.compile(r"(?<![^,\[])~/")
 SOURCES = "data.sources"
 NOT_A_MIXTURE = "only a mixture has sources; add data=mixture, or another option of data that is one"
 
-NOT_YAML = re.compile(
-    r'(?P<what>expected .*|found .*|could not .*|mapping values .*)\n\s*in "(?P<file>.*)", line (?P<line>\d+)'
-)
-
 PACKAGES = {"network": "cluster"}
 """Groups whose options set keys of a section with another name; those of other such groups set any: _global_."""
 
 VALUE_RULES = (
-    (r"could not be converted to (?P<wanted>\w+)", "must be {wanted}"),
-    (r"is not a valid bool", "must be true or false"),
-    (r"expected one of \[(?P<choices>.*?)\]", "must be one of {choices}"),
-    (r"is not Optional|Incompatible value 'None'", "must not be null"),
-    (r"is not a ListConfig|not a list", "must be a list, such as [a,b]"),
-    (r"is not a subclass of|Cannot merge|Cannot assign", "is a section with keys, not a value"),
-    (
-        r"is not a valid input for|is not a primitive type|of type '(dict|list)'|Cannot convert '(dict|list)'",
-        "must be a single value",
-    ),
-    (r"does not support deletion", "cannot be removed; set it to another value"),
+    (NOT_CONVERTIBLE, "must be {wanted}"),
+    (NOT_A_BOOL, "must be true or false"),
+    (NOT_A_CHOICE, "must be one of {choices}"),
+    (NOT_OPTIONAL, "must not be null"),
+    (NOT_A_LIST, "must be a list, such as [a,b]"),
+    (NOT_A_SECTION, "is a section with keys, not a value"),
+    (NOT_A_SINGLE_VALUE, "must be a single value"),
+    (NO_DELETION, "cannot be removed; set it to another value"),
 )
-"""What omegaconf or Hydra says of a value -> the rule in our words."""
-
-REJECTED_KIND = re.compile(
-    r"In 'schema/(?P<section>\w+)/(?P<kind>\w+)': ValidationError .*is not a subclass of", re.DOTALL
-)
-RESOLUTION = re.compile(r"full_key: (?P<key>\S+)")
-IN_FILE = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config:\n(?P<what>.*)", re.DOTALL)
-UNKNOWN_IN_FILE = re.compile(r"Key '(?P<leaf>[^']*)' not in '(?P<schema>[^']*)'")
-OPTION = re.compile(r"(In '(?P<file>[^']*)': )?Could not (find|load) '(?P<group>[^']*)/(?P<option>[^']*)'")
-NO_GROUP = re.compile(r"(In '(?P<file>[^']*)': )?Could not override '(?P<group>[^'@]*)")
+"""Message of omegaconf or Hydra about a value -> the rule in Meshbook's terms."""
 
 
 def unreadable(override: str) -> str:
@@ -129,12 +136,12 @@ def nearest_key(key: str, known: list[str]) -> str | None:
 
 def explain_value(error: Exception) -> str:
     """Return the rule that a value broke, in one line."""
-    return _rule(str(error.__cause__ or error) if "rror merging" in str(error) else str(error)) or type(error).__name__
+    return _rule(str(error.__cause__ or error) if MERGING.search(str(error)) else str(error)) or type(error).__name__
 
 
 def _rule(text: str) -> str:
     for pattern, rule in VALUE_RULES:
-        if found := re.search(pattern, text):
+        if found := pattern.search(text):
             words = {key: NUMBER_WORDS.get(word, word) for key, word in found.groupdict().items()}
             return rule.format(**words) + _nearest_choice(text, words.get("choices"))
     return _first_line(text)
@@ -142,7 +149,7 @@ def _rule(text: str) -> str:
 
 def explain_resolution(error: Exception) -> str:
     """Return one sentence for an interpolation (${...}) that leads nowhere, with the key that holds it."""
-    found = RESOLUTION.search(str(error))
+    found = FULL_KEY.search(str(error))
     key = f"{found['key']}: " if found else ""
     return f"{key}{_first_line(str(error))}; correct the ${{...}} in its value, or write \\${{...}} for the text"
 
@@ -163,13 +170,13 @@ def explain_override(
     key, assigned, value = override_parts(override)
     if IN_FILE.search(text) or NOT_YAML.search(text) or _asks_for_another(key, value, text):
         return explain_file(error, keys, groups, f"{key}/{value}")
-    if found := OPTION.search(text):
+    if found := NO_OPTION.search(text):
         return no_such_option(override, found["option"], groups[key])
-    if "Multiple values for" in text or "already at" in text:
+    if ALREADY_THERE.search(text):
         return f"{override}: there is one already; write {key}={value} without the plus"
-    if "Could not override" in text and f"@{SOURCES}." in override:
+    if NOTHING_TO_OVERRIDE.search(text) and f"@{SOURCES}." in override:
         return f"{override}: adds a source, which takes a plus: +{override}"
-    if "Could not override" in text or "Could not append" in text or "Could not delete" in text:
+    if NO_SUCH_KEY.search(text):
         if key not in keys:
             return unknown_key(key, value if assigned else None, [*keys, *groups])
         section = key.partition(".")[0]
@@ -180,7 +187,7 @@ def explain_override(
             return f"{lacks}; choose another with {section}=NAME (there are: {', '.join(groups[section])})"
         others = f", or another {section}=NAME that has it ({', '.join(fitting[1:])})" if fitting[1:] else ""
         return f"{lacks}; add {section}={fitting[0]}{others}"
-    if "Config group override must be" in text:
+    if NOT_AN_OPTION.search(text):
         return f"{override}: must be the name of an option (there are: {', '.join(groups[key])})"
     return f"{override}: {explain_value(error)}"
 
@@ -199,14 +206,14 @@ def explain_file(error: Exception, keys: list[str], groups: dict[str, list[str]]
         return f"{where}: an option of the kind {rejected['kind']}, which this recipe does not take; choose another"
     if broken := NOT_YAML.search(str(error)):
         return f"{broken['file']}, line {broken['line']}: is not YAML: {broken['what']}"
-    if asked := OPTION.search(str(error)) or NO_GROUP.search(str(error)):
+    if asked := NO_OPTION.search(str(error)) or NO_GROUP.search(str(error)):
         return _of_defaults(asked, groups, chosen)
     found = IN_FILE.search(str(error))
     if found is None:
         return explain_value(error)
-    where, key = f"conf file {found['file']}.yaml", RESOLUTION.search(found["what"])
+    where, key = f"conf file {found['file']}.yaml", FULL_KEY.search(found["what"])
     named = f"{where}: {key['key']}" if key else where
-    if unknown := UNKNOWN_IN_FILE.search(found["what"]):
+    if unknown := UNKNOWN_KEY.search(found["what"]):
         if forgotten := _forgotten_package(found["file"], key["key"] if key else "", keys):
             return f"{where}: {forgotten}"
         return _unknown_in_file(named, key["key"] if key else "", unknown, keys)
@@ -251,7 +258,7 @@ def _class_names(kinds: Iterable[type]) -> set[str]:
 
 def _asks_for_another(key: str, value: str, text: str) -> bool:
     """Whether Hydra could not find another option or group than the one typed: then a file asks for it."""
-    option, group = OPTION.search(text), NO_GROUP.search(text)
+    option, group = NO_OPTION.search(text), NO_GROUP.search(text)
     if option is not None:
         return option["group"] != key or option["option"] not in re.split(r"[\[\], ]+", value)
     return group is not None and group["group"] != key
@@ -281,8 +288,8 @@ def _no_option(option: str, options: list[str]) -> str:
 
 
 def _nearest_choice(text: str, choices: str | None) -> str:
-    found = re.search(r"Invalid value '(.*?)'", text)
-    return did_you_mean(nearest(found[1], choices.split(", "))) if found and choices else ""
+    found = GIVEN.search(text)
+    return did_you_mean(nearest(found["value"], choices.split(", "))) if found and choices else ""
 
 
 def _first_line(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,8 +81,15 @@ def expand_sweep(
         request=request,
         run_dir=next((given for key, given in reversed(typed) if key == "run.dir"), None),
         points=[_point(typed, product) for product in products],
-        options=_given(arguments, "config_path", "config_name", "config_dir"),
-        shown=_given(arguments, "cfg", "package") + (("--resolve",) if arguments.resolve else ()),
+        options=_given(
+            {
+                "--config-path": arguments.config_path,
+                "--config-name": arguments.config_name,
+                "--config-dir": arguments.config_dir,
+            }
+        ),
+        shown=_given({"--cfg": arguments.cfg, "--package": arguments.package})
+        + (("--resolve",) if arguments.resolve else ()),
     )
 
 
@@ -173,9 +179,8 @@ def _place_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~").strip()
 
 
-def _given(arguments: Namespace, *names: str) -> tuple[str, ...]:
-    given = [(f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in names]
-    return tuple(part for option, value in given if value is not None for part in (option, value))
+def _given(options: dict[str, str | None]) -> tuple[str, ...]:
+    return tuple(part for option, value in options.items() if value is not None for part in (option, value))
 
 
 def _is_free(override: Override, schema: type[RecipeConfig]) -> bool:

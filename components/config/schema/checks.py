@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from components.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def field_values(section: DataclassInstance) -> dict[str, Any]:
+    """Return the values of a dataclass by field name, nested dataclasses as they are."""
+    return {each.name: getattr(section, each.name) for each in fields(section)}
 
 
 def at_least(key: str, value: float | None, minimum: float) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
 
-from components.config.schema.checks import at_least, own_kind, raise_all, within
+from components.config.schema.checks import at_least, field_values, own_kind, raise_all, within
 from components.config.schema.slurm import (
     NAMED_ELSEWHERE,
     NOT_A_SUBMISSION,
@@ -178,8 +178,9 @@ class SlurmClusterConfig(ClusterConfig):
             problems.append(
                 "cluster.procs_per_node=auto: the GPUs of a node are unknown here; set the number of processes per node"
             )
+        values = field_values(self)
         for key in _RESOURCE_KEYS:
-            value = getattr(self, key)
+            value = values[key]
             if value is not None and not _RESOURCE.fullmatch(value):
                 problems.append(f"cluster.{key}={value!r}: is no Slurm {key}: it has spaces or quotes; change it")
         return problems + self._time_problems() + self._variable_problems() + self._text_problems()
@@ -199,8 +200,8 @@ class SlurmClusterConfig(ClusterConfig):
 
     def _variable_problems(self) -> list[str]:
         problems = []
-        for section in ("env", "network_env"):
-            for name, value in getattr(self, section).items():
+        for section, variables in (("env", self.env), ("network_env", self.network_env)):
+            for name, value in variables.items():
                 if not _VARIABLE.fullmatch(name):
                     problems.append(f"cluster.{section}.{name}: is no name of a variable; change it")
                 if name in SCRIPT_VARIABLES:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from components.config.schema.checks import at_least, own_kind, raise_all
+from components.config.schema.checks import at_least, field_values, own_kind, raise_all
 
 IGNORED = -100
 """Label or target of a position that has no loss: the `ignore_index` of PyTorch and Hugging Face."""
@@ -91,7 +91,7 @@ class DataConfig:
             problems.append(f"data.weight={self.weight}: must be a number greater than 0")
         if self.cache == "":
             problems.append("data.cache='': is empty; set it to a folder, or to null to keep nothing")
-        if self.eval_split == self.split and getattr(self, "eval_path", None) is None:
+        if self.eval_split == self.split and not (isinstance(self, RowsDataConfig) and self.eval_path is not None):
             problems.append(
                 f"data.eval_split={self.eval_split}: is the split that is trained on; choose another, or "
                 "null to hold out data.eval_fraction of it"
@@ -136,8 +136,8 @@ class RowsDataConfig(DataConfig):
 
     def _problems(self) -> list[str]:
         problems = DataConfig._problems(self)
-        for key in ("path", "eval_path"):
-            if getattr(self, key) == "":
+        for key, place in (("path", self.path), ("eval_path", self.eval_path)):
+            if place == "":
                 problems.append(f"data.{key}='': is empty; set data.{key} to a file, a folder or a hub name")
         return problems
 
@@ -193,11 +193,17 @@ class ChatDataConfig(RowsDataConfig):
 
     def _problems(self) -> list[str]:
         keys = {"role_key": self.role_key, "content_key": self.content_key}
-        roles = {name: getattr(self, name) for name in ("system_role", "user_role", "assistant_role", "tool_role")}
+        roles = {
+            "system_role": self.system_role,
+            "user_role": self.user_role,
+            "assistant_role": self.assistant_role,
+            "tool_role": self.tool_role,
+        }
         columns = {"messages_column": self.messages_column}
-        for name in ("tools_column", "template_kwargs_column"):
-            if (column := getattr(self, name)) is not None:
-                columns[name] = column
+        if self.tools_column is not None:
+            columns["tools_column"] = self.tools_column
+        if self.template_kwargs_column is not None:
+            columns["template_kwargs_column"] = self.template_kwargs_column
         return [
             *RowsDataConfig._problems(self),
             *_name_problems(columns),
@@ -283,7 +289,8 @@ class MixtureDataConfig(DataConfig):
 def _changed(cfg: DataConfig, keys: Iterable[str]) -> list[tuple[str, object]]:
     """Of some keys that every kind has, those with another value than their default."""
     defaults = {each.name: each.default for each in fields(DataConfig)}
-    return [(key, getattr(cfg, key)) for key in keys if getattr(cfg, key) != defaults[key]]
+    values = field_values(cfg)
+    return [(key, values[key]) for key in keys if values[key] != defaults[key]]
 
 
 def _name_problems(names: dict[str, str]) -> list[str]:

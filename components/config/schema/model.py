@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from components.config.schema.checks import above, at_least, own_kind, raise_all
+from components.config.schema.checks import above, at_least, field_values, own_kind, raise_all
 
 CAUSAL_SDPA = "causal_sdpa"
 """What model.attention=sdpa is called within transformers once it needs no mask; never written to a config.json."""
@@ -21,8 +21,6 @@ DOCUMENTS = "documents"
 (batch, documents + 1) int32 of 0, each document's end in the row, and the row's length as often as needed."""
 LONGEST_DOCUMENT = "longest_document"
 """Keyword beside it: an int, the host's bound on the length in tokens of those documents."""
-NEEDS_WHOLE_ROWS = "_needs_whole_rows"
-"""Attribute of a built model: why it cannot compute a part of a row (cp), or an empty string if it can."""
 
 
 class ModelKind(StrEnum):
@@ -152,8 +150,9 @@ class ModelConfig:
 
     def _problems(self) -> list[str]:
         problems = own_kind("model", self)
+        values = field_values(self)
         for name in ("layers", "heads", "kv_heads", "hidden", "vocab", "experts"):
-            problems += at_least(f"model.{name}", getattr(self, name), 1)
+            problems += at_least(f"model.{name}", values[name], 1)
         problems += at_least("model.router_aux_coef", self.router_aux_coef, 0)
         if self.path is None and self.init == WeightInit.pretrained:
             problems.append(

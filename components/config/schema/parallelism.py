@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from components.config.errors import ConfigError
-from components.config.schema.checks import at_least, raise_all
+from components.config.schema.checks import at_least, field_values, raise_all
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """The mesh axes, outermost first."""
@@ -120,6 +120,10 @@ class MeshShape:
         """Processes that see different samples."""
         return self.dp_replicate * self.dp_shard * self.ep
 
+    def degree(self, axis: str) -> int:
+        """Return the degree of an axis."""
+        return field_values(self)[axis]
+
     def __str__(self) -> str:
         return " x ".join(f"{axis}={degree}" for axis, degree in asdict(self).items())
 
@@ -219,7 +223,7 @@ class ParallelismConfig:
 
     def degree(self, axis: str) -> int:
         """The stated degree of an axis; -1 where it is to be inferred."""
-        return getattr(self, axis)
+        return field_values(self)[axis]
 
     def sequence_multiple(self, mesh: MeshShape) -> int:
         """Rows are padded to a multiple of this many tokens, so that cp and sequence parallel can cut them evenly.

@@ -6,7 +6,7 @@ import math
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 
-from components.config.schema.checks import above, at_least, raise_all
+from components.config.schema.checks import above, at_least, field_values, raise_all
 
 ALL_LINEAR = "all-linear"
 """Every linear layer but the output head."""
@@ -77,13 +77,12 @@ class PeftConfig:
             problems.append(f"peft.targets={self.targets}: {ALL_LINEAR} stands alone; leave it or the other names out")
         if not self.adapts:
             problems += [
-                f"peft.{name}={getattr(self, name)}: peft.method=none trains every parameter, without adapters; add "
-                "peft=lora"
-                for name in self._changed()
+                f"peft.{name}={value}: peft.method=none trains every parameter, without adapters; add peft=lora"
+                for name, value in self._changed().items()
             ]
         raise_all(problems)
 
-    def _changed(self) -> list[str]:
-        """Names of fields that are not at their default."""
+    def _changed(self) -> dict[str, object]:
+        """Return the values of the fields that are not at their default."""
         defaults = {each.name: [ALL_LINEAR] if each.default is MISSING else each.default for each in fields(self)}
-        return [name for name, default in defaults.items() if getattr(self, name) != default]
+        return {name: value for name, value in field_values(self).items() if value != defaults[name]}

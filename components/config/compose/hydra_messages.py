@@ -1,0 +1,48 @@
+"""Wording of the errors of Hydra, omegaconf and PyYAML: the only place that depends on it.
+
+The three raise few classes of errors and leave the facts (which key, which file, which rule) to the text. Each pattern
+here finds one text. `tests/config/test_hydra_messages.py` provokes every one of them from the installed versions, so
+that a version with another wording fails there by the name of the pattern.
+"""
+
+from __future__ import annotations
+
+import re
+
+# omegaconf, about a value
+NOT_CONVERTIBLE = re.compile(r"could not be converted to (?P<wanted>\w+)")
+NOT_A_BOOL = re.compile(r"is not a valid bool")
+NOT_A_CHOICE = re.compile(r"expected one of \[(?P<choices>.*?)\]")
+GIVEN = re.compile(r"Invalid value '(?P<value>.*?)'")
+"""The value that is none of the choices."""
+NOT_OPTIONAL = re.compile(r"is not Optional|Incompatible value 'None'")
+NOT_A_LIST = re.compile(r"is not a ListConfig")
+NOT_A_SECTION = re.compile(r"is not a subclass of|Cannot merge|Cannot assign")
+NOT_A_SINGLE_VALUE = re.compile(r"is not a valid input for|of type '(dict|list)'|Cannot convert '(dict|list)'")
+
+# omegaconf, about a key
+FULL_KEY = re.compile(r"full_key: (?P<key>\S+)")
+UNKNOWN_KEY = re.compile(r"Key '(?P<leaf>[^']*)' not in '(?P<schema>[^']*)'")
+
+# Hydra, about an override
+NO_DELETION = re.compile(r"does not support deletion")
+MERGING = re.compile(r"Error merging")
+"""The cause of such an error holds the fact."""
+ALREADY_THERE = re.compile(r"Multiple values for|already at")
+NOTHING_TO_OVERRIDE = re.compile(r"Could not override")
+NO_SUCH_KEY = re.compile(r"Could not (override|append|delete)")
+NOT_AN_OPTION = re.compile(r"Config group override must be")
+
+# Hydra, about a file
+IN_FILE = re.compile(r"In '(?P<file>[^']*)': \w+ raised while composing config:\n(?P<what>.*)", re.DOTALL)
+NO_OPTION = re.compile(r"(In '(?P<file>[^']*)': )?Could not (find|load) '(?P<group>[^']*)/(?P<option>[^']*)'")
+NO_GROUP = re.compile(r"(In '(?P<file>[^']*)': )?Could not override '(?P<group>[^'@]*)")
+REJECTED_KIND = re.compile(
+    r"In 'schema/(?P<section>\w+)/(?P<kind>\w+)': ValidationError .*is not a subclass of", re.DOTALL
+)
+"""An option of a kind that the recipe's config does not take."""
+
+# PyYAML
+NOT_YAML = re.compile(
+    r'(?P<what>expected .*|found .*|could not .*|mapping values .*)\n\s*in "(?P<file>.*)", line (?P<line>\d+)'
+)

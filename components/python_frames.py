@@ -1,0 +1,33 @@
+"""Frames of running Python code: the only place that reads them.
+
+A hung rank is reported by what its main thread was doing, and a thread that is inside a collective must not be left
+behind at exit. Python has no other interface for either: `sys._getframe` and `sys._current_frames` are CPython's.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FrameType
+
+
+def caller_code(levels: int = 1) -> CodeType:
+    """Return the code of the function that called this function's caller, or of one `levels` above it."""
+    return sys._getframe(1 + levels).f_code
+
+
+def thread_frames(thread: int | None) -> list[FrameType]:
+    """Return the frames of a thread, the innermost first; empty once it has ended.
+
+    Args:
+        thread: Identifier, as in `threading.Thread.ident`; None: a thread that was not started.
+    """
+    frame, frames = sys._current_frames().get(thread or 0), []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def package_of(frame: FrameType) -> str:
+    """Return the top-level package whose code a frame runs, empty for code without a module."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
