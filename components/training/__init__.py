@@ -1,6 +1,6 @@
 """How one optimizer step is done right; when to log, evaluate, save and stop is the recipe's business.
 
-prepare.py    prepare: a model on its mesh, with its weights
+prepared.py   prepare: a model on its mesh, with its weights
 run.py        Run: the mechanics around a recipe's loop, and none of its policy (attempt.py: what evaluations share)
 samples.py    generate_samples: answers to prompts
 loop.py       train_step and evaluate: one division by the global number of target tokens
@@ -22,67 +22,32 @@ garbage.py    Python's garbage is collected between steps
 watchdog.py   ends a run that makes no progress, and names the rank that is missing
 """
 
-from components.training.attempt import EvaluationRun
-from components.training.checkpointing import Checkpointing, choose_checkpointing
-from components.training.garbage import GarbageOffTheStep
-from components.training.gradients import clip_gradients, gradient_norm
-from components.training.kernels import check_kernels
-from components.training.loop import StepSettings, evaluate, train_step
-from components.training.loss import count_targets, next_tokens, reduce_loss, token_loss_sum
-from components.training.metrics import StepMetrics, StepReader
-from components.training.objectives import NextToken, Objective
-from components.training.optim import build_optimizer, learning_rate, set_learning_rate
-from components.training.precision import autocast_dtype, compute_dtype
-from components.training.prepare import Prepared, prepare
-from components.training.router import RouterLoss, attach_router_loss
-from components.training.run import Run, Step
-from components.training.samples import generate_samples
-from components.training.state import NonFiniteGradients, SaveClock, StopRequest, TrainState
-from components.training.sync import get_sync_ctx
-from components.training.token_loss import TokenLoss, attach_token_loss
-from components.training.watchdog import StepTimeout, Watchdog
-from components.training.work import StepWork, step_work
+from __future__ import annotations
 
-__all__ = [
-    "Checkpointing",
-    "EvaluationRun",
-    "GarbageOffTheStep",
-    "NextToken",
-    "NonFiniteGradients",
-    "Objective",
-    "Prepared",
-    "RouterLoss",
-    "Run",
-    "SaveClock",
-    "Step",
-    "StepMetrics",
-    "StepReader",
-    "StepSettings",
-    "StepTimeout",
-    "StepWork",
-    "StopRequest",
-    "TokenLoss",
-    "TrainState",
-    "Watchdog",
-    "attach_router_loss",
-    "attach_token_loss",
-    "autocast_dtype",
-    "build_optimizer",
-    "check_kernels",
-    "choose_checkpointing",
-    "clip_gradients",
-    "compute_dtype",
-    "count_targets",
-    "evaluate",
-    "generate_samples",
-    "get_sync_ctx",
-    "gradient_norm",
-    "learning_rate",
-    "next_tokens",
-    "prepare",
-    "reduce_loss",
-    "set_learning_rate",
-    "step_work",
-    "token_loss_sum",
-    "train_step",
-]
+from typing import TYPE_CHECKING
+
+from components import lazy
+
+if TYPE_CHECKING:
+    from components.training.attempt import EvaluationRun
+    from components.training.checkpointing import Checkpointing, choose_checkpointing
+    from components.training.garbage import GarbageOffTheStep
+    from components.training.gradients import clip_gradients, gradient_norm
+    from components.training.kernels import check_kernels
+    from components.training.loop import StepSettings, evaluate, train_step
+    from components.training.loss import count_targets, next_tokens, reduce_loss, token_loss_sum
+    from components.training.metrics import StepMetrics, StepReader
+    from components.training.objectives import NextToken, Objective
+    from components.training.optim import build_optimizer, learning_rate, set_learning_rate
+    from components.training.precision import autocast_dtype, compute_dtype
+    from components.training.prepared import Prepared, prepare, prepare_built
+    from components.training.router import RouterLoss, attach_router_loss
+    from components.training.run import Run, Step
+    from components.training.samples import generate_samples
+    from components.training.state import NonFiniteGradients, SaveClock, StopRequest, TrainState
+    from components.training.sync import get_sync_ctx
+    from components.training.token_loss import TokenLoss, attach_token_loss
+    from components.training.watchdog import StepTimeout, Watchdog
+    from components.training.work import StepWork, step_work
+else:
+    __getattr__ = lazy.attach(__name__)

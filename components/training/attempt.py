@@ -19,7 +19,7 @@ from components.training.state import StopRequest, TrainState
 from components.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from components.training.prepare import Prepared
+    from components.training.prepared import Prepared
 
 
 class Attempt:

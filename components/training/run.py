@@ -26,7 +26,7 @@ from components.training.state import SaveClock, TrainState
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from components.training.prepare import Prepared
+    from components.training.prepared import Prepared
 
 LAG = 1
 """Steps after which a step's numbers are read, so that the host never waits for the device."""

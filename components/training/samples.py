@@ -11,7 +11,7 @@ from components.config.schema.training import GenerationConfig
 from components.distributed.mesh import Mesh
 
 if TYPE_CHECKING:
-    from components.training.prepare import Prepared
+    from components.training.prepared import Prepared
 
 
 class Interruptible(Protocol):

@@ -67,19 +67,29 @@ class Prepared:
 def prepare(cfg: FinetuneConfig | EvaluateConfig, run: OnMesh, vocabulary: int) -> Prepared:
     """Build a model on meta, parallelize it, and fill this rank's part. A collective: call it on all ranks.
 
-    The order matters. Adapters come before sharding, so that they are sharded like their layers; the head and the
-    policy of recomputation are chosen on meta, before memory is allocated; layers are compiled inside FSDP's and
-    DDP's wrappers, which are the last. A config without the sections of training gives a model that only evaluates.
+    Adapters come before sharding, so that they are sharded like their layers; `prepare_built` does the rest.
 
     Args:
         vocabulary: Number of tokens of the tokenizer; a model from scratch gets as many embeddings.
 
     Raises ConfigError for a model or a mesh that cannot be computed.
     """
+    model = models.build_on_meta(cfg.model, vocabulary)
+    models.add_adapters(model, cfg.peft, exports=isinstance(cfg, FinetuneConfig))
+    return prepare_built(model, cfg, run)
+
+
+def prepare_built(model: Any, cfg: FinetuneConfig | EvaluateConfig, run: OnMesh) -> Prepared:
+    """Parallelize a model that is on meta, with its adapters, and fill this rank's part. A collective.
+
+    The order matters. The head and the policy of activation checkpointing are chosen on meta, before memory is
+    allocated; layers are compiled inside FSDP's and DDP's wrappers, which come last. A config without the training
+    sections gives a model that can only be evaluated.
+
+    Raises ConfigError for a mesh that cannot be computed.
+    """
     mesh, device, trains = run.mesh, run.device, isinstance(cfg, FinetuneConfig)
     dtype, why_dtype = compute_dtype(cfg.model, device)
-    model = models.build_on_meta(cfg.model, vocabulary)
-    models.add_adapters(model, cfg.peft, exports=trains)
     work = step_work(model, cfg.logging, mesh, device, dtype) if trains else None
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
     router_loss = attach_router_loss(model, cfg.model, mesh) if trains else None
