@@ -31,7 +31,7 @@ from components.protocol.failures import tell_problems
 from components.terminal import print_text
 
 if TYPE_CHECKING:
-    from scripts.memory_ranks import Usage
+    from scripts._memory.ranks import Usage
 
 MODELS = {
     "Llama": (
@@ -170,7 +170,7 @@ def main() -> int:
         measured = models_to_measure(overrides)
         lines = []
         for name, cfg in measured.items():
-            from scripts.memory_ranks import Load, measure_all
+            from scripts._memory.ranks import Load, measure_all
 
             shapes = shapes_of(options.degrees, options.seq, bool(read_shape(cfg).experts))
             loads = {True: Load(options.seq), False: Load(STATE_SEQ, STATE_MICRO_BATCHES)}

@@ -17,7 +17,7 @@ from components.config.schema.model import DType, Float8, LossMethod, WeightInit
 from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.training import TrainingConfig
 from components.models.float8 import float8_layers
-from scripts.parity_shapes import layout_of
+from components.parity.shapes import layout_of
 from tests.distributed.adapted import DORA, QLORA
 from tests.distributed.packed import SEQ_LEN, batches_of, packed
 from tests.harness import run_ranks
