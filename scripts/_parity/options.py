@@ -28,7 +28,7 @@ DTYPES = {
     "float64": {"model.dtype": "float64", "model.compute_dtype": "float64"},
     "bfloat16": {"model.dtype": "float32", "model.compute_dtype": "bfloat16"},
 }
-"""--dtype -> what it sets: bfloat16 keeps parameters, gradients and optimizer in float32, as the recipes do."""
+"""--dtype -> the keys it sets: bfloat16 keeps parameters, gradients and optimizer in float32, as the recipes do."""
 
 
 class _Parser(ArgumentParser):
@@ -37,7 +37,7 @@ class _Parser(ArgumentParser):
 
 
 def read_options(arguments: list[str], description: str | None) -> tuple[Namespace, list[str]]:
-    """Split a command line into this script's options and what the recipe takes. Raises ConfigError."""
+    """Split a command line into this script's options and the recipe's overrides. Raises ConfigError."""
     parser = _Parser(
         prog="scripts/parity.py",
         description=description,
@@ -87,7 +87,7 @@ def read_options(arguments: list[str], description: str | None) -> tuple[Namespa
 
 
 def compose(overrides: list[str], check: bool = True) -> FinetuneConfig | None:
-    """Return the recipe's config, on one process; None where Hydra answered the command line itself."""
+    """Return the recipe's config for one process; None if Hydra handled the command line itself (--help, --cfg)."""
     single = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
 
     def problems(cfg: FinetuneConfig, refused: Collection[str]) -> list[str]:
@@ -101,7 +101,7 @@ def compose(overrides: list[str], check: bool = True) -> FinetuneConfig | None:
 
 
 def plan(options: Namespace, overrides: list[str], cfg: FinetuneConfig) -> list[MeshPlan]:
-    """Return the meshes to compare. Raises ConfigError for a named one that does not exist or cannot be."""
+    """Return the meshes to compare. Raises ConfigError for a named mesh that does not exist or cannot be run."""
     shape = read_shape(cfg.model)
     if options.meshes == "all":
         return plan_all(cfg, options.processes, shape, options.recompute)

@@ -16,6 +16,7 @@ from components.config.schema.model import CAUSAL_SDPA, ModelConfig, WeightInit
 from components.config.schema.parallelism import ParallelismConfig
 from components.distributed.context import GatheredAttention
 from components.models.attention import causal_sdpa
+from scripts._memory.options import models_to_measure, read_options
 from scripts._memory.ranks import (
     Load,
     SavedForBackward,
@@ -26,7 +27,7 @@ from scripts._memory.ranks import (
     measure,
     measure_all,
 )
-from scripts.memory import models_to_measure, read_options, shapes_of, table
+from scripts._memory.table import shapes_of, table
 from tests.harness import run_ranks
 
 HIDDEN, VOCAB, LAYERS, EXPERTS, EXPERT_SIZE = 128, 512, 4, 8, 96
