@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +27,7 @@ from components.config.schema.model import RouterAux
 from components.config.schema.recipes import FinetuneConfig
 from components.distributed.mesh import Mesh
 from components.exchange import all_gather_json
+from components.models.weight_files import write_file
 from components.parity.reference import Course, Curve, Sample, compute_in_float64, reference
 from components.parity.shapes import MeshPlan
 
@@ -135,7 +135,7 @@ def reference_rank(send: Callable[[str, Any], None], comparison: Comparison, fol
         gradients = [relative(rounded.gradients[name], whole, floor) for name, whole in curve.gradients.items()]
         loss, norm = (worst_difference(getattr(rounded, name), getattr(curve, name)) for name in ("losses", "norms"))
         bounds = Bounds(SPREAD * loss, SPREAD * norm, SPREAD * max(gradients))
-    save_file({name: gradient.cpu() for name, gradient in curve.gradients.items()}, folder / "gradients.safetensors")
+    write_file(folder / "gradients.safetensors", curve.gradients)
     (folder / "curve.json").write_text(json.dumps({"losses": curve.losses, "norms": curve.norms}))
     (folder / "bounds.json").write_text(json.dumps(asdict(bounds)))
     send("", None)
@@ -160,7 +160,7 @@ def mesh_rank(send: Callable[[str, Any], None], comparison: Comparison, plans: l
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What `training.prepare` needs of a run: a mesh, and weights that no checkpoint replaces."""
+    """The attributes of a run that `training.prepare_built` reads; no checkpoint replaces the weights."""
 
     mesh: Mesh
     device: torch.device
