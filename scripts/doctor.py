@@ -22,7 +22,7 @@ from typing import Callable, Iterator  # noqa: UP035  (an old Python must get as
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from components.terminal import print_text  # only the standard library
-from scripts._doctor.check import NOTE, PROBLEM, ROOT, Check, ask, shorten
+from scripts._doctor.check import NOTE, PROBLEM, ROOT, Check, ask, last_line, shorten
 from scripts._doctor.environment import INSTALL, check_packages, check_project, check_python, check_weights
 from scripts._doctor.machine import check_disk, check_driver, check_machine, check_network
 from scripts._doctor.services import check_hub, check_slurm, check_wandb
@@ -41,9 +41,9 @@ def check_torch() -> list[Check]:
     answer = ask(sys.executable, script, seconds=TORCH_SECONDS, env=env)
     checks = [Check(**json.loads(line)) for line in answer.output.splitlines() if line.startswith('{"topic"')]
     if answer.status != 0:
-        ended = "" if answer.status is None else f"ended with status {answer.status}: "
-        told = ended + (answer.complaint if answer.errors.strip() else "")
-        checks.append(Check("torch", PROBLEM, told.removesuffix(": "), f"{INSTALL}; python -c 'import torch'"))
+        ended = [] if answer.status is None else [f"ended with status {answer.status}"]
+        told = ": ".join([*ended, *filter(None, [last_line(answer.errors)])])
+        checks.append(Check("torch", PROBLEM, told, f"{INSTALL}; python -c 'import torch'"))
     return checks
 
 
