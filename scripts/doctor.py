@@ -1,4 +1,4 @@
-"""Whether this machine, environment, cluster and cache can run: one line per check, with what mends it.
+"""Check whether this machine, environment, cluster and cache can run: one line per check, with what fixes it.
 
 python scripts/doctor.py           # status 0: a run can start; 1: a problem would stop one
 python scripts/doctor.py --json    # the same for programs
@@ -12,57 +12,38 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
-from queue import Empty, Queue
-from typing import Callable, Iterator  # noqa: UP035  (an old Python must be told that it is old)
+from typing import Callable, Iterator  # noqa: UP035  (an old Python must get as far as reporting that it is old)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from components.terminal import print_text  # only the standard library
-from scripts.doctor_check import NOTE, PROBLEM, ROOT, Check, last_line, shorten
-from scripts.doctor_machine import check_disk, check_driver, check_machine, check_network
-from scripts.doctor_python import INSTALL, check_packages, check_project, check_python, check_weights
-from scripts.doctor_services import check_hub, check_slurm, check_wandb
+from scripts._doctor.check import NOTE, PROBLEM, ROOT, Check, ask, last_line, shorten
+from scripts._doctor.environment import INSTALL, check_packages, check_project, check_python, check_weights
+from scripts._doctor.machine import check_disk, check_driver, check_machine, check_network
+from scripts._doctor.services import check_hub, check_slurm, check_wandb
 
 SECONDS, TORCH_SECONDS = 60.0, 180.0
-"""How long a check may take; importing torch from a slow disk takes longest."""
+"""Limits of a check; importing torch from a slow disk takes longest."""
 
 
 def check_torch() -> list[Check]:
-    """What torch says of devices and of two processes, asked in a process of its own."""
+    """Run the checks that need torch, in a process of their own."""
     if importlib.util.find_spec("torch") is None:
         return [Check("torch", PROBLEM, "is not installed", INSTALL)]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MESHBOOK_", "TORCHELASTIC_"))}
-    slurm = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_PROCID")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *slurm):
-        environ.pop(name, None)
-    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environ.get("PYTHONPATH")])])
-    child = subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "doctor_torch.py")],
-        env={"OMP_NUM_THREADS": "1", **environ},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        output, errors = child.communicate(timeout=TORCH_SECONDS)
-        ended = f"ended with status {child.returncode}"
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, 9)
-        output, errors = child.communicate()
-        ended = f"did not answer in {TORCH_SECONDS:g} s"
-    lines = output.decode(errors="replace").splitlines()
-    checks = [Check(**json.loads(line)) for line in lines if line.startswith('{"topic"')]
-    if child.returncode != 0:
-        told = last_line(errors.decode(errors="replace"))
-        checks.append(
-            Check("torch", PROBLEM, f"{ended}: {told}" if told else ended, f"{INSTALL}; python -c 'import torch'")
-        )
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
+    script = str(ROOT / "scripts" / "_doctor" / "devices.py")
+    answer = ask(sys.executable, script, seconds=TORCH_SECONDS, env=env)
+    checks = [Check(**json.loads(line)) for line in answer.output.splitlines() if line.startswith('{"topic"')]
+    if answer.status != 0:
+        ended = [] if answer.status is None else [f"ended with status {answer.status}"]
+        told = ": ".join([*ended, *filter(None, [last_line(answer.errors)])])
+        checks.append(Check("torch", PROBLEM, told, f"{INSTALL}; python -c 'import torch'"))
     return checks
 
 
@@ -73,31 +54,20 @@ CHECKS: tuple[Callable[[], list[Check]], ...] = (
 
 
 def examine() -> Iterator[list[Check]]:
-    """Yield what each check finds, in order. They run at the same time, and none can hold up the others for long."""
-    began, answers = time.monotonic(), []
-    for check in CHECKS:
-        answer: Queue[list[Check]] = Queue()
-        threading.Thread(target=_answer, args=(check, answer), daemon=True).start()
-        answers.append((check, answer))
-    for check, answer in answers:
+    """Yield the results of each check in order. All run at the same time, so that none holds up the others for long."""
+    began, pool = time.monotonic(), ThreadPoolExecutor(len(CHECKS))
+    for check, future in [(check, pool.submit(check)) for check in CHECKS]:
+        topic = check.__name__[len("check_") :]
         limit = TORCH_SECONDS + 10 if check is check_torch else SECONDS
         try:
-            yield answer.get(timeout=max(began + limit - time.monotonic(), 0.01))
-        except Empty:
-            told = f"no answer in {limit:g} s; a run would wait too (a network disk that is gone?)"
-            yield [Check(_topic(check), PROBLEM, told)]
-
-
-def _answer(check: Callable[[], list[Check]], answer: Queue[list[Check]]) -> None:
-    try:
-        answer.put(check())
-    except Exception as error:  # of whatever machine nobody has thought of: the other lines are still worth having
-        told = f"could not be checked: {type(error).__name__}: {shorten(str(error))}"
-        answer.put([Check(_topic(check), NOTE, told)])
-
-
-def _topic(check: Callable[[], list[Check]]) -> str:
-    return check.__name__[len("check_") :]
+            yield future.result(timeout=max(began + limit - time.monotonic(), 0.01))
+        except Exception as error:  # of a machine that nobody has thought of: the other lines are still worth printing
+            if future.done():
+                told = f"could not be checked: {type(error).__name__}: {shorten(str(error))}"
+                yield [Check(topic, NOTE, told)]
+            else:
+                told = f"no answer in {limit:g} s; a run would wait too (a network disk that is gone?)"
+                yield [Check(topic, PROBLEM, told)]
 
 
 def main() -> int:
@@ -113,7 +83,7 @@ def main() -> int:
                 print_text(check, flush=True)
     problems, notes = (sum(check.verdict == verdict for check in checks) for verdict in (PROBLEM, NOTE))
     if options.json:
-        print(json.dumps({"runnable": not problems, "checks": [check.as_dict() for check in checks]}, indent=2))
+        print(json.dumps({"runnable": not problems, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         mended = f"{problems} problem{'s' * (problems > 1)} to mend before a run can start"
         print_text(mended if problems else f"A run can start ({notes} note{'s' * (notes != 1)}).")
@@ -126,7 +96,9 @@ if __name__ == "__main__":
     try:
         status = main()
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
     except OSError as error:  # doctor.py | head, or a full disk
         status = 1
         os.write(2, f"the report cannot be written: {error.strerror}\n".encode())
-    os._exit(status)  # not through the interpreter's end, which would wait for a check that hangs
+    os._exit(status)  # the interpreter's own end would wait for a check that hangs

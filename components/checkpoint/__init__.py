@@ -14,7 +14,7 @@ room.py       what a checkpoint takes and what is free, for the message about on
 faults.py     named points at which a test kills a save or lets it fail
 random_state.py, folders.py, errors.py
 
-Files are safetensors and JSON: nothing is ever unpickled. The names below are handed out by the package and imported at
+Files are safetensors and JSON: nothing is ever unpickled. Names are imported at
 first use: scripts look at checkpoints without torch.
 """
 
@@ -22,29 +22,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from components.lending import lend
+from components import lazy
 
 if TYPE_CHECKING:
-    from components.checkpoint.errors import CheckpointError  # noqa: F401
-    from components.checkpoint.load import (  # noqa: F401
+    from components.checkpoint.errors import CheckpointError
+    from components.checkpoint.load import (
         find_checkpoint,
         load_checkpoint,
         load_model_weights,
         verify,
     )
-    from components.checkpoint.save import Mark, save_checkpoint  # noqa: F401
-    from components.checkpoint.saver import Saver  # noqa: F401
-    from components.checkpoint.stored import StoredWeights, choose_checkpoint  # noqa: F401
-    from components.checkpoint.tensors import Optimizers, list_optimizers  # noqa: F401
-
-__all__, __getattr__ = lend(
-    __name__,
-    {
-        "errors": "CheckpointError",
-        "load": "find_checkpoint load_checkpoint load_model_weights verify",
-        "save": "Mark save_checkpoint",
-        "saver": "Saver",
-        "tensors": "Optimizers list_optimizers",
-        "stored": "StoredWeights choose_checkpoint",
-    },
-)
+    from components.checkpoint.save import Mark, save_checkpoint
+    from components.checkpoint.saver import Saver
+    from components.checkpoint.stored import StoredWeights, choose_checkpoint
+    from components.checkpoint.tensors import Optimizers, list_optimizers
+else:
+    __getattr__ = lazy.attach(__name__)

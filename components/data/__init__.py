@@ -14,38 +14,21 @@ preflight.py  check_files: what can be told without torch, before anything is st
 files.py, hub.py, rows.py, pydocs.py   where rows come from, and how they become conversations
 """
 
-from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches, collate
-from components.data.dataset import Dataset, Facts, HasPrompts, sample_prompts
-from components.data.examples import IGNORED, Example, PackedRow, encode_conversations, render_example
-from components.data.load import build_dataset
-from components.data.mixture import MixtureDataset, MixtureOrder, sources_of
-from components.data.order import SampleOrder
-from components.data.packed import PackedDataset
-from components.data.preflight import check_files
-from components.data.rows import Conversation, Message
+from __future__ import annotations
 
-__all__ = [
-    "IGNORED",
-    "BatchPlan",
-    "Conversation",
-    "Dataset",
-    "EvalBatches",
-    "Example",
-    "Facts",
-    "HasPrompts",
-    "Message",
-    "MixtureDataset",
-    "MixtureOrder",
-    "PackedDataset",
-    "PackedRow",
-    "Padding",
-    "SampleOrder",
-    "TrainBatches",
-    "build_dataset",
-    "check_files",
-    "collate",
-    "encode_conversations",
-    "render_example",
-    "sample_prompts",
-    "sources_of",
-]
+from typing import TYPE_CHECKING
+
+from components import lazy
+
+if TYPE_CHECKING:
+    from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches, collate
+    from components.data.dataset import Dataset, Facts, HasPrompts, sample_prompts
+    from components.data.examples import IGNORED, Example, PackedRow, encode_conversations, render_example
+    from components.data.load import build_dataset
+    from components.data.mixture import MixtureDataset, MixtureOrder, sources_of
+    from components.data.order import SampleOrder
+    from components.data.packed import PackedDataset
+    from components.data.preflight import check_files
+    from components.data.rows import Conversation, Message
+else:
+    __getattr__ = lazy.attach(__name__)

@@ -1,8 +1,9 @@
 """Local files of rows: which ones belong to a split, their columns and their rows. Imports no torch.
 
-Read with the standard library, Parquet with pyarrow, and not through `datasets`: nothing is converted into
-a cache on disk that several processes would have to share, no network is asked, and a bad line is named by
-its number.
+JSON and CSV are read with the standard library and Parquet with pyarrow, not through `datasets`: nothing is converted
+into a cache on disk that several processes would have to share, and nothing accesses the network. Importing `datasets`
+takes 750 ms of CPU time against 11 ms for this module (pyarrow: 140 ms), and for a bad line of JSON both report neither
+the file nor the line, only a row number that starts at 0 and skips empty lines.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import re
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -20,6 +20,7 @@ import xxhash
 
 from components.data.tokens import VALUES_AT_ONCE, Tokens
 from components.protocol.run_files import PRIVATE, atomic_file
+from components.safetensors_writer import ITEM_BYTES, Entry, SafetensorsWriter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,13 +84,13 @@ def write_tokens(file: Path, parts: Iterable[Tokens], told: Callable[[], str]) -
             labels.write(part.labels[:].data)
             ends.write((part.stops + written).data)
             written += len(part.ids)
-        columns: dict[str, tuple[str, int, IO[bytes]]] = {
-            "ends": ("I64", 8, ends),
-            "ids": ("I32", 4, ids),
-            "labels": ("I32", 4, labels),
+        columns: dict[str, tuple[str, IO[bytes]]] = {
+            "ends": ("I64", ends),
+            "ids": ("I32", ids),
+            "labels": ("I32", labels),
         }
         with atomic_file(file, PRIVATE) as whole:  # it holds the samples
-            _write_whole(whole, columns, told())
+            _write_columns(whole, columns, told())
 
 
 def read_tokens(file: Path) -> tuple[Tokens, str] | None:
@@ -169,24 +170,18 @@ class _OpenFile:
             filled += count
 
 
-def _write_whole(whole: IO[bytes], parts: dict[str, tuple[str, int, IO[bytes]]], told: str) -> None:
-    """Write header and contents; the hash comes into the header last, over as many zeros."""
-    digest, place, header = xxhash.xxh3_128(told.encode()), 0, {}
-    for name, (dtype, width, content) in parts.items():
-        size = content.tell()
-        header[name] = {"dtype": dtype, "shape": [size // width], "data_offsets": [place, place + size]}
-        place += size
+def _write_columns(whole: IO[bytes], columns: dict[str, tuple[str, IO[bytes]]], told: str) -> None:
+    """Write header and columns; the hash over them replaces as many zeros in the header at the end."""
+    digest = xxhash.xxh3_128(told.encode())
+    entries = {name: Entry(dtype, (content.tell() // ITEM_BYTES[dtype],)) for name, (dtype, content) in columns.items()}
+    writer = SafetensorsWriter(whole, entries, {"told": told, "hash": "0" * 32})
 
-    def write_header(hexdigest: str) -> None:
-        text = json.dumps({"__metadata__": {"told": told, "hash": hexdigest}, **header}).encode()
-        text += b" " * (-len(text) % 8)
-        whole.seek(0)
-        whole.write(len(text).to_bytes(8, "little") + text)
-
-    write_header("0" * 32)
-    for _, _, content in parts.values():
+    def blocks_of(content: IO[bytes]) -> Iterator[bytes]:
         content.seek(0)
         while block := content.read(_COPIED_AT_ONCE):
             digest.update(block)
-            whole.write(block)
-    write_header(digest.hexdigest())
+            yield block
+
+    for name, (_, content) in columns.items():
+        writer.write(name, blocks_of(content))
+    writer.replace_metadata({"told": told, "hash": digest.hexdigest()})

@@ -24,31 +24,30 @@ Helpers that work in a single process too
     heartbeat.py       what ranks post of themselves, and which of them the others wait for
 
 `init_distributed` and `_barrier_with_timeout` exist twice, with the meanings of their seed pages: import
-them from `init`, `utils` or `mesh`. The names below are handed out by the package and imported at first
-use.
+them from `init`, `utils` or `mesh`. Names are imported at first use.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from components.lending import lend
+from components import lazy
 
 if TYPE_CHECKING:
-    from components.distributed.mesh import Mesh, build_mesh, seed_ranks  # noqa: F401
-    from components.distributed.mesh_groups import groups_of_mesh  # noqa: F401
-    from components.distributed.parallelizer import parallelize  # noqa: F401
-    from components.distributed.process_group import (  # noqa: F401
+    from components.distributed.mesh import Mesh, build_mesh, seed_ranks
+    from components.distributed.mesh_groups import groups_of_mesh
+    from components.distributed.parallelizer import parallelize
+    from components.distributed.process_group import (
         DistInfo,
         exchange_text_from_rank_zero,
         start_process_group,
     )
-    from components.distributed.ranks import is_rank_zero  # noqa: F401
-    from components.distributed.replicas import whole_rows, wrap_replicas  # noqa: F401
-    from components.distributed.seeding import stream  # noqa: F401
-    from components.distributed.shutdown import destroy_global_state  # noqa: F401
-    from components.distributed.traffic import StepTraffic, record_traffic  # noqa: F401
-    from components.distributed.utils import (  # noqa: F401
+    from components.distributed.ranks import is_rank_zero
+    from components.distributed.replicas import whole_rows, wrap_replicas
+    from components.distributed.seeding import stream
+    from components.distributed.shutdown import destroy_global_state
+    from components.distributed.traffic import StepTraffic, record_traffic
+    from components.distributed.utils import (
         FirstRankPerNode,
         all_gather,
         all_gather_object,
@@ -61,20 +60,5 @@ if TYPE_CHECKING:
         synchronize_flag,
         synchronize_value,
     )
-
-__all__, __getattr__ = lend(
-    __name__,
-    {
-        "mesh_groups": "groups_of_mesh",
-        "mesh": "Mesh build_mesh seed_ranks",
-        "parallelizer": "parallelize",
-        "process_group": "DistInfo exchange_text_from_rank_zero start_process_group",
-        "ranks": "is_rank_zero",
-        "replicas": "whole_rows wrap_replicas",
-        "seeding": "stream",
-        "shutdown": "destroy_global_state",
-        "traffic": "StepTraffic record_traffic",
-        "utils": "FirstRankPerNode all_gather all_gather_object all_reduce_value barrier barrier_and_log "
-        "broadcast_object do_n_at_a_time dp_eval_sample_shard synchronize_flag synchronize_value",
-    },
-)
+else:
+    __getattr__ = lazy.attach(__name__)

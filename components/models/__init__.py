@@ -17,49 +17,33 @@ what transformers made before anything was sharded, names.py which tensors are s
 new_folder.py lets a folder appear once it is complete; gguf.py, safetensors.py and hub.py read files and explain why
 they cannot.
 
-The names below are imported at first use; transformers is imported by what needs it.
+Names are imported at first use; transformers is imported by what needs it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from components.lending import lend
+from components import lazy
 
 if TYPE_CHECKING:
-    from components.models.adapter_files import Merge, adapter_config, write_adapter  # noqa: F401
-    from components.models.anatomy import Anatomy, read_anatomy  # noqa: F401
-    from components.models.attention import use_causal_sdpa  # noqa: F401
-    from components.models.build import build_on_meta, model_shape  # noqa: F401
-    from components.models.export import export_model, export_run, export_stored  # noqa: F401
-    from components.models.generation import generate  # noqa: F401
-    from components.models.initialize import initialize_weights  # noqa: F401
-    from components.models.layers import (  # noqa: F401
+    from components.models.adapter_files import Merge, adapter_config, write_adapter
+    from components.models.anatomy import Anatomy, read_anatomy
+    from components.models.attention import use_causal_sdpa
+    from components.models.build import build_on_meta, model_shape
+    from components.models.export import export_model, export_run, export_stored
+    from components.models.generation import generate
+    from components.models.initialize import initialize_weights
+    from components.models.layers import (
         ParameterCounts,
         checkpoint_activations,
         compile_layers,
         count_parameters,
         decoder_layers,
     )
-    from components.models.lora import add_adapters  # noqa: F401
-    from components.models.memory import materialize  # noqa: F401
-    from components.models.tokenizer import load_tokenizer  # noqa: F401
-    from components.models.weights import fill_weights, load_weights, weight_reader  # noqa: F401
-
-__all__, __getattr__ = lend(
-    __name__,
-    {
-        "anatomy": "Anatomy read_anatomy",
-        "attention": "use_causal_sdpa",
-        "build": "build_on_meta model_shape",
-        "adapter_files": "Merge adapter_config write_adapter",
-        "export": "export_model export_run export_stored",
-        "generation": "generate",
-        "initialize": "initialize_weights",
-        "layers": "ParameterCounts checkpoint_activations compile_layers count_parameters decoder_layers",
-        "lora": "add_adapters",
-        "memory": "materialize",
-        "tokenizer": "load_tokenizer",
-        "weights": "fill_weights load_weights weight_reader",
-    },
-)
+    from components.models.lora import add_adapters
+    from components.models.memory import materialize
+    from components.models.tokenizer import load_tokenizer
+    from components.models.weights import fill_weights, load_weights, weight_reader
+else:
+    __getattr__ = lazy.attach(__name__)

@@ -19,6 +19,7 @@ from components.models.new_folder import NewFolder
 from components.models.nf4 import unpacking
 from components.models.shards import Index
 from components.models.twin import meta_twin
+from components.models.weight_files import write_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,13 +64,11 @@ def write_adapter(
     tokenizer: PreTrainedTokenizerBase, folder: Path, tensors: Mapping[str, torch.Tensor], config: object, card: str
 ) -> None:
     """Write `folder` from whole adapters under the model's names. Raises OSError."""
-    from safetensors.torch import save_file
-
     made = NewFolder(folder)
     try:
         made.begin()
-        stored = {_name_in_file(name): tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(stored, made.path / "adapter_model.safetensors", {"format": "pt"})
+        stored = {_name_in_file(name): tensor for name, tensor in tensors.items()}
+        write_file(made.path / "adapter_model.safetensors", stored)
         config.save_pretrained(made.path)  # type: ignore[attr-defined]
         tokenizer.save_pretrained(made.path)
         base = config.base_model_name_or_path or "a model from scratch"  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ import torch
 
 from components.models.safetensors import INDEX_FILE, SINGLE_FILE
 from components.models.shards import Index
+from components.safetensors_writer import Entry, SafetensorsWriter
 
 BLOCK_BYTES = 4 * 1024**2
 """About what is read, converted and written at a time."""
@@ -21,7 +22,9 @@ _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""Types as a safetensors header calls them."""
+"""Dtypes as a safetensors header names them."""
+METADATA = {"format": "pt"}
+"""What transformers requires of a file of PyTorch weights."""
 
 
 @dataclass(slots=True)
@@ -35,8 +38,8 @@ class _File:
 class WeightFiles:
     """model.safetensors, or model-N-of-M.safetensors with an index; the same bytes as safetensors' save_file writes.
 
-    What comes is known from the start, and comes in that order, so that a file's header is written first and the
-    values go straight to their places.
+    Names, shapes and the order of the tensors are known from the start, so that a header can be written before the
+    values.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
@@ -50,7 +53,7 @@ class WeightFiles:
         self._folder = folder
         self._files = _split(tensors, shard_bytes)
         self._file_of = {name: index for index, file in enumerate(self._files) for name in file.tensors}
-        self._open: tuple[int, BinaryIO, dict[str, int]] | None = None
+        self._open: tuple[int, BinaryIO, SafetensorsWriter] | None = None
         self._written = 0
 
     def write(self, name: str, blocks: Iterable[torch.Tensor]) -> None:
@@ -61,17 +64,17 @@ class WeightFiles:
             ValueError: The blocks do not make the tensor that was announced.
         """
         announced = self._files[self._file_of[name]].tensors[name]
-        file, place = self._place_of(name)
-        file.seek(place)
-        for block in blocks:
-            if block.dtype != announced.dtype or block.shape[1:] != announced.shape[1:]:
-                raise ValueError(
-                    f"{name}: a block of {tuple(block.shape)} {block.dtype} where {tuple(announced.shape)} "
-                    f"{announced.dtype} were expected"
-                )
-            file.write(block.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-        if file.tell() != place + _size(announced):
-            raise ValueError(f"{name}: {file.tell() - place} bytes where {_size(announced)} were expected")
+
+        def checked() -> Iterator[memoryview]:
+            for block in blocks:
+                if block.dtype != announced.dtype or block.shape[1:] != announced.shape[1:]:
+                    raise ValueError(
+                        f"{name}: a block of {tuple(block.shape)} {block.dtype} where {tuple(announced.shape)} "
+                        f"{announced.dtype} were expected"
+                    )
+                yield bytes_of(block)
+
+        self._writer_of(name).write(name, checked())
         self._written += 1
 
     def finish(self) -> None:
@@ -94,16 +97,33 @@ class WeightFiles:
         count = len(self._files)
         return SINGLE_FILE if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
 
-    def _place_of(self, name: str) -> tuple[BinaryIO, int]:
-        """Return the open file of a tensor and where its values begin."""
+    def _writer_of(self, name: str) -> SafetensorsWriter:
+        """Return the writer of the file that a tensor belongs to; opens the file if it is the next one."""
         index = self._file_of[name]
         if self._open is None or self._open[0] != index:
             self.close()
-            header, places = _header(self._files[index].tensors)
+            tensors = self._files[index].tensors
             file = (self._folder / self._name(index)).open("xb")  # a file is left only when it is full
-            self._open = (index, file, places)
-            file.write(header)
-        return self._open[1], self._open[2][name]
+            try:
+                writer = SafetensorsWriter(file, {each: _entry(tensors[each]) for each in tensors}, METADATA)
+            except BaseException:
+                file.close()
+                raise
+            self._open = (index, file, writer)
+        return self._open[2]
+
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors that are in memory to one file. Raises OSError."""
+    with path.open("xb") as file:
+        writer = SafetensorsWriter(file, {name: _entry(each) for name, each in tensors.items()}, METADATA)
+        for name, each in tensors.items():
+            writer.write(name, [bytes_of(each)])
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the values of a tensor as bytes; copied only if they are not contiguous in host memory."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def row_blocks(tensor: torch.Tensor) -> Iterator[Index]:
@@ -127,24 +147,8 @@ def _split(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[_File]
     return files
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """Return the head of a file, and where in the file each tensor begins.
-
-    Wider types come first: each value then is at a multiple of its size, which a file that is mapped needs.
-    """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offsets, end = {}, 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
-        offsets[name], end = end, end + _size(tensors[name])
-        entries[name] = {
-            "dtype": _DTYPES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [offsets[name], end],
-        }
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return head, {name: len(head) + offset for name, offset in offsets.items()}
+def _entry(tensor: torch.Tensor) -> Entry:
+    return Entry(_DTYPES[tensor.dtype], tuple(tensor.shape))
 
 
 def _size(tensor: torch.Tensor) -> int:

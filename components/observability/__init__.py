@@ -9,21 +9,18 @@ profile.py   traces of some steps by torch.profiler
 card.py      model_card: how a model was trained, for the README.md beside its weights
 """
 
-from components.observability.banner import Facts, print_banner
-from components.observability.card import model_card
-from components.observability.plot import run_title
-from components.observability.profile import StepProfile
-from components.observability.reporter import Reporter
-from components.observability.result import Result, peak_memory_bytes, peak_reserved_bytes
+from __future__ import annotations
 
-__all__ = [
-    "Facts",
-    "Reporter",
-    "Result",
-    "StepProfile",
-    "model_card",
-    "peak_memory_bytes",
-    "peak_reserved_bytes",
-    "print_banner",
-    "run_title",
-]
+from typing import TYPE_CHECKING
+
+from components import lazy
+
+if TYPE_CHECKING:
+    from components.observability.banner import Facts, print_banner
+    from components.observability.card import model_card
+    from components.observability.plot import run_title
+    from components.observability.profile import StepProfile
+    from components.observability.reporter import Reporter
+    from components.observability.result import Result, peak_memory_bytes, peak_reserved_bytes
+else:
+    __getattr__ = lazy.attach(__name__)

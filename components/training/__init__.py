@@ -1,6 +1,6 @@
 """How one optimizer step is done right; when to log, evaluate, save and stop is the recipe's business.
 
-prepare.py    prepare: a model on its mesh, with its weights (prepared.py: Prepared, StepSettings)
+preparation.py  prepare: a model on its mesh, with its weights (prepared.py: Prepared, StepSettings)
 run.py        Run: the mechanics around a recipe's loop, and none of its policy (attempt.py: what evaluations share)
 step.py       train_step: one division by the global number of units
 evaluation.py evaluate: one pass over held-out data (forward.py: the forward that both share)
@@ -23,72 +23,34 @@ garbage.py    Python's garbage is collected between steps
 watchdog.py   ends a run that makes no progress, and names the rank that is missing
 """
 
-from components.training.attempt import EvaluationRun
-from components.training.checkpointing import Checkpointing, choose_checkpointing
-from components.training.evaluation import Evaluation, evaluate
-from components.training.garbage import GarbageOffTheStep
-from components.training.gradients import clip_gradients, gradient_norm
-from components.training.kernels import check_kernels
-from components.training.loss import count_targets, reduce_loss
-from components.training.loss_head import LossHead, attach_loss_head
-from components.training.metrics import FIELDS, StepMetrics, StepNumbers, StepReader
-from components.training.objectives import PLAIN, CrossEntropy, NextToken, Objective
-from components.training.optim import build_optimizer, learning_rate, set_learning_rate
-from components.training.precision import autocast_dtype, compute_dtype
-from components.training.prepare import prepare
-from components.training.prepared import Prepared, StepSettings
-from components.training.router import RouterLoss, attach_router_loss
-from components.training.run import Run, Step
-from components.training.samples import show_generations
-from components.training.state import NonFiniteGradients, SaveClock, StopRequest, TrainState
-from components.training.step import train_step
-from components.training.sync import get_sync_ctx
-from components.training.watchdog import StepTimeout, Watchdog
-from components.training.work import StepWork, step_work
+from __future__ import annotations
 
-__all__ = [
-    "FIELDS",
-    "PLAIN",
-    "Checkpointing",
-    "CrossEntropy",
-    "Evaluation",
-    "EvaluationRun",
-    "GarbageOffTheStep",
-    "LossHead",
-    "NextToken",
-    "NonFiniteGradients",
-    "Objective",
-    "Prepared",
-    "RouterLoss",
-    "Run",
-    "SaveClock",
-    "Step",
-    "StepMetrics",
-    "StepNumbers",
-    "StepReader",
-    "StepSettings",
-    "StepTimeout",
-    "StepWork",
-    "StopRequest",
-    "TrainState",
-    "Watchdog",
-    "attach_loss_head",
-    "attach_router_loss",
-    "autocast_dtype",
-    "build_optimizer",
-    "check_kernels",
-    "choose_checkpointing",
-    "clip_gradients",
-    "compute_dtype",
-    "count_targets",
-    "evaluate",
-    "get_sync_ctx",
-    "gradient_norm",
-    "learning_rate",
-    "prepare",
-    "reduce_loss",
-    "set_learning_rate",
-    "show_generations",
-    "step_work",
-    "train_step",
-]
+from typing import TYPE_CHECKING
+
+from components import lazy
+
+if TYPE_CHECKING:
+    from components.training.attempt import EvaluationRun
+    from components.training.checkpointing import Checkpointing, StepLoad, choose_checkpointing
+    from components.training.evaluation import Evaluation, evaluate
+    from components.training.garbage import GarbageOffTheStep
+    from components.training.gradients import clip_gradients, gradient_norm
+    from components.training.kernels import check_kernels
+    from components.training.loss import count_targets, reduce_loss
+    from components.training.loss_head import LossHead, attach_loss_head
+    from components.training.metrics import FIELDS, StepMetrics, StepNumbers, StepReader
+    from components.training.objectives import PLAIN, CrossEntropy, NextToken, Objective
+    from components.training.optim import build_optimizer, learning_rate, set_learning_rate
+    from components.training.precision import autocast_dtype, compute_dtype
+    from components.training.preparation import prepare, prepare_built
+    from components.training.prepared import Prepared, StepSettings
+    from components.training.router import RouterLoss, attach_router_loss
+    from components.training.run import Run, Step
+    from components.training.samples import show_generations
+    from components.training.state import NonFiniteGradients, SaveClock, StopRequest, TrainState
+    from components.training.step import train_step
+    from components.training.sync import get_sync_ctx
+    from components.training.watchdog import StepTimeout, Watchdog
+    from components.training.work import StepWork, step_work
+else:
+    __getattr__ = lazy.attach(__name__)

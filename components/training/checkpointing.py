@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, Strategy
-from components.config.schema.recipes import FinetuneConfig
+from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, ParallelismConfig, Strategy
+from components.config.schema.training import TrainingConfig
 from components.distributed.expert import experts_modules
 from components.distributed.init import get_local_world_size_preinit
 from components.distributed.mesh import Mesh
@@ -39,31 +39,41 @@ class Checkpointing:
         return f"activation checkpointing: {self.policy}, {self.why}"
 
 
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What decides on the memory of a step besides the model."""
+
+    training: TrainingConfig
+    """Sizes of the batch."""
+    parallelism: ParallelismConfig
+    """How the model is sharded, and which policy was asked for."""
+    compiles: bool = False
+    """Whether decoder layers are compiled."""
+
+
 def choose_checkpointing(
     model: nn.Module,
-    cfg: FinetuneConfig,
+    load: StepLoad,
     mesh: Mesh,
     device: torch.device,
     compute_dtype: torch.dtype,
     memory: int | None = None,
     anatomy: Anatomy | None = None,
 ) -> Checkpointing:
-    """Return the policy of `cfg`, or what `auto` stands for. A collective: call it on all ranks of a laid-out model.
+    """Return the policy that is asked for, or what `auto` stands for. A collective: call it after sharding.
 
     Args:
         memory: Bytes that a rank may use; None: those of its GPU, or its share of the host's.
         anatomy: The whole model's; None: read it.
     """
-    asked = cfg.parallelism.activation_checkpointing
+    asked = load.parallelism.activation_checkpointing
     if asked != ActivationCheckpointing.auto:
         return Checkpointing(asked)
-    split = mesh.size("pp") > 1 and cfg.parallelism.pp_schedule in SPLIT_BACKWARD
-    possible = [
-        each for each in PREFERRED if each != ActivationCheckpointing.selective or not (split or cfg.model.compile)
-    ]
+    split = mesh.size("pp") > 1 and load.parallelism.pp_schedule in SPLIT_BACKWARD
+    possible = [each for each in PREFERRED if each != ActivationCheckpointing.selective or not (split or load.compiles)]
     memory = _memory(device) if memory is None else memory
     try:
-        needs = estimate(model, cfg, mesh, device, compute_dtype, anatomy)
+        needs = estimate(model, load, mesh, device, compute_dtype, anatomy)
         shares, why = [needs[each] / memory for each in possible], ""
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
         shares, why = [math.inf] * len(possible), next(iter(str(error).splitlines()), type(error).__name__)
@@ -78,14 +88,14 @@ def choose_checkpointing(
 
 def estimate(
     model: nn.Module,
-    cfg: FinetuneConfig,
+    load: StepLoad,
     mesh: Mesh,
     device: torch.device,
     compute_dtype: torch.dtype,
     anatomy: Anatomy | None = None,
 ) -> dict[ActivationCheckpointing, int]:
     """Return the bytes of this rank at the peak of a step by policy: state, what is gathered, activations, the loss."""
-    parallelism, training = cfg.parallelism, cfg.training
+    parallelism, training = load.parallelism, load.training
     anatomy = anatomy or read_anatomy(model)
     layers = list(anatomy.decoder_layers(model).values())
     accumulation = training.global_batch_size // (training.micro_batch_size * mesh.size("dp"))
@@ -102,7 +112,7 @@ def estimate(
     in_flight = 1 if pp == 1 else accumulation if ordered else min(accumulation, 2 * pp)
     words, tokens = -(-anatomy.vocabulary // tp), training.micro_batch_size * seq
     loss = 12 * min(tokens, chunk_tokens(words, device)) * words + 4 * words * anatomy.hidden_size
-    fixed = _state_bytes(model) + _gathered_bytes(model, layers, cfg, mesh, compute_dtype, accumulation) + loss
+    fixed = _state_bytes(model) + _gathered_bytes(model, layers, load, mesh, compute_dtype, accumulation) + loss
     return {each: fixed + layer.of(each, -(-len(layers) // pp), in_flight) for each in PREFERRED}
 
 
@@ -116,28 +126,28 @@ def _state_bytes(model: nn.Module) -> int:
 def _gathered_bytes(
     model: nn.Module,
     decoder_layers: list[nn.Module],
-    cfg: FinetuneConfig,
+    load: StepLoad,
     mesh: Mesh,
     compute_dtype: torch.dtype,
     accumulation: int,
 ) -> int:
     """What is held besides the shards: parameters in the type of the products, gradients that wait for their sum."""
     stored = next(each.dtype for each in model.parameters() if each.is_floating_point())
-    shards = _shards(model, cfg, mesh)
+    shards = _shards(model, load, mesh)
     whole, gradients = _gathered(model, compute_dtype, shards)
-    if cfg.parallelism.strategy != Strategy.fsdp2:
+    if load.parallelism.strategy != Strategy.fsdp2:
         return 0 if compute_dtype == stored else whole
     stack = [_gathered(layer, compute_dtype, shards) for layer in decoder_layers]
     layers = max(1, sum(bytes_ > 0 for bytes_, _ in stack))
     in_layers, of_layers = (sum(each) for each in zip(*stack, strict=True))
-    held = 2 * in_layers // layers + whole - in_layers if cfg.parallelism.reshard_after_forward else whole
-    waiting = gradients if accumulation > 1 and cfg.parallelism.defer_grad_sync else 2 * of_layers // layers
+    held = 2 * in_layers // layers + whole - in_layers if load.parallelism.reshard_after_forward else whole
+    waiting = gradients if accumulation > 1 and load.parallelism.defer_grad_sync else 2 * of_layers // layers
     return held + waiting
 
 
-def _shards(model: nn.Module, cfg: FinetuneConfig, mesh: Mesh) -> dict[nn.Parameter, int]:
+def _shards(model: nn.Module, load: StepLoad, mesh: Mesh) -> dict[nn.Parameter, int]:
     """Return of how many ranks' parts each parameter is put together; an expert's are on fewer ranks than the rest."""
-    if cfg.parallelism.strategy != Strategy.fsdp2:
+    if load.parallelism.strategy != Strategy.fsdp2:
         return dict.fromkeys(model.parameters(), 1)
     experts = [each for module in experts_modules(model).values() for each in module.parameters()]
     return dict.fromkeys(model.parameters(), mesh.size("fsdp")) | dict.fromkeys(experts, mesh.size("efsdp"))

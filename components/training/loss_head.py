@@ -20,8 +20,8 @@ from components.batch import HEAD_KEYWORDS
 from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
 from components.config.schema.model import LossMethod
-from components.config.schema.parallelism import SPLIT_BACKWARD
-from components.config.schema.recipes import FinetuneConfig, RecipeConfig
+from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConfig
+from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.distributed.stages import Stages, shallow_copy
 from components.distributed.tensor_parallel import as_replicated
@@ -54,16 +54,21 @@ class _NotPossibleError(Exception):
 
 
 def attach_loss_head(
-    model: nn.Module, cfg: RecipeConfig, mesh: Mesh | None, stages: Stages | None, device: torch.device
+    model: nn.Module,
+    asked: LossMethod,
+    sizes: TrainingConfig | EvaluationConfig,
+    parallelism: ParallelismConfig,
+    mesh: Mesh | None,
+    stages: Stages | None,
+    device: torch.device,
 ) -> LossHead:
-    """Let a causal LM, or the last of its pipeline stages, take `targets` as `cfg.model.loss` says.
+    """Let a causal LM, or the last of its pipeline stages, take `targets` as `model.loss` says.
 
     Call it on all ranks, after the model was laid over the mesh. `auto` is chunked wherever that is possible and the
     logits of a micro-batch are more than a chunk.
 
     Raises ConfigError where `chunked` or `liger` was asked for and cannot be.
     """
-    asked = cfg.model.loss
     if asked == LossMethod.logits:
         return LossHead(asked, "as model.loss says")
     last = model if stages is None else next((each.module for each in stages.own if each.index == stages.last), None)
@@ -80,7 +85,6 @@ def attach_loss_head(
             return LossHead(LossMethod.logits, f"{type(model).__name__}: {reason}")
         raise ConfigError(f"model.loss={asked}: {type(model).__name__}: {reason}; set model.loss=logits") from reason
     words = -(-_vocabulary(model) // (mesh.size("tp") if mesh else 1))
-    sizes = cfg.training if isinstance(cfg, FinetuneConfig) else cfg.evaluation  # type: ignore[attr-defined]
     tokens, chunk = (
         sizes.micro_batch_size * sizes.seq_len // (mesh.size("cp") if mesh else 1),
         chunk_tokens(words, device),
@@ -89,7 +93,7 @@ def attach_loss_head(
         return LossHead(LossMethod.logits, f"those of {tokens:,} tokens x {words:,} words are no more than a chunk")
     method = LossMethod.chunked if asked == LossMethod.auto else asked
     if last is not None and head is not None:
-        split = stages is not None and cfg.parallelism.pp_schedule in SPLIT_BACKWARD
+        split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
         _TakesTargets(last, name, head, method, Head(after=change, backward_twice=split))
     kept = "" if change is None else ", with what the model does to its logits"
     how = "fused" if method == LossMethod.liger else f"logits of at most {chunk:,} tokens at a time"

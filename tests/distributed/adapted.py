@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from components import models
 from components.config.schema import ParallelismConfig, PeftConfig
 from components.config.schema.parallelism import Strategy
-from scripts.parity_curves import Curve
-from scripts.parity_shapes import layout_of
+from components.parity.reference import Curve
+from components.parity.shapes import layout_of
 from tests.distributed import grid
 from tests.distributed.parity import build as build_tiny
 from tests.distributed.parity import reference

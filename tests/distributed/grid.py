@@ -21,9 +21,9 @@ from components.config.schema.model import WeightInit
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.training import TrainingConfig
 from components.config.shape import ModelShape, shape_of_config
-from scripts import parity_curves as curves
-from scripts.parity_curves import Curve, Sample
-from scripts.parity_shapes import MeshPlan, all_layouts, name_of, plan_mesh
+from components.parity import comparison
+from components.parity.reference import Curve, Sample
+from components.parity.shapes import MeshPlan, all_layouts, name_of, plan_mesh
 from tests.distributed.parity import EXPERTS, SMALL, Case, build, reference, run_case
 from tests.harness import run_ranks
 
@@ -199,12 +199,12 @@ def run_cell(world: int, cell: Cell, dtype: torch.dtype, model: Any, expected: C
         return finding
     except Exception as error:
         raise RuntimeError(f"{cell.model} on {cell.name} in {dtype}: {error}") from error
-    finding.loss = curves.worst_difference(curve.losses, expected.losses)
-    finding.norm = curves.worst_difference(curve.norms, expected.norms)
+    finding.loss = comparison.worst_difference(curve.losses, expected.losses)
+    finding.norm = comparison.worst_difference(curve.norms, expected.norms)
     finding.wrong = [f"replicas of {name} differ" for name in different]
     finding.wrong += [f"{name} is no parameter of the model" for name in set(curve.gradients) - set(expected.gradients)]
     for name in set(curve.gradients) & set(expected.gradients):
-        error = curves.relative(curve.gradients[name], expected.gradients[name])
+        error = comparison.relative(curve.gradients[name], expected.gradients[name])
         if not error <= finding.gradient:
             finding.gradient, finding.worst_gradient = error, name
     if dtype == torch.float64:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from components import data, training
 from components.batch import Batch
 from components.data.dataset import Dataset, Facts
-from scripts.parity_curves import FLOOR, at_least_float32, balance_loss, norm_of
+from components.parity.comparison import FLOOR
+from components.parity.reference import at_least_float32, balance_loss, norm_of
 from tests.distributed.parity import MODELS as DENSE
 from tests.distributed.parity import MOE_MODELS, SMALL, relative
 

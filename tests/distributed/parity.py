@@ -1,4 +1,4 @@
-"""Tiny models, made-up samples, and one case on a mesh; the curves are those of scripts/parity_curves.py."""
+"""Tiny models, made-up samples, and one case on a mesh; the curves are those of components/parity."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import LossMethod, RouterAux
 from components.config.schema.optimizer import AdamWConfig, Schedule
 from components.distributed.mesh import Mesh
-from scripts import parity_curves as curves
-from scripts.parity_curves import Curve, Sample, relative
+from components.parity import comparison
+from components.parity import reference as plain
+from components.parity.comparison import relative
+from components.parity.reference import Curve, Sample
 
 __all__ = ["Curve", "Sample", "relative"]  # lent to the tests
 
@@ -100,7 +102,7 @@ def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -
         if dtype == torch.float64 and type(module).__name__.endswith("TopKRouter"):
             module.forward = types.MethodType(_float64_router, module)
     if dtype == torch.float64:
-        curves.compute_in_float64(model)
+        plain.compute_in_float64(model)
     return model.to(dtype)
 
 
@@ -126,9 +128,9 @@ def samples_of_step(step: int) -> list[Sample]:
     return samples
 
 
-def course(case: Case) -> curves.Course:
+def course(case: Case) -> plain.Course:
     terms = {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
-    return curves.Course(OPTIMIZER, case.steps, case.steps, CLIP, router_aux=case.router_aux, **terms)
+    return plain.Course(OPTIMIZER, case.steps, case.steps, CLIP, router_aux=case.router_aux, **terms)
 
 
 def router_config(case: Case) -> ModelConfig:
@@ -143,7 +145,7 @@ def recipe_config(case: Case) -> FinetuneConfig:
 
 def reference(case: Case, model: torch.nn.Module | None = None) -> Curve:
     """The curve of one process in plain PyTorch; `model` is used up."""
-    return curves.reference(model or build(case.model, case.dtype), case.samples or samples_of_step, course(case))
+    return plain.reference(model or build(case.model, case.dtype), case.samples or samples_of_step, course(case))
 
 
 def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]:
@@ -155,7 +157,9 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, config, case.dtype)
     router_loss = training.attach_router_loss(model, whole.model, mesh)
-    loss_head = training.attach_loss_head(model, whole, mesh, layout.stages, torch.device("cpu"))
+    loss_head = training.attach_loss_head(
+        model, whole.model.loss, whole.training, whole.parallelism, mesh, layout.stages, torch.device("cpu")
+    )
     models.checkpoint_activations(model, config.activation_checkpointing)
     if case.compile:
         models.compile_layers(model, backend=case.compile)
@@ -177,10 +181,10 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
 
     optimizer.register_step_pre_hook(keep)
     prepared = training.Prepared(model, settings, called)
-    curve = curves.train_on_mesh(prepared, optimizer, lambda step: micro_batches(case, mesh, step), course(case))
+    curve = comparison.train_on_mesh(prepared, optimizer, lambda step: micro_batches(case, mesh, step), course(case))
     scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
     curve.gradients = {name: gradient / scale for name, gradient in clipped.items()}
-    return curve, curves.differing_replicas(model)
+    return curve, comparison.differing_replicas(model)
 
 
 def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

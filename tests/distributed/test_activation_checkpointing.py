@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from components import distributed, models, training
-from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
-from components.config.schema.data import DocsDataConfig
+from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.training import TrainingConfig
 from components.training.checkpointing import PREFERRED, estimate
@@ -39,24 +40,20 @@ def test_auto_is_the_least_that_fits_and_one_choice_for_all_ranks() -> None:
     def on_rank(rank: int) -> list[str]:
         model = build("llama", torch.float32, {**parity.MODELS["llama"], "num_hidden_layers": 8})
         models.use_causal_sdpa(model)
-        cfg = FinetuneConfig(
-            model=ModelConfig(path="made here"),
-            data=DocsDataConfig(),
-            training=TrainingConfig(micro_batch_size=4, global_batch_size=8, seq_len=64),
-            parallelism=ParallelismConfig(dp_shard=2, activation_checkpointing=ActivationCheckpointing.auto),
-        )
-        mesh = distributed.build_mesh(cfg.parallelism, "cpu")
-        distributed.parallelize(model, mesh, cfg.parallelism, torch.float32)
-        needs = estimate(model, cfg, mesh, CPU, torch.float32)
+        config = ParallelismConfig(dp_shard=2, activation_checkpointing=ActivationCheckpointing.auto)
+        load = training.StepLoad(TrainingConfig(micro_batch_size=4, global_batch_size=8, seq_len=64), config)
+        mesh = distributed.build_mesh(config, "cpu")
+        distributed.parallelize(model, mesh, config, torch.float32)
+        needs = estimate(model, load, mesh, CPU, torch.float32)
         assert needs[PREFERRED[0]] > needs[PREFERRED[1]] > needs[PREFERRED[2]]
         told = []
         for policy in PREFERRED:
             memory = int(needs[policy] / 0.9) + 1 - rank  # rank 1 has less: what does not fit there is not chosen
-            told.append(str(training.choose_checkpointing(model, cfg, mesh, CPU, torch.float32, memory + 1).policy))
-        short = training.choose_checkpointing(model, cfg, mesh, CPU, torch.float32, 2**40 if rank == 0 else 1)
+            told.append(str(training.choose_checkpointing(model, load, mesh, CPU, torch.float32, memory + 1).policy))
+        short = training.choose_checkpointing(model, load, mesh, CPU, torch.float32, 2**40 if rank == 0 else 1)
         told.append(str(short.policy))
-        cfg.model.compile = True
-        told.append(str(training.choose_checkpointing(model, cfg, mesh, CPU, torch.float32, needs[PREFERRED[1]])))
+        load = replace(load, compiles=True)
+        told.append(str(training.choose_checkpointing(model, load, mesh, CPU, torch.float32, needs[PREFERRED[1]])))
         return told
 
     first, second = run_ranks(2, on_rank)
@@ -67,5 +64,5 @@ def test_auto_is_the_least_that_fits_and_one_choice_for_all_ranks() -> None:
 
 
 def test_what_was_asked_for_is_no_news() -> None:
-    cfg = FinetuneConfig(model=ModelConfig(path="made here"), data=DocsDataConfig())
-    assert not training.choose_checkpointing(build("llama", torch.float32), cfg, None, CPU, torch.float32)  # type: ignore[arg-type]
+    load, model = training.StepLoad(TrainingConfig(), ParallelismConfig()), build("llama", torch.float32)
+    assert not training.choose_checkpointing(model, load, None, CPU, torch.float32)  # type: ignore[arg-type]

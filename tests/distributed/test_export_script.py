@@ -25,7 +25,7 @@ from components.config.schema import FinetuneConfig, ModelConfig, ParallelismCon
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
-from components.models.weight_files import WeightFiles
+from components.models.weight_files import WeightFiles, write_file
 from scripts.export import main
 from tests.harness import run_ranks
 from tests.tiny_models import FAMILIES, LLAMA3_ROPE, SIZES, logits
@@ -278,6 +278,8 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
     files.finish()
     save_file(tensors, tmp_path / "expected", metadata={"format": "pt"})
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+    write_file(tmp_path / "adapter", tensors)
+    assert (tmp_path / "adapter").read_bytes() == (tmp_path / "expected").read_bytes()
     other = WeightFiles(tmp_path, {"a": torch.empty(4, 2)}, 10**6)
     (tmp_path / "model.safetensors").unlink()
     for wrong in (torch.empty(3, 2), torch.empty(4, 2, dtype=torch.float64), torch.empty(4, 3)):

@@ -22,8 +22,8 @@ from components import distributed, models
 from components.config.errors import ConfigError
 from components.config.schema import ActivationCheckpointing, ParallelismConfig
 from components.distributed import adapters
-from scripts.parity_curves import relative
-from scripts.parity_shapes import layout_of
+from components.parity.comparison import relative
+from components.parity.shapes import layout_of
 from tests.distributed.adapted import (
     ATTENTION,
     DORA,

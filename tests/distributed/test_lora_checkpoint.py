@@ -24,8 +24,8 @@ from components.config.schema import FinetuneConfig, ModelConfig, ParallelismCon
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.data import DocsDataConfig
 from components.models.lora import adapted_layers
+from components.parity.shapes import layout_of
 from scripts.export import main as export
-from scripts.parity_shapes import layout_of
 from tests.distributed.adapted import DORA, QLORA, WIDE, Adapted, build, ours, rounded_to_nf4
 from tests.distributed.tiny_runs import TinyRun, cell_named, start, whole
 from tests.harness import run_ranks

@@ -16,8 +16,8 @@ from components.config.schema.model import CAUSAL_SDPA, ModelConfig, WeightInit
 from components.config.schema.parallelism import ParallelismConfig
 from components.distributed.context import GatheredAttention
 from components.models.attention import causal_sdpa
-from scripts.memory import models_to_measure, read_options, shapes_of, table
-from scripts.memory_ranks import (
+from scripts._memory.options import models_to_measure, read_options
+from scripts._memory.ranks import (
     Load,
     SavedForBackward,
     Usage,
@@ -27,6 +27,7 @@ from scripts.memory_ranks import (
     measure,
     measure_all,
 )
+from scripts._memory.table import shapes_of, table
 from tests.harness import run_ranks
 
 HIDDEN, VOCAB, LAYERS, EXPERTS, EXPERT_SIZE = 128, 512, 4, 8, 96

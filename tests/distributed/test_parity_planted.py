@@ -18,9 +18,9 @@ from components.distributed import apply_tp, context, expert
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline import Pipeline
 from components.distributed.tensor_parallel import ReplicatedParameters
+from components.parity.shapes import layout_of
 from components.training import forward, step
 from components.training.loss import count_targets
-from scripts.parity_shapes import layout_of
 from tests.distributed.grid import Cell, cell, run_cells
 
 

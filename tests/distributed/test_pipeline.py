@@ -23,7 +23,7 @@ from components.config.schema.model import ModelConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.distributed.mesh import Mesh
 from components.distributed.parallelizer import Layout
-from scripts.memory_ranks import allocations, highest, local_bytes
+from scripts._memory.ranks import allocations, highest, local_bytes
 from tests.distributed.packed import batches_of, packed
 from tests.distributed.parity import SMALL, Case, Sample, build, pad, recipe_config, samples_of_step
 from tests.distributed.test_parity import EVERYTHING

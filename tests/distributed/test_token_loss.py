@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from components.config.schema.model import LossMethod
+from components.parity.reference import Curve
 from components.training import chunked_loss
-from scripts.parity_curves import Curve
 from tests.distributed import parity
 from tests.distributed.parity import SMALL, Case, build, reference, run_case
 from tests.distributed.test_parity import DDP, FSDP2, FSDP2_TP2, SP, TP, check

@@ -17,8 +17,8 @@ from components.config.schema.parallelism import PipelineSchedule
 from components.data.batches import BatchPlan, Padding, TrainBatches
 from components.data.examples import IGNORED, Example
 from components.distributed.mesh import Mesh
+from components.parity.shapes import layout_of
 from components.training import TrainState
-from scripts.parity_shapes import layout_of
 from tests.distributed.grid import GPT2_PLAN, ROUTER_AUX, Cell, build_model, cell
 from tests.distributed.parity import CLIP, OPTIMIZER, Case, router_config
 

@@ -75,7 +75,9 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[Fak
         model = models.build_on_meta(cfg.model, cfg.model.config["vocab_size"])
         models.add_adapters(model, cfg.peft)
         layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
-        loss_head = training.attach_loss_head(model, cfg, mesh, layout.stages, CUDA)
+        loss_head = training.attach_loss_head(
+            model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CUDA
+        )
         if cfg.parallelism.activation_checkpointing != ActivationCheckpointing.auto:
             models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
         models.materialize(model, CUDA)

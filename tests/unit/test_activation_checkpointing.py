@@ -20,13 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from components import models
-from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig
-from components.config.schema.data import DocsDataConfig
+from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
 from components.config.schema.training import TrainingConfig
 from components.distributed.mesh import Mesh
 from components.models.activations import KEPT, LayerBytes, layer_bytes
-from components.training.checkpointing import estimate
+from components.training.checkpointing import StepLoad, estimate
 from tests.distributed import parity
 from tests.distributed.parity import MODELS, MOE_MODELS
 
@@ -311,33 +310,25 @@ def test_experts_are_gathered_over_fewer_ranks_than_the_rest() -> None:
     """The same local parameters on 8 ranks: with ep 4 each rank gathers the experts of 2, and all else of 8."""
     model = build("mixtral")
     experts = sum(each.numel() for name, each in model.named_parameters() if "experts" in name)
-    cfg = FinetuneConfig(
-        model=ModelConfig(path="made here"),
-        data=DocsDataConfig(),
-        training=TrainingConfig(micro_batch_size=1, global_batch_size=8, seq_len=64),
-        parallelism=ParallelismConfig(reshard_after_forward=False),
-    )
+    sizes = TrainingConfig(micro_batch_size=1, global_batch_size=8, seq_len=64)
+    load = StepLoad(sizes, ParallelismConfig(reshard_after_forward=False))
     needs = []
     for degrees in ({"dp_shard": 8}, {"dp_shard": 2, "ep": 4}):
         mesh = Mesh(None, MeshShape(**degrees))  # type: ignore[arg-type] # sizes alone count
-        needs.append(estimate(model, cfg, mesh, torch.device("cpu"), torch.float32)[FULL])
+        needs.append(estimate(model, load, mesh, torch.device("cpu"), torch.float32)[FULL])
     gathered, waiting = experts * 4, 2 * experts * 4 // 2  # gradients of two layers, of two
     assert needs[0] - needs[1] == (8 - 2) * (gathered + waiting)
 
 
 def test_the_estimate_is_of_the_layers_that_are_recomputed() -> None:
     """A ModuleList that is longer than the decoder layers, of modules without parameters, changes nothing."""
-    cfg = FinetuneConfig(
-        model=ModelConfig(path="made here"),
-        data=DocsDataConfig(),
-        training=TrainingConfig(micro_batch_size=1, global_batch_size=2, seq_len=64),
-    )
+    load = StepLoad(TrainingConfig(micro_batch_size=1, global_batch_size=2, seq_len=64), ParallelismConfig())
     mesh = Mesh(None, MeshShape(dp_shard=2))  # type: ignore[arg-type] # sizes alone count
     needs = []
     for extra in (0, 5):
         model = build("llama")
         model.model.probes = torch.nn.ModuleList(torch.nn.Identity() for _ in range(extra))
-        needs.append(estimate(model, cfg, mesh, torch.device("cpu"), torch.float32))
+        needs.append(estimate(model, load, mesh, torch.device("cpu"), torch.float32))
         models.checkpoint_activations(model, FULL)
         assert [isinstance(layer.forward, partial) for layer in model.model.layers] == [True, True]
     assert needs[1] == needs[0]

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from components.config.schema.optimizer import OptimizerConfig
-from scripts import parity_curves, parity_run
+from components.parity import comparison
 from scripts.benchmark import pretrain_curve, step_overhead
 from scripts.benchmark.compare_report import FLOAT32_BOUND, GATED_STEPS, gated_difference
 from scripts.benchmark.pretrain_curve import BOUNDS, Curve
@@ -83,13 +83,13 @@ def test_rounding_that_grew_is_no_other_curve() -> None:
     mine, theirs = Arm(None, [1.0], grown(200)), Arm(None, [1.0], plain)  # type: ignore[arg-type]
     assert "void" not in step_overhead.row("any", "ours", mine, theirs)
     assert Curve(grown(200), plain).gated(Curve(plain, plain)) < BOUNDS["float32"]
-    assert parity_curves.worst_difference(grown(200), plain) < parity_run.BOUNDS["float32"].loss
+    assert comparison.worst_difference(grown(200), plain) < comparison.BOUNDS["float32"].loss
 
 
 @pytest.mark.parametrize("wrong", [[*[2.0] * 199, math.nan], [2.0] * 199, [2.0, 2.01, *[2.0] * 198]])
 def test_what_is_not_finite_too_short_or_off_early_is(wrong: list[float]) -> None:
     assert gated_difference(wrong, [2.0] * 200) > FLOAT32_BOUND
-    assert parity_curves.worst_difference(wrong, [2.0] * 200) > parity_run.BOUNDS["float32"].loss
+    assert comparison.worst_difference(wrong, [2.0] * 200) > comparison.BOUNDS["float32"].loss
     assert Curve([2.0] * 200, wrong).gated(Curve([2.0] * 200, [2.0] * 200)) > BOUNDS["float32"]
 
 

@@ -79,7 +79,8 @@ def config(loss: LossMethod = LossMethod.chunked) -> FinetuneConfig:
 
 
 def attach(model: nn.Module, loss: LossMethod = LossMethod.chunked) -> training.LossHead:
-    return training.attach_loss_head(model, config(loss), None, None, CPU)
+    cfg = config(loss)
+    return training.attach_loss_head(model, cfg.model.loss, cfg.training, cfg.parallelism, None, None, CPU)
 
 
 def rows(targets: int = 500) -> Batch:

@@ -18,8 +18,8 @@ from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import DType, Float8, WeightInit
 from components.config.schema.optimizer import AdamWConfig
 from components.models.float8 import float8_layers, without_float8
-from scripts.parity_curves import relative
-from scripts.parity_shapes import layout_of
+from components.parity.comparison import relative
+from components.parity.shapes import layout_of
 from tests.harness import run_ranks
 from tests.optional import need_torchao
 from tests.tiny_models import FAMILIES, logits

@@ -18,9 +18,9 @@ from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, ParallelismConfig
 from components.models.lora import quantized_layers
 from components.models.nf4 import BLOCK_BYTES, level_pairs, pack, packing, product, unpack, unpacking
+from components.parity.shapes import layout_of
 from components.training.checkpointing import _gathered
 from components.training.work import model_flops
-from scripts.parity_shapes import layout_of
 from tests.distributed.adapted import NF4, QLORA, rounded_to_nf4
 from tests.harness import run_ranks
 from tests.tiny_models import SIZES

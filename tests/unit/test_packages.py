@@ -1,4 +1,4 @@
-"""Packages that import a module when one of its names is first used."""
+"""Lazy packages: each imports a module when one of its names is first used."""
 
 from __future__ import annotations
 
@@ -9,24 +9,35 @@ from pathlib import Path
 
 import pytest
 
-LENDING = ["components.checkpoint", "components.distributed", "components.models"]
+COMPONENTS = Path(__file__).resolve().parents[2] / "components"
+LAZY = sorted(
+    f"components.{init.parent.name}" for init in COMPONENTS.glob("*/__init__.py") if "lazy.attach(" in init.read_text()
+)
 
 
-@pytest.mark.parametrize("name", LENDING)
+@pytest.mark.parametrize("name", LAZY)
 def test_no_name_is_that_of_a_module(name: str) -> None:
-    """Importing a module sets it as an attribute of its package, in the place of what the package lends."""
+    """Importing a module sets an attribute of its package, which would replace the public name."""
     package = importlib.import_module(name)
-    modules = {file.stem for file in Path(str(package.__file__)).parent.glob("*.py")}
-    assert modules.isdisjoint(package.__all__)
+    folder = Path(str(package.__file__)).parent
+    assert package.__all__
+    assert {each.stem for each in folder.iterdir()}.isdisjoint(package.__all__)
+
+
+def test_a_recipe_imports_no_torch_before_it_uses_a_part() -> None:
+    code = f"from components import {', '.join(name.rpartition('.')[2] for name in LAZY)}; import sys; " + (
+        "assert not {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules), sorted(sys.modules)"
+    )
+    assert len(LAZY) == 7
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.slow
 def test_laziness_hides_no_import_error() -> None:
-    """Every lent name, and every other part, in a process that has imported nothing yet."""
-    names = [*LENDING, "components.data", "components.observability", "components.training"]
+    """Every public name, in a process that has imported nothing yet."""
     code = f"""
 import importlib
-for package in map(importlib.import_module, {names}):
+for package in map(importlib.import_module, {LAZY}):
     for name in package.__all__:
         getattr(package, name)
 """

@@ -17,7 +17,7 @@ from components.config.schema.model import DType, Float8, LossMethod, WeightInit
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.training import TrainingConfig
 from components.models.float8 import float8_layers
-from scripts.parity_shapes import layout_of
+from components.parity.shapes import layout_of
 from tests.distributed.adapted import DORA, QLORA
 from tests.distributed.packed import SEQ_LEN, batches_of, packed
 from tests.harness import run_ranks
@@ -64,7 +64,9 @@ def built(levers: Levers, layout: ParallelismConfig | None = None) -> tuple[Any,
     if layout is not None:
         mesh = distributed.build_mesh(layout, "cpu")
         distributed.parallelize(model, mesh, layout, torch.bfloat16)
-    loss = training.attach_loss_head(model, cfg, mesh, None, torch.device("meta"))
+    loss = training.attach_loss_head(
+        model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, None, torch.device("meta")
+    )
     assert loss.takes_targets
     models.checkpoint_activations(model, levers.recompute)
     if levers.compile:

@@ -1,4 +1,4 @@
-"""The table of `parity.py`: printed as it grows, and written as Markdown, CSV and PNG."""
+"""The table of scripts/parity.py: printed as it grows, and written as Markdown, CSV and PNG."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from components.console import PlainConsole
-from scripts.parity_run import Bounds, Comparison, Row
+from components.parity.comparison import Bounds, Comparison, MeshResult
 
 COLUMNS = ("mesh", "micro-batches", "loss", "norm", "gradients", "replicas", "seconds", "verdict")
 WIDTH = 140
-"""Of a table that is not printed to a terminal."""
+"""Columns of a table that is not printed to a terminal."""
 
 
 def _console() -> Console:
@@ -30,20 +30,20 @@ class Report:
     command: str
     console: Console = field(default_factory=_console)
     bounds: Bounds | None = None
-    rows: list[Row] = field(default_factory=list)
+    rows: list[MeshResult] = field(default_factory=list)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def add(self, told: Row | Bounds) -> None:
-        """Take a row, or the bounds that come before every row."""
-        if isinstance(told, Bounds):
-            self.bounds = told
+    def add(self, result: MeshResult | Bounds) -> None:
+        """Add a mesh's result, or the bounds, which come first."""
+        if isinstance(result, Bounds):
+            self.bounds = result
             return
-        self.rows.append(told)
-        if not told.refused:
-            self.say("  ".join(self._cells(told)))
+        self.rows.append(result)
+        if not result.refused:
+            self.log("  ".join(self._cells(result)))
 
     def finish(self) -> int:
         """Print and write everything; return 0 where every verdict is good, else 1."""
@@ -55,26 +55,24 @@ class Report:
             table.add_row(*self._cells(row), style="" if self._is_good(row) else "red")
         self.console.print(table)
         for line in self.refused:
-            self.say(f"refused: {line}")
+            self.log(f"refused: {line}")
         self._write_markdown(ran)
         self._write_csv()
         if problem := self._plot(ran):
-            self.say(problem)
+            self.log(problem)
         good = sum(self._is_good(row) for row in ran)
         named = self.comparison.out
-        self.say(f"{good} of {len(ran)} meshes agree with one process, {len(self.rows) - len(ran)} refused: {named}")
+        self.log(f"{good} of {len(ran)} meshes agree with one process, {len(self.rows) - len(ran)} refused: {named}")
         return 0 if ran and good == len(ran) else 1
 
     def _title(self) -> str:
-        told = self.comparison
-        return (
-            f"{told.processes} processes, {told.steps} steps in {told.dtype}: worst relative difference to one process"
-        )
+        job = self.comparison
+        return f"{job.processes} processes, {job.steps} steps in {job.dtype}: worst relative difference to one process"
 
-    def _is_good(self, row: Row) -> bool:
+    def _is_good(self, row: MeshResult) -> bool:
         return self.bounds is not None and not row.wrong(self.bounds)
 
-    def _cells(self, row: Row) -> list[str]:
+    def _cells(self, row: MeshResult) -> list[str]:
         wrong = row.wrong(self.bounds) if self.bounds else []
         if row.failed:
             return [row.mesh, "-", "-", "-", "-", "-", "-", "; ".join(wrong)]
@@ -94,8 +92,8 @@ class Report:
         """The refused meshes with their reasons."""
         return [f"{row.mesh}: {'; '.join(row.refused)}" for row in self.rows if row.refused]
 
-    def _write_markdown(self, ran: list[Row]) -> None:
-        told = self.bounds
+    def _write_markdown(self, ran: list[MeshResult]) -> None:
+        bounds = self.bounds
         lines = [
             f"# {self._title()}",
             "",
@@ -105,14 +103,16 @@ class Report:
             "|---" * len(COLUMNS) + "|",
             *(f"| {' | '.join(self._cells(row))} |" for row in ran),
             "",
-            f"Bounds: loss {told.loss:.1e}, norm {told.norm:.1e}, gradients {told.gradient:.1e}." if told else "",
+            f"Bounds: loss {bounds.loss:.1e}, norm {bounds.norm:.1e}, gradients {bounds.gradient:.1e}."
+            if bounds
+            else "",
             *(["", "Refused:", "", *(f"- {line}" for line in self.refused)] if self.refused else []),
         ]
         (self.comparison.out / "parity.md").write_text("\n".join(lines) + "\n")
 
     def _write_csv(self) -> None:
         with (self.comparison.out / "parity.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*asdict(Row("")), "verdict"])
+            writer = csv.DictWriter(file, [*asdict(MeshResult("")), "verdict"])
             writer.writeheader()
             for row in self.rows:
                 values = {
@@ -121,7 +121,7 @@ class Report:
                 verdict = "refused" if row.refused else "ok" if self._is_good(row) else "wrong"
                 writer.writerow({**values, "verdict": verdict})
 
-    def _plot(self, ran: list[Row]) -> str | None:
+    def _plot(self, ran: list[MeshResult]) -> str | None:
         if importlib.util.find_spec("matplotlib") is None:
             return "no plot: matplotlib is not installed (pip install 'meshbook[plot]')"
         from matplotlib.figure import Figure

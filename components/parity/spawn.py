@@ -1,6 +1,6 @@
-"""The processes of `parity.py`: one for the reference, then N that go through the meshes one after the other.
+"""The processes of a comparison: one for the reference, then N that train on one mesh after the other.
 
-A mesh on which a rank fails is told as failed; the others go on in new processes.
+A mesh on which a rank fails is reported as failed; the remaining meshes run in new processes.
 """
 
 from __future__ import annotations
@@ -23,42 +23,43 @@ from typing import Any
 import torch
 
 from components.config.errors import ConfigError
+from components.parity.comparison import Bounds, Comparison, MeshResult, mesh_rank, reference_rank
+from components.parity.shapes import MeshPlan
 from components.protocol.failures import LOST_PEER
 from components.protocol.role import without_ranks
-from scripts.parity_run import Bounds, Comparison, Row, mesh_rank, reference_rank
-from scripts.parity_shapes import MeshPlan
 
 AT_ONCE = 40
-"""Meshes in the same processes: each leaves its process groups, and their sockets, behind."""
+"""Meshes that share processes: each leaves its process groups and their sockets open."""
 GRACE = 3.0
-"""Seconds for the peers of a failed rank to report what they saw."""
+"""Seconds in which the peers of a failed rank may report their own errors."""
 
 
-def compare(comparison: Comparison, plans: list[MeshPlan], say: Callable[[str], None]) -> Iterator[Row | Bounds]:
-    """Yield the bounds, then a row per mesh as soon as there is one. Raises ConfigError where one process refuses."""
-    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
-        reference_folder = Path(folder)
-        say("one process in plain PyTorch ...")
-        for _, told in _world(1, reference_rank, (comparison, reference_folder), 1):
-            if isinstance(told, ConfigError):
-                raise told
-            if isinstance(told, str):
-                raise RuntimeError(f"the reference failed: {told}")
-        yield Bounds(**json.loads((reference_folder / "bounds.json").read_text()))
-        yield from (Row(each.name, refused=list(each.problems)) for each in plans if each.problems)
+def compare(comparison: Comparison, plans: list[MeshPlan], log: Callable[[str], None]) -> Iterator[MeshResult | Bounds]:
+    """Yield the bounds, then each mesh's result as soon as it is known. Raises ConfigError if the reference does."""
+    with tempfile.TemporaryDirectory(prefix="parity-") as temporary:
+        folder = Path(temporary)
+        log("one process in plain PyTorch ...")
+        for _, outcome in _world(1, reference_rank, (comparison, folder), 1):
+            if isinstance(outcome, ConfigError):
+                raise outcome
+            if isinstance(outcome, str):
+                raise RuntimeError(f"the reference failed: {outcome}")
+        yield Bounds(**json.loads((folder / "bounds.json").read_text()))
+        yield from (MeshResult(each.name, refused=list(each.problems)) for each in plans if each.problems)
         waiting = [each for each in plans if each.is_legal]
         while waiting:
             some = waiting[:AT_ONCE]
             done = 0
-            for name, told in _world(comparison.processes, mesh_rank, (comparison, some, reference_folder), len(some)):
-                row = told if isinstance(told, Row) else Row(some[done].name, failed=str(told))
+            for name, outcome in _world(comparison.processes, mesh_rank, (comparison, some, folder), len(some)):
+                failed = not isinstance(outcome, MeshResult)
+                result = MeshResult(some[done].name, failed=str(outcome)) if failed else outcome
                 done += 1
-                yield replace(row, mesh=name or row.mesh)
+                yield replace(result, mesh=name or result.mesh)
             waiting = waiting[max(done, 1) :]
 
 
 def _world(processes: int, target: Callable[..., None], args: tuple[Any, ...], count: int) -> Iterator[tuple[str, Any]]:
-    """Start ranks and yield what rank 0 sends, `count` times; or, once, why a rank could not go on."""
+    """Start ranks and yield `count` messages of rank 0; end early with the error of a rank that failed."""
     context = get_context("spawn")
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
@@ -77,9 +78,9 @@ def _world(processes: int, target: Callable[..., None], args: tuple[Any, ...], c
         ranks.append(process)
     try:
         for _ in range(count):
-            told = _next(pipes)
-            yield told
-            if not isinstance(told[1], Row | None):
+            message = _next(pipes)
+            yield message
+            if not isinstance(message[1], MeshResult | None):
                 return
     finally:
         for process in ranks:
@@ -87,21 +88,22 @@ def _world(processes: int, target: Callable[..., None], args: tuple[Any, ...], c
             process.join()
 
 
-def _next(pipes: list[Connection]) -> tuple[str, Any]:
-    """What rank 0 says next, or the first failure of any rank, one that is no consequence where there is one."""
+def _next(pipes: list[Any]) -> tuple[str, Any]:
+    """Return the next message of rank 0, or a rank's failure: a root cause rather than the loss of a peer, if any."""
     failures: list[Any] = []
     deadline: float | None = None
-    open_pipes = list(pipes)
+    open_pipes: list[Any] = list(pipes)
     while open_pipes and (deadline is None or time.monotonic() < deadline):
-        for pipe in wait(open_pipes, timeout=0.5):
+        ready: list[Any] = wait(open_pipes, timeout=0.5)
+        for pipe in ready:
             try:
-                name, told = pipe.recv()  # type: ignore[union-attr]
+                name, outcome = pipe.recv()
             except EOFError:
-                open_pipes.remove(pipe)  # type: ignore[arg-type]
-                name, told = "", "a process died"
-            if isinstance(told, Row | None):
-                return name, told
-            failures.append(told)
+                open_pipes.remove(pipe)
+                name, outcome = "", "a process died"
+            if isinstance(outcome, MeshResult | None):
+                return name, outcome
+            failures.append(outcome)
             deadline = deadline or time.monotonic() + GRACE
     own = [each for each in failures if not any(sign in str(each) for sign in (*LOST_PEER, "a process died"))]
     return "", (own or failures)[0]
@@ -113,7 +115,7 @@ def _enter(target: Callable[..., None], sender: Connection, variables: dict[str,
     os.environ |= kept | variables
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
     try:
-        target(lambda name, told: sender.send((name, told)), *args)
+        target(lambda name, outcome: sender.send((name, outcome)), *args)
     except ConfigError as error:
         sender.send(("", error))
     except Exception as error:
@@ -122,4 +124,4 @@ def _enter(target: Callable[..., None], sender: Connection, variables: dict[str,
     sys.stdout.flush()
     sys.stderr.flush()
     with suppress(KeyboardInterrupt):
-        time.sleep(3600)  # until the parent ends it: a peer may still be reading what this rank sent
+        time.sleep(3600)  # until the parent kills it: a peer may still read what this rank sent

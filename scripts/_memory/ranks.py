@@ -1,7 +1,7 @@
-"""What a rank holds during a training step, in bytes that were measured: for `memory.py` and its test.
+"""The measured bytes that a rank holds during a training step.
 
-State is read off the tensors: the storages of this rank's parameters, gradients and optimizer state, each counted
-once. What a step needs beside it is told by torch's CPU allocator, which reports every allocation and every free.
+State is read from the tensors: the storages of this rank's parameters, gradients and optimizer state, each counted
+once. The rest of a step's memory comes from torch's CPU allocator, which reports every allocation and every free.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every way to lay N processes out as a mesh, and which of them a model, its batch and its rows allow. No torch."""
+"""Every mesh of N processes, and whether a model and its batch allow it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from typing import Any
 
 from components.config.micro_batches import fit_micro_batches
 from components.config.schema.parallelism import AXES, ActivationCheckpointing, MeshShape, ParallelismConfig, Strategy
@@ -14,14 +15,14 @@ from components.config.shape import ModelShape
 from components.config.validate import validate
 
 RECOMPUTE = tuple(policy for policy in ActivationCheckpointing if policy != ActivationCheckpointing.auto)
-"""Every policy of activation checkpointing; `auto` stands for one of them."""
+"""Every policy of activation checkpointing; `auto` chooses one of them."""
 NAME = re.compile(rf"(?:ddp\d+|(?:(?:{'|'.join(AXES)})\d+)(?:_(?:{'|'.join(AXES)})\d+)*(?:_sp)?)")
-"""Names of meshes, such as pp2_dp_shard2_tp2_sp; a policy of activation checkpointing may follow."""
+"""Mesh names, such as pp2_dp_shard2_tp2_sp; a policy of activation checkpointing may follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
-    """One mesh, and what a run on it would be; `problems` say why it cannot be."""
+    """The config of a run on one mesh, or the reasons why there cannot be one."""
 
     name: str
     cfg: FinetuneConfig
@@ -29,12 +30,12 @@ class MeshPlan:
 
     @property
     def is_legal(self) -> bool:
-        """Whether nothing speaks against it."""
+        """Whether the mesh can be run."""
         return not self.problems
 
 
 def mesh_shapes(processes: int) -> Iterator[MeshShape]:
-    """Yield every product of the six axes that is `processes`."""
+    """Yield every combination of axis degrees whose product is `processes`."""
     divisors = [degree for degree in range(1, processes + 1) if processes % degree == 0]
     for degrees in product(divisors, repeat=len(AXES)):
         shape = MeshShape(**dict(zip(AXES, degrees, strict=True)))
@@ -63,7 +64,7 @@ def _meshes(processes: int, base: ParallelismConfig) -> Iterator[ParallelismConf
         for sequence_parallel in (False, True) if shape.tp > 1 else (False,):
             yield replace(base, strategy=Strategy.fsdp2, sequence_parallel=sequence_parallel, **degrees)
     if processes > 1:
-        alone = {**dict.fromkeys(AXES, 1), "dp_replicate": processes}
+        alone: dict[str, Any] = {**dict.fromkeys(AXES, 1), "dp_replicate": processes}
         yield replace(base, strategy=Strategy.ddp, sequence_parallel=False, cpu_offload=False, **alone)
 
 
@@ -83,7 +84,7 @@ def name_of(parallelism: ParallelismConfig, processes: int) -> str:
 
 
 def layout_of(name: str, base: ParallelismConfig) -> ParallelismConfig | None:
-    """Return the mesh that `name_of` calls so, or None for another kind of name; without a policy that of `base`."""
+    """Return the mesh of a name made by `name_of`, None for any other name; the policy defaults to that of `base`."""
     policy = next((each for each in RECOMPUTE if name.endswith(f"_{each}")), None)
     name = name.removesuffix(f"_{policy}")
     base = replace(base, activation_checkpointing=policy or base.activation_checkpointing)
@@ -93,14 +94,14 @@ def layout_of(name: str, base: ParallelismConfig) -> ParallelismConfig | None:
         return next(each for each in all_layouts(int(name[3:]), base) if each.strategy == Strategy.ddp)
     parts = name.removesuffix("_sp").replace("dp_", "dp-").split("_")
     degrees = {re.sub(r"\d+$", "", part).replace("-", "_"): int(re.findall(r"\d+$", part)[0]) for part in parts}
-    axes = {axis: degrees.get(axis, 1) for axis in AXES}
+    axes: dict[str, Any] = {axis: degrees.get(axis, 1) for axis in AXES}
     return replace(base, strategy=Strategy.fsdp2, sequence_parallel=name.endswith("_sp"), **axes)
 
 
 def plan_mesh(
     name: str, parallelism: ParallelismConfig, cfg: FinetuneConfig, processes: int, shape: ModelShape
 ) -> MeshPlan:
-    """Return the run of `cfg` on a mesh, or why there is none; the global batch and the rows stay as `cfg` says."""
+    """Return the plan of `cfg` on a mesh; the global batch and the sequence length stay those of `cfg`."""
     planned = replace(cfg, parallelism=parallelism)
     problems = validate(planned, processes, shape)
     return MeshPlan(name, cfg, tuple(problems)) if problems else MeshPlan(name, fit_micro_batches(planned, processes))
@@ -109,7 +110,7 @@ def plan_mesh(
 def plan_all(
     cfg: FinetuneConfig, processes: int, shape: ModelShape, recompute: Sequence[ActivationCheckpointing] | None = None
 ) -> list[MeshPlan]:
-    """Return a plan for every mesh of `processes`, the refused ones with their reasons; none is left out.
+    """Return a plan for every mesh of `processes`, including those that are refused, with their reasons.
 
     Args:
         recompute: Policies of activation checkpointing to combine with each mesh; None: that of `cfg` alone.

@@ -1,4 +1,4 @@
-"""Of scripts/doctor.py: CPUs, memory, GPUs as the driver has them, disks, and the network between nodes."""
+"""Checks of CPUs, memory, GPUs as the driver reports them, disks, and the network between nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from scripts.doctor_check import (
+from scripts._doctor.check import (
     NOTE,
     OK,
     PROBLEM,
@@ -29,7 +29,7 @@ NETWORKED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", 
 
 
 def check_machine() -> list[Check]:
-    """CPUs, memory and shared memory, as this process may use them."""
+    """Report CPUs, memory and shared memory as far as this process may use them."""
     return [_cpus(), _memory(), _shared_memory()]
 
 
@@ -71,31 +71,28 @@ def _shared_memory() -> Check:
 
 
 def check_driver() -> list[Check]:
-    """GPUs as nvidia-smi sees them."""
-    said = ask("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    if said.status == 0 and said.output.strip():
-        cards = [line.strip() for line in said.output.splitlines() if line.strip()]
+    """Report the GPUs that nvidia-smi lists."""
+    answer = ask("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    if answer.status == 0 and answer.output.strip():
+        cards = [line.strip() for line in answer.output.splitlines() if line.strip()]
         more = f" and {len(cards) - 1} more" if len(cards) > 1 else ""
         return [Check("driver", OK, f"{cards[0]}{more}")]
-    return [Check("driver", NOTE, f"no GPU: {shorten(said.complaint, 90)}")]
+    return [Check("driver", NOTE, f"no GPU: {shorten(answer.complaint, 90)}")]
 
 
 def check_disk() -> list[Check]:
-    """Where runs and temporary files go."""
+    """Check the folders for runs and for temporary files."""
     try:
-        outputs = Path.cwd() / "outputs"
+        outputs = _place(
+            "outputs", Path.cwd() / "outputs", "run.dir=/a/folder/of/yours, or another folder to start from"
+        )
     except OSError:
-        return [Check("outputs", PROBLEM, "this folder is gone", "cd to another one"), _temporary()]
-    return [_place("outputs", outputs, "run.dir=/a/folder/of/yours, or another folder to start from"), _temporary()]
-
-
-def _temporary() -> Check:
+        outputs = Check("outputs", PROBLEM, "this folder is gone", "cd to another one")
     mend = "export TMPDIR=/a/folder/of/yours"
     try:
-        folder = Path(tempfile.gettempdir())
+        return [outputs, _place("tmp", Path(tempfile.gettempdir()), mend)]
     except OSError:
-        return Check("tmp", PROBLEM, "no folder for temporary files can be written", mend)
-    return _place("tmp", folder, mend)
+        return [outputs, Check("tmp", PROBLEM, "no folder for temporary files can be written", mend)]
 
 
 def _place(topic: str, path: Path, mend: str) -> Check:
@@ -111,7 +108,7 @@ def _place(topic: str, path: Path, mend: str) -> Check:
 
 
 def describe_place(path: Path) -> tuple[str, float]:
-    """Return a text on the disk where `path` is or would be, and its free bytes."""
+    """Return a description of the disk that holds `path` or would hold it, and its free bytes."""
     try:
         usage = shutil.disk_usage(existing(path))
     except OSError as error:
@@ -122,7 +119,7 @@ def describe_place(path: Path) -> tuple[str, float]:
 
 
 def file_system(path: Path) -> str:
-    """Return the type of the file system that `path` is or would be on, '' where nobody knows."""
+    """Return the type of the file system that holds `path` or would hold it, '' if unknown."""
     place, best, kind = os.path.realpath(existing(path)), "", ""
     for line in read_text(Path("/proc/mounts")).splitlines():
         fields = line.split()
@@ -135,12 +132,12 @@ def file_system(path: Path) -> str:
 
 
 def is_networked(kind: str) -> bool:
-    """Whether other nodes usually see a file system of this type; fuse: most of these are of clusters."""
+    """Return whether other nodes usually mount a file system of this type; most fuse ones are a cluster's."""
     return kind in NETWORKED or kind.startswith(("fuse.", "nfs"))
 
 
 def check_network() -> list[Check]:
-    """The interface over which gloo and NCCL meet other nodes, as variables, RDMA devices and the host's name say."""
+    """Check the interface for gloo and NCCL between nodes: variables, RDMA devices, the host's name."""
     names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
     asked = variable("GLOO_SOCKET_IFNAME")
     if asked:
@@ -165,7 +162,6 @@ def check_network() -> list[Check]:
 
 
 def _nccl() -> str:
-    """What is known of NCCL's interface."""
     asked = variable("NCCL_SOCKET_IFNAME")
     if asked:
         return f"; NCCL: {asked} (NCCL_SOCKET_IFNAME)"

@@ -1,4 +1,4 @@
-"""Of scripts/doctor.py: Slurm, the hub's cache, and Weights & Biases. Tokens are looked for and never told."""
+"""Checks of Slurm, the hub's cache, and Weights & Biases. Tokens are looked for and never printed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,17 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from scripts.doctor_check import (
-    NOTE,
-    OK,
-    PROBLEM,
-    ROOT,
-    Check,
-    ask,
-    read_text,
-    shorten,
-    variable,
-    why_not_writable,
-)
-from scripts.doctor_machine import describe_place, file_system, is_networked
+from scripts._doctor.check import NOTE, OK, PROBLEM, ROOT, Check, ask, read_text, shorten, variable, why_not_writable
+from scripts._doctor.machine import describe_place, file_system, is_networked
 
 SHOWN = 6
-"""Partitions that are told."""
+"""Partitions that are listed."""
 COLUMNS = "%P|%a|%l|%D|%t|%G"
-"""sinfo: partition, up or down, time limit, nodes, their state, GRES."""
+"""Format of sinfo: partition, up or down, time limit, nodes, their state, GRES."""
 
 
 def check_slurm() -> list[Check]:
-    """Whether jobs can be submitted from here, and where to."""
+    """Check whether jobs can be submitted from here, and to which partitions."""
     wanted = my_partition(read_text(ROOT / "conf" / "local" / "user.yaml"))
     conf = variable("SLURM_CONF")
     if conf and not os.path.isfile(conf):
@@ -62,7 +51,7 @@ def check_slurm() -> list[Check]:
 
 
 def read_partitions(text: str) -> list[tuple[str, bool, str]]:
-    """Return name, whether up, and a sentence of every partition in sinfo's lines of COLUMNS."""
+    """Return name, whether it is up, and a description of every partition in sinfo's output."""
     rows: dict[str, list[list[str]]] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
@@ -80,7 +69,7 @@ def read_partitions(text: str) -> list[tuple[str, bool, str]]:
 
 
 def my_partition(user_yaml: str) -> str:
-    """Return cluster.partition of a person's own values, '' where there is none. Needs no YAML package."""
+    """Return cluster.partition of the user's own values, '' if it is not set. Needs no YAML package."""
     section = re.search(r"^cluster:[ \t]*(?:#.*)?\n((?:[ \t]+.*\n?|[ \t]*\n|#.*\n)*)", user_yaml, re.MULTILINE)
     found = re.search(r"^[ \t]+partition:[ \t]*([^\s#]+)", section.group(1), re.MULTILINE) if section else None
     name = found.group(1).strip("\"'") if found else ""
@@ -99,7 +88,7 @@ def _shared_outputs() -> list[Check]:
 
 
 def check_hub() -> list[Check]:
-    """The cache of Hugging Face's hub. The default model and data need neither hub nor cache."""
+    """Check the cache of the Hugging Face hub. The default model and data need neither hub nor cache."""
     home = _hub_home()
     cache = Path(variable("HF_HUB_CACHE") or home / "hub")
     offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE") if _is_on(name)]
@@ -144,7 +133,7 @@ def _has_token(home: Path) -> bool:
 
 
 def check_wandb() -> list[Check]:
-    """Whether logging.wandb.mode=online would find an account. It never stops a run."""
+    """Check whether logging.wandb.mode=online would find an account. It never stops a run."""
     mode = variable("WANDB_MODE")
     said = f"WANDB_MODE={mode}, " if mode else ""
     if importlib.util.find_spec("wandb") is None:

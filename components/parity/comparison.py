@@ -1,0 +1,339 @@
+"""A mesh compared with the reference: losses, gradient norms, first gradients and replicas.
+
+The tokenizer, the data and the model are built as recipes/finetune.py builds them, except that dropout is off: its
+random streams differ between meshes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from components import data, distributed, models, training
+from components.batch import Batch
+from components.config.errors import ConfigError
+from components.config.schema.model import RouterAux
+from components.config.schema.objective import NextTokenConfig
+from components.config.schema.optimizer import AdamWConfig
+from components.config.schema.recipes import FinetuneConfig
+from components.distributed.mesh import Mesh
+from components.exchange import all_gather_json
+from components.models.weight_files import write_file
+from components.parity.reference import Course, Curve, Sample, compute_in_float64, reference
+from components.parity.shapes import MeshPlan
+
+FLOOR = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""A gradient's error is measured relative to at least this part of the global norm: some gradients are zero by
+mathematics (the bias of a key projection), and what rounding leaves of them is no error."""
+
+COMPARED_STEPS = 50
+"""Steps of two curves that are compared. Training amplifies rounding: later, equal programs differ as well."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The job to compare, and how."""
+
+    cfg: FinetuneConfig
+    processes: int
+    steps: int
+    dtype: str
+    gradients: bool
+    out: Path
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The largest relative differences that rounding explains."""
+
+    loss: float
+    norm: float
+    gradient: float
+
+
+BOUNDS = {"float32": Bounds(1e-5, 1e-5, 1e-4), "float64": Bounds(1e-9, 1e-9, 1e-10)}
+"""Adam amplifies rounding a little from step to step, so curves get larger bounds than the first gradients."""
+SPREAD = 4
+"""bfloat16's bounds are measured: this factor times the difference that bfloat16 makes to the curve of one process. A
+mesh rounds in another order, so its own difference is another sample of the same distribution."""
+
+
+@dataclass(slots=True)
+class MeshResult:
+    """The worst relative differences over the ranks of a mesh, and what else is wrong with it."""
+
+    mesh: str
+    accumulation: int = 0
+    loss: float = 0.0
+    norm: float = 0.0
+    gradient: float = 0.0
+    worst_gradient: str = ""
+    different_replicas: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    failed: str = ""
+
+    def wrong(self, bounds: Bounds) -> list[str]:
+        """Return what is wrong in a few words each; empty if the mesh agrees."""
+        if self.failed:
+            return [f"failed: {self.failed}"]
+        found = [
+            f"{what} off by {value:.1e}"
+            for what, value, bound in (
+                ("loss", self.loss, bounds.loss),
+                ("norm", self.norm, bounds.norm),
+                (f"gradient of {self.worst_gradient}", self.gradient, bounds.gradient),
+            )
+            if not value <= bound
+        ]
+        if self.different_replicas:
+            found.append(f"replicas differ: {', '.join(self.different_replicas[:3])}")
+        if self.missing:
+            found.append(f"no rank has {', '.join(self.missing[:3])}")
+        return found
+
+
+def reference_rank(send: Callable[[str, Any], None], comparison: Comparison, folder: Path) -> None:
+    """Train in one process and write the curve, the first gradients and the bounds to `folder`."""
+    cfg = comparison.cfg
+    info = distributed.start_process_group(cfg.cluster.device)
+    tokenizer, dataset = _tokenizer_and_data(cfg)
+    batches = _batches(cfg, dataset)
+
+    def samples_of(step: int) -> Iterator[Sample]:
+        for index in batches.global_batch(step):
+            row = dataset[index]
+            for sample in row.examples if isinstance(row, data.PackedRow) else [row]:
+                yield torch.tensor(sample.input_ids), torch.tensor(sample.labels)
+
+    def curve_of(autocast: torch.dtype | None) -> Curve:
+        model = models.build_on_meta(cfg.model, len(tokenizer)).eval()
+        models.add_adapters(model, cfg.peft, exports=False)
+        model.set_attn_implementation(str(cfg.model.attention))  # transformers' own, with its masks
+        if comparison.dtype == "float64":
+            compute_in_float64(model)
+        models.materialize(model, info.device)
+        models.fill_weights(model, cfg.model, cfg.run.seed)
+        course = replace(_course(comparison), autocast=autocast, router_aux=_router_coefficient(cfg, model))
+        return reference(model, samples_of, course)
+
+    curve, bounds = curve_of(None), BOUNDS.get(comparison.dtype)
+    if bounds is None:
+        rounded = curve_of(getattr(torch, comparison.dtype))
+        floor = _floor(curve.norms[0], torch.float32)
+        gradients = [relative(rounded.gradients[name], whole, floor) for name, whole in curve.gradients.items()]
+        loss, norm = (worst_difference(getattr(rounded, name), getattr(curve, name)) for name in ("losses", "norms"))
+        bounds = Bounds(SPREAD * loss, SPREAD * norm, SPREAD * max(gradients))
+    write_file(folder / "gradients.safetensors", curve.gradients)
+    (folder / "curve.json").write_text(json.dumps({"losses": curve.losses, "norms": curve.norms}))
+    (folder / "bounds.json").write_text(json.dumps(asdict(bounds)))
+    send("", None)
+
+
+def mesh_rank(send: Callable[[str, Any], None], comparison: Comparison, plans: list[MeshPlan], folder: Path) -> None:
+    """Train on one mesh after the other; rank 0 sends the name and the result of each."""
+    cfg = comparison.cfg
+    distributed.start_process_group(cfg.cluster.device, collective_timeout=cfg.cluster.collective_timeout)
+    expected = Curve(**json.loads((folder / "curve.json").read_text()))
+    tokenizer, dataset = _tokenizer_and_data(cfg)
+    for plan in plans:
+        started = time.perf_counter()
+        try:
+            row = _run_mesh(comparison, plan, (len(tokenizer), tokenizer.pad_token_id, dataset), expected, folder)
+            row.seconds = time.perf_counter() - started
+        except ConfigError as error:  # alike on every rank, before any of them trains
+            row = MeshResult(plan.name, refused=error.problems)
+        if dist.get_rank() == 0:
+            send(plan.name, row)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """The attributes of a run that `training.prepare_built` reads; no checkpoint replaces the weights."""
+
+    mesh: Mesh
+    device: torch.device
+    resume_from: None = None
+
+
+def _run_mesh(
+    comparison: Comparison, plan: MeshPlan, samples: tuple[int, int, Any], expected: Curve, folder: Path
+) -> MeshResult:
+    """Train on one mesh as the recipe does; every rank returns the same result.
+
+    Args:
+        samples: Vocabulary size and padding token of the tokenizer, and the data set.
+    """
+    cfg, (vocabulary, pad_token, dataset) = plan.cfg, samples
+    info = distributed.start_process_group(cfg.cluster.device)
+    mesh = distributed.build_mesh(cfg.parallelism, info.device.type)
+    batches = _batches(cfg, dataset, mesh, data.Padding(multiple=mesh.sequence_multiple, token_id=pad_token))
+    model = models.build_on_meta(cfg.model, vocabulary).eval()
+    anatomy = models.read_anatomy(model)
+    models.add_adapters(model, cfg.peft, exports=False)
+    if comparison.dtype == "float64":
+        compute_in_float64(model)
+    eager = replace(cfg, model=replace(cfg.model, compile=False))
+    prepared = training.prepare_built(model, anatomy, eager, _Start(mesh, info.device))
+    notes = [note for note in prepared.notes if isinstance(note, str)]  # the mesh's own; the others describe the step
+    row = MeshResult(plan.name, len(batches.at(0)), notes=notes)
+    if comparison.gradients:
+        row.gradient, row.worst_gradient, row.missing = _gradients(prepared, batches.at(0), expected, folder)
+    optimizer = training.build_optimizer(model, cfg.optimizer)
+    curve = train_on_mesh(prepared, optimizer, batches.at, _course(comparison))
+    row.loss = worst_difference(curve.losses, expected.losses)
+    row.norm = worst_difference(curve.norms, expected.norms)
+    row.different_replicas = differing_replicas(model)
+    return _merge(row)
+
+
+def _gradients(
+    prepared: training.Prepared, batches: list[Batch], expected: Curve, folder: Path
+) -> tuple[float, str, list[str]]:
+    """Return this rank's worst gradient error, its parameter, and the parameters that no rank holds."""
+    worst, seen = (0.0, ""), set()
+    with safe_open(folder / "gradients.safetensors", framework="pt") as stored:
+
+        def visit(name: str, gradient: torch.Tensor) -> None:
+            nonlocal worst
+            seen.add(name)
+            if name not in stored.keys():  # noqa: SIM118 (a file's, no dict's)
+                worst = (float("inf"), name)
+                return
+            error = relative(gradient, stored.get_tensor(name).to(gradient), _floor(expected.norms[0], gradient.dtype))
+            worst = max(worst, (error if error == error else float("inf"), name))
+
+        visit_gradients(prepared, batches, visit)
+        everyone = all_gather_json(sorted(seen))
+        return *worst, sorted(set(stored.keys()) - set().union(*everyone))
+
+
+def _merge(row: MeshResult) -> MeshResult:
+    everyone = [MeshResult(**each) for each in all_gather_json(asdict(row))]
+    worst = max(everyone, key=lambda each: each.gradient)
+    return replace(
+        worst,
+        loss=max(each.loss for each in everyone),
+        norm=max(each.norm for each in everyone),
+        different_replicas=sorted({name for each in everyone for name in each.different_replicas}),
+    )
+
+
+def _tokenizer_and_data(cfg: FinetuneConfig) -> tuple[Any, Any]:
+    tokenizer = models.load_tokenizer(cfg.model)
+    return tokenizer, data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="train")
+
+
+def _batches(
+    cfg: FinetuneConfig, dataset: Any, mesh: Any = None, padding: data.Padding | None = None
+) -> data.TrainBatches:
+    rank, size = (mesh.rank("dp"), mesh.size("dp")) if mesh else (0, 1)
+    plan = data.BatchPlan.of(cfg.training, rank, size, padding)
+    return data.TrainBatches(dataset, plan, seed=cfg.run.seed)
+
+
+def _course(comparison: Comparison) -> Course:
+    cfg = comparison.cfg
+    if not isinstance(cfg.optimizer, AdamWConfig):
+        raise ConfigError(f"optimizer={cfg.optimizer.kind}: the reference trains by AdamW; set optimizer=adamw")
+    return Course(cfg.optimizer, comparison.steps, cfg.training.max_steps, cfg.training.max_grad_norm)
+
+
+def _router_coefficient(cfg: FinetuneConfig, model: Any) -> float:
+    config = model.config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None) if hasattr(config, "num_experts_per_tok") else None
+    asked = own if cfg.model.router_aux_coef is None else cfg.model.router_aux_coef
+    return 0.0 if cfg.model.router_aux == RouterAux.none else asked or 0.0
+
+
+def _floor(norm: float, dtype: torch.dtype) -> float:
+    return norm * FLOOR[dtype]
+
+
+def train_on_mesh(
+    model: training.Prepared,
+    optimizer: torch.optim.Optimizer,
+    batches_of: Callable[[int], list[Batch]],
+    course: Course,
+) -> Curve:
+    """Train a prepared model on this rank's micro-batches of each step, and return its curve."""
+    curve = Curve()
+    terms = NextTokenConfig(label_smoothing=course.label_smoothing, z_loss=course.z_loss)
+    objective = training.NextToken(terms)
+    for step in range(course.steps):
+        training.set_learning_rate(optimizer, course.optimizer, step, course.max_steps)
+        numbers = training.train_step(model, batches_of(step), optimizer, objective)
+        curve.losses.append(numbers["loss"].item())
+        curve.norms.append(numbers["grad_norm"].item())
+    return curve
+
+
+def visit_gradients(model: training.Prepared, batches: list[Batch], visit: Callable[[str, torch.Tensor], None]) -> None:
+    """Call `visit` with the name and the unsharded gradient of each of this rank's parameters.
+
+    The gradients are those that the optimizer would use, and the weights do not change. Every rank must call it:
+    sharded gradients are gathered, one at a time.
+    """
+
+    class Visitor(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for name, parameter in model.module.named_parameters():
+                if (gradient := parameter.grad) is not None:
+                    visit(name, gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+
+    visitor = Visitor(model.module.parameters(), lr=0.0)
+    visitor.param_groups[0]["fused"] = False
+    training.train_step(replace(model, settings=replace(model.settings, max_grad_norm=0.0)), batches, visitor)
+
+
+def differing_replicas(model: nn.Module) -> list[str]:
+    """Return the names of parameters of which two ranks hold the same shard with different bits."""
+    mine = {}
+    for name, parameter in model.named_parameters():
+        where: tuple[Any, ...] = ()
+        local = parameter.detach()
+        if isinstance(parameter, DTensor):
+            mesh, local = parameter.device_mesh, parameter.to_local().detach()
+            where = tuple(
+                mesh.get_local_rank(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate()
+            )
+        content = local.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        mine[f"{name} {where}"] = hashlib.sha256(content).hexdigest()
+    everyone = all_gather_json(mine)
+    different = {
+        part.partition(" ")[0]
+        for part, digest in mine.items()
+        if any(other.get(part, digest) != digest for other in everyone)
+    }
+    return sorted(different)
+
+
+def relative(value: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
+    """Return ||value - expected|| over max(||expected||, floor); the absolute difference if both are zero."""
+    scale = max(expected.double().norm().item(), floor)
+    return (value - expected).double().norm().item() / (scale if scale > 0 else 1.0)
+
+
+def worst_difference(values: list[float], expected: list[float]) -> float:
+    """Return the largest |value - expected| / |expected| in the first COMPARED_STEPS of two curves.
+
+    Infinite if the curves differ in length or hold a value that is not finite.
+    """
+    if len(values) != len(expected) or not all(map(math.isfinite, [*values, *expected])):
+        return math.inf
+    pairs = zip(values[:COMPARED_STEPS], expected[:COMPARED_STEPS], strict=True)
+    return max((abs(value - want) / abs(want) for value, want in pairs), default=0.0)

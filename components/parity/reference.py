@@ -1,0 +1,160 @@
+"""The training curve of one process in plain PyTorch, which every mesh is compared with.
+
+The reference shares nothing with the training step: it runs each sample through the model alone and without padding,
+divides once by the number of target tokens, and uses torch's own clipping and unfused AdamW.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from components import training
+from components.config.schema.optimizer import AdamWConfig
+
+Sample = tuple[torch.Tensor, torch.Tensor]
+"""Tokens and labels of one sequence without padding, (seq,) each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The hyperparameters that the reference and every mesh share."""
+
+    optimizer: AdamWConfig
+    steps: int
+    max_steps: int
+    """Length of the learning rate's schedule; training may stop earlier."""
+    max_grad_norm: float = 1.0
+    autocast: torch.dtype | None = None
+    """Dtype of the reference's matmuls, if it differs from that of its parameters."""
+    router_aux: float = 0.0
+    """Coefficient of the routers' auxiliary loss; 0 leaves it out."""
+    label_smoothing: float = 0.0
+    """Probability mass of each target that is spread evenly over the vocabulary."""
+    z_loss: float = 0.0
+    """Coefficient of the squared log of the softmax's denominator."""
+
+
+@dataclass(slots=True)
+class Curve:
+    """The loss and the gradient norm of each step, and the gradients of the first step by parameter name."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], course: Course) -> Curve:
+    """Train `model` in place on the samples of each step in one process and return its curve."""
+    curve, config = Curve(), course.optimizer
+    device = next(model.parameters()).device
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    plain = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, foreach=False
+    )
+    for step in range(course.steps):
+        optimizer.zero_grad()
+        samples = list(samples_of(step))
+        count = sum(int((labels[1:] != -100).sum()) for _, labels in samples)
+        total = 0.0
+        for tokens, labels in samples:
+            asked = {"output_router_logits": True} if course.router_aux else {}
+            with torch.autocast(device.type, dtype=course.autocast, enabled=course.autocast is not None):
+                output = model(input_ids=tokens[None].to(device), use_cache=False, **asked)
+            logits = at_least_float32(output.logits[0, :-1])  # (seq - 1, vocabulary)
+            loss = F.cross_entropy(logits, labels[1:].to(device), ignore_index=-100, reduction="sum")
+            if course.label_smoothing or course.z_loss:
+                loss = smoothed_loss(logits[labels[1:] != -100], labels[1:][labels[1:] != -100], course)
+            if asked:
+                top_k = cast(Any, model.config).get_text_config().num_experts_per_tok
+                balance = balance_loss(output.router_logits, top_k)
+                loss = loss + course.router_aux * int((labels[1:] != -100).sum()) * balance
+            (loss / count).backward()
+            total += float(loss.detach())
+        if step == 0:
+            curve.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norm = norm_of(p.grad for p in model.parameters() if p.grad is not None)
+        curve.losses.append(total / count)
+        curve.norms.append(float(norm))
+        if course.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), course.max_grad_norm, norm.to(decayed[0].dtype))
+        for group in optimizer.param_groups:
+            group["lr"] = training.learning_rate(config, step, course.max_steps)
+        optimizer.step()
+    return curve
+
+
+def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, course: Course) -> torch.Tensor:
+    """Return the summed loss with label smoothing and z-loss, by the formulas of their papers.
+
+    Args:
+        logits: (targets, vocabulary).
+        targets: (targets,), none of them ignored.
+    """
+    denominators = logits.exp().sum(1)  # (targets,)
+    probabilities = logits.exp() / denominators[:, None]
+    wanted = F.one_hot(targets, logits.shape[1]).to(logits.dtype)
+    wanted = (1 - course.label_smoothing) * wanted + course.label_smoothing / logits.shape[1]
+    return -(wanted * probabilities.log()).sum() + course.z_loss * (denominators.log() ** 2).sum()
+
+
+def balance_loss(router_logits: Iterable[torch.Tensor], top_k: int) -> torch.Tensor:
+    """Return the auxiliary loss of one sequence without padding, from each layer's router logits (tokens, experts)."""
+    losses = []
+    for logits in router_logits:
+        probabilities = at_least_float32(logits).softmax(dim=-1)
+        chosen = F.one_hot(logits.topk(top_k).indices, logits.shape[-1]).sum(dim=1).to(probabilities.dtype)
+        losses.append(logits.shape[-1] * (chosen.mean(dim=0) * probabilities.mean(dim=0)).sum())
+    return torch.stack(losses).mean()
+
+
+def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` in float32, or unchanged if it is float64: losses are never computed below float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the global norm of all gradients.
+
+    Computed in float64, because torch's own norm of a large float32 tensor is not exact on the CPU.
+    """
+    return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()
+
+
+def compute_in_float64(model: nn.Module) -> None:
+    """Make a float64 model compute everything in float64, in place.
+
+    transformers casts to float32 in norms, rotary embeddings and routers, for the sake of bfloat16; that rounding would
+    hide every difference a float64 comparison looks for. torch's grouped GEMM for experts does not support float64.
+    """
+    if any(getattr(module, "num_experts", None) for module in model.modules()):
+        model.set_experts_implementation("eager")  # type: ignore[operator]
+    for module in model.modules():
+        own = type(module).__module__.startswith("torch.")
+        if not own and not list(module.children()) and "forward" not in vars(module):
+            module.forward = types.MethodType(_forward_in_float64, module)
+
+
+def _forward_in_float64(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with _NoFloat32():
+        return type(self).forward(self, *args, **kwargs)
+
+
+class _NoFloat32(TorchFunctionMode):
+    """Torch function mode that replaces every request for float32 with float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)

@@ -1,0 +1,74 @@
+"""The writer of safetensors files: block by block, so that no tensor has to be in memory as a whole.
+
+Exports, adapters and the token cache use it. The library's `save_file` writes the same bytes, from memory. Checkpoints
+go through torch.distributed.checkpoint, which has a writer of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import IO, NamedTuple
+
+ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""Bytes of an element by its dtype's name in a safetensors header."""
+
+
+class Entry(NamedTuple):
+    """Dtype, as a safetensors header names it, and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the values."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class SafetensorsWriter:
+    """One file. The header is written first, so all tensors must be announced; their values may come in any order."""
+
+    def __init__(self, file: IO[bytes], entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+        """Write the header. Raises OSError.
+
+        Larger dtypes come first in the file, so that every value is aligned when the file is mapped.
+        """
+        self._file, self._entries = file, entries
+        self._offsets: dict[str, int] = {}
+        end = 0
+        for name in sorted(entries, key=lambda name: (-ITEM_BYTES[entries[name].dtype], name)):
+            self._offsets[name], end = end, end + entries[name].bytes
+        self._header_bytes = self._write_header(metadata)
+
+    def write(self, name: str, blocks: Iterable[bytes | memoryview]) -> None:
+        """Write the values of a tensor, given as consecutive blocks.
+
+        Raises:
+            OSError: The file could not be written.
+            ValueError: The blocks do not have the size of the tensor that was announced.
+        """
+        start, size = self._header_bytes + self._offsets[name], self._entries[name].bytes
+        self._file.seek(start)
+        for block in blocks:
+            self._file.write(block)
+        if self._file.tell() != start + size:
+            raise ValueError(f"{name}: {self._file.tell() - start} bytes where {size} were expected")
+
+    def replace_metadata(self, metadata: Mapping[str, str]) -> None:
+        """Write the header again, with metadata of the same length. Raises OSError, ValueError."""
+        if self._write_header(metadata) != self._header_bytes:
+            raise ValueError("new metadata must be as long as that it replaces")
+
+    def _write_header(self, metadata: Mapping[str, str]) -> int:
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        for name, start in self._offsets.items():
+            entry = self._entries[name]
+            offsets = [start, start + entry.bytes]
+            header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._file.seek(0)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        return 8 + len(text)

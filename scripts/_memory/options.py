@@ -1,0 +1,95 @@
+"""Command line of scripts/memory.py: its own options, and the models to measure."""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+from typing import NoReturn
+
+from components.config.compose.command_line import compose_from_command_line
+from components.config.compose.explain import override_parts
+from components.config.compose.sources import CONF
+from components.config.errors import ConfigError
+from components.config.schema.checks import raise_all
+from components.config.schema.model import ModelConfig
+from components.config.schema.recipes import FinetuneConfig
+
+MODELS = {
+    "Llama": (
+        "model=tiny",
+        "model.config.hidden_size=512",
+        "model.config.intermediate_size=1536",
+        "model.config.num_hidden_layers=8",
+        "model.config.num_attention_heads=8",
+        "model.config.num_key_value_heads=8",
+        "model.config.vocab_size=4096",
+    ),
+    "Qwen3-MoE": (
+        "model=tiny_moe",
+        "model.config.hidden_size=256",
+        "model.config.moe_intermediate_size=512",
+        "model.config.num_experts=16",
+        "model.config.num_hidden_layers=4",
+        "model.config.num_attention_heads=8",
+        "model.config.num_key_value_heads=8",
+        "model.config.vocab_size=4096",
+    ),
+}
+"""The models to measure if none is named, about 100 MB of parameters each."""
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"scripts/memory.py: {message}; see --help")
+
+
+def read_options(arguments: list[str], description: str | None = None) -> tuple[Namespace, list[str]]:
+    """Split a command line into this script's options and the recipe's overrides. Raises ConfigError."""
+    parser = _Parser(
+        prog="scripts/memory.py",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--degrees", default="2,4", help="ranks of each axis, separated by commas (default: 2,4)")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens of a row for the rows of cp (default: 1024)")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    options, overrides = parser.parse_known_args(arguments)
+    numbers = options.degrees.split(",")
+    problems = [
+        f"--degrees {options.degrees}: must be numbers of 2 or more, such as 2,4"
+        for number in numbers
+        if not (number.isdigit() and int(number) > 1)
+    ]
+    problems += [
+        f"{override}: the meshes are made from --degrees here; leave it out"
+        for override in overrides
+        if override_parts(override)[0].partition(".")[0] == "parallelism"
+    ]
+    raise_all(problems)
+    options.degrees = [int(number) for number in numbers]
+    multiple = 2 * math.lcm(*options.degrees)
+    if options.seq < multiple or options.seq % multiple:
+        raise ConfigError(f"--seq {options.seq}: cp cuts a row into 2 x cp chunks; give a multiple of {multiple}")
+    return options, overrides
+
+
+def models_to_measure(overrides: list[str]) -> dict[str, ModelConfig]:
+    """Return the named model, or the two made for this table. Raises ConfigError."""
+    named = [override for override in overrides if override_parts(override)[0] == "model"]
+    if named:
+        return {" ".join(named): _compose(overrides)}
+    return {name: _compose([*values, *overrides]) for name, values in MODELS.items()}
+
+
+def _compose(overrides: list[str]) -> ModelConfig:
+    argv, sys.argv = sys.argv, [sys.argv[0], *overrides, "parallelism=single", "model.dtype=float32"]
+    try:
+        cfg = compose_from_command_line("finetune", FinetuneConfig, CONF.parent / "recipes", lambda cfg, refused: [])
+    finally:
+        sys.argv = argv
+    if cfg is None:
+        raise ConfigError("scripts/memory.py: Hydra's own options show configs only; use them with a recipe")
+    return cfg.model
