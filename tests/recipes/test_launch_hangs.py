@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from components.config.errors import EXIT_HUNG
+from components.protocol.exit_codes import EXIT_HUNG
 from tests.recipes.launching import TWO, Bench, Done
 
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"

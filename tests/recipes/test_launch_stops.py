@@ -63,7 +63,7 @@ def test_a_peer_that_only_lost_its_connection_is_not_blamed(bench: Bench) -> Non
     assert last_lines(done.errors)[0].startswith("rank 1 was ended by SIGKILL")
     (run,) = bench.run_directories()
     report = json.loads((run / "logs" / "latest" / "rank_0.error.json").read_text())
-    assert report["kind"] == "exception"
+    assert report["kind"] == "lost_peer"
     assert "Traceback" not in done.errors
     assert "Traceback" in (run / "logs" / "latest" / "rank_0.log").read_text()
     bench.assert_nobody_left()
