@@ -23,11 +23,12 @@ from components.config.schema.data import (
     DataKind,
     DocsDataConfig,
     MixtureDataConfig,
+    PreferencesDataConfig,
     SftDataConfig,
     TextDataConfig,
 )
 from components.config.schema.model import CausalLMConfig, ModelKind
-from components.config.schema.objective import NextTokenConfig, ObjectiveKind
+from components.config.schema.objective import NextTokenConfig, ObjectiveKind, PreferenceConfig
 from components.config.schema.optimizer import AdamWConfig, OptimizerKind
 
 KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
@@ -42,9 +43,10 @@ KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
         DataKind.text: TextDataConfig,
         DataKind.custom: CustomDataConfig,
         DataKind.mixture: MixtureDataConfig,
+        DataKind.preferences: PreferencesDataConfig,
     },
     "model": {ModelKind.causal_lm: CausalLMConfig},
-    "objective": {ObjectiveKind.next_token: NextTokenConfig},
+    "objective": {ObjectiveKind.next_token: NextTokenConfig, ObjectiveKind.dpo: PreferenceConfig},
     "optimizer": {OptimizerKind.adamw: AdamWConfig},
 }
 """Section -> kind -> dataclass."""

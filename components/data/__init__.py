@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from components.data.mixture import MixtureDataset, MixtureOrder, sources_of
     from components.data.order import SampleOrder
     from components.data.packed import PackedDataset
+    from components.data.pairs import Pair, PairDataset, build_pairs
     from components.data.preflight import check_files
     from components.data.rows import Conversation, Message
 else:

@@ -13,14 +13,15 @@ from components.data.examples import IGNORED, Example, PackedRow
 from components.data.mixture import MixtureDataset, MixtureFacts, MixtureOrder
 from components.data.order import SampleOrder
 from components.data.packed import PackedDataset
+from components.data.pairs import Pair, PairDataset
 
 if TYPE_CHECKING:
     import torch
 
     from components.batch import Batch
 
-Row = Example | PackedRow
-Rows = Dataset | PackedDataset | MixtureDataset
+Row = Example | PackedRow | Pair
+Rows = Dataset | PackedDataset | MixtureDataset | PairDataset
 
 _EMPTY = Example([], [])
 
@@ -79,7 +80,7 @@ class Padding:
     def of(self, dataset: Sequence[Row]) -> Padding:
         """Return how the rows of `dataset` are padded: packed ones to the length they were packed into."""
         padding = self
-        if isinstance(dataset, Dataset | PackedDataset | MixtureDataset) and dataset.pad_token_id is not None:
+        if isinstance(dataset, Rows) and dataset.pad_token_id is not None:
             padding = replace(padding, token_id=dataset.pad_token_id)
         if not isinstance(dataset, PackedDataset | MixtureDataset) or not dataset.documents:
             return padding
@@ -264,15 +265,31 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         dataset, plan, size = self.dataset, self._plan, self._plan.micro_batch_size
         padding = plan.padding.of(dataset)
+        empty = dataset.empty if isinstance(dataset, PairDataset) else _EMPTY
         rows_at_once = size * plan.dp_size
         for number in range(-(-len(dataset) // rows_at_once)):
             start = number * rows_at_once + plan.dp_rank * size
-            rows = [dataset[i] if i < len(dataset) else _EMPTY for i in range(start, start + size)]
+            rows = [dataset[i] if i < len(dataset) else empty for i in range(start, start + size)]
             yield collate(rows, padding)
 
 
 def collate(rows: Sequence[Row], padding: Padding) -> Batch:
-    """Return rows as a batch on the CPU, padded on the right. Raises ConfigError where a row is longer than that."""
+    """Return rows as a batch on the CPU, padded on the right; a pair is two rows: chosen, rejected.
+
+    Raises ConfigError where a row is longer than the padding allows.
+    """
+    pairs = [row for row in rows if isinstance(row, Pair)]
+    if not pairs:
+        return _collate_rows([row for row in rows if not isinstance(row, Pair)], padding)
+    import torch
+
+    batch = _collate_rows([answer for pair in pairs for answer in (pair.chosen, pair.rejected)], padding)
+    names = pairs[0].values
+    values = {name: [value for pair in pairs for value in pair.values[name]] for name in names}
+    return replace(batch, rows={name: torch.tensor(each, dtype=torch.float64) for name, each in values.items()})
+
+
+def _collate_rows(rows: Sequence[Example | PackedRow], padding: Padding) -> Batch:
     import torch
 
     from components.batch import Batch

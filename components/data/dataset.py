@@ -98,6 +98,8 @@ class Dataset(Sequence[Example]):
         self.prompts = prompts
         self.pad_token_id: int | None = tokenizer.pad_token_id
         """Input at padded positions."""
+        self.sources: np.ndarray
+        """Of each sample, its place among the samples before any was left out, (samples,) int64."""
         self._tokenizer = tokenizer
         whole = examples if isinstance(examples, Tokens) else flattened(trimmed(example) for example in examples)
         self._tokens = self._fitted(whole, seq_len, overlong)
@@ -151,6 +153,7 @@ class Dataset(Sequence[Example]):
             facts.dropped_overlong = len(long)
         else:
             facts.truncated = int(np.count_nonzero(after[long]))
+        self.sources = np.flatnonzero(after > 0)
         facts.samples = len(fitted.starts)
         facts.dropped_without_target = len(before) - facts.samples - facts.dropped_overlong
         facts.tokens = int(after.sum())

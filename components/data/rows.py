@@ -9,7 +9,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from components.config.errors import ConfigError
-from components.config.schema.data import BadRows, ChatDataConfig, RowsDataConfig, SftDataConfig, TextDataConfig
+from components.config.schema.data import (
+    BadRows,
+    ChatDataConfig,
+    PreferencesDataConfig,
+    RowsDataConfig,
+    SftDataConfig,
+    TextDataConfig,
+)
 from components.data.files import Place, Row
 
 Sample = TypeVar("Sample")
@@ -87,6 +94,9 @@ def columns_wanted(cfg: RowsDataConfig) -> dict[str, str]:
         case SftDataConfig():
             columns = {"prompt_column": cfg.prompt_column, "response_column": cfg.response_column}
             return columns if cfg.input_column is None else {**columns, "input_column": cfg.input_column}
+        case PreferencesDataConfig():
+            names = ("prompt_column", "chosen_column", "rejected_column")
+            return dict(zip(names, (cfg.prompt_column, cfg.chosen_column, cfg.rejected_column), strict=True))
         case ChatDataConfig():
             return {"messages_column": cfg.messages_column}
         case TextDataConfig():

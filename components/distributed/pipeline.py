@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from components.batch import Batch
 from components.config.schema.parallelism import SINGLE_STAGE, PipelineSchedule
+from components.distributed.fsdp import fsdp_units
 from components.distributed.stages import Stage, Stages
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ class Pipeline:
             units: Units of the whole step (target tokens, pairs), over all ranks.
         """
         self._copy_tied_weight()
+        # A forward before this one may have left the stages gathered. torch reshards those of a schedule that it builds
+        # anew, which dp ranks do at different steps: all must start alike, or their all-gathers do not match.
+        for stage in self._stages.own:
+            for unit in fsdp_units(stage.module):
+                unit.reshard()
 
         def loss_of_output(output: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
             loss = output if loss_of_logits is None else loss_of_logits(output, batches[int(index)])

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         count_parameters,
         decoder_layers,
     )
-    from components.models.lora import add_adapters
+    from components.models.lora import adapted_layers, adapters_off, add_adapters
     from components.models.memory import materialize
     from components.models.tokenizer import load_tokenizer
     from components.models.weights import fill_weights, load_weights, weight_reader

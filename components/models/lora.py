@@ -15,7 +15,8 @@ import copy
 import difflib
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -59,6 +60,8 @@ class LoraLayer(nn.Module):
     """(out, rank)"""
     lora_magnitude_vector: nn.Parameter | None
     """(out,): the lengths of the rows under DoRA, else None."""
+    is_off: bool = False
+    """Compute as the layer does without its adapter: see `adapters_off`."""
     columns_together: int = 1
     """Inputs whose columns of the weight lie on one rank."""
 
@@ -106,6 +109,8 @@ class LoraLayer(nn.Module):
         Args:
             inputs: Where `hidden`, `weight` and `lora_A` are this rank's part of the inputs; None: they are whole.
         """
+        if self.is_off:
+            return self.product(hidden, weight, bias)
         kept = hidden
         if self.training and self.dropout:
             kept = inputs.dropout(hidden, self.dropout) if inputs else F.dropout(hidden, self.dropout)
@@ -189,6 +194,19 @@ def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = Tru
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Return the layers with adapters by name; none for a model without."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Context in which adapted layers compute as they do without their adapters."""
+    layers = adapted_layers(model).values()
+    for layer in layers:
+        layer.is_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_off = False
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLoraLinear]:

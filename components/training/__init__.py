@@ -40,10 +40,12 @@ if TYPE_CHECKING:
     from components.training.loss_head import LossHead, attach_loss_head
     from components.training.metrics import FIELDS, StepMetrics, StepNumbers, StepReader
     from components.training.objectives import PLAIN, CrossEntropy, NextToken, Objective
+    from components.training.objectives.preference import Preference
     from components.training.optim import build_optimizer, learning_rate, set_learning_rate
     from components.training.precision import autocast_dtype, compute_dtype
     from components.training.preparation import prepare, prepare_built
     from components.training.prepared import Prepared, StepSettings
+    from components.training.reference import with_reference
     from components.training.router import RouterLoss, attach_router_loss
     from components.training.run import Run, Step
     from components.training.samples import show_generations

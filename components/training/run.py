@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from components import checkpoint, data, distributed, models, observability
-from components.config.schema.recipes import FinetuneConfig
+from components.config.schema.recipes import TrainConfig
 from components.training.attempt import Attempt
 from components.training.garbage import GarbageOffTheStep
 from components.training.metrics import StepMetrics, StepReader
@@ -38,7 +38,7 @@ LAG = 1
 class Run(Attempt):
     """One attempt of a training run on this rank, from the start of the processes to result.json."""
 
-    def __init__(self, cfg: FinetuneConfig) -> None:
+    def __init__(self, cfg: TrainConfig) -> None:
         """Start the processes, build the mesh, seed the generators and divide the batch. A collective."""
         super().__init__(cfg, "training", cfg.training.step_timeout_seconds)
         self.cfg = cfg

@@ -9,7 +9,7 @@ from components.config.schema.cluster import ClusterConfig, ClusterKind, Device,
 from components.config.schema.data import DataConfig
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.config.schema.model import Attention, CausalLMConfig, DType, ModelConfig, WeightInit
-from components.config.schema.objective import NextTokenConfig, ObjectiveConfig
+from components.config.schema.objective import NextTokenConfig, ObjectiveConfig, PreferenceConfig
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig, Schedule
 from components.config.schema.parallelism import (
     ActivationCheckpointing,
@@ -19,7 +19,14 @@ from components.config.schema.parallelism import (
     UnevenHeads,
 )
 from components.config.schema.peft import PeftConfig, PeftExport, PeftMethod
-from components.config.schema.recipes import EvaluateConfig, FinetuneConfig, PretrainConfig, RecipeConfig
+from components.config.schema.recipes import (
+    DpoConfig,
+    EvaluateConfig,
+    FinetuneConfig,
+    PretrainConfig,
+    RecipeConfig,
+    TrainConfig,
+)
 from components.config.schema.run import RunConfig
 from components.config.schema.slurm import ContainerConfig, ContainerRuntime, GpuRequest, Launcher, RequeueConfig
 from components.config.schema.training import EvaluationConfig, GenerationConfig, TrainingConfig
@@ -37,6 +44,7 @@ __all__ = [
     "DType",
     "DataConfig",
     "Device",
+    "DpoConfig",
     "EvaluateConfig",
     "EvaluationConfig",
     "FinetuneConfig",
@@ -54,6 +62,7 @@ __all__ = [
     "PeftConfig",
     "PeftExport",
     "PeftMethod",
+    "PreferenceConfig",
     "PretrainConfig",
     "RecipeConfig",
     "RequeueConfig",
@@ -61,6 +70,7 @@ __all__ = [
     "Schedule",
     "SlurmClusterConfig",
     "Strategy",
+    "TrainConfig",
     "TrainingConfig",
     "UnevenHeads",
     "WandbConfig",

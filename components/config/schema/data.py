@@ -15,7 +15,7 @@ IGNORED = -100
 
 class DataKind(StrEnum):
     """docs: Python's documentation; sft: prompt and response; chat: messages; text: documents; custom: your function;
-    mixture: several of these."""
+    mixture: several of these; preferences: prompts with a chosen and a rejected answer."""
 
     docs = "docs"
     sft = "sft"
@@ -23,6 +23,7 @@ class DataKind(StrEnum):
     text = "text"
     custom = "custom"
     mixture = "mixture"
+    preferences = "preferences"
 
 
 class Overlong(StrEnum):
@@ -162,6 +163,35 @@ class SftDataConfig(RowsDataConfig):
         if self.input_column is not None:
             columns["input_column"] = self.input_column
         return RowsDataConfig._problems(self) + _name_problems(columns)
+
+
+@dataclass(kw_only=True, slots=True)
+class PreferencesDataConfig(RowsDataConfig):
+    """One prompt with a chosen and a rejected answer per row. Batch sizes count pairs."""
+
+    kind: DataKind = DataKind.preferences
+    """preferences."""
+    prompt_column: str = "prompt"
+    """Column with the prompt."""
+    chosen_column: str = "chosen"
+    """Column with the preferred answer."""
+    rejected_column: str = "rejected"
+    """Column with the other answer."""
+    system_prompt: str | None = None
+    """System message put before every prompt; null: what the chat template does without one."""
+
+    def _problems(self) -> list[str]:
+        columns = {
+            "prompt_column": self.prompt_column,
+            "chosen_column": self.chosen_column,
+            "rejected_column": self.rejected_column,
+        }
+        problems = RowsDataConfig._problems(self) + _name_problems(columns)
+        if self.pack:
+            problems.append("data.pack=true: pairs are not packed; set data.pack=false")
+        if self.bad_rows is not BadRows.refuse:
+            problems.append(f"data.bad_rows={self.bad_rows}: a pair needs both answers; set data.bad_rows=refuse")
+        return problems
 
 
 @dataclass(kw_only=True, slots=True)

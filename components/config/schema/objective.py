@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from components.config.schema.checks import at_least, own_kind, raise_all
+from components.config.schema.checks import above, at_least, own_kind, raise_all
 
 
 class ObjectiveKind(StrEnum):
-    """next_token: cross-entropy of the next token."""
+    """next_token: cross-entropy of the next token; dpo: direct preference optimization."""
 
     next_token = "next_token"
+    dpo = "dpo"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,4 +44,22 @@ class NextTokenConfig(ObjectiveConfig):
         problems = [*ObjectiveConfig._problems(self), *at_least("objective.z_loss", self.z_loss, 0)]
         if not 0 <= self.label_smoothing < 1:
             problems.append(f"objective.label_smoothing={self.label_smoothing}: must be in [0, 1)")
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class PreferenceConfig(ObjectiveConfig):
+    """Direct preference optimization (Rafailov et al. 2023) of pairs of a chosen and a rejected answer."""
+
+    kind: ObjectiveKind = ObjectiveKind.dpo
+    """dpo."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference model; smaller values let the policy move further from it."""
+    label_smoothing: float = 0.0
+    """Share of the preferences that is taken to be the wrong way round (cDPO)."""
+
+    def _problems(self) -> list[str]:
+        problems = [*ObjectiveConfig._problems(self), *above("objective.beta", self.beta, 0)]
+        if not 0 <= self.label_smoothing < 0.5:
+            problems.append(f"objective.label_smoothing={self.label_smoothing}: must be in [0, 0.5)")
         return problems

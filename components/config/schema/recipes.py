@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
-from components.config.schema.data import DataConfig
+from components.config.schema.data import DataConfig, PreferencesDataConfig
 from components.config.schema.logging import LoggingConfig
 from components.config.schema.model import ModelConfig
-from components.config.schema.objective import NextTokenConfig
+from components.config.schema.objective import NextTokenConfig, PreferenceConfig
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.peft import PeftConfig
@@ -42,19 +42,35 @@ class RecipeConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class FinetuneConfig(RecipeConfig):
-    """`recipes/finetune.py`."""
+class TrainConfig(RecipeConfig):
+    """What every recipe that trains has; each names its objective."""
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Sizes and policy of the loop."""
-    objective: NextTokenConfig = field(default_factory=NextTokenConfig)
-    """What is optimized."""
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     """The update rule and its schedule."""
     peft: PeftConfig = field(default_factory=PeftConfig)
     """Adapters in place of full fine-tuning."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saves and export."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FinetuneConfig(TrainConfig):
+    """`recipes/finetune.py`."""
+
+    objective: NextTokenConfig = field(default_factory=NextTokenConfig)
+    """What is optimized."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DpoConfig(TrainConfig):
+    """`recipes/dpo.py`."""
+
+    data: PreferencesDataConfig
+    """The pairs."""
+    objective: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """What is optimized."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,0 +1,157 @@
+"""Pairs of a chosen and a rejected answer to one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+
+import xxhash
+
+from components.config.errors import ConfigError
+from components.config.schema.data import PreferencesDataConfig, SftDataConfig, UnusedKeys
+from components.data.dataset import Dataset, Facts
+from components.data.examples import Example
+from components.data.load import build_dataset
+from components.data.rows import unused_problem
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+
+class Pair(NamedTuple):
+    """One sample of a preference data set: two rows of a batch, which stay together."""
+
+    chosen: Example
+    rejected: Example
+    values: Mapping[str, tuple[float, float]]
+    """By name, of the chosen and of the rejected row: `Batch.rows`."""
+
+
+EMPTY_EXAMPLE = Example([], [])
+
+
+@dataclass(frozen=True)
+class PairDataset(Sequence[Pair]):
+    """The pairs of a source, in its order."""
+
+    chosen: Dataset
+    rejected: Dataset
+    indices: Sequence[tuple[int, int]]
+    """Of each pair, its samples in `chosen` and in `rejected`."""
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each (pairs, 2) float64
+    """Values of the chosen and the rejected row by name, such as log-probabilities under a reference model."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Pair: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Pair]: ...
+    def __getitem__(self, index: int | slice) -> Pair | list[Pair]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"pair {index} of {len(self)}")
+        chosen, rejected = self.indices[index]
+        values = {name: (float(each[index, 0]), float(each[index, 1])) for name, each in self.values.items()}
+        return Pair(self.chosen[chosen], self.rejected[rejected], values)
+
+    @property
+    def empty(self) -> Pair:
+        """A pair of padding alone, with the values of all pairs by name."""
+        return Pair(EMPTY_EXAMPLE, EMPTY_EXAMPLE, dict.fromkeys(self.values, (0.0, 0.0)))
+
+    @property
+    def prompts(self) -> Sequence[str]:
+        """Questions of the source."""
+        return self.chosen.prompts
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Input at padded positions."""
+        return self.chosen.pad_token_id
+
+    @property
+    def facts(self) -> Facts:
+        """What is known of the pairs, for the banner."""
+        both, rejected = self.chosen.facts, self.rejected.facts
+        return replace(
+            both,
+            source=f"pairs of {both.source}",
+            samples=len(self),
+            tokens=both.tokens + rejected.tokens,
+            target_tokens=both.target_tokens + rejected.target_tokens,
+            truncated=both.truncated + rejected.truncated,
+            dropped_overlong=max(both.dropped_overlong, rejected.dropped_overlong),
+            dropped_without_target=max(both.dropped_without_target, rejected.dropped_without_target),
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of every token and label of both answers, and of which belong together."""
+        parts = f"{self.chosen.fingerprint} {self.rejected.fingerprint} {list(self.indices)}"
+        return xxhash.xxh3_128(parts.encode()).hexdigest()
+
+    def with_values(self, name: str, values: torch.Tensor) -> PairDataset:
+        """Return the pairs with values (pairs, 2) of their chosen and rejected rows."""
+        return replace(self, values={**self.values, name: values})
+
+    def show(self, index: int) -> str:
+        """Return the texts of a pair, the parts that carry the loss in [[ ]]."""
+        chosen, rejected = self.indices[index]
+        return f"chosen: {self.chosen.show(chosen)}\nrejected: {self.rejected.show(rejected)}"
+
+
+def build_pairs(
+    cfg: PreferencesDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seq_len: int,
+    split: Literal["train", "eval"],
+) -> PairDataset:
+    """Read, tokenize and return the pairs of the train split or of the held-out one.
+
+    Each answer becomes a sample as `build_dataset` makes it of a prompt and a response: the same held-out prompts, chat
+    template, cache and cuts at `seq_len`. A pair of which a sample is left out is left out.
+
+    Raises ConfigError where a file, column, row or split is wrong, and where no pair is left.
+    """
+    chosen, rejected = (
+        build_dataset(_sft(cfg, column), tokenizer, seq_len=seq_len, split=split)
+        for column in (cfg.chosen_column, cfg.rejected_column)
+    )
+    if not (isinstance(chosen, Dataset) and isinstance(rejected, Dataset)):
+        raise TypeError("samples of one prompt and one response are a Dataset")
+    own = {f"column {cfg.chosen_column}", f"column {cfg.rejected_column}"}
+    for part in (chosen, rejected):
+        part.facts.unused = [name for name in part.facts.unused if name not in own]
+    if chosen.facts.unused and cfg.unused_keys is UnusedKeys.refuse:
+        raise ConfigError(unused_problem(chosen.facts.source, chosen.facts.unused))
+    index_of = {source: index for index, source in enumerate(rejected.sources.tolist())}
+    indices = [(i, index_of[source]) for i, source in enumerate(chosen.sources.tolist()) if source in index_of]
+    if not indices:
+        raise ConfigError(f"data.path={cfg.path}: no pair is left of which both answers fit seq_len={seq_len}")
+    return PairDataset(chosen, rejected, indices)
+
+
+def _sft(cfg: PreferencesDataConfig, column: str) -> SftDataConfig:
+    """Return the config of the prompts with the answers of one column."""
+    return SftDataConfig(
+        path=cfg.path,
+        split=cfg.split,
+        eval_path=cfg.eval_path,
+        eval_split=cfg.eval_split,
+        eval_fraction=cfg.eval_fraction,
+        max_samples=cfg.max_samples,
+        max_eval_samples=cfg.max_eval_samples,
+        overlong=cfg.overlong,
+        cache=cfg.cache,
+        subset=cfg.subset,
+        revision=cfg.revision,
+        prompt_column=cfg.prompt_column,
+        response_column=column,
+        system_prompt=cfg.system_prompt,
+    )

@@ -1,0 +1,52 @@
+"""Direct preference optimization of a Hugging Face causal LM on any mesh: every parameter, or adapters (LoRA).
+
+python recipes/dpo.py data.path=pairs.jsonl                             # rows of prompt, chosen, rejected
+python recipes/dpo.py data.path=pairs.jsonl peft=lora                   # the reference is the model without adapters
+python recipes/dpo.py data.path=pairs.jsonl objective.beta=0.3 parallelism=fsdp2_tp2 cluster=local_4proc
+"""
+
+from __future__ import annotations
+
+from components import data, models, training
+from components.config.schema import DpoConfig
+from components.launch import recipe
+
+
+@recipe("dpo")
+def main(cfg: DpoConfig) -> None:
+    """Runs on every rank, after the processes were started."""
+    with training.Run(cfg) as run:
+        tokenizer = models.load_tokenizer(cfg.model)
+        model = training.prepare(cfg, run, len(tokenizer))
+
+        # Pairs of answers, and how likely the model finds them before it is trained: the reference
+        seq_len = cfg.training.seq_len
+        pairs = {
+            split: training.with_reference(
+                model, data.build_pairs(cfg.data, tokenizer, seq_len=seq_len, split=split), run
+            )
+            for split in ("train", "eval")
+        }
+        batches = data.TrainBatches(pairs["train"], run.plan, seed=cfg.run.seed, fingerprint=pairs["train"].fingerprint)
+        held_out = data.EvalBatches(pairs["eval"], run.plan)
+        preference = training.Preference(cfg.objective)
+        optimizer = training.build_optimizer(model.module, cfg.optimizer)
+
+        run.begin(model, optimizer, batches, held_out)
+        run.report_eval(training.evaluate(model, held_out, preference, run))
+        for step in run.steps():
+            step.done(training.train_step(model, step.batches, optimizer, preference, step.asked))
+            if step.due_eval:
+                run.report_eval(training.evaluate(model, held_out, preference, run))
+            if step.due_save:
+                run.save(step)
+        if not run.stopped:
+            run.report_eval(training.evaluate(model, held_out, preference, run))
+        run.finish()
+        if not run.stopped:
+            training.show_generations(model, tokenizer, pairs["eval"], cfg.generation, run)
+            run.export(tokenizer)
+
+
+if __name__ == "__main__":
+    main()
