@@ -1,8 +1,15 @@
 """Direct preference optimization of a Hugging Face causal LM on any mesh: every parameter, or adapters (LoRA).
 
 python recipes/dpo.py data.path=pairs.jsonl                             # rows of prompt, chosen, rejected
+python recipes/dpo.py data.path=pairs.jsonl data.chosen_column=better data.rejected_column=worse
 python recipes/dpo.py data.path=pairs.jsonl peft=lora                   # the reference is the model without adapters
-python recipes/dpo.py data.path=pairs.jsonl objective.beta=0.3 parallelism=fsdp2_tp2 cluster=local_4proc
+python recipes/dpo.py data.path=pairs.jsonl objective.beta=0.3          # stay closer to the reference (0.1)
+python recipes/dpo.py data.path=pairs.jsonl objective.label_smoothing=0.1               # preferences are noisy (cDPO)
+python recipes/dpo.py data.path=pairs.jsonl parallelism=fsdp2_tp2 cluster=local_4proc   # the same curve
+python recipes/dpo.py data.path=pairs.jsonl run.dir=outputs/mine        # typed again, the command resumes
+
+Sizes count pairs. Under "margin" the log shows how much more likely than the reference's the chosen answers are,
+beside the rejected ones, times beta; "accuracy" is the share of pairs with a positive margin.
 """
 
 from __future__ import annotations

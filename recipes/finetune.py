@@ -40,7 +40,7 @@ def main(cfg: FinetuneConfig) -> None:
             training.show_generations(model, tokenizer, eval_set, cfg.generation, run)
 
         run.begin(model, optimizer, batches, held_out)  # resumes where there is a checkpoint, prints the banner
-        run.say(*training.check_kernels(model, cfg.model, batches.at))
+        training.check_kernels(model, cfg.model, batches.at, run)
         evaluate()
         generate()
         for step in run.steps():  # every step that is left; ends on a request to stop

@@ -17,8 +17,10 @@ from components.config.rules.compute_rules import (
 )
 from components.config.rules.data_rules import data_problems
 from components.config.rules.mesh_rules import model_problems, row_problems
+from components.config.rules.objective_rules import preference_problems
 from components.config.rules.run_rules import adapter_problems, best_checkpoint_problems, profile_problems
 from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.objective import PreferenceConfig
 from components.config.schema.parallelism import MeshShape
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import RecipeConfig, section
@@ -42,6 +44,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     model, parallelism, device = cfg.model, cfg.parallelism, cfg.cluster.device
     training, evaluation = section(cfg, TrainingConfig), section(cfg, EvaluationConfig)
     checkpoint, peft = section(cfg, CheckpointConfig), section(cfg, PeftConfig)
+    preference = section(cfg, PreferenceConfig)
 
     problems += model_problems(parallelism, mesh, shape)
     if training is not None:
@@ -54,7 +57,9 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
         problems += row_problems("evaluation.seq_len", evaluation.seq_len, parallelism, mesh)
         if peft is not None:
             problems += adapter_problems(peft, evaluation)
-    problems += data_problems(cfg.data)
+    problems += data_problems(cfg.data, takes_pairs=preference is not None)
+    if preference is not None:
+        problems += preference_problems(model, peft)
     problems += compile_problems(model, parallelism, mesh, shape)
     problems += loss_problems(model, parallelism, mesh, device)
     problems += recompute_problems(model, parallelism, mesh)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from typing import Protocol
 
 import torch
 
@@ -19,8 +20,17 @@ from components.training.forward import forward_loss, local_part
 from components.training.prepared import Prepared
 
 
-def check_kernels(model: Prepared, cfg: ModelConfig, micro_batches: Callable[[int], Sequence[Batch]]) -> list[str]:
-    """Return how the model attends, and what float8 changes of its loss, a sentence each. Call it on all ranks.
+class Says(Protocol):
+    """What `check_kernels` takes of a run."""
+
+    def say(self, *lines: str) -> None:
+        """Print lines on rank 0."""
+
+
+def check_kernels(
+    model: Prepared, cfg: ModelConfig, micro_batches: Callable[[int], Sequence[Batch]], run: Says | None = None
+) -> list[str]:
+    """Print and return how the model attends, and what float8 changes of its loss. Call it on all ranks.
 
     The kernel is the one observed in a forward of one row of the first batch, in training mode and under the run's own
     autocast; compiled layers run uncompiled in it. The gate of float8: one micro-batch of every rank is computed in
@@ -30,6 +40,7 @@ def check_kernels(model: Prepared, cfg: ModelConfig, micro_batches: Callable[[in
     Args:
         model: With its weights.
         micro_batches: Returns those of a step (0, 1, ...) of this rank.
+        run: Prints the sentences; None: they are only returned.
 
     Raises ConfigError where the attention that was asked for has no kernel here, and where the two losses differ by
     more than `model.float8_bound`, relatively.
@@ -40,6 +51,8 @@ def check_kernels(model: Prepared, cfg: ModelConfig, micro_batches: Callable[[in
     found = [_observe_attention(model, cfg, first[0])]
     if cfg.float8 != Float8.none:
         found.append(_compare(model, cfg, first))
+    if run is not None:
+        run.say(*found)
     return found
 
 

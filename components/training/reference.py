@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -43,8 +43,10 @@ def with_reference(model: Prepared, pairs: data.PairDataset, run: KeepsReference
     adapters, the model without them. Its log-probabilities (16 bytes a pair) are computed once, in as many forwards as
     a pass over the pairs takes, and kept in the run directory: a resume reads them, on whatever mesh.
 
-    Raises ConfigError where a resumed run has lost them and the model that they are of is not loaded.
+    Raises ConfigError where a resumed run has lost them and the model that they are of is not loaded, and for a model
+    with dropout.
     """
+    _refuse_dropout(model.module)
     file = Path(run.dir) / f"reference-{pairs.fingerprint[:16]}.safetensors"
     if (known := _read(file)) is not None:
         return pairs.with_values(REFERENCE, known)
@@ -80,6 +82,18 @@ def score_pairs(model: Prepared, pairs: data.PairDataset, plan: data.BatchPlan) 
         for unit in fsdp_units(root):
             unit.reshard()
     return sum_over_ranks(scored)[: len(pairs)].cpu()
+
+
+def _refuse_dropout(model: Any) -> None:
+    """Raise ConfigError for a model that drops values in training: its two passes would drop different ones."""
+    config = model.config.get_text_config().to_dict()
+    used = {key: value for key, value in config.items() if "drop" in key and isinstance(value, float) and value > 0}
+    if used:
+        raise ConfigError(
+            f"model.path: the model's config has {', '.join(f'{key}={value}' for key, value in used.items())}, and "
+            "objective.kind=dpo takes two passes, which would drop different values; choose a model without dropout, or "
+            "set these to 0 in its config.json"
+        )
 
 
 def _read(file: Path) -> torch.Tensor | None:

@@ -1,6 +1,5 @@
 """What the host does in one optimizer step, by the number of processes: it should not depend on it.
 
-from components.batch import Batch
 python scripts/benchmark/host_ops.py                          # 8 and 16,384 processes, on torch's fake backend
 python scripts/benchmark/host_ops.py --worlds 8 512 --mesh dp_shard=-1,tp=8
 

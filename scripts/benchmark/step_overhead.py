@@ -139,8 +139,8 @@ def bare(model: torch.nn.Module, batches: data.TrainBatches) -> Run:
         losses, made = [], [batches.at(step)[0] for step in steps]
         began = time.process_time()
         for batch in made:
-            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+            logits = model(input_ids=batch.input_ids).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -208,14 +208,15 @@ def trainer(model: Any, batches: data.TrainBatches) -> Run:
 
     def run(steps: range) -> tuple[float, list[float]]:
         rows = [batches.at(step)[0] for step in steps]
-        names = ("input_ids", "labels")
         samples = [
-            dict(zip(names, pair, strict=True)) for row in rows for pair in zip(*map(row.get, names), strict=True)
+            {"input_ids": ids, "labels": F.pad(targets[:-1], (1, 0), value=-100)}  # the Trainer shifts them back
+            for row in rows
+            for ids, targets in zip(row.input_ids, row.targets, strict=True)
         ]
         arguments = TrainingArguments(
             folder,
             max_steps=len(steps),
-            per_device_train_batch_size=len(rows[0]["input_ids"]),
+            per_device_train_batch_size=rows[0].shape[0],
             use_cpu=True,
             report_to=[],
             disable_tqdm=True,

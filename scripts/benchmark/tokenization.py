@@ -34,7 +34,6 @@ import yaml
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from components import models
-from components.batch import Batch
 from components.config.compose.sources import CONF
 from components.config.schema import ModelConfig
 from components.config.schema.data import DataConfig, DocsDataConfig, SftDataConfig
@@ -184,7 +183,7 @@ def mapped(table: Any, tokenizer: Any, processes: int) -> int:
         ids = tokenizer(tokenizer.apply_chat_template(both, tokenize=False), add_special_tokens=False)["input_ids"]
         starts = [len(each) for each in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
         labels = [[-100] * start + each[start:] for start, each in zip(starts, ids, strict=True)]
-        return Batch.from_labels(ids, labels)
+        return {"input_ids": ids, "labels": labels}
 
     num_proc = processes if processes > 1 else None
     return counted(table.map(encode, batched=True, num_proc=num_proc, remove_columns=table.column_names))

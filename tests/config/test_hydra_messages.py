@@ -113,6 +113,7 @@ CASES: list[tuple[str, Callable[[Path], str], dict[str, str]]] = [
     ("NO_OPTION", lambda _: composed("model=[smollm2_135m,nope]"), {"group": "model", "option": "nope"}),
     ("NO_OPTION", lambda folder: composed_with(folder, "defaults: [/model/nope]\n"), {"file": "experiment/mine"}),
     ("NO_GROUP", lambda folder: composed_with(folder, "defaults: [{override /nope: a}]\n"), {"group": "nope"}),
+    ("REJECTED_KIND", lambda _: composed("objective=dpo"), {"section": "objective", "kind": "dpo"}),
     ("NOT_YAML", lambda folder: composed_with(folder, "a: [1\nb: 2\n"), {"line": "2"}),
     ("NOT_YAML", lambda folder: composed_with(folder, "a: b: 2\n"), {"what": "mapping values are not allowed here"}),
     ("NOT_YAML", lambda folder: composed_with(folder, "a:\n\t- 1\n"), {"line": "2"}),

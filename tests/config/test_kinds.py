@@ -119,7 +119,7 @@ def test_a_kind_that_there_is_not_is_refused_alone() -> None:
     assert frozen("optimizer", kind="adamww") == ["optimizer.kind=adamww: must be one of adamw; did you mean adamw?"]
     (problem,) = frozen("data", kind="sftt")
     assert problem.startswith(
-        "data.kind=sftt: must be one of docs, sft, chat, text, custom, mixture; did you mean sft?"
+        "data.kind=sftt: must be one of docs, sft, chat, text, custom, mixture, preferences; did you mean sft?"
     )
 
 
@@ -219,7 +219,7 @@ def test_help_and_cfg_show_the_kinds(commands: Commands, tmp_path: Path) -> None
         "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None: ...\nmain()\n"
     )
     shown = commands.run(recipe, ["--help"], tmp_path).output
-    assert "\nobjective: next_token\n" in shown
+    assert "\nobjective: dpo, next_token\n" in shown
     printed = yaml.safe_load(commands.run(recipe, ["model=tiny", "--cfg", "job"], tmp_path).output)
     kinds = {section: values["kind"] for section, values in printed.items() if "kind" in values}
     assert kinds == {

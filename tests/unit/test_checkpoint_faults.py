@@ -85,7 +85,7 @@ def test_a_line_of_metrics_that_was_cut_short_is_dropped(tmp_path: Path) -> None
     report = Reporter(LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled)), str(tmp_path), enabled=True)
     assert [line["step"] for line in report.read()] == [0, 1, 1, 2]
     report.continue_from(1)
-    report.evaluation(step=1, eval_loss=0.5, tokens=3)  # an attempt begins with it: it is told once
+    report.evaluation(step=1, eval_loss=0.5, count=3)  # an attempt begins with it: it is told once
     told = [
         (line["step"], *line.keys() - {"step", "check"}) for line in map(json.loads, metrics.read_text().splitlines())
     ]
@@ -98,7 +98,7 @@ def test_a_disk_that_takes_no_metrics_is_named_with_its_bytes(tmp_path: Path) ->
         full_disk(),
         pytest.raises(OSError, match=rf"File too large \([\d,]+ bytes are free\): '{tmp_path}/metrics.jsonl'"),
     ):
-        report.evaluation(step=1, eval_loss=0.5, tokens=3)
+        report.evaluation(step=1, eval_loss=0.5, count=3)
 
 
 def test_a_report_that_the_disk_does_not_take_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def strict(path: Path) -> list[dict[str, object]]:
 def test_nan_is_null_with_a_field_that_says_so(tmp_path: Path) -> None:
     report = reporter(tmp_path)
     report.step(step(1, math.nan), lr=1e-3, tokens=64)
-    report.evaluation(step=1, eval_loss=-math.inf, tokens=3)
+    report.evaluation(step=1, eval_loss=-math.inf, count=3)
     first, second = strict(tmp_path / "metrics.jsonl")
     assert (first["loss"], first["nonfinite"], first["grad_norm"]) == (None, {"loss": "nan"}, 1.0)
     assert (second["eval_loss"], second["nonfinite"]) == (None, {"eval_loss": "-inf"})

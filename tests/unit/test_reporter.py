@@ -28,7 +28,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(
     report = Reporter(LoggingConfig(plot=False), str(tmp_path), enabled=True)
     for step in (0, 1):
         report.say("a line that nobody reads")
-        report.evaluation(step=step, eval_loss=2.0, tokens=3)
+        report.evaluation(step=step, eval_loss=2.0, count=3)
     for stream in streams:
         print("nor this one", file=stream, flush=True)
         stream.close()

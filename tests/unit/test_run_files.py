@@ -186,7 +186,7 @@ def test_planted_links_are_not_written_through(dangling: bool, tmp_path: Path) -
         (run / name).symlink_to(target)
     report = Reporter(LoggingConfig(), str(run), enabled=True)
     report.continue_from(0)
-    report.evaluation(step=0, eval_loss=2.0, tokens=3)
+    report.evaluation(step=0, eval_loss=2.0, count=3)
     report.finish(Result(status="ok", steps=0, mesh="", processes=1, wall_seconds=1.0, peak_memory_bytes=1))
     write_report(directory.logs, 1, ValueError("boom"))
     assert read_reports(directory.logs)[1].message == "boom"
@@ -201,7 +201,7 @@ def test_planted_links_are_not_written_through(dangling: bool, tmp_path: Path) -
 def test_modes_follow_the_umask_but_for_what_holds_data(mask: int, files: int, folders: int, tmp_path: Path) -> None:
     with umask(mask):
         directory = start(config(str(tmp_path / "run")))
-        Reporter(LoggingConfig(), str(directory.path), enabled=True).evaluation(step=0, eval_loss=2.0, tokens=3)
+        Reporter(LoggingConfig(), str(directory.path), enabled=True).evaluation(step=0, eval_loss=2.0, count=3)
         write_report(directory.logs, 1, ValueError("a sample"))
         end(directory)
     private = {"environment.json", "rank_1.error.json", ".lock"}

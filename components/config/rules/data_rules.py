@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from components.config.schema.data import DataConfig, MixtureDataConfig, RowsDataConfig
+from components.config.schema.data import DataConfig, MixtureDataConfig, PreferencesDataConfig, RowsDataConfig
 
 
-def data_problems(data: DataConfig) -> list[str]:
-    """Require held-out samples, and weights of sources of a mixture only."""
+def data_problems(data: DataConfig, *, takes_pairs: bool) -> list[str]:
+    """Require held-out samples, weights of sources of a mixture only, and an objective of pairs for pairs."""
     problems = []
+    parts = {"data": data}
+    if isinstance(data, MixtureDataConfig):
+        parts |= {f"data.sources.{name}": source for name, source in data.sources.items()}
+    problems += [
+        f"{key}.kind={part.kind}: holds pairs of answers, and this recipe trains on single ones; use recipes/dpo.py, "
+        f"or choose another option of {key}"
+        for key, part in parts.items()
+        if isinstance(part, PreferencesDataConfig) and not takes_pairs
+    ]
     if data.weight is not None:
         problems.append(f"data.weight={data.weight}: only sources of a mixture have weights; leave it out")
     sources = data.sources if isinstance(data, MixtureDataConfig) else {"": data}

@@ -64,7 +64,7 @@ def train(workload: Workload, meter: Meter) -> None:
 
     def heard(model: Any, batches: Any, optimizer: torch.optim.Optimizer, *others: Any) -> torch.Tensor:
         numbers = step(model, batches, optimizer, *others)
-        meter.step(numbers[0], optimizer)
+        meter.step(numbers["loss"], optimizer)
         return numbers
 
     training.train_step = heard

@@ -1,0 +1,73 @@
+"""recipes/dpo.py end to end: it resumes to the same numbers, with adapters too, and rejects what it cannot compute."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.launching import Bench
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "dpo.py"
+SHORT = (
+    *("data.path=pairs.jsonl", "training.global_batch_size=4", "training.micro_batch_size=2"),
+    *("training.seq_len=64", "training.eval_every=2", "generation.samples=0", "checkpoint.every=2"),
+    *("checkpoint.export=false", "logging.plot=false", "cluster.device=cpu", "optimizer.lr=1e-3"),
+)
+
+
+@pytest.fixture
+def dpo(bench: Bench) -> Bench:
+    """A folder with a copy of the recipe and 40 pairs of unequal answers."""
+    bench.recipe.write_text(RECIPE.read_text())
+    rng = random.Random(3)
+    rows = []
+    for number in range(40):
+        answers = ["".join(rng.choices("abcdefgh ", k=rng.randint(3, 25))) for _ in range(2)]
+        rows.append({"prompt": f"question {number}?", "chosen": answers[0], "rejected": answers[1], "source": "here"})
+    (bench.folder / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return bench
+
+
+def lines_of(run: Path) -> list[dict[str, float]]:
+    """What metrics.jsonl has of training and evaluation, without speeds and checksums."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    left_out = ("tokens_per_second", "crc", "time")
+    return [{key: value for key, value in line.items() if key not in left_out} for line in lines]
+
+
+@pytest.mark.parametrize("peft", ["none", "lora"])
+def test_a_resumed_run_has_the_numbers_of_one_that_ran_through(dpo: Bench, peft: str) -> None:
+    common = (*SHORT, f"peft={peft}", "training.max_steps=4")
+    through = dpo.start(*common, "run.dir=through", "parallelism=single").wait()
+    assert through.status == 0, through.errors
+    expected = lines_of(dpo.folder / "through")
+    first = next(line for line in expected if "loss" in line)
+    assert first["loss"] == pytest.approx(0.693147, abs=1e-5)  # the policy is the reference
+    assert {"margin", "accuracy", "reward_chosen", "log_prob_rejected"} <= first.keys()
+    assert "column source" in through.output  # not used
+
+    stopping = RECIPE.read_text().replace(
+        "                run.save(step)\n", "                run.save(step)\n                raise SystemExit(9)\n"
+    )
+    dpo.recipe.write_text(stopping)
+    assert dpo.start(*common, "run.dir=again", "parallelism=single").wait().status == 9
+    dpo.recipe.write_text(RECIPE.read_text())
+    again = dpo.start(*common, "run.dir=again", "parallelism=single").wait()
+    assert again.status == 0, again.errors
+    assert "resumed from" in again.output
+    resumed = [line for line in lines_of(dpo.folder / "again") if "loss" in line]
+    assert resumed == [line for line in expected if "loss" in line]
+
+
+def test_a_resume_without_the_reference_is_rejected(dpo: Bench) -> None:
+    common = (*SHORT, "run.dir=mine", "parallelism=single")
+    assert dpo.start(*common, "training.max_steps=2").wait().status == 0
+    for file in (dpo.folder / "mine").glob("reference-*.safetensors"):
+        file.unlink()
+    done = dpo.start(*common, "training.max_steps=4").wait()
+    assert done.status == 2
+    assert "the log-probabilities under the reference model are missing" in done.errors
+    assert "Traceback" not in done.errors
