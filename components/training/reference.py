@@ -91,8 +91,8 @@ def _refuse_dropout(model: Any) -> None:
     if used:
         raise ConfigError(
             f"model.path: the model's config has {', '.join(f'{key}={value}' for key, value in used.items())}, and "
-            "objective.kind=dpo takes two passes, which would drop different values; choose a model without dropout, or "
-            "set these to 0 in its config.json"
+            "objective.kind=dpo takes two passes, which would drop different values; choose a model without dropout, "
+            "or set these to 0 in its config.json"
         )
 
 
