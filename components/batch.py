@@ -13,7 +13,7 @@ from components.config.schema.data import IGNORED
 from components.config.schema.model import DOCUMENTS, LONGEST_DOCUMENT
 
 HEAD_KEYWORDS = ("targets", "token_weight_bits", "target_count", "token_loss", "per_token")
-"""Keywords of a model's forward that only its LM head takes, to compute the loss (components.training.loss_head)."""
+"""Keywords of a model's forward that only its LM head takes, to compute the loss (training/objectives/loss_head.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class Batch:
         return keywords
 
     def head_inputs(self) -> dict[str, torch.Tensor]:
-        """Return the keywords of a head that computes the loss itself (components.training.loss_head).
+        """Return the keywords of a head that computes the loss itself (components.training.objectives.loss_head).
 
         Token weights go as the bits of integers: FSDP2 casts floating inputs to its compute type.
         """

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from components.moved import NAMES
+
 
 def attach(package: str) -> Callable[[str], Any]:
     """Return a package's `__getattr__`, which imports a name from its module when it is first used.
@@ -33,6 +35,8 @@ def attach(package: str) -> Callable[[str], Any]:
     def import_on_first_use(name: str) -> Any:
         if name == "__all__":
             return sorted(_imports(package))
+        if (new := NAMES.get(f"{package}.{name}")) is not None:
+            raise ImportError(f"{package}.{name} is {new} now; import that")
         if name.startswith("__") or name not in _imports(package):  # torch and inspect look for a module's dunder names
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(_imports(package)[name]), name)

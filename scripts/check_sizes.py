@@ -18,14 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPE_LINES, FILE_LINES, FUNCTION_LINES, NESTING, ARGUMENTS = 120, 500, 80, 5, 7
 FOLDER_FILES = 15
 """Python files in a folder of code."""
-CROWDED = {
-    "components/checkpoint": 16,
-    "components/data": 20,
-    "components/distributed": 38,
-    "components/models": 27,
-    "components/training": 25,
-}
-"""Folders that still have more, and how many; these numbers may only shrink."""
 OWN_NAMES = 30
 """Names of Meshbook's own that a recipe may use."""
 SHARED = 0.4
@@ -82,10 +74,8 @@ def problems_of_recipes(folder: Path) -> Iterator[str]:
 def problems_of_folders(files: list[Path]) -> Iterator[str]:
     """Yield the folders with too many Python files."""
     for folder, count in sorted(Counter(str(file.parent.relative_to(ROOT)) for file in files).items()):
-        if count > (limit := CROWDED.get(folder, FOLDER_FILES)):
-            yield f"{folder}: {count} Python files, at most {limit}"
-        elif count < CROWDED.get(folder, 0):
-            print(f"{folder}: {count} Python files now; lower its entry in CROWDED (scripts/check_sizes.py)")
+        if count > FOLDER_FILES:
+            yield f"{folder}: {count} Python files, at most {FOLDER_FILES}"
 
 
 def _nesting(node: ast.AST, depth: int = 0) -> int:

@@ -65,7 +65,7 @@ def export(options: Namespace) -> Path:
 
     from components import models, observability
     from components.checkpoint import StoredWeights, choose_checkpoint
-    from components.models.names import saved_tensors
+    from components.models.weights.names import saved_tensors
 
     checkpoint = choose_checkpoint(options.source.expanduser().resolve())
     run_dir = checkpoint.parent.parent

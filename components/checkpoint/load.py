@@ -12,10 +12,9 @@ import yaml
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from components.checkpoint.errors import agreed
-from components.checkpoint.faults import fault_point
+from components.checkpoint.base_fingerprint import check_frozen, frozen_fingerprint
+from components.checkpoint.checkpoint_error import agreed
 from components.checkpoint.folders import FOLDER, FROZEN, STATE, candidates, random_file
-from components.checkpoint.frozen import check_frozen, frozen_fingerprint
 from components.checkpoint.manifest import Manifest, ManifestError
 from components.checkpoint.random_state import set_random_state
 from components.checkpoint.save import mesh_of
@@ -32,6 +31,7 @@ from components.checkpoint.tensors import (
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
 from components.exchange import all_gather_json, broadcast_json
+from components.resilience.faults import fault_point
 
 logger = logging.getLogger(__name__)
 

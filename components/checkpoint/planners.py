@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from components.checkpoint.manifest import FileRecord, HashedFile
-from components.models.shards import local_blocks, local_part
+from components.models.weights.shards import local_blocks, local_part
 
 Tensors = dict[str, torch.Tensor]
 

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from components.checkpoint.faults import fault_point
 from components.checkpoint.folders import TEMPORARY
 from components.checkpoint.manifest import Manifest
 from components.config.schema.checkpoint import CheckpointConfig
+from components.resilience.faults import fault_point
 
 
 def reasons_to_keep(complete: Sequence[Manifest], policy: CheckpointConfig) -> list[list[str]]:

@@ -20,18 +20,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from components.checkpoint.errors import agreed
-from components.checkpoint.faults import fault_point
+from components.checkpoint.base_fingerprint import frozen_fingerprint
+from components.checkpoint.checkpoint_error import agreed
+from components.checkpoint.disk_space import not_written
 from components.checkpoint.folders import FOLDER, FROZEN, STATE, TEMPORARY, leftovers, published, random_file
-from components.checkpoint.frozen import frozen_fingerprint
 from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_json
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
-from components.checkpoint.room import not_written
 from components.checkpoint.tensors import Optimizers, Tensors, model_tensors, optimizer_tensors, write_tensors
 from components.config.schema.checkpoint import CheckpointConfig
 from components.exchange import all_gather_json, broadcast_json
 from components.protocol.run_files import CONFIG
+from components.resilience.faults import fault_point
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from components.checkpoint.errors import CheckpointError, agreed
-from components.checkpoint.frozen import frozen_fingerprint
+from components.checkpoint.base_fingerprint import frozen_fingerprint
+from components.checkpoint.checkpoint_error import CheckpointError, agreed
 from components.checkpoint.save import Mark, Snapshot, take_snapshot, write_snapshot
 from components.checkpoint.tensors import Optimizers, Tensors, list_optimizers, model_tensors, optimizer_tensors
 from components.config.schema.checkpoint import CheckpointConfig
-from components.distributed.barriers import create_gloo_group
-from components.python_frames import thread_frames
+from components.distributed.process.barriers import create_gloo_group
+from components.resilience.frames import thread_frames
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
 
-from components.checkpoint.errors import CheckpointError
+from components.checkpoint.checkpoint_error import CheckpointError
 from components.checkpoint.manifest import FileRecord
 from components.checkpoint.planners import BlockWriter, LoadBlocks, SaveBlocks, Tensors, held_of
 from components.config.errors import ConfigError

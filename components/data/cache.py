@@ -24,11 +24,12 @@ import xxhash
 
 from components.config.errors import ConfigError
 from components.config.schema.data import DataConfig, TextDataConfig
-from components.data import examples, text
+from components.data import examples
 from components.data.chat_template import ChatTemplate, KeyUsage, is_fast
 from components.data.examples import Example
-from components.data.rows import Conversation, Document
-from components.data.sides import Said, Side, characters_of, first_prompts, held_out_by_hash, most_samples
+from components.data.sources import text
+from components.data.sources.rows import Conversation, Document
+from components.data.sources.split import Said, Side, characters_of, first_prompts, held_out_by_hash, most_samples
 from components.data.token_file import read_tokens, remove_forgotten, write_tokens
 from components.data.tokens import Tokens, flattened
 
@@ -140,7 +141,7 @@ def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def _key(said: list[Any], cfg: DataConfig) -> str:
     chosen = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in _ELSEWHERE}
     versions = [version(package) for package in ("transformers", "tokenizers", "jinja2")]
-    code = xxhash.xxh3_128(b"".join(file.read_bytes() for file in sorted(CODE.glob("*.py")))).hexdigest()
+    code = xxhash.xxh3_128(b"".join(file.read_bytes() for file in sorted(CODE.rglob("*.py")))).hexdigest()
     return xxhash.xxh3_128(json.dumps([FORMAT, *said, chosen, versions, code]).encode()).hexdigest()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from components.config.errors import ConfigError
 from components.cpu_limit import running_template
-from components.data.rows import ASSISTANT, Conversation, Message, text_of
+from components.data.sources.rows import ASSISTANT, Conversation, Message, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

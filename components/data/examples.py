@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
 from components.data.chat_template import ChatTemplate, Rendering
-from components.data.rows import Conversation
+from components.data.sources.rows import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

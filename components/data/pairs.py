@@ -12,8 +12,8 @@ from components.config.errors import ConfigError
 from components.config.schema.data import PreferencesDataConfig, SftDataConfig, UnusedKeys
 from components.data.dataset import Dataset, Facts
 from components.data.examples import Example
-from components.data.load import build_dataset
-from components.data.rows import unused_problem
+from components.data.loading import build_dataset
+from components.data.sources.rows import unused_problem
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,14 @@ from components.config.schema.data import (
     RowsDataConfig,
     UnusedKeys,
 )
-from components.data.files import Place, check_columns, columns_of, files_of_split, is_local
-from components.data.rows import columns_optional, columns_wanted, held_out_place, training_place, unused_problem
+from components.data.sources.files import Place, check_columns, columns_of, files_of_split, is_local
+from components.data.sources.rows import (
+    columns_optional,
+    columns_wanted,
+    held_out_place,
+    training_place,
+    unused_problem,
+)
 
 _PARQUET_MAGIC = b"PAR1"  # the first and the last four bytes of a Parquet file
 

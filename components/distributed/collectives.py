@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from components.distributed.groups import is_distributed, require_member
-from components.distributed.header import WIDTH, Header, Scalar, decode, encode, mismatch
+from components.distributed.process.groups import is_distributed, require_member
+from components.distributed.process.tensor_metadata import WIDTH, Header, Scalar, decode, encode, mismatch
 
 T = TypeVar("T")
 Value = TypeVar("Value", bound=Scalar | torch.Tensor)

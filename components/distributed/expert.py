@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from components.config.errors import ConfigError
 from components.distributed.mesh import share_timeout
-from components.distributed.tensor_parallel import as_writable, local_parameters, redistribute
+from components.distributed.tensor.tensor_parallel import as_writable, local_parameters, redistribute
 from components.models.anatomy import Anatomy, is_experts
 
 

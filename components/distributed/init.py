@@ -15,11 +15,11 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
-from components.distributed.backends import provides
-from components.distributed.barriers import barrier_within
-from components.distributed.network import _detect_ib_interface, _set_nccl_env
-from components.distributed.process_group import DistInfo, start_process_group
-from components.distributed.ranks import (
+from components.distributed.process.backends import provides
+from components.distributed.process.barriers import barrier_within
+from components.distributed.process.network import _detect_ib_interface, _set_nccl_env
+from components.distributed.process.process_group import DistInfo, start_process_group
+from components.distributed.process.ranks import (
     get_local_rank_preinit,
     get_local_world_size_preinit,
     get_rank_safe,
@@ -27,8 +27,8 @@ from components.distributed.ranks import (
     get_world_size_safe,
     is_rank_zero,
 )
-from components.distributed.seeding import _set_seed
-from components.distributed.shutdown import destroy_distributed, destroy_global_state
+from components.distributed.process.seeding import _set_seed
+from components.distributed.process.shutdown import destroy_distributed, destroy_global_state
 
 __all__ = [
     "DistInfo",

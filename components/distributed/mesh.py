@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeo
 
 from components.config.schema.parallelism import AXES, MeshShape, ParallelismConfig, Strategy
 from components.distributed.init import _barrier_with_timeout, _set_nccl_env, _set_seed, get_world_info
-from components.distributed.process_group import start_process_group
+from components.distributed.process.process_group import start_process_group
 
 VIEWS = {
     "dp": ("dp_replicate", "dp_shard", "ep"),

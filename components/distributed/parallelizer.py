@@ -23,8 +23,7 @@ from components.config.layouts import local_heads
 from components.config.rules.mesh_rules import model_problems
 from components.config.schema.parallelism import SPLIT_BACKWARD, ParallelismConfig, Strategy
 from components.config.shape import ModelShape, shape_of_config
-from components.distributed.apply_tp import apply_tensor_parallel
-from components.distributed.context import use_context_parallel
+from components.distributed.context_parallel import use_context_parallel
 from components.distributed.expert import apply_expert_parallel
 from components.distributed.fsdp import (
     apply_fsdp_sharding_recursively,
@@ -37,8 +36,9 @@ from components.distributed.fsdp import (
 from components.distributed.init import destroy_global_state, get_rank_safe
 from components.distributed.megatron import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from components.distributed.mesh import Mesh
-from components.distributed.stages import Stages, cut_into_stages
-from components.distributed.tp_plan import (
+from components.distributed.pipeline.stages import Stages, cut_into_stages
+from components.distributed.tensor.apply_tp import apply_tensor_parallel
+from components.distributed.tensor.tp_plan import (
     MissingPlanError,
     Plan,
     get_hf_tp_shard_plan,

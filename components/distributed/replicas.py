@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from components.config.schema.parallelism import ParallelismConfig, Strategy
-from components.distributed.context import whole_rows_attention
+from components.distributed.context_parallel import whole_rows_attention
 from components.distributed.mesh import Mesh
 from components.distributed.parallelizer import Layout
-from components.distributed.pipeline import Pipeline
+from components.distributed.pipeline.schedule import Pipeline
 
 
 def wrap_replicas(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, layout: Layout) -> nn.Module | Pipeline:

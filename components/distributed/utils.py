@@ -24,8 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from components.config.errors import ConfigError
-from components.distributed.backends import backend_supports_cpu, backend_supports_cuda, provides
-from components.distributed.barriers import barrier, barrier_until, create_gloo_group
 from components.distributed.collectives import (
     all_gather,
     all_gather_object,
@@ -35,23 +33,25 @@ from components.distributed.collectives import (
     synchronize_flag,
     synchronize_value,
 )
-from components.distributed.environment import (
+from components.distributed.gradient_sync import get_sync_ctx
+from components.distributed.process.backends import backend_supports_cpu, backend_supports_cuda, provides
+from components.distributed.process.barriers import barrier, barrier_until, create_gloo_group
+from components.distributed.process.environment import (
     RankEnvironmentError,
     export_variables,
     read_local_variables,
     read_rank_variables,
 )
-from components.distributed.first_rank import FirstRankPerNode
-from components.distributed.gradient_sync import get_sync_ctx
-from components.distributed.groups import is_distributed
-from components.distributed.process_group import (
+from components.distributed.process.groups import is_distributed
+from components.distributed.process.ordering import FirstRankPerNode, do_n_at_a_time
+from components.distributed.process.process_group import (
     RENDEZVOUS_TIMEOUT,
     current_info,
     launch_group,
     start_process_group,
     use_cuda_device,
 )
-from components.distributed.ranks import (
+from components.distributed.process.ranks import (
     get_fs_local_rank,
     get_global_rank,
     get_local_rank,
@@ -61,8 +61,7 @@ from components.distributed.ranks import (
     get_world_size,
     validate_env_vars,
 )
-from components.distributed.rendezvous import open_store
-from components.distributed.turns import do_n_at_a_time
+from components.distributed.process.rendezvous import open_store
 
 __all__ = [
     "FirstRankPerNode",

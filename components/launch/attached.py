@@ -87,7 +87,7 @@ def _agent_is_gone() -> bool:
 def _broadcast(text: str | None) -> str:
     """Return rank 0's text on every rank."""
     # This process is a rank, which needs torch anyway; a launcher never comes here.
-    from components.distributed.process_group import exchange_text_from_rank_zero
+    from components.distributed.process.process_group import exchange_text_from_rank_zero
 
     return exchange_text_from_rank_zero(text)
 

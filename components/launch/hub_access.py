@@ -17,7 +17,7 @@ from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig
 from components.config.schema.recipes import RecipeConfig
-from components.data.files import is_local
+from components.data.sources.files import is_local
 
 OFFLINE = "HF_HUB_OFFLINE"
 """Variable that makes the hub's clients use their cache alone."""

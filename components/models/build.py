@@ -18,9 +18,9 @@ from components.config.shape import ModelShape, shape_of_config
 from components.dtypes import torch_dtype
 from components.models.attention import use_causal_sdpa
 from components.models.float8 import use_float8
-from components.models.gguf import read_config
-from components.models.hub import explain_loading_error
 from components.models.tokenizer import load_tokenizer
+from components.models.weights.gguf import read_config
+from components.models.weights.hub_files import explain_loading_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

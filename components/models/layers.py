@@ -24,7 +24,7 @@ from components.models.activations import keep_products, show_compiled_regions
 from components.models.anatomy import Anatomy, read_anatomy
 from components.models.compile_cache import remove_truncated_libraries
 from components.models.lora import quantized_layers
-from components.models.shards import local_part
+from components.models.weights.shards import local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from components.config.errors import ConfigError
 from components.config.schema.peft import ALL_LINEAR, PeftConfig, PeftExport
-from components.models.nf4 import BLOCK, level_pairs, pack, packed_shape, product, unpack
-from components.models.shards import fill, local_part
+from components.models.weights.nf4 import BLOCK, level_pairs, pack, packed_shape, product, unpack
+from components.models.weights.shards import fill, local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

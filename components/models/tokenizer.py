@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
-from components.models.hub import explain_loading_error
+from components.models.weights.hub_files import explain_loading_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ wandb.py     Weights & Biases, which never stops a run
 plot.py      loss.png
 result.py    result.json and the summary line; peak memory
 profile.py   traces of some steps by torch.profiler
-card.py      model_card: how a model was trained, for the README.md beside its weights
+model_card.py  render_model_card: how a model was trained, for the README.md beside its weights
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from components import lazy
 
 if TYPE_CHECKING:
     from components.observability.banner import Facts, print_banner
-    from components.observability.card import model_card
+    from components.observability.model_card import render_model_card
     from components.observability.plot import run_title
     from components.observability.profile import StepProfile
     from components.observability.reporter import Reporter

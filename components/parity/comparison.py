@@ -30,7 +30,7 @@ from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.recipes import FinetuneConfig
 from components.distributed.mesh import Mesh
 from components.exchange import all_gather_json
-from components.models.weight_files import write_file
+from components.models.weights.weight_files import write_file
 from components.parity.reference import Course, Curve, Sample, compute_in_float64, reference
 from components.parity.shapes import MeshPlan
 

@@ -14,13 +14,14 @@ import torch
 from components import data, distributed, observability
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig
 from components.protocol.failures import report_hang
-from components.python_frames import caller_code
+from components.resilience.frames import caller_code
+from components.resilience.stop_requests import StopRequest
+from components.resilience.watchdog import Watchdog
 from components.training.evaluation import Evaluation
-from components.training.state import StopRequest, TrainState
-from components.training.watchdog import Watchdog
+from components.training.state import TrainState
 
 if TYPE_CHECKING:
-    from components.training.prepared import Prepared
+    from components.training.setup.prepared import Prepared
 
 
 class Attempt:

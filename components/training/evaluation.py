@@ -14,7 +14,7 @@ from components.distributed.mesh import Mesh
 from components.training.forward import forward_loss, local_part, score_rows
 from components.training.loss import reduce_loss
 from components.training.objectives import PLAIN, Objective
-from components.training.prepared import Prepared
+from components.training.setup.prepared import Prepared
 from components.training.step import all_ranks, sum_over_ranks
 
 

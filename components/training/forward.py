@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from components.batch import Batch
 from components.config.schema.data import IGNORED
-from components.distributed.context import shard_rows
+from components.distributed.context_parallel import shard_rows
 from components.training.objectives import PLAIN, Objective, RowScores, RowWeights, TokenLoss
-from components.training.prepared import Prepared, StepSettings
-from components.training.router import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
+from components.training.setup.prepared import Prepared, StepSettings
+from components.training.setup.router_loss import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
 
 
 def local_part(batch: Batch, settings: StepSettings, router_loss: RouterLoss | None = None) -> Batch:

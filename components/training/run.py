@@ -17,10 +17,10 @@ import torch
 
 from components import checkpoint, data, distributed, models, observability
 from components.config.schema.recipes import TrainConfig
+from components.resilience.gc import GarbageOffTheStep
 from components.training.attempt import Attempt
-from components.training.garbage import GarbageOffTheStep
 from components.training.metrics import StepMetrics, StepReader
-from components.training.optim import learning_rate, set_learning_rate
+from components.training.optimizers.optim import learning_rate, set_learning_rate
 from components.training.state import SaveClock, TrainState
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from components.batch import Batch
     from components.training.evaluation import Evaluation
-    from components.training.prepared import Prepared
+    from components.training.setup.prepared import Prepared
     from components.training.step import StepNumbers
 
 LAG = 1
@@ -153,7 +153,7 @@ class Run(Attempt):
         cfg = self.cfg
         if not cfg.checkpoint.export:
             return
-        card = observability.model_card(self.dir, self.state.to_dict(), str(self.mesh.shape))
+        card = observability.render_model_card(self.dir, self.state.to_dict(), str(self.mesh.shape))
         for folder in models.export_run(self._model.module, tokenizer, self.dir, cfg.model, cfg.peft, card):
             self.say(f"exported {folder}")
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from components import data, distributed, models
 from components.config.schema.training import GenerationConfig
 from components.training.evaluation import Interruptible
-from components.training.prepared import Prepared
+from components.training.setup.prepared import Prepared
 
 
 class ShowsGenerations(Interruptible, Protocol):

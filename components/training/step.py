@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from components.batch import Batch
 from components.checkpoint.tensors import Optimizers, list_optimizers
-from components.distributed.pipeline import Pipeline, pad_to_longest
+from components.distributed.pipeline.schedule import Pipeline, pad_to_longest
 from components.training.forward import head_keywords, local_part, training_loss, weigh_rows
-from components.training.gradients import clip_gradients, equalize_replicas, gradient_norm
 from components.training.loss import reduce_loss
 from components.training.metrics import FIELDS, StepNumbers
 from components.training.objectives import PLAIN, Objective
-from components.training.optim import step_if_finite
-from components.training.prepared import Prepared
+from components.training.optimizers.gradients import clip_gradients, equalize_replicas, gradient_norm
+from components.training.optimizers.optim import step_if_finite
+from components.training.setup.prepared import Prepared
 from components.training.sync import get_sync_ctx
 
 

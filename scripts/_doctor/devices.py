@@ -21,7 +21,7 @@ import torch
 from components.config.schema import ModelConfig
 from components.launch.machine import visible_gpus
 from components.protocol.role import LocalRank, without_ranks
-from components.training.precision import compute_dtype
+from components.training.setup.precision import compute_dtype
 from scripts._doctor.check import NOTE, OK, PROBLEM, Check, ask, last_line
 
 SECONDS = 30.0

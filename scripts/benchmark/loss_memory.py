@@ -29,8 +29,8 @@ def measure(method: str, words: int, args: argparse.Namespace) -> dict[str, floa
     """Return peak bytes above the inputs, and the median seconds of a forward and backward."""
     import torch
 
-    from components.training.chunked_loss import Head, Targets, linear_token_loss
     from components.training.objectives import CrossEntropy
+    from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(args.threads)

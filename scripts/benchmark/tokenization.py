@@ -39,8 +39,8 @@ from components.config.schema import ModelConfig
 from components.config.schema.data import DataConfig, DocsDataConfig, SftDataConfig
 from components.data.cache import tokenize
 from components.data.examples import encode_conversations
-from components.data.rows import Conversation
-from components.data.sides import Side
+from components.data.sources.rows import Conversation
+from components.data.sources.split import Side
 
 Arm = Callable[[], int]
 """Tokenizes everything and returns the number of tokens."""

@@ -11,7 +11,7 @@ from components import distributed, models, training
 from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.training import TrainingConfig
-from components.training.checkpointing import PREFERRED, estimate
+from components.training.setup.recompute_policy import PREFERRED, estimate
 from tests.distributed import parity
 from tests.distributed.parity import Case, build, run_case
 from tests.distributed.test_parity import FSDP2, SP, TP

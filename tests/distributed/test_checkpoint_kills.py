@@ -27,9 +27,9 @@ import torch
 from safetensors import safe_open
 
 from components.checkpoint import save_checkpoint
-from components.checkpoint.faults import POINTS, VARIABLE
 from components.checkpoint.listing import check_contents, list_checkpoints
 from components.config.schema.checkpoint import CheckpointConfig
+from components.resilience.faults import POINTS, VARIABLE
 from tests.distributed.forked_runs import Attempt, Command, alive, steps_logged, stopped, until
 from tests.distributed.test_checkpoint_crash import assert_whole, set_all, start
 from tests.harness import start_ranks

@@ -16,7 +16,7 @@ from components.config.schema import AdamWConfig
 from components.config.schema.objective import PreferenceConfig
 from components.data.dataset import Facts
 from components.training.objectives.preference import REFERENCE
-from components.training.reference import score_pairs
+from components.training.objectives.reference_model import score_pairs
 from tests.distributed.parity import MODELS, Case, build, recipe_config
 from tests.harness import run_ranks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from components.distributed.process_group import (
+from components.distributed.process.process_group import (
     exchange_text_from_rank_zero,
     start_process_group,
 )
@@ -47,7 +47,7 @@ def test_under_torchrun_the_agent_serves_the_store(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
         "import sys, torch, torch.distributed as dist\n"
-        "from components.distributed.process_group import exchange_text_from_rank_zero, start_process_group\n"
+        "from components.distributed.process.process_group import exchange_text_from_rank_zero, start_process_group\n"
         "from components.distributed.utils import FirstRankPerNode, get_num_nodes\n"
         "torch.set_num_threads(1)\n"
         "import os; rank = int(os.environ['RANK'])\n"

@@ -25,7 +25,7 @@ from components.config.schema import FinetuneConfig, ModelConfig, ParallelismCon
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
-from components.models.weight_files import WeightFiles, write_file
+from components.models.weights.weight_files import WeightFiles, write_file
 from scripts.export import main
 from tests.harness import run_ranks
 from tests.tiny_models import FAMILIES, LLAMA3_ROPE, SIZES, logits
@@ -110,7 +110,9 @@ def test_any_mesh_is_exported_as_the_run_itself_does_it(
         return gathered
 
     gathered = run_ranks(world, body)[0]
-    monkeypatch.setattr("components.models.weight_files.BLOCK_BYTES", 2000)  # blocks that begin and end within pieces
+    monkeypatch.setattr(
+        "components.models.weights.weight_files.BLOCK_BYTES", 2000
+    )  # blocks that begin and end within pieces
     for cfg, expected in zip(configs, gathered, strict=True):
         run_dir = Path(cfg.run.dir)
         assert export(run_dir, "--shard-size", SHARD) == 0

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from components.distributed.heartbeat import Heartbeat, Listener, blame, late_ranks
+from components.resilience.heartbeat import Heartbeat, Listener, blame, late_ranks
 from tests.harness import run_ranks
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from components import distributed, models
 from components.config.errors import ConfigError
 from components.config.schema import ActivationCheckpointing, ParallelismConfig
-from components.distributed import adapters
+from components.distributed.tensor import adapters
 from components.parity.comparison import relative
 from components.parity.shapes import layout_of
 from tests.distributed.adapted import (

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from components import checkpoint, distributed, models, training
-from components.checkpoint.frozen import frozen_fingerprint
+from components.checkpoint.base_fingerprint import frozen_fingerprint
 from components.config.compose.frozen import to_yaml
 from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
@@ -211,7 +211,7 @@ def test_what_a_mesh_exports_is_what_its_checkpoint_gives(
     merged = AutoModelForCausalLM.from_pretrained(run_dir / "export").eval()
     torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
 
-    monkeypatch.setattr("components.models.weight_files.BLOCK_BYTES", 1500)
+    monkeypatch.setattr("components.models.weights.weight_files.BLOCK_BYTES", 1500)
     assert export([str(run_dir)]) == export([str(run_dir), "--adapter"]) == 0
     for kind, file in (("export", "model.safetensors"), ("adapter", "adapter_model.safetensors")):
         mine, stored = load_file(run_dir / kind / file), load_file(run_dir / f"{kind}-step_1" / file)

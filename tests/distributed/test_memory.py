@@ -14,7 +14,7 @@ from components import distributed
 from components.config.errors import ConfigError
 from components.config.schema.model import CAUSAL_SDPA, ModelConfig, WeightInit
 from components.config.schema.parallelism import ParallelismConfig
-from components.distributed.context import GatheredAttention
+from components.distributed.context_parallel import GatheredAttention
 from components.models.attention import causal_sdpa
 from scripts._memory.options import models_to_measure, read_options
 from scripts._memory.ranks import (

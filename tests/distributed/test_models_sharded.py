@@ -30,7 +30,7 @@ from components.models import (
     load_tokenizer,
     materialize,
 )
-from components.models.safetensors import SafetensorsTensors
+from components.models.weights.safetensors_files import SafetensorsTensors
 from tests.harness import run_ranks
 from tests.tiny_models import DENSE, FAMILIES, logits, reference, tiny_folder
 
@@ -241,7 +241,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from components.config.schema.model import ModelConfig
 from components.models import build_on_meta, decoder_layers, load_weights, materialize
-from components.models.safetensors import SafetensorsTensors
+from components.models.weights.safetensors_files import SafetensorsTensors
 from tests.harness import run_ranks
 
 cfg = ModelConfig(path=sys.argv[1])

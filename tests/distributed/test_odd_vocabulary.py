@@ -21,7 +21,7 @@ from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import LossMethod
 from components.config.schema.training import TrainingConfig
 from components.data.dataset import Dataset, Facts
-from components.training import chunked_loss
+from components.training.objectives import chunked_loss
 from tests.distributed.packed import Step, differences, one_step
 from tests.distributed.parity import build
 from tests.harness import run_ranks

@@ -14,10 +14,12 @@ import torch
 from components.batch import Batch
 from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import AXES
-from components.distributed import apply_tp, context, expert
+from components.distributed import context_parallel as context
+from components.distributed import expert
 from components.distributed.mesh import Mesh
-from components.distributed.pipeline import Pipeline
-from components.distributed.tensor_parallel import ReplicatedParameters
+from components.distributed.pipeline.schedule import Pipeline
+from components.distributed.tensor import apply_tp
+from components.distributed.tensor.tensor_parallel import ReplicatedParameters
 from components.parity.shapes import layout_of
 from components.training import forward, step
 from components.training.loss import count_targets

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from components.distributed import utils
-from components.distributed.process_group import start_process_group
+from components.distributed.process.process_group import start_process_group
 from tests.distributed import published
 from tests.distributed.contrast import both_sides, contrast
 from tests.harness import run_ranks

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from components.distributed import init, utils
-from components.distributed.barriers import BarrierTimeoutError
-from components.distributed.groups import NotInGroupError
+from components.distributed.process.barriers import BarrierTimeoutError
+from components.distributed.process.groups import NotInGroupError
 from tests.distributed import published
 from tests.distributed.contrast import both_sides, contrast, hear, tell
 from tests.harness import join_world, run_ranks, start_ranks
@@ -198,7 +198,7 @@ def test_another_error_is_not_called_a_timeout(side: str) -> None:
 
     def _leave_after_reporting() -> None:
         """Arrive where ours lets ranks report, then die without taking part in the collective."""
-        from components.distributed.barriers import missing_after
+        from components.distributed.process.barriers import missing_after
 
         if side == "ours":
             missing_after(timedelta(seconds=20))

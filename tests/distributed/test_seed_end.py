@@ -20,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from components.distributed import init, shutdown
+from components.distributed import init
+from components.distributed.process import shutdown
 from tests.distributed import published
 from tests.distributed.contrast import alone, both_sides, contrast, srun
 from tests.harness import join_world, run_ranks, start_ranks

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from components.distributed import process_group, utils
-from components.distributed.groups import NotInGroupError
-from components.distributed.store_sync import PeerFailure
+from components.distributed import utils
+from components.distributed.process import process_group
+from components.distributed.process.groups import NotInGroupError
+from components.distributed.process.store_sync import PeerFailure
 from tests.distributed import published
 from tests.distributed.contrast import both_sides, contrast, hear, nodes_of_two, tell
 from tests.harness import run_ranks, start_ranks

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from components.config.errors import ConfigError
 from components.distributed import init, utils
-from components.distributed.environment import RankEnvironmentError
-from components.distributed.groups import NotInGroupError
+from components.distributed.process.environment import RankEnvironmentError
+from components.distributed.process.groups import NotInGroupError
 from tests.distributed import published
 from tests.distributed.contrast import both_sides, contrast, nodes_of_two, without
 from tests.harness import join_world, run_ranks

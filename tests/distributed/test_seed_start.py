@@ -19,14 +19,15 @@ import torch
 import torch.distributed as dist
 
 from components.config.errors import ConfigError
-from components.distributed import init, process_group
-from components.distributed.environment import RankEnvironmentError
-from components.distributed.process_group import (
+from components.distributed import init
+from components.distributed.process import process_group
+from components.distributed.process.environment import RankEnvironmentError
+from components.distributed.process.process_group import (
     DistInfo,
     choose_backend,
     start_process_group,
 )
-from components.distributed.rendezvous import RendezvousError
+from components.distributed.process.rendezvous import RendezvousError
 from tests.distributed import published
 from tests.distributed.contrast import alone, both_sides, contrast, srun, without
 from tests.harness import run_ranks

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from components.distributed import utils
-from components.distributed.groups import NotInGroupError, index_on_node
-from components.distributed.store_sync import PeerFailure
+from components.distributed.process.groups import NotInGroupError, index_on_node
+from components.distributed.process.store_sync import PeerFailure
 from tests.distributed import published
 from tests.distributed.contrast import both_sides, contrast, nodes_of_two, without
 from tests.harness import run_ranks

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from components.distributed import utils
-from components.distributed.groups import NotInGroupError
-from components.distributed.header import MismatchError
+from components.distributed.process.groups import NotInGroupError
+from components.distributed.process.tensor_metadata import MismatchError
 from tests.distributed import published
 from tests.distributed.contrast import both_sides, contrast
 from tests.harness import run_ranks

@@ -41,7 +41,7 @@ from components.models import (
     load_tokenizer,
     materialize,
 )
-from components.models.shards import fill, local_part
+from components.models.weights.shards import fill, local_part
 from tests.distributed.test_models_sharded import TP_PLAN, fsdp
 from tests.harness import run_ranks
 from tests.tiny_models import reference, tiny_config

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from components.distributed import rendezvous
-from components.distributed.heartbeat import Heartbeat
-from components.distributed.process_group import start_process_group
+from components.distributed.process import rendezvous
+from components.distributed.process.process_group import start_process_group
 from components.exchange import all_gather_json, broadcast_json
+from components.resilience.heartbeat import Heartbeat
 from tests.harness import run_ranks, start_ranks
 
 REACHED = "127.0.0.2"

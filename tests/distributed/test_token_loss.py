@@ -15,7 +15,7 @@ import torch
 
 from components.config.schema.model import LossMethod
 from components.parity.reference import Curve
-from components.training import chunked_loss
+from components.training.objectives import chunked_loss
 from tests.distributed import parity
 from tests.distributed.parity import SMALL, Case, build, reference, run_case
 from tests.distributed.test_parity import DDP, FSDP2, FSDP2_TP2, SP, TP, check

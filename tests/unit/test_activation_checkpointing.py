@@ -25,7 +25,7 @@ from components.config.schema.parallelism import ActivationCheckpointing, MeshSh
 from components.config.schema.training import TrainingConfig
 from components.distributed.mesh import Mesh
 from components.models.activations import KEPT, LayerBytes, layer_bytes
-from components.training.checkpointing import StepLoad, estimate
+from components.training.setup.recompute_policy import StepLoad, estimate
 from tests.distributed import parity
 from tests.distributed.parity import MODELS, MOE_MODELS
 

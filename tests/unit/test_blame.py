@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from components.config.schema.training import TrainingConfig
-from components.distributed.heartbeat import FIRST_BEAT, NAMED, Listener, Post, blame, late_ranks
+from components.resilience.heartbeat import FIRST_BEAT, NAMED, Listener, Post, blame, late_ranks
+from components.resilience.watchdog import _Clock
 from components.training import NonFiniteGradients, StepMetrics, TrainState
-from components.training.watchdog import _Clock
 
 
 def post(beat: int = 1, place: str = "in step 4", *, left: bool = False, **collectives: int) -> Post:
@@ -18,7 +18,7 @@ def post(beat: int = 1, place: str = "in step 4", *, left: bool = False, **colle
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What every clock shows, to be set."""
     shown = [100.0]
-    monkeypatch.setattr("components.distributed.heartbeat.time.monotonic", lambda: shown[0])
+    monkeypatch.setattr("components.resilience.heartbeat.time.monotonic", lambda: shown[0])
     return shown
 
 
@@ -85,7 +85,7 @@ def test_a_message_names_only_so_many() -> None:
 
 def test_time_in_which_nothing_ran_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("components.training.watchdog.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("components.resilience.watchdog.time.monotonic", lambda: now[0])
     clock = _Clock(patience=2.0)
     slept = []
     for later in (1.0, 1.5, 60.0, 1.0):

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from components.checkpoint.faults import POINTS, VARIABLE, fault_point
 from components.config.errors import ConfigError
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.observability import Reporter
 from components.protocol.failures import write_report
+from components.resilience.faults import POINTS, VARIABLE, fault_point
 from tests.unit.full_disk import full_disk
 from tests.unit.test_launch_run_directory import config, end, start
 
@@ -64,7 +64,7 @@ def test_what_cannot_be_read_is_told(text: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, components.checkpoint.faults; assert 'torch' not in sys.modules"
+    code = "import sys, components.resilience.faults; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
 
 

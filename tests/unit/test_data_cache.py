@@ -18,11 +18,12 @@ from safetensors.numpy import load_file
 
 from components.config.errors import ConfigError
 from components.config.schema.data import Overlong, SftDataConfig
-from components.data import cache, sides
+from components.data import cache
 from components.data.batches import BatchPlan, TrainBatches
 from components.data.examples import IGNORED, Example, encode_conversations
-from components.data.load import build_dataset
-from components.data.sides import Side
+from components.data.loading import build_dataset
+from components.data.sources import split as sides
+from components.data.sources.split import Side
 from components.data.token_file import StoredColumn
 from components.models.tokenizer import byte_tokenizer
 

@@ -24,9 +24,9 @@ from components.config.schema.run import is_defining
 from components.data import cache
 from components.data.dataset import Dataset
 from components.data.examples import IGNORED, Example, encode_conversations, trimmed
-from components.data.load import build_dataset
+from components.data.loading import build_dataset
 from components.data.preflight import check_files
-from components.data.rows import Conversation
+from components.data.sources.rows import Conversation
 from components.models import build_on_meta, materialize
 from components.models.generation import generate
 from tests.tiny_models import tiny_folder

@@ -20,9 +20,9 @@ from components.config.schema.data import (
     DocsDataConfig,
     SftDataConfig,
 )
-from components.data.files import Place, files_of_split, is_local, read_rows
-from components.data.load import build_dataset
+from components.data.loading import build_dataset
 from components.data.preflight import check_files
+from components.data.sources.files import Place, files_of_split, is_local, read_rows
 from tests.unit.test_data_examples import byte_tokenizer
 
 ROWS = [

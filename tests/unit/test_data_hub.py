@@ -14,8 +14,8 @@ from tests.unit.test_data_files import ROWS, write
 HUB_SCRIPT = """
 import sys
 from components.config.errors import ConfigError
-from components.data.files import Place
-from components.data.hub import hub_files, hub_rows
+from components.data.sources.files import Place
+from components.data.sources.hub_rows import hub_files, hub_rows
 columns = {"prompt_column": sys.argv[2], "response_column": "response"}
 try:
     place = Place("data.path", sys.argv[1], sys.argv[3])

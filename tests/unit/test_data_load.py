@@ -18,7 +18,7 @@ from components.config.schema.data import (
 )
 from components.data.dataset import Dataset, Facts, sample_prompts
 from components.data.examples import IGNORED, Example
-from components.data.load import build_dataset
+from components.data.loading import build_dataset
 from tests.unit.test_data_examples import byte_tokenizer
 
 PLAIN = byte_tokenizer(eos="</s>")

@@ -29,7 +29,7 @@ from components.data import cache
 from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
-from components.data.load import build_dataset
+from components.data.loading import build_dataset
 from components.data.mixture import MixtureDataset, MixtureOrder, Shares, sources_of, whole_weights
 from components.data.order import SampleOrder
 from components.data.preflight import check_files

@@ -12,14 +12,14 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.config.schema.data import DocsDataConfig
-from components.data import pydocs
+from components.data.sources import pydocs
 
 TRAIN, EVAL = pydocs.conversations("train"), pydocs.conversations("eval")
 ROOT = Path(__file__).parents[2]
 
 PRINT_ALL = """
 import json
-from components.data import pydocs
+from components.data.sources import pydocs
 print(json.dumps([c.messages for split in ("train", "eval") for c in pydocs.conversations(split)]))
 """
 

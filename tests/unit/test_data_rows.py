@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from components.config.schema.data import BadRows, ChatDataConfig, RowsDataConfig
-from components.data.files import read_rows
-from components.data.load import build_dataset
-from components.data.rows import BadRowsSeen, each_conversation
+from components.data.loading import build_dataset
+from components.data.sources.files import read_rows
+from components.data.sources.rows import BadRowsSeen, each_conversation
 from tests.unit.test_data_examples import byte_tokenizer
 from tests.unit.test_data_files import ROWS, both, problems, sft, texts, write
 

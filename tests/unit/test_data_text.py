@@ -12,9 +12,9 @@ from components.config.schema.data import BadRows, TextDataConfig
 from components.data import cache
 from components.data.dataset import Dataset
 from components.data.examples import IGNORED
-from components.data.load import build_dataset
+from components.data.loading import build_dataset
 from components.data.preflight import check_files
-from components.data.text import STDLIB
+from components.data.sources.text import STDLIB
 from tests.unit.test_data_examples import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(eos="</s>")

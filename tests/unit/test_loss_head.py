@@ -24,8 +24,8 @@ from components.config.schema.model import LossMethod
 from components.config.schema.objective import NextTokenConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.config.schema.training import TrainingConfig
-from components.training import chunked_loss
-from components.training.chunked_loss import Head, Targets, linear_token_loss
+from components.training.objectives import chunked_loss
+from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
 from tests.unit.test_training_step import LLAMA
 
 VOCABULARY, HIDDEN = 6000, 32

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from components import training
 from components.batch import Batch
 from components.config.schema import AdamWConfig
-from components.training.optim import step_if_finite
+from components.training.optimizers.optim import step_if_finite
 
 Parameters = Iterable[torch.Tensor]
 

@@ -16,9 +16,9 @@ from components import models
 from components.config.errors import ConfigError
 from components.config.schema import PeftConfig
 from components.config.schema.parallelism import ActivationCheckpointing
-from components.distributed.tp_plan import read_heads
+from components.distributed.tensor.tp_plan import read_heads
 from components.models.anatomy import LAYER_COUNTS, Anatomy, passes_window, read_anatomy
-from components.training.work import model_flops
+from components.training.setup.flops import model_flops
 from tests.fuzz.families import DENSE, SPARSE, draw_config
 
 LAYERS = 3

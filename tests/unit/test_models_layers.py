@@ -40,8 +40,8 @@ from components.models import (
     materialize,
 )
 from components.models.compile_cache import is_truncated, remove_truncated_libraries
-from components.models.new_folder import NewFolder
-from components.models.weight_files import WeightFiles
+from components.models.weights.new_folder import NewFolder
+from components.models.weights.weight_files import WeightFiles
 from tests.tiny_models import FAMILIES, logits, reference, tiny_config, tiny_folder
 
 FULL, ALTERNATE = ActivationCheckpointing.full, ActivationCheckpointing.alternate

@@ -20,8 +20,8 @@ from components.config.schema import ModelConfig, PeftConfig
 from components.config.schema.model import DType, WeightInit
 from components.config.schema.optimizer import AdamWConfig
 from components.config.schema.peft import PeftExport
-from components.models.adapter_files import base_name
 from components.models.lora import adapted_layers
+from components.models.weights.adapter_files import base_name
 from tests.tiny_models import FAMILIES, SIZES, logits, reference, tiny_folder
 
 LORA = PeftConfig(method="lora", rank=4, alpha=6.0)
@@ -124,7 +124,7 @@ def test_the_peft_library_and_transformers_load_what_is_exported(
     family: str, peft: PeftConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Base weights of a folder; the adapter over them, and the merged model, give the logits of the adapted one."""
-    monkeypatch.setattr("components.models.weight_files.BLOCK_BYTES", 1500)  # merged in blocks of some rows
+    monkeypatch.setattr("components.models.weights.weight_files.BLOCK_BYTES", 1500)  # merged in blocks of some rows
     folder = tiny_folder(tmp_path / "base", family)
     cfg = ModelConfig(path=str(folder), tokenizer="bytes", config={})
     model = models.build_on_meta(cfg)

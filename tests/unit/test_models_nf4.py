@@ -17,10 +17,10 @@ from components import distributed, models
 from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, ParallelismConfig
 from components.models.lora import quantized_layers
-from components.models.nf4 import BLOCK_BYTES, level_pairs, pack, packing, product, unpack, unpacking
+from components.models.weights.nf4 import BLOCK_BYTES, level_pairs, pack, packing, product, unpack, unpacking
 from components.parity.shapes import layout_of
-from components.training.checkpointing import _gathered
-from components.training.work import model_flops
+from components.training.setup.flops import model_flops
+from components.training.setup.recompute_policy import _gathered
 from tests.distributed.adapted import NF4, QLORA, rounded_to_nf4
 from tests.harness import run_ranks
 from tests.tiny_models import SIZES
@@ -35,7 +35,7 @@ def restored(matrix: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
 
 @pytest.mark.parametrize("columns", [64, 200])
 def test_values_are_the_nearest_of_the_published_levels(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("components.models.nf4.PACKED_AT_ONCE", 7 * columns)
+    monkeypatch.setattr("components.models.weights.nf4.PACKED_AT_ONCE", 7 * columns)
     torch.manual_seed(0)
     matrix = torch.randn(50, columns) * torch.logspace(-4, 3, 50)[:, None]
     matrix[5] = 0

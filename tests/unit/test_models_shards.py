@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, Placement, _StridedShard
 
-from components.models.shards import blocks_at, part_shape
+from components.models.weights.shards import blocks_at, part_shape
 
 
 @dataclass

@@ -28,12 +28,13 @@ from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.config.schema.model import ModelConfig
 from components.config.shape import read_shape
-from components.data.files import Place, columns_of, files_of_split, read_rows
+from components.data.sources.files import Place, columns_of, files_of_split, read_rows
 from components.launch.run_directory.opening import open_run_directory
 from components.launch.sweep.plan import read_sweep
 from components.models import build_on_meta, load_tokenizer, load_weights, materialize
 from components.models.tokenizer import byte_tokenizer
-from components.observability import Reporter, model_card
+from components.observability import Reporter
+from components.observability.model_card import render_model_card
 from components.protocol.failures import read_reports
 from tests.distributed.test_checkpoint_crash import save, start
 from tests.tiny_models import tiny_folder
@@ -83,7 +84,7 @@ def start_again(run_dir: Path) -> None:
     ways: list[Callable[[], Any]] = [
         lambda: read_frozen(run_dir / "config.yaml", FinetuneConfig),
         lambda: open_run_directory(cfg, "finetune"),
-        lambda: model_card(run_dir, {}, "alone"),
+        lambda: render_model_card(run_dir, {}, "alone"),
         lambda: Reporter(quiet, str(run_dir), enabled=True).continue_from(3),
         lambda: Reporter(quiet, str(run_dir), enabled=True).read(),
         lambda: read_reports(run_dir),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 
-from components.python_frames import caller_code, package_of, thread_frames
+from components.resilience.frames import caller_code, package_of, thread_frames
 
 
 def test_the_caller_is_the_function_above() -> None:

@@ -30,7 +30,7 @@ from components.config.schema import FinetuneConfig
 from components.config.schema.run import RunConfig
 from components.launch.run_directory.resume_check import check_changes
 from components.launch.sweep.point_rows import _config
-from components.observability.card import model_card
+from components.observability.model_card import render_model_card
 
 folder = Path(sys.argv[1])
 file = folder / "config.yaml"
@@ -43,7 +43,7 @@ for read in (
         read()
     except ConfigError as error:
         print(error)
-print(_config(folder), _began_from(folder), "max_steps" in model_card(folder, {}, "1"))
+print(_config(folder), _began_from(folder), "max_steps" in render_model_card(folder, {}, "1"))
 """
 
 

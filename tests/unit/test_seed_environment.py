@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from components.config.errors import ConfigError
 from components.distributed import init, utils
-from components.distributed.environment import (
+from components.distributed.process.environment import (
     RankEnvironmentError,
     export_variables,
     read_lone_local_variables,
@@ -23,7 +23,7 @@ from components.distributed.environment import (
     restore_variables,
     tasks_on_node,
 )
-from components.distributed.rendezvous import master_address
+from components.distributed.process.rendezvous import master_address
 from tests.distributed import published
 from tests.distributed.contrast import alone, both_sides, contrast
 from tests.harness import run_ranks

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from components import distributed
 from components.config.errors import ConfigError
 from components.config.schema.parallelism import ParallelismConfig, Strategy
-from components.distributed import init, network, utils
-from components.distributed.seeding import stream
+from components.distributed import init, utils
+from components.distributed.process import network
+from components.distributed.process.seeding import stream
 from tests.distributed import published
 from tests.distributed.contrast import alone, both_sides, contrast
 from tests.harness import run_ranks

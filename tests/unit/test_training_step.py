@@ -15,7 +15,7 @@ from components import training
 from components.batch import Batch
 from components.config.schema import AdamWConfig, Schedule
 from components.models.attention import use_causal_sdpa
-from components.training.optim import step_if_finite
+from components.training.optimizers.optim import step_if_finite
 
 LLAMA = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from components.config.schema.data import IGNORED
-from components.training.objectives.objective import Vocabulary
+from components.training.objectives.contract import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

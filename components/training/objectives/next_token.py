@@ -7,8 +7,8 @@ import torch
 from components.batch import Batch
 from components.config.schema.objective import NextTokenConfig
 from components.training.loss import count_targets
+from components.training.objectives.contract import RowScores, RowWeights
 from components.training.objectives.cross_entropy import CrossEntropy
-from components.training.objectives.objective import RowScores, RowWeights
 
 
 class NextToken:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from components.batch import Batch
 from components.config.schema.data import IGNORED
 from components.config.schema.objective import PreferenceConfig
+from components.training.objectives.contract import RowScores, RowWeights
 from components.training.objectives.cross_entropy import CrossEntropy
-from components.training.objectives.objective import RowScores, RowWeights
 
 REFERENCE = "reference_log_probs"
 """Values per row: the log-probability of the row's targets under the reference model."""

@@ -1,0 +1,122 @@
+"""Questions and answers from the interpreter's own documentation: data for a first run, nothing to fetch."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from components.config.errors import ConfigError
+from components.data.sources.rows import Conversation
+
+MODULES = """
+    abc argparse array ast asyncio base64 bdb binascii bisect builtins calendar cmath code codecs codeop
+    collections collections.abc compileall concurrent.futures configparser contextlib copy copyreg csv
+    dataclasses datetime decimal difflib dis doctest email.charset email.generator email.header
+    email.headerregistry email.message email.parser email.policy email.utils enum filecmp fileinput
+    fnmatch fractions ftplib functools gc getopt glob graphlib heapq hmac html html.parser http.client
+    http.cookiejar http.cookies http.server imaplib importlib.abc importlib.metadata importlib.resources
+    importlib.util io ipaddress itertools json keyword linecache logging logging.config logging.handlers
+    mailbox marshal math mimetypes multiprocessing netrc numbers operator optparse os.path pathlib pickle
+    pickletools pkgutil platform plistlib poplib pprint profile pstats py_compile pyclbr queue quopri
+    random re reprlib runpy secrets shelve shlex shutil smtplib socketserver statistics string struct
+    subprocess symtable sysconfig tabnanny tarfile tempfile textwrap threading timeit tokenize tomllib
+    traceback tracemalloc types typing unicodedata unittest unittest.mock urllib.error urllib.parse
+    urllib.request urllib.robotparser uuid warnings wave weakref wsgiref.handlers wsgiref.headers
+    wsgiref.simple_server wsgiref.util xml.dom.minidom xml.etree.ElementTree xml.sax.saxutils
+    xmlrpc.client xmlrpc.server zipapp zipfile zipimport zoneinfo
+""".split()  # noqa: SIM905 (as a list of 148 strings it could not be read)
+"""Modules that every build of Python 3.11 to 3.13 has, that differ little between platforms, and that can be
+imported without a noticeable effect. Listed and not found by looking, so that every machine asks the same;
+without `inspect`, a function of which torch replaces."""
+
+_HELD_OUT_ONE_IN = 13
+_MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def conversations(split: str) -> list[Conversation]:
+    """Return one question and answer per documented public function and class, in a fixed order.
+
+    `split` is `train`, or `eval` for the packages that are held out: about one in ten, chosen by a hash of
+    the package's name, all modules of a package (urllib.parse, urllib.request) on the same side. A docstring
+    that several names share is asked for once, so that none is on both sides. The text depends on the
+    docstrings of the Python version and on nothing else. Raises ConfigError where Python runs without them.
+    """
+    if sys.flags.optimize >= 2:
+        raise ConfigError("data=pydocs: python -OO (PYTHONOPTIMIZE=2) has no docstrings; run it without")
+    chosen = []
+    seen: set[str] = set()
+    for module in MODULES:
+        for name, signature, summary in _documented(module):
+            if summary not in seen and is_held_out(module) == (split == "eval"):
+                chosen.append(_conversation(f"{module}.{name}", signature, summary))
+            seen.add(summary)
+    return chosen
+
+
+def is_held_out(module: str) -> bool:
+    """Whether the package of `module` belongs to the split `eval`; a fixed function of its name."""
+    digest = hashlib.sha256(module.partition(".")[0].encode()).digest()
+    return int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
+
+
+def _documented(module_name: str) -> Iterator[tuple[str, str | None, str]]:
+    """Yield name, signature and first paragraph of every documented public function and class of a module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ast.Num and others warn that they are going away
+        members = dict(inspect.getmembers(importlib.import_module(module_name)))
+        for name in sorted(_public_names(members, module_name)):
+            value = members.get(name)
+            summary = _summary(value, name) if inspect.isroutine(value) or inspect.isclass(value) else None
+            if summary is not None:
+                yield name, _signature(value), summary
+
+
+def _public_names(members: dict[str, Any], module_name: str) -> list[str]:
+    """Return what a module declares as its own; without a declaration, what was defined in it."""
+    if members.get("__all__") is not None:
+        return list(members["__all__"])
+    own = module_name.partition(".")[0]
+    return [
+        name
+        for name, value in members.items()
+        if not name.startswith("_") and _home(value).lstrip("_").partition(".")[0] == own
+    ]
+
+
+def _home(value: Any) -> str:
+    home = getattr(value, "__module__", None)
+    return home if isinstance(home, str) else ""
+
+
+def _summary(value: Any, name: str) -> str | None:
+    """Return the first paragraph of the docstring; None where there is none that says something."""
+    doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    if not isinstance(doc, str):
+        return None
+    paragraph = _MEMORY_ADDRESS.sub("", inspect.cleandoc(doc).partition("\n\n")[0]).strip()
+    only_a_signature = re.fullmatch(rf"{re.escape(name)}\(.*\)", paragraph, flags=re.DOTALL)
+    return None if only_a_signature or len(paragraph.split()) < 3 else paragraph
+
+
+def _signature(value: Any) -> str | None:
+    """Return `(text, width=70)`; None where it is unknown or shows values of this machine."""
+    try:
+        signature = str(inspect.signature(value))
+    except (ValueError, TypeError):
+        return None
+    shows_this_machine = "<" in signature or "'/" in signature or "\\" in signature
+    return None if shows_this_machine else signature
+
+
+def _conversation(name: str, signature: str | None, summary: str) -> Conversation:
+    question = f"What does `{name}` do?"
+    answer = summary
+    if signature is not None:
+        answer = f"`{name}{signature}`\n\n{summary}"
+    return Conversation(name, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}])

@@ -1,0 +1,99 @@
+"""The members of a process group, the store they share, and on which node each one runs."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _get_process_group_store
+
+from components.distributed.process.environment import read_local_variables, read_rank_variables
+from components.distributed.process.rendezvous import keep_store, open_store
+from components.distributed.process.store_sync import StoreSync
+
+REACH_TIMEOUT = timedelta(minutes=10)  # to reach the store, where no process group exists yet
+
+
+class NotInGroupError(ValueError):
+    """A rank called something that only the members of a process group may call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """All members of a process group, seen from one of them."""
+
+    store: dist.Store
+    ranks: tuple[int, ...]  # global, in the order of the group
+    rank: int  # of this process within the group
+    node: str
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    def sync(self, name: str) -> StoreSync:
+        """Return this rank's next synchronisation of that name with the other members."""
+        return StoreSync.enter(self.store, name, self.rank, self.size)
+
+    def nodes(self, timeout: timedelta) -> list[str]:
+        """Return the node of each member, in the order of the group. The first call waits for all to make it.
+
+        Raises:
+            MissingRanks: some members made no such call within `timeout`.
+        """
+        sync = StoreSync(dist.PrefixStore("nodes", self.store), self.rank, self.size)
+        return sync.gather(self.node, timeout)
+
+
+def index_on_node(nodes: list[str]) -> list[int]:
+    """Return for each member how many earlier members run on its node: 0 for the first one of each node."""
+    seen: Counter[str] = Counter()
+    indices = []
+    for node in nodes:
+        indices.append(seen[node])
+        seen[node] += 1
+    return indices
+
+
+def is_distributed() -> bool:
+    """Whether a process group is initialised (seed page 002, OLMo-core)."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def require_member(group: dist.ProcessGroup | None) -> None:
+    """Raise NotInGroupError where this process is no member of `group`; None is the world."""
+    if group is not None and dist.get_rank(group) < 0:
+        raise NotInGroupError(
+            f"rank {dist.get_rank()} is no member of this process group; only its members may make this call"
+        )
+
+
+def find_members(group: dist.ProcessGroup | None) -> Members | None:
+    """Return the members of `group` (None: all processes), or None when this process is alone.
+
+    Before `init_process_group` the members are the ranks that the environment tells of; they meet at the
+    rendezvous.
+
+    Raises:
+        NotInGroupError: this process is no member of `group`.
+        RankEnvironmentError, RendezvousError: no process group exists and the ranks cannot find one another.
+    """
+    if not is_distributed():
+        variables = read_rank_variables()
+        if variables.world_size == 1:
+            return None
+        store = dist.PrefixStore("uninitialised", open_store(variables, REACH_TIMEOUT))
+        return Members(store, tuple(range(variables.world_size)), variables.rank, variables.node)
+    require_member(group)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if len(ranks) == 1:
+        return None
+    keep_store(_get_default_store(), dist.get_rank(), dist.get_world_size())
+    variables = read_local_variables(None, dist.get_rank(), dist.get_world_size())
+    members = f"{ranks[0]}-{ranks[-1]}-{zlib.crc32(repr(ranks).encode()):08x}"
+    store = dist.PrefixStore(f"meshbook/{members}", _get_process_group_store(group or _get_default_group()))
+    return Members(store, ranks, dist.get_rank(group), variables.node)

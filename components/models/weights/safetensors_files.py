@@ -1,0 +1,103 @@
+"""Tensors of a Hugging Face model's safetensors files, read block by block."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+
+import torch
+
+from components.config.errors import ConfigError
+from components.config.model_files import ModelFiles
+from components.models.weights.hub_files import explain_loading_error
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class SafetensorsTensors:
+    """The tensors of safetensors files under their names on disk."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        """Reads the headers only. Raises ConfigError naming a file that is missing or damaged."""
+        self._path_of: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for path in paths:
+            shapes = _read_shapes(path)
+            self._path_of |= dict.fromkeys(shapes, path)
+            self._shapes |= shapes
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes under the names on disk."""
+        return self._shapes
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a block of a tensor in its stored type; only its bytes are read."""
+        from safetensors import safe_open
+
+        # Opened anew for each block: as long as a file is mapped, every page read counts as this rank's memory.
+        with safe_open(self._path_of[name], framework="pt") as file:
+            return file.get_slice(name)[index].clone() if index else file.get_tensor(name).clone()
+
+
+def find_safetensors(files: ModelFiles, revision: str | None) -> list[Path]:
+    """Return the model's weight files, from its folder or downloaded from the hub.
+
+    Raises:
+        ConfigError: There are none, or they cannot be reached.
+    """
+    single = _find(files, SINGLE_FILE, revision)
+    if single is not None:
+        return [single]
+    index = _find(files, INDEX_FILE, revision)
+    if index is None:
+        raise ConfigError(
+            f"model.path={files.name_or_folder}: no {SINGLE_FILE} and no {INDEX_FILE}; convert its weights to "
+            "safetensors, or set model.init=random to start from scratch"
+        )
+    try:
+        named = list(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{index}: not an index of safetensors files: {error!r}") from error
+    if outside := [name for name in named if not _is_inside(name)]:
+        raise ConfigError(
+            f"{index}: names {outside[0]!r}, but weight files must be named by a path inside the folder; correct the "
+            "index, or do not use a model from this source"
+        )
+    names = sorted(set(named))
+    paths = [_find(files, name, revision) for name in names]
+    missing = [name for name, path in zip(names, paths, strict=True) if path is None]
+    if missing:
+        raise ConfigError(f"model.path={files.name_or_folder}: {INDEX_FILE} names {', '.join(missing)}: no such file")
+    return [path for path in paths if path is not None]
+
+
+def _is_inside(name: object) -> bool:
+    """Whether a name is a path inside the folder. Links are not followed: files of the hub's cache are links."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _find(files: ModelFiles, name: str, revision: str | None) -> Path | None:
+    if files.is_local:
+        path = Path(files.name_or_folder) / name
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(files.name_or_folder, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError) as error:
+        raise explain_loading_error(error, files, "model.path", "weights") from error
+    return Path(found) if found else None
+
+
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error

@@ -1,0 +1,155 @@
+"""Write safetensors files of bounded size block by block: no tensor has to be whole in memory, let alone a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from components.models.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
+from components.models.weights.shards import Index
+from components.safetensors_writer import Entry, SafetensorsWriter
+
+BLOCK_BYTES = 4 * 1024**2
+"""About what is read, converted and written at a time."""
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Dtypes as a safetensors header names them."""
+METADATA = {"format": "pt"}
+"""What transformers requires of a file of PyTorch weights."""
+
+
+@dataclass(slots=True)
+class _File:
+    """A file that is being planned: what is in it, in the order in which it will arrive."""
+
+    tensors: dict[str, torch.Tensor]
+    bytes: int = 0
+
+
+class WeightFiles:
+    """model.safetensors, or model-N-of-M.safetensors with an index; the same bytes as safetensors' save_file writes.
+
+    Names, shapes and the order of the tensors are known from the start, so that a header can be written before the
+    values.
+    """
+
+    def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
+        """Plan the files; nothing is written yet.
+
+        Args:
+            tensors: Every tensor by name, in the order in which they will be written; shapes and types count, so
+                they may be on the meta device.
+            shard_bytes: Largest file without its header; a single larger tensor still makes one file.
+        """
+        self._folder = folder
+        self._files = _split(tensors, shard_bytes)
+        self._file_of = {name: index for index, file in enumerate(self._files) for name in file.tensors}
+        self._open: tuple[int, BinaryIO, SafetensorsWriter] | None = None
+        self._written = 0
+
+    def write(self, name: str, blocks: Iterable[torch.Tensor]) -> None:
+        """Write the next tensor, given as blocks along its first dim.
+
+        Raises:
+            OSError: The file could not be written.
+            ValueError: The blocks do not make the tensor that was announced.
+        """
+        announced = self._files[self._file_of[name]].tensors[name]
+
+        def checked() -> Iterator[memoryview]:
+            for block in blocks:
+                if block.dtype != announced.dtype or block.shape[1:] != announced.shape[1:]:
+                    raise ValueError(
+                        f"{name}: a block of {tuple(block.shape)} {block.dtype} where {tuple(announced.shape)} "
+                        f"{announced.dtype} were expected"
+                    )
+                yield bytes_of(block)
+
+        self._writer_of(name).write(name, checked())
+        self._written += 1
+
+    def finish(self) -> None:
+        """Close the last file and write the index where there are several. Raises OSError, ValueError."""
+        self.close()
+        if self._written != len(self._file_of):
+            raise ValueError(f"{self._written} tensors were written where {len(self._file_of)} were expected")
+        if len(self._files) > 1:
+            weight_map = {name: self._name(index) for name, index in self._file_of.items()}
+            body = {"metadata": {"total_size": sum(file.bytes for file in self._files)}, "weight_map": weight_map}
+            (self._folder / INDEX_FILE).write_text(json.dumps(body, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+    def _name(self, index: int) -> str:
+        count = len(self._files)
+        return SINGLE_FILE if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
+
+    def _writer_of(self, name: str) -> SafetensorsWriter:
+        """Return the writer of the file that a tensor belongs to; opens the file if it is the next one."""
+        index = self._file_of[name]
+        if self._open is None or self._open[0] != index:
+            self.close()
+            tensors = self._files[index].tensors
+            file = (self._folder / self._name(index)).open("xb")  # a file is left only when it is full
+            try:
+                writer = SafetensorsWriter(file, {each: _entry(tensors[each]) for each in tensors}, METADATA)
+            except BaseException:
+                file.close()
+                raise
+            self._open = (index, file, writer)
+        return self._open[2]
+
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors that are in memory to one file. Raises OSError."""
+    with path.open("xb") as file:
+        writer = SafetensorsWriter(file, {name: _entry(each) for name, each in tensors.items()}, METADATA)
+        for name, each in tensors.items():
+            writer.write(name, [bytes_of(each)])
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the values of a tensor as bytes; copied only if they are not contiguous in host memory."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def row_blocks(tensor: torch.Tensor) -> Iterator[Index]:
+    """Yield the blocks of rows, about BLOCK_BYTES each, in which a tensor is read and written."""
+    if tensor.ndim == 0:
+        yield ()
+        return
+    rows = max(1, BLOCK_BYTES // max(1, _size(tensor[:1])))
+    rest = tuple(slice(0, size) for size in tensor.shape[1:])
+    for start in range(0, tensor.shape[0], rows):
+        yield (slice(start, min(start + rows, tensor.shape[0])), *rest)
+
+
+def _split(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[_File]:
+    files: list[_File] = []
+    for name, tensor in tensors.items():
+        if not files or (files[-1].tensors and files[-1].bytes + _size(tensor) > shard_bytes):
+            files.append(_File({}))
+        files[-1].tensors[name] = tensor
+        files[-1].bytes += _size(tensor)
+    return files
+
+
+def _entry(tensor: torch.Tensor) -> Entry:
+    return Entry(_DTYPES[tensor.dtype], tuple(tensor.shape))
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()

@@ -1,0 +1,121 @@
+"""Names of earlier versions: importing one fails with a message that names the new one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+
+MODULES = {
+    "components.anatomy": "components.models.anatomy",
+    "components.checkpoint.errors": "components.checkpoint.checkpoint_error",
+    "components.checkpoint.faults": "components.resilience.faults",
+    "components.checkpoint.frozen": "components.checkpoint.base_fingerprint",
+    "components.checkpoint.room": "components.checkpoint.disk_space",
+    "components.checkpoint.stored": "components.checkpoint.reader",
+    "components.config.batch": "components.config.micro_batches",
+    "components.config.interrupt": "components.protocol.signals",
+    "components.config.run_files": "components.protocol.run_files",
+    "components.data.files": "components.data.sources.files",
+    "components.data.hub": "components.data.sources.hub_rows",
+    "components.data.load": "components.data.loading",
+    "components.data.pydocs": "components.data.sources.pydocs",
+    "components.data.rows": "components.data.sources.rows",
+    "components.data.sides": "components.data.sources.split",
+    "components.data.text": "components.data.sources.text",
+    "components.distributed.adapters": "components.distributed.tensor.adapters",
+    "components.distributed.apply_tp": "components.distributed.tensor.apply_tp",
+    "components.distributed.backends": "components.distributed.process.backends",
+    "components.distributed.barriers": "components.distributed.process.barriers",
+    "components.distributed.context": "components.distributed.context_parallel",
+    "components.distributed.environment": "components.distributed.process.environment",
+    "components.distributed.first_rank": "components.distributed.process.ordering",
+    "components.distributed.flight_recorder": "components.resilience.flight_recorder",
+    "components.distributed.groups": "components.distributed.process.groups",
+    "components.distributed.header": "components.distributed.process.tensor_metadata",
+    "components.distributed.heartbeat": "components.resilience.heartbeat",
+    "components.distributed.network": "components.distributed.process.network",
+    "components.distributed.process_group": "components.distributed.process.process_group",
+    "components.distributed.ranks": "components.distributed.process.ranks",
+    "components.distributed.relay": "components.distributed.process.relay",
+    "components.distributed.rendezvous": "components.distributed.process.rendezvous",
+    "components.distributed.seeding": "components.distributed.process.seeding",
+    "components.distributed.shutdown": "components.distributed.process.shutdown",
+    "components.distributed.stages": "components.distributed.pipeline.stages",
+    "components.distributed.stand_ins": "components.distributed.pipeline.placeholders",
+    "components.distributed.store_sync": "components.distributed.process.store_sync",
+    "components.distributed.tensor_parallel": "components.distributed.tensor.tensor_parallel",
+    "components.distributed.tp_plan": "components.distributed.tensor.tp_plan",
+    "components.distributed.turns": "components.distributed.process.ordering",
+    "components.launch.changes": "components.launch.run_directory.resume_check",
+    "components.launch.context": "components.protocol.role",
+    "components.launch.external": "components.launch.attached",
+    "components.launch.failures": "components.protocol.failures",
+    "components.launch.files": "components.protocol.run_files",
+    "components.launch.folders": "components.launch.run_directory.filesystem",
+    "components.launch.lease": "components.launch.run_directory.lease",
+    "components.launch.memory": "components.launch.machine",
+    "components.launch.preflight": "components.launch.run_checks",
+    "components.launch.prepare": "components.launch.open_run",
+    "components.launch.processes": "components.launch.machine",
+    "components.launch.record": "components.launch.run_directory.provenance",
+    "components.launch.slurm.preflight": "components.launch.slurm.job_checks",
+    "components.launch.sweep.plot": "components.launch.sweep.chart",
+    "components.launch.sweep.rows": "components.launch.sweep.point_rows",
+    "components.launch.sweep.run": "components.launch.sweep.points",
+    "components.lending": "components.lazy",
+    "components.models.adapter_files": "components.models.weights.adapter_files",
+    "components.models.export": "components.models.weights.export",
+    "components.models.gather": "components.models.weights.gather",
+    "components.models.gguf": "components.models.weights.gguf",
+    "components.models.hub": "components.models.weights.hub_files",
+    "components.models.initialize": "components.models.weights.initialize",
+    "components.models.memory": "components.models.weights.memory",
+    "components.models.names": "components.models.weights.names",
+    "components.models.new_folder": "components.models.weights.new_folder",
+    "components.models.nf4": "components.models.weights.nf4",
+    "components.models.safetensors": "components.models.weights.safetensors_files",
+    "components.models.shards": "components.models.weights.shards",
+    "components.models.twin": "components.models.meta_copy",
+    "components.models.weight_files": "components.models.weights.weight_files",
+    "components.observability.card": "components.observability.model_card",
+    "components.python_frames": "components.resilience.frames",
+    "components.training.checkpointing": "components.training.setup.recompute_policy",
+    "components.training.chunked_loss": "components.training.objectives.chunked_loss",
+    "components.training.garbage": "components.resilience.gc",
+    "components.training.gradients": "components.training.optimizers.gradients",
+    "components.training.kernels": "components.training.setup.attention_report",
+    "components.training.loop": "components.training.step",
+    "components.training.loss_head": "components.training.objectives.loss_head",
+    "components.training.masked_step": "components.training.optimizers.masked_step",
+    "components.training.objectives.objective": "components.training.objectives.contract",
+    "components.training.optim": "components.training.optimizers.optim",
+    "components.training.precision": "components.training.setup.precision",
+    "components.training.prepare": "components.training.setup.prepare",
+    "components.training.prepared": "components.training.setup.prepared",
+    "components.training.reference": "components.training.objectives.reference_model",
+    "components.training.router": "components.training.setup.router_loss",
+    "components.training.token_loss": "components.training.objectives.loss_head",
+    "components.training.watchdog": "components.resilience.watchdog",
+    "components.training.work": "components.training.setup.flops",
+}
+"""Old module -> new one."""
+NAMES = {
+    "components.training.TokenLoss": "components.training.LossHead",
+    "components.training.attach_token_loss": "components.training.attach_loss_head",
+    "components.training.generate_samples": "components.training.show_generations",
+    "components.training.next_tokens": "components.batch.Batch.from_labels",
+    "components.training.token_loss_sum": "components.training.CrossEntropy.of_logits",
+    "components.data.MicroBatch": "components.batch.Batch",
+    "components.data.eval_batches": "components.data.EvalBatches",
+}
+"""Old public name of a package -> new one."""
+
+
+class MovedModules(MetaPathFinder):
+    """Finder of last resort: Python asks it for modules that exist nowhere."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """Raise ModuleNotFoundError with the new name of a module that was moved."""
+        if name in MODULES:
+            raise ModuleNotFoundError(f"{name} is {MODULES[name]} now; import that", name=name)

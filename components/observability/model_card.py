@@ -1,0 +1,126 @@
+"""What a model card says of the training: made from the files of the run directory, and without secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from components.config.metrics_log import MetricsLog
+from components.config.safe_yaml import load_yaml
+from components.config.secrets import secret_problems
+
+VERSIONS = ("meshbook", "torch", "transformers", "datasets", "safetensors")
+
+
+def render_model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str) -> str:
+    """Return Markdown: a table of how the weights came about, and the command line.
+
+    What a file does not say is left out; so is a value that looks like a secret, and the card says that.
+
+    Args:
+        run_dir: With config.yaml, environment.json and metrics.jsonl; of metrics, steps up to the state's count.
+        state: Counters of the training at the weights: step, tokens, skipped, first_loss, last_loss, optimizer.
+        mesh: The mesh that the weights were trained on.
+    """
+    run_dir = Path(run_dir)
+    config, record = _read(run_dir / "config.yaml"), _read(run_dir / "environment.json")
+    rows = {
+        **_of_config(config, state.get("optimizer")),
+        **_of_state(state, _get(config, "training", "max_steps")),
+        **_of_evaluations(run_dir / "metrics.jsonl", state.get("step")),
+        "mesh": mesh,
+        **_of_record(record),
+    }
+    lines = ["## Training", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {_cell(key, value)} |" for key, value in rows.items() if value not in (None, "")]
+    command = record.get("command")
+    if command:
+        lines += ["", "Command:", "", *(f"    {line}" for line in _open("command", command).splitlines())]
+    return "\n".join(lines)
+
+
+def _of_config(config: dict[str, Any], optimizer_class: str | None) -> dict[str, Any]:
+    model, data, training, optimizer = (_get(config, name) or {} for name in ("model", "data", "training", "optimizer"))
+    base = model.get("path") or f"none: {_get(model, 'config', 'model_type')} from scratch"
+    if model.get("path") and model.get("init") == "random":
+        base = f"architecture of {base}, weights from scratch"
+    source = [data.get("kind"), data.get("path"), data.get("subset"), data.get("split"), data.get("revision")]
+    sizes = [training.get("global_batch_size"), training.get("seq_len")]
+    counted = "packed rows" if data.get("pack") else "sequences"
+    used = [optimizer_class] if optimizer_class else []
+    used += [
+        f"{key} {optimizer[key]}" for key in ("lr", "schedule", "warmup_steps", "weight_decay") if key in optimizer
+    ]
+    return {
+        "base model": " at revision ".join(str(part) for part in (base, model.get("revision")) if part),
+        "data": ", ".join(str(part) for part in source if part),
+        "batch": None if None in sizes else f"{sizes[0]} {counted} a step, up to {sizes[1]} tokens each",
+        "optimizer": ", ".join(used),
+        "types": f"parameters {model.get('dtype')}, computed in {model.get('compute_dtype')}" if model else None,
+        "seed": _get(config, "run", "seed"),
+    }
+
+
+def _of_state(state: Mapping[str, Any], max_steps: int | None) -> dict[str, Any]:
+    step, tokens = state.get("step"), state.get("tokens")
+    first, last = state.get("first_loss"), state.get("last_loss")
+    planned = f" of {max_steps}" if max_steps is not None else ""
+    return {
+        "optimizer steps": f"{step}{planned}" if step is not None else None,
+        "target tokens": f"{tokens:,}" if tokens is not None else None,
+        "loss": f"{first:.4f} in the first step, {last:.4f} in the last"
+        if first is not None and last is not None
+        else None,
+        "skipped updates": state.get("skipped") or None,
+    }
+
+
+def _of_evaluations(metrics: Path, step: int | None) -> dict[str, Any]:
+    """Held-out losses up to the step of the weights: the run may have gone on."""
+    found: list[dict[str, Any]] = []
+    with suppress(OSError):
+        found = MetricsLog(metrics.parent).read()
+    held_out = [each for each in found if "eval_loss" in each and (step is None or each["step"] <= step)]
+    told = [f"{each['eval_loss']:.4f} after {each['step']} steps" for each in held_out[:1] + held_out[1:][-1:]]
+    return {"held-out loss": ", ".join(told)}
+
+
+def _of_record(record: dict[str, Any]) -> dict[str, Any]:
+    versions, git = record.get("versions") or {}, record.get("git") or {}
+    gpus = record.get("gpus") or []
+    changed = " with uncommitted changes" if git.get("dirty") else ""
+    return {
+        "recipe": record.get("recipe"),
+        "started": record.get("started"),
+        "devices": ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or None,
+        "versions": ", ".join(f"{name} {versions[name]}" for name in VERSIONS if versions.get(name)),
+        "git commit": f"{git['commit']}{changed}" if git.get("commit") else None,
+    }
+
+
+def _cell(key: str, value: Any) -> str:
+    return " ".join(_open(key, str(value)).split()).replace("|", "\\|")
+
+
+def _open(key: str, text: str) -> str:
+    """Return a text unless it looks like a secret."""
+    return "left out: it looks like it holds a secret" if secret_problems({key: text}) else text
+
+
+def _get(values: Any, *keys: str) -> Any:
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a file of YAML or JSON says; nothing where it is missing or damaged."""
+    try:
+        values = load_yaml(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}

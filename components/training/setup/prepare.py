@@ -1,0 +1,112 @@
+"""A model on its mesh, with its weights: what is trained, evaluated and generated from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from components import distributed, models
+from components.config.schema.peft import PeftConfig
+from components.config.schema.recipes import RecipeConfig, section
+from components.config.schema.training import EvaluationConfig, TrainingConfig
+from components.distributed.mesh import Mesh
+from components.models.anatomy import Anatomy
+from components.training.objectives.loss_head import attach_loss_head
+from components.training.setup.flops import step_work
+from components.training.setup.precision import autocast_dtype, compute_dtype
+from components.training.setup.prepared import Prepared, StepSettings
+from components.training.setup.recompute_policy import StepLoad, choose_checkpointing
+from components.training.setup.router_loss import attach_router_loss
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class OnMesh(Protocol):
+    """What `prepare` takes of a run."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The device mesh."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+
+    @property
+    def resume_from(self) -> Path | None:
+        """The checkpoint whose weights are loaded afterwards; None: the run begins here."""
+
+
+def prepare(cfg: RecipeConfig, run: OnMesh, vocabulary: int) -> Prepared:
+    """Build a model on meta, parallelize it, and fill this rank's part. A collective: call it on all ranks.
+
+    Adapters come before sharding, so that they are sharded like their layers; `prepare_built` does the rest.
+
+    Args:
+        vocabulary: Number of tokens of the tokenizer; a model from scratch gets as many embeddings.
+
+    Raises ConfigError for a model or a mesh that cannot be computed.
+    """
+    model = models.build_on_meta(cfg.model, vocabulary)
+    anatomy = models.read_anatomy(model)
+    models.add_adapters(model, _adapters(cfg), exports=section(cfg, TrainingConfig) is not None)
+    return prepare_built(model, anatomy, cfg, run)
+
+
+def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: OnMesh) -> Prepared:
+    """Parallelize a model that is on meta, with its adapters, and fill this rank's part. A collective.
+
+    The order matters. The head and the policy of activation checkpointing are chosen on meta, before memory is
+    allocated; layers are compiled inside FSDP's and DDP's wrappers, which come last. A config without the training
+    section gives a model that can only be evaluated.
+
+    Args:
+        anatomy: Of the model without adapters.
+
+    Raises ConfigError for a mesh that cannot be computed.
+    """
+    mesh, device, training = run.mesh, run.device, section(cfg, TrainingConfig)
+    trains = training is not None
+    dtype, why_dtype = compute_dtype(cfg.model, device)
+    work = step_work(model, cfg.logging, mesh, device, dtype, anatomy) if trains else None
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype, anatomy)
+    router_loss = attach_router_loss(model, cfg.model, mesh, anatomy) if trains else None
+    sizes = training or section(cfg, EvaluationConfig) or EvaluationConfig()
+    loss_head = attach_loss_head(model, cfg.model.loss, sizes, cfg.parallelism, mesh, layout.stages, device)
+    recompute = None
+    if training is not None:
+        load = StepLoad(training, cfg.parallelism, compiles=cfg.model.compile)
+        recompute = choose_checkpointing(model, load, mesh, device, dtype, anatomy=anatomy)
+        models.checkpoint_activations(model, recompute.policy, anatomy)
+    if cfg.model.compile:
+        models.compile_layers(model, anatomy=anatomy)
+    models.materialize(model, device, offload=cfg.parallelism.cpu_offload)
+    if run.resume_from is None or _adapters(cfg).adapts:  # a checkpoint holds what is trained, not the base of adapters
+        models.fill_weights(model, cfg.model, cfg.run.seed)
+    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+    counts = models.count_parameters(model)
+    return Prepared(
+        module=model,
+        replica=replica,
+        settings=StepSettings(
+            device=device,
+            max_grad_norm=0.0 if training is None else training.max_grad_norm,
+            defer_grad_sync=cfg.parallelism.defer_grad_sync,
+            mesh=mesh,
+            autocast=autocast_dtype(cfg.parallelism, cfg.model, dtype),
+            router_loss=router_loss,
+            loss_head=loss_head,
+            work=work,
+        ),
+        parallelism=cfg.parallelism,
+        compute_dtype=dtype,
+        counts=counts,
+        summary=f"{counts}, {cfg.model.dtype}, {why_dtype}",
+        notes=[*layout.notes, router_loss, loss_head, recompute, work],
+    )
+
+
+def _adapters(cfg: RecipeConfig) -> PeftConfig:
+    return section(cfg, PeftConfig) or PeftConfig()
