@@ -34,7 +34,7 @@ def dpo(bench: Bench) -> Bench:
 def lines_of(run: Path) -> list[dict[str, float]]:
     """What metrics.jsonl has of training and evaluation, without speeds and checksums."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    left_out = ("tokens_per_second", "crc", "time")
+    left_out = ("tokens_per_second", "check")
     return [{key: value for key, value in line.items() if key not in left_out} for line in lines]
 
 

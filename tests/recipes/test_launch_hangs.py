@@ -21,7 +21,7 @@ from tests.recipes.launching import TWO, Bench, Done
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 MODEL, OPTIMIZER = "        # Model: built on meta", "        optimizer = training.build_optimizer("
-LOOP = "        run.resume(model"
+LOOP = "        run.begin(model"
 SAVE = "                run.save(step)\n"
 PLANTED = """
         import time
