@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
 from components.config.schema.data import DataConfig, PreferencesDataConfig
 from components.config.schema.logging import LoggingConfig
@@ -90,11 +91,10 @@ class EvaluateConfig(RecipeConfig):
 
 def section(cfg: RecipeConfig, schema: type[Section]) -> Section | None:
     """Return the section of `cfg` that is a `schema` or a subclass of it, the first of several; None: it has none."""
-    values = (getattr(cfg, each.name) for each in fields(cfg))
-    return next((value for value in values if isinstance(value, schema)), None)
+    return next((value for value in field_values(cfg).values() if isinstance(value, schema)), None)
 
 
 def with_section(cfg: Config, old: object, new: object) -> Config:
     """Return a copy of `cfg` with `new` in place of its section `old`."""
-    changed: dict[str, Any] = {each.name: new for each in fields(cfg) if getattr(cfg, each.name) is old}
+    changed: dict[str, Any] = {name: new for name, value in field_values(cfg).items() if value is old}
     return replace(cfg, **changed)

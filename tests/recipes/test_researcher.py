@@ -1,0 +1,80 @@
+"""Five changes that a researcher makes to a copied recipe, through public names only, each of at most ten lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.launching import Bench
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
+SHORT = (
+    *("training.max_steps=2", "training.global_batch_size=4", "training.micro_batch_size=2", "training.seq_len=64"),
+    *("data.max_samples=32", "data.max_eval_samples=2", "generation.samples=0", "cluster.device=cpu"),
+    *("checkpoint.export=false", "logging.plot=false", "run.dir=mine", "cluster=local_2proc", "parallelism=fsdp2"),
+)
+OPTIMIZER = "        optimizer = training.build_optimizer(model.module, cfg.optimizer)\n"
+OBJECTIVE = "        objective = training.NextToken(cfg.objective)\n"
+STEP = "            step.done("
+CHANGES = {
+    "objective": [
+        (
+            OBJECTIVE,
+            """
+        from components.config.schema import NextTokenConfig
+        objective = training.NextToken(NextTokenConfig(label_smoothing=0.1, z_loss=1e-4))
+""",
+        )
+    ],
+    "frozen embeddings": [
+        (OPTIMIZER, f"        model.module.get_input_embeddings().weight.requires_grad_(False)\n{OPTIMIZER}")
+    ],
+    "metric": [
+        (STEP, f"            run.log(step, tokens_here=sum(batch.target_count for batch in step.batches))\n{STEP}")
+    ],
+    "sgd": [
+        (
+            OPTIMIZER,
+            """
+        import torch
+        optimizer = torch.optim.SGD(model.module.parameters(), lr=cfg.optimizer.lr, momentum=0.9)
+""",
+        )
+    ],
+    "two optimizers": [
+        (
+            OPTIMIZER,
+            """
+        import torch
+        matrices = [p for p in model.module.parameters() if p.dim() >= 2]
+        others = [p for p in model.module.parameters() if p.dim() < 2]
+        optimizer = {
+            "matrices": torch.optim.AdamW(matrices, lr=cfg.optimizer.lr),
+            "others": torch.optim.SGD(others, lr=cfg.optimizer.lr),
+        }
+""",
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_trains_saves_and_resumes(change: str, bench: Bench) -> None:
+    text, lines = RECIPE.read_text(), 0
+    for before, after in CHANGES[change]:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+        lines += len(after.strip().splitlines()) - after.count(before)
+    assert lines <= 10
+    bench.recipe.write_text(text)
+    done = bench.start(*SHORT).wait()
+    assert done.status == 0, done.errors
+    again = bench.start(*SHORT, "training.max_steps=3").wait()
+    assert again.status == 0, again.errors
+    rows = [json.loads(line) for line in (bench.folder / "mine" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    if change == "metric":
+        assert all(row["tokens_here"] > 0 for row in steps)
