@@ -18,7 +18,7 @@ from components.config.compose.sources import CONF, Request, option_groups, regi
 from components.config.compose.typed import free_keys, known_keys, typed
 from components.config.errors import ConfigError
 from components.config.kinds import KINDS
-from components.config.schema import EvaluateConfig, FinetuneConfig, PretrainConfig, RecipeConfig, Strategy
+from components.config.schema import DpoConfig, EvaluateConfig, FinetuneConfig, PretrainConfig, RecipeConfig, Strategy
 from components.config.schema.data import ChatDataConfig, DocsDataConfig, MixtureDataConfig, SftDataConfig
 from tests.config.commands import Commands
 
@@ -26,9 +26,12 @@ RECIPES: dict[str, type[RecipeConfig]] = {
     "finetune": FinetuneConfig,
     "pretrain": PretrainConfig,
     "evaluate": EvaluateConfig,
+    "dpo": DpoConfig,
 }
 GROUPS = {group: options for group, options in option_groups([CONF]).items() if group != "local"}
-NEEDS_A_PATH = {"data=jsonl", "data=chat_jsonl", "data=text"}
+NEEDS_A_PATH = {"data=jsonl", "data=chat_jsonl", "data=text", "data=preferences"}
+ALWAYS = {"dpo": ["data.path=mine.jsonl"]}
+"""What a recipe's command line must have."""
 
 
 def sections(name: str) -> set[str]:
@@ -37,10 +40,13 @@ def sections(name: str) -> set[str]:
 
 def choices(name: str) -> list[str]:
     """Every option of every group of a recipe, and every experiment that is about sections it has."""
+    if name == "dpo":  # the sections of finetune, but for two
+        return ["data=preferences", "objective=dpo"]
     places = {*sections(name), "network"}
     if name == "pretrain":  # the sections of finetune, which takes every option
         places = {"data", "model", "optimizer"}
     found = [f"{group}={option}" for group, options in GROUPS.items() if group in places for option in options]
+    found = [each for each in found if each != "objective=dpo"]
     for option in GROUPS["experiment"]:
         keys = yaml.safe_load((CONF / "experiment" / f"{option}.yaml").read_text())
         if set(keys) - {"defaults"} <= sections(name):
@@ -68,7 +74,7 @@ def test_every_option_composes_and_comes_back_from_yaml(tmp_path: Path, name: st
     needed = ["data.path=mine.jsonl"] if choice in NEEDS_A_PATH else []
     needed += ["+data@data.sources.docs=pydocs"] if choice == "data=mixture" else []
     needed += ["data.factory=my_data:build"] if choice == "data=custom" else []
-    cfg = compose(name, choice, *needed)
+    cfg = compose(name, choice, *(needed or ALWAYS.get(name, [])))
     assert type(cfg) is RECIPES[name]
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
     again = read_frozen(tmp_path / "config.yaml", RECIPES[name])
@@ -204,7 +210,7 @@ def test_cfg_job_prints_the_config_and_starts_nothing(commands: Commands, tmp_pa
         f"@recipe('{name}')\ndef main(cfg: {schema}) -> None:\n    raise SystemExit(9)\nmain()\n"
     )
     for arguments in (["--cfg", "job"], ["--cfg", "job", "--resolve"]):
-        ended = commands.run(recipe, ["model=tiny", *arguments, "run.name=mine"], tmp_path)
+        ended = commands.run(recipe, ["model=tiny", *arguments, "run.name=mine", *ALWAYS.get(name, [])], tmp_path)
         assert (ended.status, ended.errors, ended.imported_torch) == (0, "", False)
         printed = yaml.safe_load(ended.output)
         assert (printed["run"]["name"], printed["model"]["tokenizer"]) == ("mine", "bytes")
@@ -355,7 +361,7 @@ def test_every_key_misspelt_is_recognised(name: str) -> None:
     register_schemas(name, schema)
     keys = [key for key in known_keys(schema) if not key.startswith("data.") and len(key.rpartition(".")[2]) > 3]
     misspelt = {key: key[:-2] + key[-1] for key in keys if key[:-2] + key[-1] not in keys}
-    overrides = tuple(f"{wrong}=1" for wrong in misspelt.values())
+    overrides = (*ALWAYS.get(name, []), *(f"{wrong}=1" for wrong in misspelt.values()))
     problems = diagnose(Request(name, schema, (CONF,), overrides), ValueError(), lambda cfg, refused: [])
     assert len(problems) == len(misspelt)
     told = dict(re.fullmatch(r"(.*)=1: no such key(?:; did you mean (.*)\?)?", line).groups() for line in problems)

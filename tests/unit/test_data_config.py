@@ -17,6 +17,7 @@ from components.config.schema.data import (
     DataKind,
     DocsDataConfig,
     MixtureDataConfig,
+    PreferencesDataConfig,
     SftDataConfig,
     TextDataConfig,
 )
@@ -51,6 +52,7 @@ def test_every_option_is_of_its_kind_and_complete_but_for_the_path():
         "pysource": TextDataConfig,
         "mixture": MixtureDataConfig,
         "custom": CustomDataConfig,
+        "preferences": PreferencesDataConfig,
     }
     assert {file.stem for file in OPTIONS.glob("*.yaml")} == set(kinds)
     for name, kind in kinds.items():
@@ -60,7 +62,7 @@ def test_every_option_is_of_its_kind_and_complete_but_for_the_path():
 
 
 def test_options_that_need_a_path_say_so_and_the_others_have_what_they_need():
-    for name in ("jsonl", "chat_jsonl", "text"):
+    for name in ("jsonl", "chat_jsonl", "text", "preferences"):
         assert OmegaConf.is_missing(OmegaConf.load(OPTIONS / f"{name}.yaml"), "path")
     gsm8k = option("gsm8k")
     assert (gsm8k.path, gsm8k.subset) == ("openai/gsm8k", "main")
@@ -77,6 +79,7 @@ def test_a_frozen_config_is_read_back_by_its_kind(kind):
         ChatDataConfig: {"path": "x"},
         TextDataConfig: {"path": "x"},
         CustomDataConfig: {"factory": "a:b"},
+        PreferencesDataConfig: {"path": "x"},
     }
     schema = KINDS["data"][kind]
     cfg = schema(**required.get(schema, {}), max_samples=3)
