@@ -194,7 +194,7 @@ def test_layers_compile_around_their_experts() -> None:
         distributed.parallelize(model, mesh, config, case.dtype)
         if compiled:
             models.compile_layers(model, backend="eager")
-        loss = model(input_ids=micro_batches(case, mesh, 0)[0]["input_ids"]).logits.square().sum()
+        loss = model(input_ids=micro_batches(case, mesh, 0)[0].input_ids).logits.square().sum()
         loss.backward()
         return loss.item(), training.gradient_norm(model.parameters()).item()
 

@@ -406,7 +406,7 @@ def gradients_under_tp(name: str, apply: Any) -> tuple[dict[str, torch.Tensor], 
     found = []
     for each in (wanted, model):
         logits = each(input_ids=batch.input_ids, use_cache=False).logits
-        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
+        nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
         found.append(
             {
                 name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
@@ -474,7 +474,7 @@ def check_norm(rank: int, norm: Any) -> None:
     ours_tp(model, mesh_1d("tp"))
     batch = pad(samples_of_step(0), 2)
     logits = model(input_ids=batch.input_ids, use_cache=False).logits
-    nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
+    nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
     found = norm(model.parameters()).double()
     assert abs(found / truth - 1) < 1e-12, f"the norm is {found.item()}, not {truth.item()}"
 
