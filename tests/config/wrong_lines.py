@@ -24,7 +24,10 @@ UNKNOWN_KEY = [
         "data.path=x.jsonl",
         *("the chosen option of data has no such key", "add data=jsonl", "data=NAME that has it (text, chat_jsonl, "),
     ),
-    ("data=pydocs data.prompt_column=q", "add data=jsonl, or another data=NAME that has it (preferences, gsm8k, alpaca)"),
+    (
+        "data=pydocs data.prompt_column=q",
+        "add data=jsonl, or another data=NAME that has it (preferences, gsm8k, alpaca)",
+    ),
     ("data=jsonl data.path=x data.messages_column=q", "data.messages_column=q", "no such key; add data=chat_jsonl"),
     ("data.factory=a:b", "data.factory=a:b: the chosen option of data has no such key; add data=custom"),
     ("learning_rate=3e-4", "learning_rate=3e-4: no such key; did you mean optimizer.lr?"),
