@@ -82,7 +82,7 @@ def export(options: Namespace) -> Path:
     world = axes.pop("world", 1)
     mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items())
     mesh = f"{mesh} on {describe_processes(world)}" if mesh else describe_processes(world)
-    card = observability.model_card(run_dir, state, mesh)
+    card = observability.render_model_card(run_dir, state, mesh)
     try:
         if options.adapter:
             adapters = _adapters(model, stored)

@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
 wherever a document begins; and one whose values are narrower than its keys, without experts."""
 
 
-class _NoPadding:
+class NoPadding:
     """What a data set takes of a tokenizer."""
 
     pad_token_id = None
@@ -52,7 +52,7 @@ def packed(count: int = 24, seed: int = 0) -> data.PackedDataset:
         labels = tokens.clone()
         labels[: int(torch.randint(0, length - 1, (), generator=generator))] = -100
         examples.append(data.Example(tokens.tolist(), labels.tolist()))
-    samples = Dataset(examples, _NoPadding(), facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
+    samples = Dataset(examples, NoPadding(), facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
     return data.PackedDataset(samples, SEQ_LEN)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from components import training
+from components.batch import Batch
 from components.checkpoint import Mark, find_checkpoint, save_checkpoint, verify
 from components.checkpoint.manifest import Manifest
 from components.checkpoint.retention import remove
@@ -71,11 +72,11 @@ def test_a_rank_whose_clock_is_due_makes_all_save_at_the_same_step() -> None:
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
         optimizer = torch.optim.AdamW(model.parameters())
         settings = training.StepSettings(device=torch.device("cpu"))
-        rows = {"input_ids": torch.ones(1, 8, dtype=torch.long), "labels": torch.ones(1, 8, dtype=torch.long)}
+        rows = Batch.from_labels(torch.ones(1, 8, dtype=torch.long), torch.ones(1, 8, dtype=torch.long))
         reader, seen = training.StepReader(lag=1), []
         for step in range(4):
             vector = training.train_step(
-                training.Prepared(model, settings), [rows], optimizer, (0.0, 0.0, float(rank == 1 == step))
+                training.Prepared(model, settings), [rows], optimizer, asked=(0.0, 0.0, float(rank == 1 == step))
             )
             arrived = reader.push(step, vector, began=0.0)
             seen.append(any(each.must_save for each in arrived))

@@ -22,7 +22,7 @@ from components.config.schema.model import LossMethod
 from components.config.schema.training import TrainingConfig
 from components.data.dataset import Dataset, Facts
 from components.training.objectives import chunked_loss
-from tests.distributed.packed import Step, differences, one_step
+from tests.distributed.packed import NoPadding, Step, differences, one_step
 from tests.distributed.parity import build
 from tests.harness import run_ranks
 
@@ -103,7 +103,7 @@ def reference(model: Any, documents: list[data.Example]) -> Step:
 
 def batch_of(case: Case) -> dict[str, torch.Tensor]:
     documents = case.documents
-    samples: Any = Dataset(documents, None, facts=Facts("here"), seq_len=case.seq)  # type: ignore[arg-type]
+    samples: Any = Dataset(documents, NoPadding(), facts=Facts("here"), seq_len=case.seq)  # type: ignore[arg-type]
     rows = data.PackedDataset(samples, case.seq) if case.packed else samples
     plan = data.BatchPlan(global_batch_size=len(rows), micro_batch_size=len(rows))
     return data.TrainBatches(rows, plan, seed=0, fingerprint="").at(0)[0]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from components.training import loop
+from components.training import step
 from tests.distributed.parity import Case, build, reference, run_case
 from tests.harness import run_ranks
 
@@ -81,7 +81,7 @@ def test_replicas_stay_equal_where_their_gradients_are_not(world: int) -> None:
 
 def test_without_that_they_drift() -> None:
     def body(rank: int) -> list[list[str]]:
-        loop.equalize_replicas = lambda parameters: None
+        step.equalize_replicas = lambda parameters: None
         return drifted([Case("llama_uneven_heads", TP2, 2, 3)])
 
     for (names,) in run_ranks(2, body):
