@@ -65,11 +65,11 @@ class StoredColumn:
         return self[:].astype(dtype or self.dtype, copy=False)
 
 
-def write_tokens(file: Path, parts: Iterable[Tokens], told: Callable[[], str]) -> None:
+def write_tokens(file: Path, parts: Iterable[Tokens], summary: Callable[[], str]) -> None:
     """Write parts, laid end to end, aside and rename them to `file`; none of it is held in memory.
 
     Args:
-        told: Returns text that `read_tokens` gives back; called after the last part.
+        summary: Returns text that `read_tokens` gives back; called after the last part.
 
     Raises OSError.
     """
@@ -90,7 +90,7 @@ def write_tokens(file: Path, parts: Iterable[Tokens], told: Callable[[], str]) -
             "labels": ("I32", labels),
         }
         with atomic_file(file, PRIVATE) as whole:  # it holds the samples
-            _write_columns(whole, columns, told())
+            _write_columns(whole, columns, summary())
 
 
 def read_tokens(file: Path) -> tuple[Tokens, str] | None:
@@ -106,13 +106,13 @@ def read_tokens(file: Path) -> tuple[Tokens, str] | None:
             begin, end = header[name]["data_offsets"]
             columns[name] = StoredColumn(content, dtype, 8 + size + begin, (end - begin) // np.dtype(dtype).itemsize)
         said = header["__metadata__"]
-        digest = xxhash.xxh3_128(said["told"].encode())
+        digest = xxhash.xxh3_128(said["summary"].encode())
         for column in columns.values():
             for start in range(0, len(column), VALUES_AT_ONCE):
                 digest.update(column[start : start + VALUES_AT_ONCE].data)
         if said["hash"] == digest.hexdigest():
             ends = columns["ends"][:]
-            return Tokens(columns["ids"], columns["labels"], ends[:-1], ends[1:]), said["told"]
+            return Tokens(columns["ids"], columns["labels"], ends[:-1], ends[1:]), said["summary"]
         logger.warning("%s is damaged: it is made again", file)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -170,11 +170,11 @@ class _OpenFile:
             filled += count
 
 
-def _write_columns(whole: IO[bytes], columns: dict[str, tuple[str, IO[bytes]]], told: str) -> None:
+def _write_columns(whole: IO[bytes], columns: dict[str, tuple[str, IO[bytes]]], summary: str) -> None:
     """Write header and columns; the hash over them replaces as many zeros in the header at the end."""
-    digest = xxhash.xxh3_128(told.encode())
+    digest = xxhash.xxh3_128(summary.encode())
     entries = {name: Entry(dtype, (content.tell() // ITEM_BYTES[dtype],)) for name, (dtype, content) in columns.items()}
-    writer = SafetensorsWriter(whole, entries, {"told": told, "hash": "0" * 32})
+    writer = SafetensorsWriter(whole, entries, {"summary": summary, "hash": "0" * 32})
 
     def blocks_of(content: IO[bytes]) -> Iterator[bytes]:
         content.seek(0)
@@ -184,4 +184,4 @@ def _write_columns(whole: IO[bytes], columns: dict[str, tuple[str, IO[bytes]]], 
 
     for name, (_, content) in columns.items():
         writer.write(name, blocks_of(content))
-    writer.replace_metadata({"told": told, "hash": digest.hexdigest()})
+    writer.replace_metadata({"summary": summary, "hash": digest.hexdigest()})

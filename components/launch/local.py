@@ -125,7 +125,9 @@ class _Ranks:
         """Signals that were passed on, in order."""
         self.aborted = False
         self.plan: deque[tuple[float, signal.Signals]] = deque()
-        """When to send what to those still there, once the run is lost; seconds of time.monotonic()."""
+        """What to send to the remaining ranks once the run is lost, each so many seconds after the one before."""
+        self.next_signal = 0.0
+        """When the first of `plan` is due; seconds of time.monotonic()."""
         self.asked_to_end = False
         self.next_look_for_reports = 0.0
         self.killed_for_memory_before = killed_for_memory()
@@ -164,9 +166,10 @@ class _Ranks:
             while signals:
                 self._pass_on(signals.popleft())
             self._collect()
-            if self.plan and time.monotonic() >= self.plan[0][0]:
+            if self.plan and time.monotonic() >= self.next_signal:
                 self.asked_to_end = True
                 self._send(self.plan.popleft()[1])
+                self._schedule()
             time.sleep(POLL)
 
     def kill(self) -> None:
@@ -218,12 +221,18 @@ class _Ranks:
             self._end_by((REFUSED_GRACE, signal.SIGKILL))
         elif any(report.kind == Kind.hung for report in reports):
             after = STACKS_AFTER  # a rank that was stopped must continue for a moment to write its stacks
-            self._end_by((after, signal.SIGUSR1), (after, signal.SIGCONT), (after + STACKS_WITHIN, signal.SIGKILL))
+            self._end_by((after, signal.SIGUSR1), (0.0, signal.SIGCONT), (STACKS_WITHIN, signal.SIGKILL))
         else:
-            self._end_by((GRACE, signal.SIGTERM), (GRACE + KILL_AFTER, signal.SIGKILL))
+            self._end_by((GRACE, signal.SIGTERM), (KILL_AFTER, signal.SIGKILL))
 
     def _end_by(self, *steps: tuple[float, signal.Signals]) -> None:
-        self.plan = deque((time.monotonic() + delay, number) for delay, number in steps)
+        self.plan = deque(steps)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Count from the signal sent last, so that a launcher that was delayed still leaves the ranks their time."""
+        if self.plan:
+            self.next_signal = time.monotonic() + self.plan[0][0]
 
     def _send(self, number: signal.Signals) -> None:
         for rank, process in enumerate(self.processes):

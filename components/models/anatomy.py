@@ -324,7 +324,7 @@ def _own_masks(model: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]
     if not model._can_set_attn_implementation():
         return "computes attention in its own code, outside transformers' attention interface"
     if _window(config) and not any(map(passes_window, model.modules())):
-        return "keeps its sliding window in a mask that its attention is not told of"
+        return "applies its sliding window by a mask and does not pass the window to its attention"
     return ""
 
 

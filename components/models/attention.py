@@ -51,7 +51,7 @@ def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatom
     implementation = model.config.get_text_config()._attn_implementation
     needed, refusal = anatomy.own_masks, anatomy.needs_unpacked_rows and f"{anatomy.needs_unpacked_rows}; set"
     if implementation != "sdpa":
-        needed = f"attends by {implementation}, which is not told of them"
+        needed = f"attends by {implementation}, which does not receive them"
         refusal = f"{needed}; set model.attention=sdpa or"
     packed = _Packed(model, refusal)
     model.base_model.register_forward_pre_hook(packed.before, with_kwargs=True)
@@ -186,7 +186,7 @@ class _Packed:
         return args, {**kwargs, DOCUMENTS: Documents(bounds, longest)}
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Refuse a model whose attention was never told of the documents, and so saw across them."""
+        """Reject a model whose attention never read the document bounds, and so attended across documents."""
         documents = kwargs.get(DOCUMENTS)
         if documents is not None and not documents.reached:
             raise ConfigError(

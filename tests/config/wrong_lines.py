@@ -134,7 +134,11 @@ OUT_OF_RANGE = [
             "set it above 0",
         ),
     ),
-    ("data.pack=true model.attention=eager", "model.attention=eager: is not told where", "set model.attention=sdpa or"),
+    (
+        "data.pack=true model.attention=eager",
+        "model.attention=eager: does not receive the document bounds",
+        "set model.attention=sdpa or",
+    ),
     ("cluster.procs_per_node=0", "cluster.procs_per_node=0", "1 or more"),
     ("cluster.nodes=2", "cluster.nodes=2", "set cluster.nodes=1"),
 ]

@@ -112,7 +112,7 @@ def assert_missed(hung: Hung, rank: int, moment: str) -> None:
     assert re.search(r'File ".*tried.py", line \d+ in main', other)
     # The missing one was made to go on for a moment, and wrote where it stood; rank 0 has the terminal for its log.
     own = hung.done.errors if rank == 0 else (hung.logs / f"rank_{rank}.log").read_text()
-    assert re.search(r'File ".*tried.py", line \d+ in main', own)
+    assert re.search(r'File ".*tried.py", line \d+ in main', own), own
 
 
 @pytest.mark.parametrize(("rank", "moment"), [(0, "save"), *([(1, "step")] if TORTURE else [])])

@@ -91,7 +91,7 @@ def test_layers_of_families_whose_count_is_of_others(model_type: str) -> None:
         ({"model_type": "qwen3_next", "head_dim": 8}, "has layers of linear_attention, which are neither"),
         ({"model_type": "gemma3_text", "head_dim": 8, "use_bidirectional_attention": True}, "attends to both sides"),
         ({"model_type": "bloom"}, "computes attention in its own code, outside transformers' attention interface"),
-        ({"model_type": "moshi", "sliding_window": 8}, "keeps its sliding window in a mask"),
+        ({"model_type": "moshi", "sliding_window": 8}, "applies its sliding window by a mask"),
         ({"model_type": "mistral", "sliding_window": 8}, ""),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",

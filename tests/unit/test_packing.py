@@ -270,7 +270,7 @@ def test_a_model_that_would_see_across_documents_is_refused() -> None:
     eager = copy.deepcopy(plain)
     eager.set_attn_implementation("eager")
     assert not models.use_causal_sdpa(eager)
-    told = "attends by eager, which is not told of them; set model.attention=sdpa or data.pack=false"
+    told = "attends by eager, which does not receive them; set model.attention=sdpa or data.pack=false"
     assert told in refusal(eager)
     mixed = copy.deepcopy(plain)
     mixed.model.short = torch.nn.Conv1d(2, 2, 3)

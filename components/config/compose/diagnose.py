@@ -66,8 +66,8 @@ def diagnose(request: Request, error: Exception, check: Check) -> list[str]:
     cfg = search.complete(search.apply_values(base))
     if cfg is not None:
         search.add_independent(check(cfg, search.refused()))
-    told = error.problems if isinstance(error, ConfigError) else []
-    return search.problems or told or [explain_value(error)]
+    reported = error.problems if isinstance(error, ConfigError) else []
+    return search.problems or reported or [explain_value(error)]
 
 
 class _Search:

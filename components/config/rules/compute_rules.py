@@ -74,7 +74,7 @@ def attention_problems(model: ModelConfig, mesh: MeshShape, device: Device, *, p
     problems = []
     if packs and model.attention not in (Attention.sdpa, Attention.sdpa_flash):
         problems.append(
-            f"model.attention={model.attention}: is not told where the documents of packed rows end; set "
+            f"model.attention={model.attention}: does not receive the document bounds of packed rows; set "
             "model.attention=sdpa or data.pack=false"
         )
     if model.attention == Attention.sdpa_flash and mesh.cp > 1:

@@ -135,7 +135,9 @@ def held(path: Path) -> Iterator[None]:
     lock, lease = _lock(path, mend), None
     try:
         if lock is None and not (path / RESULT).exists():
-            raise ConfigError(f"run.dir={path}: nothing tells here whether its run has ended: no locks, no {RESULT}")
+            raise ConfigError(
+                f"run.dir={path}: it is unknown whether its run has ended: there are no locks and no {RESULT}"
+            )
         if doubt := _refuse_live_job(path, mend):
             raise ConfigError(
                 f"run.dir={path}: {doubt}; try again from a login node of its cluster, or remove {path / JOB_ID} if it "

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save
 from components import data, models
 from components.config.errors import ConfigError
 from components.distributed.fsdp import fsdp_units
+from components.exchange import all_gather_json
 from components.protocol.run_files import atomic_write
 from components.training.forward import local_part, score_rows
 from components.training.objectives.preference import REFERENCE
@@ -48,7 +49,8 @@ def with_reference(model: Prepared, pairs: data.PairDataset, run: KeepsReference
     """
     _refuse_dropout(model.module)
     file = Path(run.dir) / f"reference-{pairs.fingerprint[:16]}.safetensors"
-    if (known := _read(file)) is not None:
+    known = _read(file)
+    if all(all_gather_json(known is not None)) and known is not None:  # all ranks read the file, or all compute
         return pairs.with_values(REFERENCE, known)
     has_adapters = bool(models.adapted_layers(model.module))
     if run.resume_from is not None and not has_adapters:
