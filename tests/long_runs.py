@@ -61,7 +61,11 @@ PARTS: dict[str, dict[str, list[str]]] = {
         "small": [
             *(GRID, f"--deselect={GRID}::test_the_whole_grid", "tests/distributed/test_parity_planted.py"),
             *("tests/distributed/test_parity_script.py", "tests/distributed/test_parity_smollm2.py"),
-            *("tests/distributed/test_packing.py", "tests/distributed/test_token_loss.py"),
+            *(
+                "tests/distributed/test_packing.py",
+                "tests/distributed/test_token_loss.py",
+                "tests/distributed/test_dpo.py",
+            ),
             *("tests/distributed/test_expert.py", "tests/distributed/test_router_loss.py"),
             *("tests/distributed/test_pipeline.py", "tests/recipes/test_benchmark_compare.py"),
             "tests/recipes/test_mixture.py",
