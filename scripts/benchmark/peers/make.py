@@ -36,7 +36,7 @@ def make(workload: Workload, packed: bool) -> None:
     """
     folder = Path(workload.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = (workload.shape, str(workload.stored), workload.lora_rank, workload.seed)
+    weights = (workload.shape, str(workload.stored), workload.lora_rank, workload.seed, "with tokenizer")
     sizes = (workload.shape.vocabulary, workload.seq_len, workload.rows, workload.total_steps, packed, workload.seed)
     _once(folder / "weights.txt", repr(weights), lambda: write_weights(workload))
     _once(folder / "tokens.txt", repr(sizes), lambda: write_tokens(workload, packed))
@@ -82,6 +82,7 @@ def write_model(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> No
     """Write config.json and the weights, a file per layer."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(shape), indent=1))
+    write_tokenizer(shape.vocabulary, folder)
     generator = torch.Generator().manual_seed(seed)
     files: dict[str, str] = {}
     total = 0
@@ -96,6 +97,16 @@ def write_model(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> No
         total += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def write_tokenizer(vocabulary: int, folder: Path) -> None:
+    """Write a tokenizer with as many tokens as the model has: Meshbook checks the samples' token ids against it."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({str(token): token for token in range(vocabulary)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", eos_token="0").save_pretrained(folder)
 
 
 def write_adapter(workload: Workload) -> None:

@@ -39,7 +39,7 @@ def overrides_of(workload: Workload) -> list[str]:
         *data,
         "data.eval_split=eval",
         f"data.pack={workload.layout == 'packed'}",
-        *("model=llama3_2_1b", "model.tokenizer=bytes", f"model.path='{workload.model}'"),  # its config.json decides
+        *("model=llama3_2_1b", f"model.path='{workload.model}'"),  # the sizes are those of its config.json
         *(f"model.dtype={stored}", f"model.compute_dtype={computed}", f"model.compile={workload.compile}"),
         *(peft if workload.lora_rank else []),
         *("parallelism=single", f"cluster.device={workload.device}", "cluster.procs_per_node=1"),
