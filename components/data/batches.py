@@ -38,7 +38,7 @@ class Padding:
     (A model that attends to both sides would need one; causal LMs do not.) Without a mask attention keeps
     its fastest kernels, and rows of padding alone do not become NaN, as they would where a mask hides all.
     Position ids go on through the padding, because Hugging Face models take positions that start again as
-    the beginning of another document. Where padding starts follows from the targets, since every sample
+    the first_line of another document. Where padding starts follows from the targets, since every sample
     of a `Dataset` ends with a target token; a router's statistics depend on it.
 
     Rows are padded to the longest of their micro-batch: that changes no result, only the time it takes. Packed rows all

@@ -29,8 +29,8 @@ from components.data.chat_template import ChatTemplate, KeyUsage, is_fast
 from components.data.examples import Example
 from components.data.sources import text
 from components.data.sources.rows import Conversation, Document
-from components.data.sources.split import Said, Side, characters_of, first_prompts, held_out_by_hash, most_samples
-from components.data.token_file import read_tokens, remove_forgotten, write_tokens
+from components.data.sources.split import Record, SourceSplit, characters_of, first_prompts, held_out_by_hash, sample_limit
+from components.data.token_file import read_tokens, remove_expired, write_tokens
 from components.data.tokens import Tokens, flattened
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ CODE = Path(__file__).parent
 _ENCODED_AT_ONCE = 1000  # conversations or documents: bounds the memory for their text, and occupies all cores
 _CHARACTERS_AT_ONCE = 1 << 20  # about: a document may be long
 _PROMPTS_KEPT = 100  # to generate samples from
-_ELSEWHERE = ("pack", "cache", "weight", "overlong", "path", "eval_path", "max_samples", "max_eval_samples",
+_NOT_IN_KEY = ("pack", "cache", "weight", "overlong", "path", "eval_path", "max_samples", "max_eval_samples",
               "unused_keys")  # fmt: skip
 """Keys of the config that do not choose among a source's content, or are in the key in another way."""
 
 
-class Made(NamedTuple):
+class TokenizedSplit(NamedTuple):
     """What became of one side of a source."""
 
     tokens: Tokens
@@ -64,10 +64,10 @@ class Made(NamedTuple):
     """Columns and keys of messages that neither the chat template nor Meshbook uses."""
 
 
-class _Work(NamedTuple):
+class _Encoder(NamedTuple):
     """What is tokenized, and how."""
 
-    side: Side
+    split: SourceSplit
     tokenizer: PreTrainedTokenizerBase
     seq_len: int | None = None
     """Of the samples that documents are cut into."""
@@ -76,9 +76,9 @@ class _Work(NamedTuple):
     usage: KeyUsage | None = None
     """Of conversations: which of their keys are used."""
 
-    def samples_of(self, batch: list[Said]) -> Iterable[Example]:
+    def samples_of(self, batch: list[Record]) -> Iterable[Example]:
         """Tokenize a part of the side."""
-        documents = [said for said in batch if isinstance(said, Document)]
+        documents = [record for record in batch if isinstance(record, Document)]
         if self.seq_len is not None:
             return text.encode_documents(self.tokenizer, documents, self.seq_len)
         conversations = [each for each in batch if isinstance(each, Conversation)]
@@ -92,40 +92,40 @@ class _Work(NamedTuple):
     def unused(self) -> list[str]:
         """What was read and left out; known once the whole side was encoded."""
         keys = [] if self.usage is None else self.usage.unused
-        return [*(f"column {name}" for name in self.side.unused_columns), *keys]
+        return [*(f"column {name}" for name in self.split.unused_columns), *keys]
 
 
-def tokenize(side: Side, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Made:
+def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> TokenizedSplit:
     """Return the samples of a side, from `data.cache` where they are known; documents are cut to `seq_len` tokens.
 
     A fast tokenizer encodes on all cores. A folder that cannot be written costs a warning, and memory for all tokens.
 
     Raises ConfigError where the source is wrong, or changes while it is read.
     """
-    most = most_samples(cfg, side.is_eval)
-    work = (
-        _Work(side, tokenizer, seq_len, most)
+    most = sample_limit(cfg, split.is_eval)
+    encoder = (
+        _Encoder(side, tokenizer, seq_len, most)
         if isinstance(cfg, TextDataConfig)
-        else _Work(side, tokenizer, usage=KeyUsage(ChatTemplate(tokenizer)))
+        else _Encoder(side, tokenizer, usage=KeyUsage(ChatTemplate(tokenizer)))
     )
     tokenizer_hash = None if cfg.cache is None else hash_of_tokenizer(tokenizer)
     if cfg.cache is None or tokenizer_hash is None:
-        return _make(work)
-    content, size = side.identity()
+        return _make(encoder)
+    content, size = split.identity()
     if size < WORTH_BYTES:
-        return _make(work)
-    key = _key([content, tokenizer_hash, side.is_eval, held_out_by_hash(cfg), most, work.seq_len], cfg)
+        return _make(encoder)
+    key = _key([content, tokenizer_hash, split.is_eval, held_out_by_hash(cfg), most, encoder.seq_len], cfg)
     try:
         entry = Path(cfg.cache).expanduser() / f"{key}.safetensors"
     except RuntimeError as error:  # the user of a container often has no home
         logger.warning("data.cache=%s: %s; the tokenized samples are not kept", cfg.cache, error)
-        return _make(work)
-    if (known := _read(entry)) is not None:
-        return known
-    with _alone(entry.with_suffix(".lock")):
-        if (known := _read(entry)) is not None:
-            return known
-        return _make(work, entry, content)
+        return _make(encoder)
+    if (cached := _read(entry)) is not None:
+        return cached
+    with _lock(entry.with_suffix(".lock")):
+        if (cached := _read(entry)) is not None:
+            return cached
+        return _make(encoder, entry, content)
 
 
 def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -134,52 +134,52 @@ def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return None
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
     whole |= {"truncation": None, "padding": None}  # set anew by every call
-    said = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map]
-    return xxhash.xxh3_128(json.dumps([whole, said], default=str).encode()).hexdigest()
+    record = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map]
+    return xxhash.xxh3_128(json.dumps([whole, record], default=str).encode()).hexdigest()
 
 
-def _key(said: list[Any], cfg: DataConfig) -> str:
-    chosen = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in _ELSEWHERE}
+def _key(record: list[Any], cfg: DataConfig) -> str:
+    chosen = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in _NOT_IN_KEY}
     versions = [version(package) for package in ("transformers", "tokenizers", "jinja2")]
     code = xxhash.xxh3_128(b"".join(file.read_bytes() for file in sorted(CODE.rglob("*.py")))).hexdigest()
-    return xxhash.xxh3_128(json.dumps([FORMAT, *said, chosen, versions, code]).encode()).hexdigest()
+    return xxhash.xxh3_128(json.dumps([FORMAT, *record, chosen, versions, code]).encode()).hexdigest()
 
 
-def _make(work: _Work, entry: Path | None = None, content: str = "") -> Made:
+def _make(encoder: _Encoder, entry: Path | None = None, content: str = "") -> TokenizedSplit:
     """Tokenize a side into a file, or in memory without one or where it cannot be written."""
-    prompts = first_prompts(work.side, _PROMPTS_KEPT)
+    prompts = first_prompts(encoder.split, _PROMPTS_KEPT)
     if entry is not None:
 
-        def told() -> str:
-            return json.dumps({"prompts": prompts, "bad_rows": work.side.bad_rows, "unused": work.unused})
+        def summary() -> str:
+            return json.dumps({"prompts": prompts, "bad_rows": encoder.split.bad_rows, "unused": encoder.unused})
 
         try:
-            write_tokens(entry, _parts(work, content), told)
+            write_tokens(entry, _token_chunks(encoder, content), summary)
         except OSError as error:
             logger.warning("data.cache=%s: %s; the tokenized samples are not kept", entry.parent, error)
         else:
             with contextlib.suppress(OSError):
-                remove_forgotten(entry.parent, KEPT_SECONDS)
+                remove_expired(entry.parent, KEPT_SECONDS)
         if (made := _read(entry)) is not None:
             return made
-    tokens = flattened(chain.from_iterable(_encoded(work)))
-    return Made(tokens, prompts, work.side.bad_rows, work.unused)
+    tokens = flattened(chain.from_iterable(_encoded(encoder)))
+    return TokenizedSplit(tokens, prompts, encoder.split.bad_rows, encoder.unused)
 
 
-def _parts(work: _Work, content: str) -> Iterator[Tokens]:
+def _token_chunks(encoder: _Encoder, content: str) -> Iterator[Tokens]:
     """Yield a side's tokens; at their end, before they are published, see whether the source is what it was."""
-    yield from map(flattened, _encoded(work))
-    if work.side.identity()[0] != content:
+    yield from map(flattened, _encoded(encoder))
+    if encoder.split.identity()[0] != content:
         raise ConfigError("data: the source was changed while it was read; start again")
 
 
-def _encoded(work: _Work) -> Iterator[Iterable[Example]]:
+def _encoded(encoder: _Encoder) -> Iterator[Iterable[Example]]:
     """Yield the samples of a side, some at a time: of conversations all, of documents at most as many as asked for."""
-    side, left = work.side, work.most
-    is_short = len(side) <= _ENCODED_AT_ONCE and side.characters <= _CHARACTERS_AT_ONCE
+    side, left = encoder.split, encoder.most
+    is_short = len(side) <= _ENCODED_AT_ONCE and split.characters <= _CHARACTERS_AT_ONCE
     with _progress(len(side), hidden=is_short) as advance:
         for batch in _batches(side):
-            samples = work.samples_of(batch)
+            samples = encoder.samples_of(batch)
             if left is not None:
                 samples = list(islice(samples, left))
                 left -= len(samples)
@@ -189,12 +189,12 @@ def _encoded(work: _Work) -> Iterator[Iterable[Example]]:
             advance(len(batch))
 
 
-def _batches(side: Side) -> Iterator[list[Said]]:
+def _batches(split: SourceSplit) -> Iterator[list[Record]]:
     """Yield what is encoded at once, about."""
-    batch, size = list[Said](), 0
-    for said in side:
-        batch.append(said)
-        size += characters_of(said)
+    batch, size = list[Record](), 0
+    for record in side:
+        batch.append(record)
+        size += characters_of(record)
         if len(batch) == _ENCODED_AT_ONCE or size >= _CHARACTERS_AT_ONCE:
             yield batch
             batch, size = [], 0
@@ -202,18 +202,18 @@ def _batches(side: Side) -> Iterator[list[Said]]:
         yield batch
 
 
-def _read(entry: Path) -> Made | None:
+def _read(entry: Path) -> TokenizedSplit | None:
     found = read_tokens(entry)
     if found is None:
         return None
     with contextlib.suppress(OSError):  # a folder that only can be read
         os.utime(entry)  # so its time of change is that of its last use: file systems seldom record reading
-    told = json.loads(found[1])
-    return Made(found[0], told["prompts"], told["bad_rows"], told["unused"])
+    summary = json.loads(found[1])
+    return TokenizedSplit(found[0], summary["prompts"], summary["bad_rows"], summary["unused"])
 
 
 @contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _lock(lock: Path) -> Iterator[None]:
     """Wait until no other process that shares the folder is within; a folder without locks is no reason to stop."""
     with contextlib.ExitStack() as stack:
         try:

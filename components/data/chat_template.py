@@ -24,7 +24,7 @@ _FIXED_CLOCK = (
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of one and the same key: transformers fills each from the others."""
-_TRIES = 200
+_MAX_TRIES = 200
 """Conversations in which a key is looked for before it counts as unused."""
 _PROBE = '{"probe": "value"}'
 
@@ -163,7 +163,7 @@ class KeyUsage:
             self._try(f"template argument {key}", conversation, conversation._replace(template_kwargs=kwargs), stop)
 
     def _try(self, name: str, whole: Conversation, without: Conversation, stop: int) -> None:
-        if name in self._used or self._tried[name] >= _TRIES:
+        if name in self._used or self._tried[name] >= _MAX_TRIES:
             return
         self._tried[name] += 1
         expected = self._template.render(whole, stop)

@@ -25,7 +25,7 @@ from components.data.examples import IGNORED, Example
 from components.data.mixture import MixtureDataset
 from components.data.packed import PackedDataset
 from components.data.sources.rows import unused_problem
-from components.data.sources.split import Side, describe, hash_of_prompt, held_out_by_hash, holds_out, kept_of, split_of
+from components.data.sources.split import SourceSplit, describe, hash_of_prompt, held_out_by_hash, holds_out, split_mask, split_of
 from components.data.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ def _one_source(
     if isinstance(cfg, CustomDataConfig):
         everything = _custom_examples(cfg, tokenizer, seq_len, is_eval)
         hashes = array("Q", map(hash_of_prompt, everything) if held_out_by_hash(cfg) else [0] * len(everything))
-        examples = compress(everything, kept_of(hashes, cfg, is_eval))
+        examples = compress(everything, split_mask(hashes, cfg, is_eval))
     else:
-        examples, prompts, facts.dropped_bad_rows, facts.unused = tokenize(Side(cfg, is_eval), cfg, tokenizer, seq_len)
+        examples, prompts, facts.dropped_bad_rows, facts.unused = tokenize(SourceSplit(cfg, is_eval), cfg, tokenizer, seq_len)
         if facts.unused and isinstance(cfg, RowsDataConfig) and cfg.unused_keys is UnusedKeys.refuse:
             raise ConfigError(unused_problem(facts.source, facts.unused))
     dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong, prompts=prompts)

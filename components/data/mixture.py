@@ -101,7 +101,7 @@ class MixtureFacts:
         if self.shares is None:
             return "\n".join(f"{name}: {facts}" for name, facts in self.sources.items())
         sources = list(zip(self.sources.items(), self.shares, strict=True))
-        targets = [share * facts.target_tokens / facts.drawn_from for (_, facts), share in sources]
+        targets = [share * facts.target_tokens / facts.order_size for (_, facts), share in sources]
         return "\n".join(
             f"{name}, {100 * share:.2f} % of rows, {100 * mean / sum(targets):.2f} % of tokens with loss: {facts}"
             for ((name, facts), share), mean in zip(sources, targets, strict=True)
@@ -123,7 +123,7 @@ class MixtureDataset(Sequence[Example | PackedRow]):
     def __init__(self, parts: Mapping[str, Part], weights: Mapping[str, float] | None = None) -> None:
         """`weights` are those of the sources that are trained on; held-out rows have none."""
         self.parts = dict(sorted(parts.items()))
-        self._weights = None if weights is None else whole_weights([weights[name] for name in self.parts])
+        self._weights = None if weights is None else integer_weights([weights[name] for name in self.parts])
         self._ends = list(accumulate(map(len, self.parts.values())))
         self.prompts = [prompt for part in self.parts.values() for prompt in part.prompts]
         """Questions of every source."""
@@ -185,7 +185,7 @@ def sources_of(dataset: Part | MixtureDataset) -> dict[str, Part]:
     return dataset.parts if isinstance(dataset, MixtureDataset) else {}
 
 
-def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the smallest whole numbers in the ratio of `weights`, taken as the decimals they are written in."""
     exact = [Fraction(str(weight)) for weight in weights]
     whole = [int(each * lcm(*(every.denominator for every in exact))) for each in exact]

@@ -14,12 +14,12 @@ from components.config.schema.data import (
     RowsDataConfig,
     UnusedKeys,
 )
-from components.data.sources.files import Place, check_columns, columns_of, files_of_split, is_local
+from components.data.sources.files import Location, check_columns, columns_of, files_of_split, is_local
 from components.data.sources.rows import (
     columns_optional,
     columns_wanted,
-    held_out_place,
-    training_place,
+    eval_location,
+    train_location,
     unused_problem,
 )
 
@@ -40,23 +40,23 @@ def check_files(cfg: DataConfig) -> list[str]:
     if not isinstance(cfg, RowsDataConfig):
         return []
     problems: list[str] = []
-    for place in (training_place(cfg), held_out_place(cfg)):
-        if place is not None and is_local(place.path):
+    for location in (train_location(cfg), eval_location(cfg)):
+        if location is not None and is_local(location.path):
             try:
-                problems += _check_place(cfg, place)
+                problems += _check_location(cfg, location)
             except ConfigError as error:
                 problems += error.problems
     return list(dict.fromkeys(problems))
 
 
-def _check_place(cfg: RowsDataConfig, place: Place) -> list[str]:
-    files = files_of_split(place)
-    problems = [problem for file in files for problem in _check_frame(file, place)]
+def _check_location(cfg: RowsDataConfig, location: Location) -> list[str]:
+    files = files_of_split(location)
+    problems = [problem for file in files for problem in _check_frame(file, location)]
     if problems or files[0].suffix == ".parquet":
         return problems
     columns = columns_of(files[0])
     if not columns:
-        return [f"{place.key}={place.path}: {files[0].name} has no rows"]
+        return [f"{location.key}={location.path}: {files[0].name} has no rows"]
     wanted = columns_wanted(cfg)
     problems = check_columns(wanted, columns, str(files[0]))
     if cfg.unused_keys is UnusedKeys.refuse:
@@ -65,18 +65,18 @@ def _check_place(cfg: RowsDataConfig, place: Place) -> list[str]:
     return problems
 
 
-def _check_frame(file: Path, place: Place) -> list[str]:
+def _check_frame(file: Path, location: Location) -> list[str]:
     try:
         with file.open("rb") as content:
             head = content.read(len(_PARQUET_MAGIC))
             if not head:
-                return [f"{place.key}={place.path}: {file.name} is empty"]
+                return [f"{location.key}={location.path}: {file.name} is empty"]
             if file.suffix == ".parquet":
                 content.seek(-len(_PARQUET_MAGIC), 2)
                 if not head == content.read() == _PARQUET_MAGIC:
-                    return [f"{place.key}={place.path}: {file.name} is damaged or no Parquet file"]
+                    return [f"{location.key}={location.path}: {file.name} is damaged or no Parquet file"]
     except OSError as error:
-        return [f"{place.key}={place.path}: {file.name} cannot be read: {error.strerror or error}"]
+        return [f"{location.key}={location.path}: {file.name} cannot be read: {error.strerror or error}"]
     return []
 
 

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _COPIED_AT_ONCE = 1 << 22  # bytes
-_ENTRY, _ASIDE = (
+_ENTRY, _TEMPORARY = (
     re.compile(r"[0-9a-f]{32}\.safetensors"),
     re.compile(r"\.[0-9a-f]{32}\.(tmp|safetensors\.tmp-[0-9a-f]{16})"),
 )
-_WRITTEN_WITHIN = 24 * 3600  # seconds: whoever writes a file aside has long renamed it
+_TEMPORARY_SECONDS = 24 * 3600  # seconds: whoever writes a file aside has long renamed it
 
 
 class StoredColumn:
@@ -89,8 +89,8 @@ def write_tokens(file: Path, parts: Iterable[Tokens], summary: Callable[[], str]
             "ids": ("I32", ids),
             "labels": ("I32", labels),
         }
-        with atomic_file(file, PRIVATE) as whole:  # it holds the samples
-            _write_columns(whole, columns, summary())
+        with atomic_file(file, PRIVATE) as output:  # it holds the samples
+            _write_columns(output, columns, summary())
 
 
 def read_tokens(file: Path) -> tuple[Tokens, str] | None:
@@ -105,14 +105,14 @@ def read_tokens(file: Path) -> tuple[Tokens, str] | None:
         for name, dtype in (("ends", np.int64), ("ids", np.int32), ("labels", np.int32)):
             begin, end = header[name]["data_offsets"]
             columns[name] = StoredColumn(content, dtype, 8 + size + begin, (end - begin) // np.dtype(dtype).itemsize)
-        said = header["__metadata__"]
-        digest = xxhash.xxh3_128(said["summary"].encode())
+        metadata = header["__metadata__"]
+        digest = xxhash.xxh3_128(metadata["summary"].encode())
         for column in columns.values():
             for start in range(0, len(column), VALUES_AT_ONCE):
                 digest.update(column[start : start + VALUES_AT_ONCE].data)
-        if said["hash"] == digest.hexdigest():
+        if metadata["hash"] == digest.hexdigest():
             ends = columns["ends"][:]
-            return Tokens(columns["ids"], columns["labels"], ends[:-1], ends[1:]), said["summary"]
+            return Tokens(columns["ids"], columns["labels"], ends[:-1], ends[1:]), metadata["summary"]
         logger.warning("%s is damaged: it is made again", file)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -121,7 +121,7 @@ def read_tokens(file: Path) -> tuple[Tokens, str] | None:
     return None
 
 
-def remove_forgotten(folder: Path, seconds: float) -> None:
+def remove_expired(folder: Path, seconds: float) -> None:
     """Remove files of tokens that were not touched for `seconds`, and what writers left that were killed.
 
     A run that has opened such a file continues: on Linux its content stays until the machine's last process closes it.
@@ -131,7 +131,7 @@ def remove_forgotten(folder: Path, seconds: float) -> None:
     """
     now = time.time()
     for file in folder.iterdir():
-        limit = seconds if _ENTRY.fullmatch(file.name) else _WRITTEN_WITHIN if _ASIDE.fullmatch(file.name) else math.inf
+        limit = seconds if _ENTRY.fullmatch(file.name) else _TEMPORARY_SECONDS if _TEMPORARY.fullmatch(file.name) else math.inf
         with contextlib.suppress(OSError):  # gone by now, or somebody else's
             if now - file.stat().st_mtime > limit:
                 file.unlink()
@@ -170,11 +170,11 @@ class _OpenFile:
             filled += count
 
 
-def _write_columns(whole: IO[bytes], columns: dict[str, tuple[str, IO[bytes]]], summary: str) -> None:
+def _write_columns(output: IO[bytes], columns: dict[str, tuple[str, IO[bytes]]], summary: str) -> None:
     """Write header and columns; the hash over them replaces as many zeros in the header at the end."""
     digest = xxhash.xxh3_128(summary.encode())
     entries = {name: Entry(dtype, (content.tell() // ITEM_BYTES[dtype],)) for name, (dtype, content) in columns.items()}
-    writer = SafetensorsWriter(whole, entries, {"summary": summary, "hash": "0" * 32})
+    writer = SafetensorsWriter(output, entries, {"summary": summary, "hash": "0" * 32})
 
     def blocks_of(content: IO[bytes]) -> Iterator[bytes]:
         content.seek(0)

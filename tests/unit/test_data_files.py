@@ -22,7 +22,7 @@ from components.config.schema.data import (
 )
 from components.data.loading import build_dataset
 from components.data.preflight import check_files
-from components.data.sources.files import Place, files_of_split, is_local, read_rows
+from components.data.sources.files import Location, files_of_split, is_local, read_rows
 from tests.unit.test_data_examples import byte_tokenizer
 
 ROWS = [
@@ -266,4 +266,4 @@ def test_docs_and_custom_are_checked_as_far_as_can_be():
 def test_a_place_in_a_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     file = write(tmp_path / "x.jsonl", ROWS)
-    assert files_of_split(Place("data.path", "~/x.jsonl", "train")) == [file]
+    assert files_of_split(Location("data.path", "~/x.jsonl", "train")) == [file]

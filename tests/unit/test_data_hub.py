@@ -14,11 +14,11 @@ from tests.unit.test_data_files import ROWS, write
 HUB_SCRIPT = """
 import sys
 from components.config.errors import ConfigError
-from components.data.sources.files import Place
+from components.data.sources.files import Location
 from components.data.sources.hub_rows import hub_files, hub_rows
 columns = {"prompt_column": sys.argv[2], "response_column": "response"}
 try:
-    place = Place("data.path", sys.argv[1], sys.argv[3])
+    place = Location("data.path", sys.argv[1], sys.argv[3])
     for row in hub_rows(place, None, None, columns):
         print(row.where.split("/")[-1], sorted(row.values), row.values["response"])
         mapped = open("/proc/self/maps").read()

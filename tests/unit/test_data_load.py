@@ -125,7 +125,7 @@ def test_long_samples_are_cut_on_the_right_and_counted(tmp_path):
     assert (facts.truncated, facts.dropped_without_target, facts.dropped_overlong) == (1, 2, 0)
     assert str(facts) == (
         f"{tmp_path}/x.jsonl (train): 2 samples, 19 tokens, 9 with loss; 1 cut to seq_len; "
-        "2 without a target left dropped"
+        "2 without a target dropped"
     )
 
 

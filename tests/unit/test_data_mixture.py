@@ -30,7 +30,7 @@ from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatche
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.loading import build_dataset
-from components.data.mixture import MixtureDataset, MixtureOrder, Shares, sources_of, whole_weights
+from components.data.mixture import MixtureDataset, MixtureOrder, Shares, sources_of, integer_weights
 from components.data.order import SampleOrder
 from components.data.preflight import check_files
 from components.models.tokenizer import byte_tokenizer
@@ -105,7 +105,7 @@ def test_the_order_is_that_of_dealing_out_position_by_position(weights: dict[str
 
 def test_the_order_is_fixed_for_good() -> None:
     """Pinned on purpose: a cursor must mean the same rows in every version and on every machine."""
-    order = MixtureOrder((10, 100), ("maths", "web"), Shares(whole_weights([0.3, 0.7]), 1234), 1234)
+    order = MixtureOrder((10, 100), ("maths", "web"), Shares(integer_weights([0.3, 0.7]), 1234), 1234)
     assert order.indices(0, 10) == [42, 54, 58, 9, 11, 26, 2, 59, 89, 3]
     assert order.indices(10**9, 3) == [44, 32, 81]
 
@@ -116,7 +116,7 @@ def test_shares_hold_on_every_prefix(weights: dict[str, float]) -> None:
     total = sum(weights.values())
     bound = max(1, math.ceil(math.log2(len(weights))))
     for seed in range(2):
-        shares = Shares(whole_weights([weights[name] for name in sorted(weights)]), seed)
+        shares = Shares(integer_weights([weights[name] for name in sorted(weights)]), seed)
         seen = Counter[int]()
         for position in range(1500):
             source, before = shares.at(position)
@@ -151,10 +151,10 @@ def test_the_order_of_a_source_is_the_same_whatever_is_mixed_with_it() -> None:
 
 
 def test_weights_are_taken_as_the_decimals_they_are_written_in() -> None:
-    assert whole_weights([0.1, 0.2]) == (1, 2)
-    assert whole_weights([0.3, 0.7]) == whole_weights([30.0, 70.0]) == (3, 7)
-    assert whole_weights([1e-05, 2.0]) == (1, 200_000)
-    assert whole_weights([5.0]) == (1,)
+    assert integer_weights([0.1, 0.2]) == (1, 2)
+    assert integer_weights([0.3, 0.7]) == integer_weights([30.0, 70.0]) == (3, 7)
+    assert integer_weights([1e-05, 2.0]) == (1, 200_000)
+    assert integer_weights([5.0]) == (1,)
 
 
 # Batches and the cursor

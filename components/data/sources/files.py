@@ -35,7 +35,7 @@ class Row(NamedTuple):
     values: dict[str, Any]
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where the rows of one side (training or held-out) are."""
 
     key: str
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     """File, folder or hub name."""
     split: str
     """Name of the split."""
-    is_part: bool = False
+    is_further_split: bool = False
     """Whether it is a further split of data.path, so that a single file cannot be it."""
 
 
@@ -53,42 +53,42 @@ def is_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or Path(path).exists()
 
 
-def files_of_split(place: Place) -> list[Path]:
+def files_of_split(location: Location) -> list[Path]:
     """Return the files of a split: the path itself, or those of a folder in order of their names.
 
     A file belongs to the split that its name (or its folder's) begins with: train.jsonl,
     test-00000-of-00002.parquet, train/part-1.csv. Where no file names a split, all belong to train. A single
-    file is one split, whatever its name. Raises ConfigError naming `place.key`.
+    file is one split, whatever its name. Raises ConfigError naming `location.key`.
     """
-    folder = Path(os.path.expanduser(place.path))
-    said = f"{place.key}={place.path}"
+    folder = Path(os.path.expanduser(location.path))
+    said = f"{location.key}={location.path}"
     if folder.is_file():
         if folder.suffix not in SUFFIXES:
             raise ConfigError(f"{said}: {folder.suffix or 'this'} is no known format; use {_listed(SUFFIXES)}")
-        if place.is_part:
+        if location.is_further_split:
             raise ConfigError(
-                f"data.eval_split={place.split}: data.path={place.path} is a single file, which has no other "
+                f"data.eval_split={location.split}: data.path={location.path} is a single file, which has no other "
                 "split; set data.eval_path to a file, or data.eval_split=null to hold out data.eval_fraction"
             )
         return [folder]
     if not folder.is_dir():
         raise ConfigError(
-            f"{said}: no such file or folder; set {place.key} to a JSONL, JSON, CSV, TSV or Parquet file, a "
+            f"{said}: no such file or folder; set {location.key} to a JSONL, JSON, CSV, TSV or Parquet file, a "
             "folder of them, or the name of a hub data set (owner/name)"
         )
     found = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     visible = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
     if not visible:
         raise ConfigError(f"{said}: the folder holds no file of a known format ({_listed(SUFFIXES)})")
-    splits = {file: _split_of(file.relative_to(folder), place.split) for file in visible}
+    splits = {file: _split_of(file.relative_to(folder), location.split) for file in visible}
     if not any(splits.values()):
         splits = dict.fromkeys(visible, "train")
-    chosen = [file for file, name in splits.items() if name == place.split]
+    chosen = [file for file, name in splits.items() if name == location.split]
     if not chosen:
         known = _listed(sorted({name for name in splits.values() if name}))
         raise ConfigError(
-            f"{said}: the folder has no split {place.split!r}, it has {known}; choose one of these, or "
-            f"name a file {place.split}.jsonl"
+            f"{said}: the folder has no split {location.split!r}, it has {known}; choose one of these, or "
+            f"name a file {location.split}.jsonl"
         )
     return chosen
 
@@ -207,15 +207,15 @@ def _parquet_rows(file: Path, columns: Sequence[str] | None) -> Iterator[Row]:
         for batch in table.iter_batches(_ROWS_AT_ONCE, columns=None if columns is None else list(columns)):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(f"{file} row {number}", {name: without_filling(value) for name, value in values.items()})
+                yield Row(f"{file} row {number}", {name: without_null_keys(value) for name, value in values.items()})
 
 
-def without_filling(value: Any) -> Any:
+def without_null_keys(value: Any) -> Any:
     """Return a value of an Arrow table without null keys: all structs of a column have the keys of every other one."""
     if isinstance(value, dict):
-        return {key: without_filling(kept) for key, kept in value.items() if kept is not None}
+        return {key: without_null_keys(kept) for key, kept in value.items() if kept is not None}
     if isinstance(value, list):
-        return [without_filling(entry) for entry in value]
+        return [without_null_keys(entry) for entry in value]
     return value
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.config.errors import ConfigError
-from components.data.sources.files import Place, Row, check_columns, without_filling
+from components.data.sources.files import Location, Row, check_columns, without_null_keys
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
 def hub_rows(
-    place: Place, subset: str | None, revision: str | None, wanted: dict[str, str], optional: Sequence[str] = ()
+    location: Location, subset: str | None, revision: str | None, wanted: dict[str, str], optional: Sequence[str] = ()
 ) -> Iterator[Row]:
     """Yield the rows of a split with the columns of `wanted` (config key: column), read from disk a few at a time.
 
@@ -22,26 +22,26 @@ def hub_rows(
 
     Raises ConfigError where the name, subset, split or a column is unknown, or nothing can be reached.
     """
-    rows = _on_disk(place, subset, revision)
-    problems = check_columns(wanted, rows.column_names, place.path)
+    rows = _on_disk(location, subset, revision)
+    problems = check_columns(wanted, rows.column_names, location.path)
     if problems:
         raise ConfigError(problems)
     names = [*wanted.values(), *(name for name in optional if name in rows.column_names)]
     for number, values in enumerate(rows.select_columns(names), start=1):
-        yield Row(f"{place.path} row {number}", {name: without_filling(value) for name, value in values.items()})
+        yield Row(f"{location.path} row {number}", {name: without_null_keys(value) for name, value in values.items()})
 
 
-def hub_columns(place: Place, subset: str | None, revision: str | None) -> list[str]:
+def hub_columns(location: Location, subset: str | None, revision: str | None) -> list[str]:
     """Return the names of a split's columns. Raises ConfigError as `hub_rows`."""
-    return list(_on_disk(place, subset, revision).column_names)
+    return list(_on_disk(location, subset, revision).column_names)
 
 
-def hub_files(place: Place, subset: str | None, revision: str | None) -> list[Path]:
+def hub_files(location: Location, subset: str | None, revision: str | None) -> list[Path]:
     """Return the files on disk that hold a split, which may hold other rows too. Raises ConfigError as `hub_rows`."""
-    return [Path(file["filename"]) for file in _on_disk(place, subset, revision).cache_files]
+    return [Path(file["filename"]) for file in _on_disk(location, subset, revision).cache_files]
 
 
-def _on_disk(place: Place, subset: str | None, revision: str | None) -> Dataset:
+def _on_disk(location: Location, subset: str | None, revision: str | None) -> Dataset:
     """Return a split as Arrow files that are mapped into memory, whatever `datasets` would do with a small one.
 
     `datasets` downloads once into its own cache (HF_HOME or HF_DATASETS_CACHE) under file locks, so several
@@ -51,9 +51,9 @@ def _on_disk(place: Place, subset: str | None, revision: str | None) -> Dataset:
     from datasets.exceptions import DatasetsError
 
     try:
-        return datasets.load_dataset(place.path, subset, split=place.split, revision=revision, keep_in_memory=False)
+        return datasets.load_dataset(location.path, subset, split=location.split, revision=revision, keep_in_memory=False)
     except (DatasetsError, OSError, ValueError) as error:
         raise ConfigError(
-            f"{place.key}={place.path}: is no local file, and the hub gave no split {place.split!r} of it "
+            f"{location.key}={location.path}: is no local file, and the hub gave no split {location.split!r} of it "
             f"(data.subset={subset or 'null'}): {' '.join(str(error).split())}"
         ) from error

@@ -17,11 +17,11 @@ from components.config.schema.data import (
     SftDataConfig,
     TextDataConfig,
 )
-from components.data.sources.files import Place, Row
+from components.data.sources.files import Location, Row
 
 Sample = TypeVar("Sample")
 
-_TOLD = 5  # bad rows that are listed; the rest is counted
+_LISTED = 5  # bad rows that are listed; the rest is counted
 
 
 Message = dict[str, Any]
@@ -74,17 +74,17 @@ class _BadRowError(ValueError):
     """A row that cannot become a conversation; the message says why."""
 
 
-def training_place(cfg: RowsDataConfig) -> Place:
+def train_location(cfg: RowsDataConfig) -> Location:
     """Where the training rows are."""
-    return Place("data.path", cfg.path, cfg.split)
+    return Location("data.path", cfg.path, cfg.split)
 
 
-def held_out_place(cfg: RowsDataConfig) -> Place | None:
+def eval_location(cfg: RowsDataConfig) -> Location | None:
     """Where the held-out rows are; None where they are a part of the training rows (`data.eval_fraction`)."""
     if cfg.eval_path is not None:
-        return Place("data.eval_path", cfg.eval_path, cfg.eval_split or cfg.split)
+        return Location("data.eval_path", cfg.eval_path, cfg.eval_split or cfg.split)
     if cfg.eval_split is not None:
-        return Place("data.path", cfg.path, cfg.eval_split, is_part=True)
+        return Location("data.path", cfg.path, cfg.eval_split, is_further_split=True)
     return None
 
 
@@ -109,7 +109,7 @@ class BadRowsSeen:
     """Rows that could not become samples: how many, and what is wrong with the first."""
 
     count: int = 0
-    told: list[str] = field(default_factory=list)
+    listed: list[str] = field(default_factory=list)
 
 
 def columns_optional(cfg: RowsDataConfig) -> list[str]:
@@ -150,12 +150,12 @@ def _each(
             sample = convert(row)
         except _BadRowError as error:
             bad.count += 1
-            bad.told += [f"{row.where}: {error}"] if bad.count <= _TOLD else []
+            bad.listed += [f"{row.where}: {error}"] if bad.count <= _LISTED else []
             continue
         yield sample
     if bad.count and bad_rows is BadRows.refuse:
         count = "1 row" if bad.count == 1 else f"{bad.count:,} rows"
-        listed = bad.told + ([f"... and {bad.count - _TOLD:,} more"] if bad.count > _TOLD else [])
+        listed = bad.listed + ([f"... and {bad.count - _LISTED:,} more"] if bad.count > _LISTED else [])
         raise ConfigError(
             f"data.bad_rows=refuse: {count} cannot become a sample; correct these, or set data.bad_rows=drop "
             "to leave such rows out:" + "".join(f"\n  {each}" for each in listed)

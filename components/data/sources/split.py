@@ -19,7 +19,7 @@ from components.config.schema.data import CustomDataConfig, DataConfig, DocsData
 from components.data.examples import IGNORED, Example
 from components.data.sources import pydocs
 from components.data.sources.files import (
-    Place,
+    Location,
     Row,
     check_columns,
     columns_of,
@@ -39,24 +39,24 @@ from components.data.sources.rows import (
     columns_wanted,
     each_conversation,
     each_document,
-    held_out_place,
+    eval_location,
     text_of,
-    training_place,
+    train_location,
 )
-from components.data.sources.text import STDLIB, beginning, part_of, stdlib_rows
+from components.data.sources.text import STDLIB, first_line, split_document, stdlib_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np
 
-Said = Conversation | Document
+Record = Conversation | Document
 
 _READ_AT_ONCE = 1 << 24  # bytes
-_REMEMBERED = 1 << 26  # characters: less text is read from its source once
+_CACHED_CHARACTERS = 1 << 26  # characters: less text is read from its source once
 
 
-class Side:
+class SourceSplit:
     """One side of a source: an iterable of its conversations or documents, which reads the source each time."""
 
     def __init__(self, cfg: DataConfig, is_eval: bool) -> None:
@@ -68,17 +68,17 @@ class Side:
         self._cfg = cfg
         self._kept: np.ndarray | None = None
         self._columns: set[str] = set()
-        self._remembered: list[Said] | None = None
+        self._cached_records: list[Record] | None = None
 
-    def __iter__(self) -> Iterator[Said]:
-        kept = self._on_this_side
-        those = compress(self._everything(), kept)
-        if not ends_are_held_out(self._cfg, len(kept)):
+    def __iter__(self) -> Iterator[Record]:
+        kept = self._in_split
+        those = compress(self._all_records(), kept)
+        if not holds_out_ends(self._cfg, len(kept)):
             return those
-        return (part_of(each, self._cfg.eval_fraction, self.is_eval) for each in those if isinstance(each, Document))
+        return (split_document(each, self._cfg.eval_fraction, self.is_eval) for each in those if isinstance(each, Document))
 
     def __len__(self) -> int:
-        return int(self._on_this_side.sum())
+        return int(self._in_split.sum())
 
     def identity(self) -> tuple[str, int]:
         """Return a hash of all that the source holds, and its size in bytes: of files, without parsing them."""
@@ -90,8 +90,8 @@ class Side:
                     digest.update(block)
                     size += len(block)
             digest.update(f"{file.suffix} {size}".encode())
-        for said in () if files else self._everything():
-            text = json.dumps(said.text if isinstance(said, Document) else _as_json(said), default=str).encode()
+        for record in () if files else self._all_records():
+            text = json.dumps(record.text if isinstance(record, Document) else _as_json(record), default=str).encode()
             digest.update(text)
             size += len(text)
         return digest.hexdigest(), size
@@ -104,40 +104,40 @@ class Side:
         return sorted(self._columns - {*columns_wanted(self._cfg).values(), *columns_optional(self._cfg)})
 
     @property
-    def _on_this_side(self) -> np.ndarray:
+    def _in_split(self) -> np.ndarray:
         """Which of all that the source holds is on this side; for that it is read. Raises ConfigError for bad rows."""
         if self._kept is None:
             by_hash = held_out_by_hash(self._cfg)
-            hashes = array("Q", (hash_of_prompt(each) if by_hash else 0 for each in self._everything()))
-            self._kept = kept_of(hashes, self._cfg, self.is_eval)
+            hashes = array("Q", (hash_of_prompt(each) if by_hash else 0 for each in self._all_records()))
+            self._kept = split_mask(hashes, self._cfg, self.is_eval)
         return self._kept
 
     def _files(self) -> list[Path]:
         """The files that hold the source, those that `datasets` made of the hub's too; none: it is no file."""
         if not isinstance(self._cfg, RowsDataConfig):
             return []
-        place = place_of(self._cfg, self.is_eval)
-        if place.path == STDLIB:
+        location = location_of(self._cfg, self.is_eval)
+        if location.path == STDLIB:
             return []
-        return files_of_split(place) if is_local(place.path) else hub_files(place, self._cfg.subset, self._cfg.revision)
+        return files_of_split(location) if is_local(location.path) else hub_files(location, self._cfg.subset, self._cfg.revision)
 
-    def _everything(self) -> Iterator[Said]:
+    def _all_records(self) -> Iterator[Record]:
         """Yield what the source holds, also of the other side where it has both; a little is remembered."""
-        if self._remembered is not None:
-            yield from self._remembered
+        if self._cached_records is not None:
+            yield from self._cached_records
             return
-        bad, few, size = BadRowsSeen(), list[Said](), 0
-        for said in self._read(bad):
-            size += characters_of(said)
-            if size < _REMEMBERED:
-                few.append(said)
+        bad, few, size = BadRowsSeen(), list[Record](), 0
+        for record in self._read(bad):
+            size += characters_of(record)
+            if size < _CACHED_CHARACTERS:
+                few.append(record)
             else:
                 few.clear()
-            yield said
+            yield record
         self.bad_rows, self.characters = bad.count, size
-        self._remembered = few if size < _REMEMBERED else None
+        self._cached_records = few if size < _CACHED_CHARACTERS else None
 
-    def _read(self, bad: BadRowsSeen) -> Iterator[Said]:
+    def _read(self, bad: BadRowsSeen) -> Iterator[Record]:
         if isinstance(self._cfg, TextDataConfig):
             return each_document(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, RowsDataConfig):
@@ -147,18 +147,18 @@ class Side:
         raise TypeError(f"no source is known of {type(self._cfg).__name__}")
 
     def _rows(self, cfg: RowsDataConfig) -> Iterator[Row]:
-        place = place_of(cfg, self.is_eval)
-        if isinstance(cfg, TextDataConfig) and place.path == STDLIB:
+        location = location_of(cfg, self.is_eval)
+        if isinstance(cfg, TextDataConfig) and location.path == STDLIB:
             rows = stdlib_rows(cfg.text_column)
         else:
-            rows = rows_of(cfg, place)
-            self._columns.update(_columns_of_tables(cfg, place))
+            rows = rows_of(cfg, location)
+            self._columns.update(_columns_of_tables(cfg, location))
         for row in rows:
             self._columns.update(row.values)
             yield row
 
 
-def kept_of(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
+def split_mask(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
     """Return which samples are on a side, at most as many as asked for: (samples,) bool.
 
     Those with the smallest hashes are held out. A share and not a chance for each: at least one of two is held out, and
@@ -171,32 +171,32 @@ def kept_of(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
         source = "data.factory" if isinstance(cfg, CustomDataConfig) else "data.path"
         raise ConfigError(f"data: {describe(cfg, is_eval)}: has no rows; name others by {source} or data.split")
     kept = np.ones(len(values), dtype=bool)
-    if held_out_by_hash(cfg) and not ends_are_held_out(cfg, len(values)):
+    if held_out_by_hash(cfg) and not holds_out_ends(cfg, len(values)):
         fraction = cfg.eval_fraction
         held_out = min(max(round(len(values) * fraction), 1), len(values) - 1) if fraction else 0
         largest = np.partition(values, held_out - 1)[held_out - 1] if held_out > 0 else None
         kept = np.full(len(values), not is_eval) if largest is None else (values <= largest) == is_eval
-    most = most_samples(cfg, is_eval)  # of documents, each of which makes at least one sample: more than enough
+    most = sample_limit(cfg, is_eval)  # of documents, each of which makes at least one sample: more than enough
     return kept if most is None else kept & (np.cumsum(kept) <= most)
 
 
-def ends_are_held_out(cfg: DataConfig, documents: int) -> bool:
+def holds_out_ends(cfg: DataConfig, documents: int) -> bool:
     """Whether the end of each document is held out, because they are too few to hold out whole ones."""
     is_asked_for = isinstance(cfg, TextDataConfig) and held_out_by_hash(cfg) and cfg.eval_fraction > 0
     return is_asked_for and min(round(documents * cfg.eval_fraction), documents - 1) < 1
 
 
-def most_samples(cfg: DataConfig, is_eval: bool) -> int | None:
+def sample_limit(cfg: DataConfig, is_eval: bool) -> int | None:
     """Return how many samples a side may have."""
     return cfg.max_eval_samples if is_eval else cfg.max_samples
 
 
-def characters_of(said: Said) -> int:
+def characters_of(record: Record) -> int:
     """Return how long the text of a conversation or document is."""
-    return len(said.text) if isinstance(said, Document) else sum(map(_length, said.messages))
+    return len(record.text) if isinstance(record, Document) else sum(map(_length, record.messages))
 
 
-def hash_of_prompt(sample: Said | Example) -> int:
+def hash_of_prompt(sample: Record | Example) -> int:
     """Return a hash of what comes before the first answer, of a document of all: 64 bits."""
     if isinstance(sample, Document):
         prompt = sample.text
@@ -209,15 +209,15 @@ def hash_of_prompt(sample: Said | Example) -> int:
     return int.from_bytes(blake2b(prompt.encode(), digest_size=8).digest(), "big")
 
 
-def first_prompts(side: Side, count: int) -> list[str]:
-    """Return what was said right before the first answer, of documents their first line, of the first few."""
+def first_prompts(side: SourceSplit, count: int) -> list[str]:
+    """Return what was record right before the first answer, of documents their first line, of the first few."""
     found = []
-    for said in islice(side, count):
-        if isinstance(said, Document):
-            found.append(beginning(said))
+    for record in islice(side, count):
+        if isinstance(record, Document):
+            found.append(first_line(record))
         else:
-            roles = [message["role"] for message in said.messages]
-            found.append(text_of(said.messages[roles.index(ASSISTANT) - 1].get("content")))
+            roles = [message["role"] for message in record.messages]
+            found.append(text_of(record.messages[roles.index(ASSISTANT) - 1].get("content")))
     return found
 
 
@@ -236,9 +236,9 @@ def split_of(cfg: DataConfig, is_eval: bool) -> str:
     return (cfg.eval_split if is_eval else None) or cfg.split
 
 
-def place_of(cfg: RowsDataConfig, is_eval: bool) -> Place:
+def location_of(cfg: RowsDataConfig, is_eval: bool) -> Location:
     """Return where the rows of a side are."""
-    return (held_out_place(cfg) if is_eval else None) or training_place(cfg)
+    return (eval_location(cfg) if is_eval else None) or train_location(cfg)
 
 
 def describe(cfg: DataConfig, is_eval: bool) -> str:
@@ -253,13 +253,13 @@ def describe(cfg: DataConfig, is_eval: bool) -> str:
     return f"held out of {source}" if is_eval and held_out_by_hash(cfg) else source
 
 
-def rows_of(cfg: RowsDataConfig, place: Place) -> Iterator[Row]:
-    """Yield the rows of a place with the columns that `cfg` reads. Raises ConfigError where it has no such columns."""
+def rows_of(cfg: RowsDataConfig, location: Location) -> Iterator[Row]:
+    """Yield the rows of a location with the columns that `cfg` reads. Raises ConfigError where it has no such columns."""
     wanted = columns_wanted(cfg)
     optional = columns_optional(cfg)
-    if not is_local(place.path):
-        return hub_rows(place, cfg.subset, cfg.revision, wanted, optional)
-    files = files_of_split(place)
+    if not is_local(location.path):
+        return hub_rows(location, cfg.subset, cfg.revision, wanted, optional)
+    files = files_of_split(location)
     columns = columns_of(files[0])
     problems = check_columns(wanted, columns, str(files[0])) if columns else []
     if problems:
@@ -267,11 +267,11 @@ def rows_of(cfg: RowsDataConfig, place: Place) -> Iterator[Row]:
     return chain.from_iterable(read_rows(file, [*wanted.values(), *optional]) for file in files)
 
 
-def _columns_of_tables(cfg: RowsDataConfig, place: Place) -> list[str]:
+def _columns_of_tables(cfg: RowsDataConfig, location: Location) -> list[str]:
     """Return the columns of what stores them apart from its rows, of which only those that are read have them all."""
-    if not is_local(place.path):
-        return hub_columns(place, cfg.subset, cfg.revision)
-    return [name for file in files_of_split(place) if file.suffix == ".parquet" for name in columns_of(file)]
+    if not is_local(location.path):
+        return hub_columns(location, cfg.subset, cfg.revision)
+    return [name for file in files_of_split(location) if file.suffix == ".parquet" for name in columns_of(file)]
 
 
 def _as_json(conversation: Conversation) -> list[Any]:

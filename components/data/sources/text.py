@@ -35,7 +35,7 @@ def stdlib_rows(column: str) -> Iterator[Row]:
 def encode_documents(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], seq_len: int
 ) -> Iterator[Example]:
-    """Yield the samples of each document: at most `seq_len` tokens, each beginning with the last of the one before.
+    """Yield the samples of each document: at most `seq_len` tokens, each first_line with the last of the one before.
 
     So every token is predicted once, but a document's first; the end-of-text token, where the tokenizer has one,
     ends every document.
@@ -49,7 +49,7 @@ def encode_documents(
             yield trimmed(Example(piece, piece))
 
 
-def part_of(document: Document, fraction: float, is_eval: bool) -> Document:
+def split_document(document: Document, fraction: float, is_eval: bool) -> Document:
     """Return the end of a document, from a line on, that is held out of it, or the rest."""
     cut = document.text.find("\n", round(len(document.text) * (1 - fraction))) + 1
     if cut in (0, len(document.text)):
@@ -60,6 +60,6 @@ def part_of(document: Document, fraction: float, is_eval: bool) -> Document:
     return Document(document.where, document.text[cut:] if is_eval else document.text[:cut])
 
 
-def beginning(document: Document) -> str:
+def first_line(document: Document) -> str:
     """Return its first line that is not empty, for a model to continue; at most 80 characters."""
     return document.text.strip().partition("\n")[0][:80]
