@@ -33,28 +33,28 @@ class PackedRow(NamedTuple):
 
     input_ids: list[int]  # (seq,)
     labels: list[int]  # (seq,)
-    ends: list[int]  # where each sample ends, (documents,)
+    ends: list[int]  # exclusive end of each sample, (documents,)
 
     @property
     def examples(self) -> list[Example]:
-        """The samples, each by itself."""
-        places = zip([0, *self.ends[:-1]], self.ends, strict=True)
-        return [Example(self.input_ids[start:end], self.labels[start:end]) for start, end in places]
+        """The samples of the row, unpacked."""
+        bounds = zip([0, *self.ends[:-1]], self.ends, strict=True)
+        return [Example(self.input_ids[start:end], self.labels[start:end]) for start, end in bounds]
 
 
 class _Turn(NamedTuple):
-    """One answer of the assistant in context."""
+    """One assistant turn, tokenized with the conversation before it."""
 
-    ids: list[int]  # the conversation up to and with the answer
-    spans: list[tuple[int, int]]  # tokens of the answer that carry the loss
+    ids: list[int]  # the conversation up to and including the turn
+    spans: list[tuple[int, int]]  # token ranges of the turn that contribute to the loss
 
 
 class _Draft(NamedTuple):
-    """The same as text."""
+    """One assistant turn as text, before tokenization."""
 
-    prompt: Rendering  # what a model is given before it answers
-    through: Rendering  # the conversation up to and with the answer
-    is_marked: bool  # whether the template's answer_blocks blocks say what the answer is
+    prompt: Rendering  # the generation prompt: the conversation before the turn
+    through: Rendering  # the conversation up to and including the turn
+    is_marked: bool  # whether {% generation %} blocks delimit the turn
 
 
 def encode_conversations(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]) -> list[Example]:
@@ -178,7 +178,7 @@ class _Renderer:
             yield _Turn(through, [(start, self._end_of_turn(through, start))])
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        """Tokenize many texts at once. A template writes its answer_blocks special tokens, plain text has none yet."""
+        """Tokenize a batch of texts, adding special tokens only to plain text: templates render theirs."""
         if not texts:
             return []
         ids = self.tokenizer(texts, add_special_tokens=self.is_plain, return_attention_mask=False, verbose=False)[

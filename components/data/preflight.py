@@ -1,4 +1,4 @@
-"""What can be told about the data before anything is started: on a login node, without torch and pyarrow."""
+"""Checks of the data before launch, on a login node, without torch and pyarrow."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _PARQUET_MAGIC = b"PAR1"  # the first and the last four bytes of a Parquet file
 
 
 def check_files(cfg: DataConfig) -> list[str]:
-    """Return what is wrong with the local files (or the factory) that `cfg` names, as sentences.
+    """Return the problems of the local files (or the factory) of `cfg`, one message each.
 
-    The files of each split must exist, be readable and not empty; the first rows of the first file must
-    parse and have the configured columns. Of Parquet only the frame is looked at. A hub name cannot be
-    checked here.
+    The files of each split must exist, be readable and not empty. The first rows of the first file must
+    parse and have the configured columns; of Parquet files only the magic bytes are checked. Hub datasets are
+    not checked.
     """
     if isinstance(cfg, MixtureDataConfig):
-        return [told for name, source in cfg.sources.items() for told in of_source(name, check_files(source))]
+        return [problem for name, source in cfg.sources.items() for problem in of_source(name, check_files(source))]
     if isinstance(cfg, CustomDataConfig):
         return _check_factory(cfg.factory)
     if not isinstance(cfg, RowsDataConfig):
@@ -51,7 +51,7 @@ def check_files(cfg: DataConfig) -> list[str]:
 
 def _check_location(cfg: RowsDataConfig, location: Location) -> list[str]:
     files = files_of_split(location)
-    problems = [problem for file in files for problem in _check_frame(file, location)]
+    problems = [problem for file in files for problem in _check_content(file, location)]
     if problems or files[0].suffix == ".parquet":
         return problems
     columns = columns_of(files[0])
@@ -65,7 +65,7 @@ def _check_location(cfg: RowsDataConfig, location: Location) -> list[str]:
     return problems
 
 
-def _check_frame(file: Path, location: Location) -> list[str]:
+def _check_content(file: Path, location: Location) -> list[str]:
     try:
         with file.open("rb") as content:
             head = content.read(len(_PARQUET_MAGIC))
@@ -74,7 +74,7 @@ def _check_frame(file: Path, location: Location) -> list[str]:
             if file.suffix == ".parquet":
                 content.seek(-len(_PARQUET_MAGIC), 2)
                 if not head == content.read() == _PARQUET_MAGIC:
-                    return [f"{location.key}={location.path}: {file.name} is damaged or no Parquet file"]
+                    return [f"{location.key}={location.path}: {file.name} is damaged or not a Parquet file"]
     except OSError as error:
         return [f"{location.key}={location.path}: {file.name} cannot be read: {error.strerror or error}"]
     return []
@@ -83,5 +83,5 @@ def _check_frame(file: Path, location: Location) -> list[str]:
 def _check_factory(factory: str) -> list[str]:
     package = factory.partition(":")[0].partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        return [f"data.factory={factory}: no module {package!r} is found; install it, or put it beside the recipe"]
+        return [f"data.factory={factory}: no module named {package!r}; install it, or put it beside the recipe"]
     return []

@@ -192,7 +192,7 @@ def test_a_wrong_column_of_parquet_is_told_when_loading(tmp_path):
 def test_a_damaged_parquet_file(tmp_path):
     (tmp_path / "x.parquet").write_bytes(b"PAR1 and then nothing of the kind")
     assert check_files(sft(tmp_path / "x.parquet")) == [
-        f"data.path={tmp_path}/x.parquet: x.parquet is damaged or no Parquet file"
+        f"data.path={tmp_path}/x.parquet: x.parquet is damaged or not a Parquet file"
     ]
     assert problems(sft(tmp_path / "x.parquet"))[0].startswith(
         f"{tmp_path}/x.parquet: is damaged or of another format: "
@@ -260,7 +260,7 @@ def test_docs_and_custom_are_checked_as_far_as_can_be():
     assert check_files(DocsDataConfig()) == []
     assert check_files(CustomDataConfig(factory="tests.unit:build")) == []
     (problem,) = check_files(CustomDataConfig(factory="no_such_package.data:build"))
-    assert problem.startswith("data.factory=no_such_package.data:build: no module 'no_such_package' is found")
+    assert problem.startswith("data.factory=no_such_package.data:build: no module named 'no_such_package'")
 
 
 def test_a_place_in_a_home_folder(tmp_path, monkeypatch):
