@@ -47,7 +47,7 @@ def test_a_template_without_generation_prompt():
     example = only(tokenizer, chat("hi", "yo", "more", "ok"))
     assert tokenizer.decode(example.input_ids) == "<s>[INST] hi [/INST] yo</s>[INST] more [/INST] ok</s>"
     assert targets(tokenizer, example) == [" yo</s>", " ok</s>"]
-    with pytest.raises(ConfigError, match=r"x.jsonl:1: the chat template refuses .* no system role here"):
+    with pytest.raises(ConfigError, match=r"x.jsonl:1: the chat template rejects .* no system role here"):
         only(tokenizer, chat("hi", "yo", system="s"))
 
 
