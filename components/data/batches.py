@@ -31,33 +31,32 @@ CUDA_ROUNDING = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """How rows of different lengths become one tensor. Padding is on the right and carries no loss.
+    """Padding of rows to one tensor: on the right, with ignored targets.
 
-    No attention mask is given, because none is needed: under causal attention (sliding windows included) a
-    token sees only what is to its left, so no real token ever sees padding; and no loss is taken at padding.
-    (A model that attends to both sides would need one; causal LMs do not.) Without a mask attention keeps
-    its fastest kernels, and rows of padding alone do not become NaN, as they would where a mask hides all.
-    Position ids go on through the padding, because Hugging Face models take positions that start again as
-    the first_line of another document. Where padding starts follows from the targets, since every sample
-    of a `Dataset` ends with a target token; a router's statistics depend on it.
+    No attention mask is used. Under causal attention (sliding windows included) a token attends only to earlier
+    tokens, so real tokens never attend to padding, and targets at padding are ignored. (Bidirectional models would
+    need a mask; causal LMs do not.) Without a mask, attention uses its fastest kernels, and rows of only padding do
+    not become NaN, as they would if everything were masked. Position ids continue through the padding, because
+    Hugging Face models take restarted positions as the start of another document. Router statistics must exclude
+    padding; its start follows from the targets, since every sample of a `Dataset` ends with a target token.
 
-    Rows are padded to the longest of their micro-batch: that changes no result, only the time it takes. Packed rows all
-    have the length that they were packed into, so that shapes never change; in them position ids start again at every
-    document, and padding is the last document of a row.
+    Unpacked rows are padded to the longest row of their micro-batch, which affects speed but no result. Packed rows
+    always have the packed length, so shapes are static; position ids restart at each document, and the padding is the
+    last document of a row.
     """
 
     multiple: int = 1
-    """Lengths are rounded up to a multiple of this: lcm(2 x cp, tp)."""
+    """Multiple to which lengths are rounded up: lcm(2 x cp, tp)."""
     rounding: int = 1
-    """And to a multiple of this, but not beyond `limit`."""
+    """Further multiple to round up to, but not beyond `limit`."""
     limit: int | None = None
-    """The longest that a sample can be; None: there is no limit."""
+    """Maximum length of a sample in tokens; None: unlimited."""
     length: int | None = None
-    """Every micro-batch has this length: that of packed rows."""
+    """Fixed length of every micro-batch, for packed rows; None: that of its longest row, rounded up."""
     token_id: int = 0
-    """Input at padded positions; any token of the vocabulary will do, and that of a `Dataset` comes first."""
+    """Input id at padded positions, any token of the vocabulary; a dataset's pad_token_id takes precedence."""
     documents: int = 0
-    """Of packed rows: for how many documents, the padding included, a tensor has room; 0: rows are not packed."""
+    """Size of per-document tensors of packed rows, including the padding document; 0: rows are not packed."""
 
     @classmethod
     def on(cls, device: torch.device, multiple: int, seq_len: int) -> Padding:

@@ -199,7 +199,7 @@ def test_other_weights_or_names_are_another_order_and_refused() -> None:
     batches(mixed({"b": 7.0, "a": 3.0})).load_state_dict(state)  # the same shares, listed in another order
     renamed = MixtureDataset({"z": rows_of("a", SIZES["a"]), "b": rows_of("b", SIZES["b"])}, {"z": 0.3, "b": 0.7})
     for other in (mixed({"a": 0.4, "b": 0.6}), mixed({"a": 0.3, "b": 0.7}, a=6), renamed):
-        with pytest.raises(ConfigError, match="data: .* samples that are not"):
+        with pytest.raises(ConfigError, match="data: .* samples differ from"):
             batches(other).load_state_dict(state)
         batches(other).load_state_dict(state, ["data.sources"])
 
@@ -321,7 +321,7 @@ def test_a_source_may_hold_out_nothing_but_not_all_of_them(tmp_path: Path) -> No
     assert len(build(cfg).parts["web"].prompts) == 40
     cfg = MixtureDataConfig(sources={"web": cfg.sources["web"]})
     with pytest.raises(
-        ConfigError, match=r"data.sources: none holds anything out; set data.sources.NAME.eval_fraction"
+        ConfigError, match=r"data.sources: no source has held-out samples; to evaluate, set data.sources.NAME.eval_fraction"
     ):
         build(cfg, "eval")
 
