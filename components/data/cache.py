@@ -29,7 +29,14 @@ from components.data.chat_template import ChatTemplate, KeyUsage, is_fast
 from components.data.examples import Example
 from components.data.sources import text
 from components.data.sources.rows import Conversation, Document
-from components.data.sources.split import Record, SourceSplit, characters_of, first_prompts, held_out_by_hash, sample_limit
+from components.data.sources.split import (
+    Record,
+    SourceSplit,
+    characters_of,
+    first_prompts,
+    held_out_by_hash,
+    sample_limit,
+)
 from components.data.token_file import read_tokens, remove_expired, write_tokens
 from components.data.tokens import Tokens, flattened
 

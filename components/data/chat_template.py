@@ -147,7 +147,8 @@ class KeyUsage:
         """Try leaving out each key of a conversation that is not yet known to be used."""
         answers = [i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
         for index, message in enumerate(conversation.messages[: answers[-1] + 1]):
-            stop = 1 + next(answer for answer in answers if answer >= index)  # up to the next answer; later ones may drop it
+            # Render up to the next answer, because templates may drop keys (reasoning) from earlier messages.
+            stop = 1 + next(answer for answer in answers if answer >= index)
             for key, value in message.items():
                 if key == "role" or value in (None, "", [], {}):
                     continue

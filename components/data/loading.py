@@ -25,7 +25,15 @@ from components.data.examples import IGNORED, Example
 from components.data.mixture import MixtureDataset
 from components.data.packed import PackedDataset
 from components.data.sources.rows import unused_problem
-from components.data.sources.split import SourceSplit, describe, hash_of_prompt, held_out_by_hash, holds_out, split_mask, split_of
+from components.data.sources.split import (
+    SourceSplit,
+    describe,
+    hash_of_prompt,
+    held_out_by_hash,
+    holds_out,
+    split_mask,
+    split_of,
+)
 from components.data.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -80,7 +88,9 @@ def _build_source(
         hashes = array("Q", map(hash_of_prompt, all_examples) if held_out_by_hash(cfg) else [0] * len(all_examples))
         examples = compress(all_examples, split_mask(hashes, cfg, is_eval))
     else:
-        examples, prompts, facts.dropped_bad_rows, facts.unused = tokenize(SourceSplit(cfg, is_eval), cfg, tokenizer, seq_len)
+        examples, prompts, facts.dropped_bad_rows, facts.unused = tokenize(
+            SourceSplit(cfg, is_eval), cfg, tokenizer, seq_len
+        )
         if facts.unused and isinstance(cfg, RowsDataConfig) and cfg.unused_keys is UnusedKeys.refuse:
             raise ConfigError(unused_problem(facts.source, facts.unused))
     dataset = Dataset(examples, tokenizer, facts=facts, seq_len=seq_len, overlong=cfg.overlong, prompts=prompts)
@@ -130,7 +140,8 @@ def _checked(where: str, ids: Sequence[int], labels: Sequence[int], size: int) -
 def _no_samples_problem(cfg: DataConfig, facts: Facts, seq_len: int, is_eval: bool) -> str:
     if is_eval and not holds_out(cfg):
         return (
-            "data.eval_fraction=0: there are no held-out samples; to evaluate, set it, data.eval_split or data.eval_path"
+            "data.eval_fraction=0: there are no held-out samples; "
+            "to evaluate, set it, data.eval_split or data.eval_path"
         )
     if facts.dropped_without_target or facts.dropped_overlong:
         return (

@@ -134,7 +134,13 @@ def remove_expired(folder: Path, seconds: float) -> None:
     """
     now = time.time()
     for file in folder.iterdir():
-        limit = seconds if _ENTRY.fullmatch(file.name) else _TEMPORARY_SECONDS if _TEMPORARY.fullmatch(file.name) else math.inf
+        limit = (
+            seconds
+            if _ENTRY.fullmatch(file.name)
+            else _TEMPORARY_SECONDS
+            if _TEMPORARY.fullmatch(file.name)
+            else math.inf
+        )
         with contextlib.suppress(OSError):  # removed by another process, or owned by another user
             if now - file.stat().st_mtime > limit:
                 file.unlink()

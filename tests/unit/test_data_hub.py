@@ -56,13 +56,13 @@ def test_several_processes_may_fill_the_cache_of_datasets_at_once(tmp_path):
     )
     split = start_hub_reader(tmp_path / "cache", str(folder), split="test").communicate(timeout=120)[0]
     assert "ConfigError" in split
-    assert "the hub gave no split 'test' of it" in split
+    assert "loading its split 'test' from the hub failed" in split
 
 
 def test_a_hub_name_without_a_network_is_explained(tmp_path):
     said = start_hub_reader(tmp_path, "no-such-owner/no-such-data").communicate(timeout=120)[0]
     assert said.startswith(
-        "ConfigError data.path=no-such-owner/no-such-data: is no local file, and the hub gave no split "
-        "'train' of it (data.subset=null): "
+        "ConfigError data.path=no-such-owner/no-such-data: is not a local file, and loading its split "
+        "'train' from the hub failed (data.subset=null): "
     )
     assert "Traceback" not in said

@@ -30,7 +30,7 @@ from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatche
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.loading import build_dataset
-from components.data.mixture import MixtureDataset, MixtureOrder, Shares, sources_of, integer_weights
+from components.data.mixture import MixtureDataset, MixtureOrder, Shares, integer_weights, sources_of
 from components.data.order import SampleOrder
 from components.data.preflight import check_files
 from components.models.tokenizer import byte_tokenizer
@@ -308,7 +308,7 @@ def test_what_is_wrong_with_a_source_is_told_by_its_keys(tmp_path: Path) -> None
         build(cfg)
     told = refused.value.problems
     assert told[0] == one
-    assert "name others by data.sources.two.path or data.sources.two.split" in told[1]
+    assert "set data.sources.two.path or data.sources.two.split to one with rows" in told[1]
     assert told[2].startswith("data.sources.three.bad_rows=refuse: 1 row cannot become a sample; correct these")
     assert "set data.sources.three.bad_rows=drop" in told[2]
     assert told[3] == four
@@ -321,7 +321,7 @@ def test_a_source_may_hold_out_nothing_but_not_all_of_them(tmp_path: Path) -> No
     assert len(build(cfg).parts["web"].prompts) == 40
     cfg = MixtureDataConfig(sources={"web": cfg.sources["web"]})
     with pytest.raises(
-        ConfigError, match=r"data.sources: no source has held-out samples; to evaluate, set data.sources.NAME.eval_fraction"
+        ConfigError, match=r"data.sources: no source has held-out samples; .* set data.sources.NAME.eval"
     ):
         build(cfg, "eval")
 

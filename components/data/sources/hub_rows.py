@@ -1,4 +1,4 @@
-"""Rows of a Hugging Face hub data set."""
+"""Rows of a Hugging Face hub dataset."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 def hub_rows(
     location: Location, subset: str | None, revision: str | None, wanted: dict[str, str], optional: Sequence[str] = ()
 ) -> Iterator[Row]:
-    """Yield the rows of a split with the columns of `wanted` (config key: column), read from disk a few at a time.
+    """Stream the rows of a split with the columns of `wanted` (config key: column) from disk.
 
-    Columns of `optional` are read where they exist.
+    Columns of `optional` are read if they exist.
 
-    Raises ConfigError where the name, subset, split or a column is unknown, or nothing can be reached.
+    Raises ConfigError if the dataset cannot be downloaded, or if its name, subset, split or a column does not exist.
     """
     rows = _on_disk(location, subset, revision)
     problems = check_columns(wanted, rows.column_names, location.path)
@@ -32,28 +32,30 @@ def hub_rows(
 
 
 def hub_columns(location: Location, subset: str | None, revision: str | None) -> list[str]:
-    """Return the names of a split's columns. Raises ConfigError as `hub_rows`."""
+    """Return the column names of a split. Raises ConfigError like `hub_rows`."""
     return list(_on_disk(location, subset, revision).column_names)
 
 
 def hub_files(location: Location, subset: str | None, revision: str | None) -> list[Path]:
-    """Return the files on disk that hold a split, which may hold other rows too. Raises ConfigError as `hub_rows`."""
+    """Return the Arrow files that contain a split, possibly with other rows. Raises ConfigError like `hub_rows`."""
     return [Path(file["filename"]) for file in _on_disk(location, subset, revision).cache_files]
 
 
 def _on_disk(location: Location, subset: str | None, revision: str | None) -> Dataset:
-    """Return a split as Arrow files that are mapped into memory, whatever `datasets` would do with a small one.
+    """Return a split as memory-mapped Arrow files, even if `datasets` would by default load a small one.
 
     `datasets` downloads once into its own cache (HF_HOME or HF_DATASETS_CACHE) under file locks, so several
-    processes may do this at once; from the cache it works without a network (HF_HUB_OFFLINE=1).
+    processes may call this at the same time. From the cache it works without a network (HF_HUB_OFFLINE=1).
     """
     import datasets
     from datasets.exceptions import DatasetsError
 
     try:
-        return datasets.load_dataset(location.path, subset, split=location.split, revision=revision, keep_in_memory=False)
+        return datasets.load_dataset(
+            location.path, subset, split=location.split, revision=revision, keep_in_memory=False
+        )
     except (DatasetsError, OSError, ValueError) as error:
         raise ConfigError(
-            f"{location.key}={location.path}: is no local file, and the hub gave no split {location.split!r} of it "
-            f"(data.subset={subset or 'null'}): {' '.join(str(error).split())}"
+            f"{location.key}={location.path}: is not a local file, and loading its split {location.split!r} from the "
+            f"hub failed (data.subset={subset or 'null'}): {' '.join(str(error).split())}"
         ) from error

@@ -1,6 +1,6 @@
-"""What is on one side, training or held-out: read from the source as often as needed, never all at once.
+"""One split (train or held-out) of a source, streamed rather than loaded.
 
-So a file may be larger than memory: what is kept of a row while the sides are told apart is a hash of its prompt.
+Sources may be larger than memory: selecting the held-out samples stores only a 64-bit hash of each prompt.
 """
 
 from __future__ import annotations
@@ -53,35 +53,36 @@ if TYPE_CHECKING:
 Record = Conversation | Document
 
 _READ_AT_ONCE = 1 << 24  # bytes
-_CACHED_CHARACTERS = 1 << 26  # characters: less text is read from its source once
+_CACHED_CHARACTERS = 1 << 26  # size of the largest source that is kept in memory rather than read again
 
 
 class SourceSplit:
-    """One side of a source: an iterable of its conversations or documents, which reads the source each time."""
+    """Iterable of the conversations or documents of one split; iterating reads the source again."""
 
     def __init__(self, cfg: DataConfig, is_eval: bool) -> None:
         self.is_eval = is_eval
         self.bad_rows = 0
-        """Rows left out because they could not become a sample; known once the source was read."""
+        """Rows dropped because they could not become a sample; 0 until the source was read."""
         self.characters = 0
-        """Of the whole source; known once it was read."""
+        """Characters of the whole source; 0 until it was read."""
         self._cfg = cfg
-        self._kept: np.ndarray | None = None
+        self._mask: np.ndarray | None = None
         self._columns: set[str] = set()
         self._cached_records: list[Record] | None = None
 
     def __iter__(self) -> Iterator[Record]:
-        kept = self._in_split
-        those = compress(self._all_records(), kept)
-        if not holds_out_ends(self._cfg, len(kept)):
-            return those
-        return (split_document(each, self._cfg.eval_fraction, self.is_eval) for each in those if isinstance(each, Document))
+        mask = self._in_split
+        records = compress(self._all_records(), mask)
+        if not holds_out_ends(self._cfg, len(mask)):
+            return records
+        fraction = self._cfg.eval_fraction
+        return (split_document(each, fraction, self.is_eval) for each in records if isinstance(each, Document))
 
     def __len__(self) -> int:
         return int(self._in_split.sum())
 
     def identity(self) -> tuple[str, int]:
-        """Return a hash of all that the source holds, and its size in bytes: of files, without parsing them."""
+        """Return a hash of the content of the source and its size in bytes; files are hashed without parsing them."""
         digest, size = xxhash.xxh3_128(), 0
         files = self._files()
         for file in files:
@@ -98,44 +99,49 @@ class SourceSplit:
 
     @property
     def unused_columns(self) -> list[str]:
-        """Columns of the source that the config does not read; known once it was read."""
+        """Sorted columns of the source that the config does not use; complete once the source was read."""
         if not isinstance(self._cfg, RowsDataConfig):
             return []
         return sorted(self._columns - {*columns_wanted(self._cfg).values(), *columns_optional(self._cfg)})
 
     @property
     def _in_split(self) -> np.ndarray:
-        """Which of all that the source holds is on this side; for that it is read. Raises ConfigError for bad rows."""
-        if self._kept is None:
+        """Mask of the source's records that are in this split, (records,) bool. The first access reads the source.
+
+        Raises ConfigError for bad rows (`data.bad_rows=refuse`).
+        """
+        if self._mask is None:
             by_hash = held_out_by_hash(self._cfg)
             hashes = array("Q", (hash_of_prompt(each) if by_hash else 0 for each in self._all_records()))
-            self._kept = split_mask(hashes, self._cfg, self.is_eval)
-        return self._kept
+            self._mask = split_mask(hashes, self._cfg, self.is_eval)
+        return self._mask
 
     def _files(self) -> list[Path]:
-        """The files that hold the source, those that `datasets` made of the hub's too; none: it is no file."""
+        """Return the files of the source, including the Arrow files of a hub dataset; empty if it has no files."""
         if not isinstance(self._cfg, RowsDataConfig):
             return []
         location = location_of(self._cfg, self.is_eval)
         if location.path == STDLIB:
             return []
-        return files_of_split(location) if is_local(location.path) else hub_files(location, self._cfg.subset, self._cfg.revision)
+        if is_local(location.path):
+            return files_of_split(location)
+        return hub_files(location, self._cfg.subset, self._cfg.revision)
 
     def _all_records(self) -> Iterator[Record]:
-        """Yield what the source holds, also of the other side where it has both; a little is remembered."""
+        """Yield all records of the source, of both splits if they share it; small sources are cached in memory."""
         if self._cached_records is not None:
             yield from self._cached_records
             return
-        bad, few, size = BadRowsSeen(), list[Record](), 0
+        bad, cached, size = BadRowsSeen(), list[Record](), 0
         for record in self._read(bad):
             size += characters_of(record)
             if size < _CACHED_CHARACTERS:
-                few.append(record)
+                cached.append(record)
             else:
-                few.clear()
+                cached.clear()
             yield record
         self.bad_rows, self.characters = bad.count, size
-        self._cached_records = few if size < _CACHED_CHARACTERS else None
+        self._cached_records = cached if size < _CACHED_CHARACTERS else None
 
     def _read(self, bad: BadRowsSeen) -> Iterator[Record]:
         if isinstance(self._cfg, TextDataConfig):
@@ -144,9 +150,10 @@ class SourceSplit:
             return each_conversation(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, DocsDataConfig):
             return iter(pydocs.conversations(split_of(self._cfg, self.is_eval)))
-        raise TypeError(f"no source is known of {type(self._cfg).__name__}")
+        raise TypeError(f"unsupported data config {type(self._cfg).__name__}: it has no reader")
 
     def _rows(self, cfg: RowsDataConfig) -> Iterator[Row]:
+        """Yield the rows of the source and collect the names of its columns."""
         location = location_of(cfg, self.is_eval)
         if isinstance(cfg, TextDataConfig) and location.path == STDLIB:
             rows = stdlib_rows(cfg.text_column)
@@ -159,45 +166,45 @@ class SourceSplit:
 
 
 def split_mask(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
-    """Return which samples are on a side, at most as many as asked for: (samples,) bool.
+    """Return the mask of samples in a split, up to its sample limit, (samples,) bool.
 
-    Those with the smallest hashes are held out. A share and not a chance for each: at least one of two is held out, and
-    one is left.
+    The `eval_fraction` of samples with the smallest hashes is held out. This quantile, unlike a fixed threshold, always
+    leaves at least one sample in each split of two or more.
     """
     import numpy as np
 
     values = np.asarray(hashes, dtype=np.uint64)
     if len(values) == 0:
         source = "data.factory" if isinstance(cfg, CustomDataConfig) else "data.path"
-        raise ConfigError(f"data: {describe(cfg, is_eval)}: has no rows; name others by {source} or data.split")
+        raise ConfigError(f"data: {describe(cfg, is_eval)}: has no rows; set {source} or data.split to one with rows")
     kept = np.ones(len(values), dtype=bool)
     if held_out_by_hash(cfg) and not holds_out_ends(cfg, len(values)):
         fraction = cfg.eval_fraction
         held_out = min(max(round(len(values) * fraction), 1), len(values) - 1) if fraction else 0
         largest = np.partition(values, held_out - 1)[held_out - 1] if held_out > 0 else None
         kept = np.full(len(values), not is_eval) if largest is None else (values <= largest) == is_eval
-    most = sample_limit(cfg, is_eval)  # of documents, each of which makes at least one sample: more than enough
-    return kept if most is None else kept & (np.cumsum(kept) <= most)
+    limit = sample_limit(cfg, is_eval)  # enough for documents too, each of which becomes at least one sample
+    return kept if limit is None else kept & (np.cumsum(kept) <= limit)
 
 
 def holds_out_ends(cfg: DataConfig, documents: int) -> bool:
-    """Whether the end of each document is held out, because they are too few to hold out whole ones."""
-    is_asked_for = isinstance(cfg, TextDataConfig) and held_out_by_hash(cfg) and cfg.eval_fraction > 0
-    return is_asked_for and min(round(documents * cfg.eval_fraction), documents - 1) < 1
+    """Whether the end of each document is held out, because there are too few documents to hold out whole ones."""
+    holds_out_text = isinstance(cfg, TextDataConfig) and held_out_by_hash(cfg) and cfg.eval_fraction > 0
+    return holds_out_text and min(round(documents * cfg.eval_fraction), documents - 1) < 1
 
 
 def sample_limit(cfg: DataConfig, is_eval: bool) -> int | None:
-    """Return how many samples a side may have."""
+    """Return the maximum number of samples of a split, or None for no limit."""
     return cfg.max_eval_samples if is_eval else cfg.max_samples
 
 
 def characters_of(record: Record) -> int:
-    """Return how long the text of a conversation or document is."""
+    """Return the approximate length of a conversation or document in characters."""
     return len(record.text) if isinstance(record, Document) else sum(map(_length, record.messages))
 
 
 def hash_of_prompt(sample: Record | Example) -> int:
-    """Return a hash of what comes before the first answer, of a document of all: 64 bits."""
+    """Return a 64-bit hash of everything before the first answer, or of a whole document."""
     if isinstance(sample, Document):
         prompt = sample.text
     elif isinstance(sample, Conversation):
@@ -209,10 +216,10 @@ def hash_of_prompt(sample: Record | Example) -> int:
     return int.from_bytes(blake2b(prompt.encode(), digest_size=8).digest(), "big")
 
 
-def first_prompts(side: SourceSplit, count: int) -> list[str]:
-    """Return what was record right before the first answer, of documents their first line, of the first few."""
+def first_prompts(split: SourceSplit, count: int) -> list[str]:
+    """Return the raw prompts of the first `count` records: the message before the first answer, or the first line."""
     found = []
-    for record in islice(side, count):
+    for record in islice(split, count):
         if isinstance(record, Document):
             found.append(first_line(record))
         else:
@@ -222,27 +229,27 @@ def first_prompts(side: SourceSplit, count: int) -> list[str]:
 
 
 def held_out_by_hash(cfg: DataConfig) -> bool:
-    """Whether the held-out samples are a part of the training source."""
+    """Whether the held-out samples are selected from the training source by `eval_fraction`."""
     return cfg.eval_split is None and not (isinstance(cfg, RowsDataConfig) and cfg.eval_path)
 
 
 def holds_out(cfg: DataConfig) -> bool:
-    """Whether anything is held out."""
+    """Whether there is a held-out split."""
     return not held_out_by_hash(cfg) or cfg.eval_fraction > 0
 
 
 def split_of(cfg: DataConfig, is_eval: bool) -> str:
-    """Return the name of the split that a side comes from."""
+    """Return the name of the source's split for training or evaluation."""
     return (cfg.eval_split if is_eval else None) or cfg.split
 
 
 def location_of(cfg: RowsDataConfig, is_eval: bool) -> Location:
-    """Return where the rows of a side are."""
+    """Return the location of the rows for training or evaluation."""
     return (eval_location(cfg) if is_eval else None) or train_location(cfg)
 
 
 def describe(cfg: DataConfig, is_eval: bool) -> str:
-    """Return where a side comes from, for people."""
+    """Return a description of a split's source, for logs and errors."""
     split = split_of(cfg, is_eval)
     if isinstance(cfg, RowsDataConfig):
         source = f"{cfg.eval_path if is_eval and cfg.eval_path else cfg.path} ({split})"
@@ -254,7 +261,10 @@ def describe(cfg: DataConfig, is_eval: bool) -> str:
 
 
 def rows_of(cfg: RowsDataConfig, location: Location) -> Iterator[Row]:
-    """Yield the rows of a location with the columns that `cfg` reads. Raises ConfigError where it has no such columns."""
+    """Return an iterator over the rows at a location, with the columns that `cfg` uses.
+
+    Raises ConfigError if a required column is missing.
+    """
     wanted = columns_wanted(cfg)
     optional = columns_optional(cfg)
     if not is_local(location.path):
@@ -268,7 +278,7 @@ def rows_of(cfg: RowsDataConfig, location: Location) -> Iterator[Row]:
 
 
 def _columns_of_tables(cfg: RowsDataConfig, location: Location) -> list[str]:
-    """Return the columns of what stores them apart from its rows, of which only those that are read have them all."""
+    """Return all columns of hub datasets and Parquet files, whose rows are read with only the required columns."""
     if not is_local(location.path):
         return hub_columns(location, cfg.subset, cfg.revision)
     return [name for file in files_of_split(location) if file.suffix == ".parquet" for name in columns_of(file)]
@@ -284,7 +294,7 @@ def _as_json(conversation: Conversation) -> list[Any]:
 
 
 def _length(message: Message) -> int:
-    """Return how long a message is, about."""
+    """Return the approximate length of a message in characters."""
     return sum(
         len(value) if isinstance(value, str) else len(json.dumps(value, default=str)) for value in message.values()
     )
