@@ -226,7 +226,7 @@ class TrainBatches:
         problems = []
         if state["seed"] != self._order.seed and "run.seed" not in accepted:
             problems.append(
-                f"run.seed={self._order.seed}: the checkpoint's sample order has seed {state['seed']}; set "
+                f"run.seed={self._order.seed}: the checkpoint uses the sample order of seed {state['seed']}; set "
                 f"run.seed={state['seed']}, or accept another order: run.accept_changes=[run.seed]"
             )
         same = (state["size"], state["fingerprint"]) == (self._order.size, self._fingerprint)

@@ -256,7 +256,7 @@ def test_own_function_gives_the_samples_of_each_split():
             "cannot be imported: No module named 'no_such_module'",
         ),
         (custom("NOT_A_FUNCTION"), "is a int, not a function"),
-        (custom("build_wrongly"), "sample 1 has 3 input_ids and 2 labels; labels are aligned with input_ids"),
+        (custom("build_wrongly"), "sample 1 has 3 input_ids and 2 labels; labels must be aligned with input_ids"),
         (
             custom("build_examples", split="none"),
             r"build_examples \(none\): has no rows; set data.factory or",

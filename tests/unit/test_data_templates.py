@@ -91,7 +91,7 @@ def test_a_template_that_rewrites_the_question_is_refused():
         "{% endfor %}"
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
-    with pytest.raises(ConfigError, match="writes the messages before message 1 differently"):
+    with pytest.raises(ConfigError, match="renders the messages before message 1 differently"):
         only(byte_tokenizer(template), chat("a", "b"))
 
 
