@@ -261,7 +261,7 @@ def _is_trained(turn: dict[str, Any], role: str) -> bool:
                 f"has {key}={value!r}; must be true, false, 0 or 1, because messages cannot have fractional weights"
             )
         if value and role != ASSISTANT:
-            raise _BadRowError(f"has {key}={value!r} and the role {role!r}; only the assistant's messages can have a loss")
+            raise _BadRowError(f"has {key}={value!r} and the role {role!r}; only the assistant's messages have a loss")
     if len(set(map(bool, flags.values()))) > 1:
         raise _BadRowError(
             f"has train={turn['train']!r} and weight={turn['weight']!r}, which contradict each other; remove one"
