@@ -1,16 +1,16 @@
-"""Data: from documentation, conversations, plain text, the hub or your function to micro-batches.
+"""Data loading: sources to tokenized samples to the micro-batches of a rank.
 
-loading.py    build_dataset: the `data` section to a Dataset of tokenized samples
-sources/      where rows come from, and how they become conversations or documents
-cache.py      tokenize: a split to tokens, from disk where they are known (tokens.py, token_file.py)
-examples.py   Example: token ids and labels; the loss mask; chat_template.py: how a conversation is rendered
-dataset.py    Dataset: samples in memory, and what became of the rows (Facts)
-packed.py     PackedDataset: several samples to a row, as packing.py plans it
-pairs.py      PairDataset: a chosen and a rejected answer to one prompt
-mixture.py    MixtureDataset: several sources in shares by weight, and their order
+loading.py    build_dataset: tokenized samples for the `data` section of a config
+sources/      readers of files, hub datasets, documentation and text; rows to conversations and documents
+cache.py      tokenize: the tokens of a split, cached on disk (tokens.py, token_file.py)
+examples.py   Example: token ids and labels with the loss mask; chat_template.py renders conversations
+dataset.py    Dataset: samples of one split in memory or in the token cache, and their statistics (Facts)
+packed.py     PackedDataset: several samples per row, as planned by packing.py
+pairs.py      PairDataset: a chosen and a rejected answer to each prompt
+mixture.py    MixtureDataset: several sources, sampled by weight
 order.py      SampleOrder: the shuffle, a pure function of (seed, position)
-batches.py    TrainBatches, EvalBatches: which rows are this rank's, padding, the cursor for resuming
-preflight.py  check_files: what can be checked without torch, before anything is started
+batches.py    TrainBatches, EvalBatches: the rows of this rank, padding, the cursor for resuming
+preflight.py  check_files: checks before launch that need neither torch nor pyarrow
 """
 
 from __future__ import annotations

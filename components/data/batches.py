@@ -1,4 +1,4 @@
-"""From samples to the micro-batches of one rank: which rows, and padded how."""
+"""Micro-batches of one rank: selection of its rows, collation and padding."""
 
 from __future__ import annotations
 
@@ -26,51 +26,50 @@ Rows = Dataset | PackedDataset | MixtureDataset | PairDataset
 _EMPTY = Example([], [])
 
 CUDA_ROUNDING = 128
-"""Tokens to a multiple of which rows that are not packed are padded on a GPU."""
+"""Multiple to which the length of unpacked rows is rounded up on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """How rows of different lengths become one tensor. Padding is on the right and carries no loss.
+    """Padding of rows to one tensor: on the right, with ignored targets.
 
-    No attention mask is given, because none is needed: under causal attention (sliding windows included) a
-    token sees only what is to its left, so no real token ever sees padding; and no loss is taken at padding.
-    (A model that attends to both sides would need one; causal LMs do not.) Without a mask attention keeps
-    its fastest kernels, and rows of padding alone do not become NaN, as they would where a mask hides all.
-    Position ids go on through the padding, because Hugging Face models take positions that start again as
-    the beginning of another document. Where padding starts follows from the targets, since every sample
-    of a `Dataset` ends with a target token; a router's statistics depend on it.
+    No attention mask is used. Under causal attention (sliding windows included) a token attends only to earlier
+    tokens, so real tokens never attend to padding, and targets at padding are ignored. (Bidirectional models would
+    need a mask; causal LMs do not.) Without a mask, attention uses its fastest kernels, and rows of only padding do
+    not become NaN, as they would if everything were masked. Position ids continue through the padding, because
+    Hugging Face models take restarted positions as the start of another document. Router statistics must exclude
+    padding; its start follows from the targets, since every sample of a `Dataset` ends with a target token.
 
-    Rows are padded to the longest of their micro-batch: that changes no result, only the time it takes. Packed rows all
-    have the length that they were packed into, so that shapes never change; in them position ids start again at every
-    document, and padding is the last document of a row.
+    Unpacked rows are padded to the longest row of their micro-batch, which affects speed but no result. Packed rows
+    always have the packed length, so shapes are static; position ids restart at each document, and the padding is the
+    last document of a row.
     """
 
     multiple: int = 1
-    """Lengths are rounded up to a multiple of this: lcm(2 x cp, tp)."""
+    """Multiple to which lengths are rounded up: lcm(2 x cp, tp)."""
     rounding: int = 1
-    """And to a multiple of this, but not beyond `limit`."""
+    """Further multiple to round up to, but not beyond `limit`."""
     limit: int | None = None
-    """The longest that a sample can be; None: there is no limit."""
+    """Maximum length of a sample in tokens; None: unlimited."""
     length: int | None = None
-    """Every micro-batch has this length: that of packed rows."""
+    """Fixed length of every micro-batch, for packed rows; None: that of its longest row, rounded up."""
     token_id: int = 0
-    """Input at padded positions; any token of the vocabulary will do, and that of a `Dataset` comes first."""
+    """Input id at padded positions, any token of the vocabulary; a dataset's pad_token_id takes precedence."""
     documents: int = 0
-    """Of packed rows: for how many documents, the padding included, a tensor has room; 0: rows are not packed."""
+    """Size of per-document tensors of packed rows, including the padding document; 0: rows are not packed."""
 
     @classmethod
     def on(cls, device: torch.device, multiple: int, seq_len: int) -> Padding:
-        """Return how rows of at most `seq_len` tokens are padded on a device.
+        """Return the padding of rows of at most `seq_len` tokens for a device.
 
-        On CUDA to multiples of 128 tokens: tiles of matmuls and attention are filled, and few lengths occur, for which
-        memory is reserved and layers are compiled.
+        On CUDA, lengths are rounded up to multiples of 128 tokens: this fills the tiles of matmul and attention
+        kernels, and fewer distinct lengths mean fewer recompilations and less memory fragmentation.
         """
         rounding = CUDA_ROUNDING if device.type == "cuda" else 1
         return cls(multiple=multiple, rounding=rounding, limit=seq_len)
 
     def length_of(self, longest: int) -> int:
-        """Return the length of a micro-batch whose longest row has so many tokens."""
+        """Return the padded length of a micro-batch whose longest row has `longest` tokens."""
         length = self.length
         if length is None:
             rounded = longest + -longest % self.rounding
@@ -78,7 +77,7 @@ class Padding:
         return length + -length % self.multiple
 
     def of(self, dataset: Sequence[Row]) -> Padding:
-        """Return how the rows of `dataset` are padded: packed ones to the length they were packed into."""
+        """Return this padding adapted to a dataset: its pad token, and its fixed length if it is packed."""
         padding = self
         if isinstance(dataset, Rows) and dataset.pad_token_id is not None:
             padding = replace(padding, token_id=dataset.pad_token_id)
@@ -89,26 +88,26 @@ class Padding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """Which rows of each global batch are this rank's.
+    """Assignment of the rows of each global batch to ranks and micro-batches.
 
-    A global batch is cut into `dp_size` contiguous slices, one per dp rank, and each slice into contiguous
-    micro-batches. So the slices of all ranks, put together in order of rank, are the global batch in the
-    order of `SampleOrder`, for every dp_size and every micro_batch_size. Ranks that differ only in tp, cp or
-    pp have the same dp_rank and read the same rows.
+    A global batch is split into `dp_size` contiguous slices, one per dp rank, and each slice into contiguous
+    micro-batches. The concatenation of all slices in rank order is therefore the global batch in the order of
+    `SampleOrder`, for every dp_size and micro_batch_size. Ranks that differ only in tp, cp or pp have the same
+    dp_rank and read the same rows.
     """
 
     global_batch_size: int
     """Sequences per optimizer step, over all dp ranks."""
     micro_batch_size: int
-    """Sequences per forward of one rank."""
+    """Sequences per forward pass of one rank."""
     dp_rank: int = 0
-    """This rank's place among those that see different samples."""
+    """Data-parallel rank of this process."""
     dp_size: int = 1
-    """Number of those."""
+    """Number of data-parallel ranks, which read different samples."""
     steps: int = 0
-    """Optimizer steps of the whole run; 0: not known."""
+    """Optimizer steps of the whole run; 0: unknown."""
     padding: Padding = Padding()
-    """How rows of different lengths become one tensor."""
+    """Padding of rows to one tensor."""
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1 or self.global_batch_size % (self.micro_batch_size * self.dp_size):
@@ -145,16 +144,16 @@ class BatchPlan:
         return self.global_batch_size // self.dp_size
 
     def facts(self, dataset: Dataset | PackedDataset | MixtureDataset) -> Facts | MixtureFacts:
-        """Return what is known of a data set, with the passes over it that the whole run makes."""
-        return dataset.facts.after(self.steps * self.global_batch_size)
+        """Return the statistics of a dataset, including the epochs over it in the whole run."""
+        return dataset.facts.with_passes(self.steps * self.global_batch_size)
 
 
 class TrainBatches:
-    """An endless iterator over this rank's micro-batches, one list per optimizer step.
+    """Infinite iterator over this rank's micro-batches, one list per optimizer step.
 
-    Its cursor is (seed, epoch, sample): how many samples all ranks together have used. It knows neither ranks
-    nor batch sizes, so a run may go on with another mesh or another batch size and still sees every sample
-    of an epoch exactly once. A step is put together when asked for: a copy of its token ids, no worker.
+    The cursor is (seed, epoch, sample), where `sample` counts the samples used by all ranks together. It is independent
+    of ranks and batch sizes, so a run can resume on another mesh or with another batch size and still uses every sample
+    of an epoch exactly once. Batches are assembled synchronously, without workers: this only copies token ids.
     """
 
     def __init__(
@@ -165,9 +164,13 @@ class TrainBatches:
         seed: int,
         fingerprint: str = "",
     ) -> None:
-        """`fingerprint` is `Dataset.fingerprint` of the samples; "": a resume compares only their number."""
+        """Start at sample 0 of the order of `seed`.
+
+        Args:
+            fingerprint: `Dataset.fingerprint`, compared on resume; empty: a resume compares only the number of samples.
+        """
         self.dataset = dataset
-        """What the order draws from."""
+        """Dataset that the order indexes."""
         self._fingerprint = fingerprint
         self._plan = plan
         self._padding = plan.padding.of(dataset)
@@ -178,11 +181,11 @@ class TrainBatches:
         self._sample = 0
 
     def at(self, step: int) -> list[Batch]:
-        """Return the micro-batches of optimizer step `step` (0-based) of a run that started at sample 0."""
+        """Return the micro-batches of optimizer step `step` (0-based), independent of the cursor."""
         return self._from(step * self._plan.global_batch_size)
 
     def global_batch(self, step: int) -> list[int]:
-        """Return the indices into the data set of step `step`, of all ranks, in order."""
+        """Return the dataset indices of the rows of step `step` (0-based) of all ranks, in order."""
         size = self._plan.global_batch_size
         return self._order.indices(step * size, size)
 
@@ -196,11 +199,11 @@ class TrainBatches:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far; of a mixture: rows used over the rows of all its sources."""
+        """Epochs so far; for a mixture, rows used divided by the rows of all sources."""
         return self._sample / self._order.size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor: seed, epoch (0-based) and the samples used so far over all epochs; and of which data."""
+        """Return the cursor (seed, 0-based epoch, samples used over all epochs) and the identity of the data."""
         return {
             "seed": self._order.seed,
             "epoch": self._sample // self._order.size,
@@ -210,27 +213,28 @@ class TrainBatches:
         }
 
     def load_state_dict(self, state: dict[str, Any], accepted: Collection[str] = ()) -> None:
-        """Go on where `state` was taken: what comes next is what would have come.
+        """Move the cursor to `state`: the next batches are those that would have followed.
 
         Args:
-            accepted: run.accept_changes: what may differ. With another seed the rest of the epoch is in another order,
-                so that some of its samples come twice and others not at all; with other data the count goes on.
+            accepted: Keys that may have changed (run.accept_changes). With another seed the rest of the epoch has
+                another order, so that some of its samples repeat and others are skipped. With other data the sample
+                count continues.
 
         Raises:
-            ConfigError: The samples, or the seed of their order, are others, and that is not accepted.
+            ConfigError: The samples or the seed changed and the change is not accepted.
         """
         problems = []
         if state["seed"] != self._order.seed and "run.seed" not in accepted:
             problems.append(
-                f"run.seed={self._order.seed}: the checkpoint's samples come in the order of seed {state['seed']}; set "
+                f"run.seed={self._order.seed}: the checkpoint uses the sample order of seed {state['seed']}; set "
                 f"run.seed={state['seed']}, or accept another order: run.accept_changes=[run.seed]"
             )
         same = (state["size"], state["fingerprint"]) == (self._order.size, self._fingerprint)
         if not same and not any(key.startswith(("data", "training.seq_len", "model.")) for key in accepted):
             problems.append(
-                f"data: {self._order.size:,} samples that are not the {state['size']:,} of the checkpoint, whatever "
-                "the config says: a file was changed, or they are tokenized in another way; put them back, or accept "
-                "others: run.accept_changes=[data]"
+                f"data: the {self._order.size:,} samples differ from the {state['size']:,} of the checkpoint: a file "
+                "or the tokenization was changed, even if the config was not; restore it, or accept other samples: "
+                "run.accept_changes=[data]"
             )
         if problems:
             raise ConfigError(problems)
@@ -245,21 +249,21 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """This rank's micro-batches of one pass over a held-out set, in its order; may be iterated over again.
+    """This rank's micro-batches of one pass over a held-out dataset, in its order; can be iterated repeatedly.
 
-    Every sample is in exactly one micro-batch of one dp rank. Every rank yields the same number of them, so that the
-    collectives of a forward match: the last are filled up with rows of padding alone, whose targets are all ignored and
-    add nothing to a sum.
+    Every sample is in exactly one micro-batch of one dp rank. All ranks yield the same number of micro-batches, so that
+    the collectives of the forward passes match: the last ones are filled with rows of padding, whose targets are all
+    ignored and add nothing to loss sums.
     """
 
     def __init__(self, dataset: Sequence[Row], plan: BatchPlan) -> None:
         self.dataset = dataset
-        """The held-out set."""
+        """Held-out dataset."""
         self._plan = plan
 
     @property
     def facts(self) -> Facts | MixtureFacts | str:
-        """What is known of the held-out set, for the banner."""
+        """Statistics of the held-out dataset, for the banner."""
         return self.dataset.facts if isinstance(self.dataset, Rows) else f"{len(self.dataset):,} held-out rows"
 
     def __iter__(self) -> Iterator[Batch]:
@@ -274,9 +278,9 @@ class EvalBatches:
 
 
 def collate(rows: Sequence[Row], padding: Padding) -> Batch:
-    """Return rows as a batch on the CPU, padded on the right; a pair is two rows: chosen, rejected.
+    """Return rows as a batch on the CPU, padded on the right; a pair becomes two rows: chosen, rejected.
 
-    Raises ConfigError where a row is longer than the padding allows.
+    Raises ConfigError if a row is longer than `padding.length`.
     """
     pairs = [row for row in rows if isinstance(row, Pair)]
     if not pairs:
@@ -296,7 +300,9 @@ def _collate_rows(rows: Sequence[Example | PackedRow], padding: Padding) -> Batc
 
     longest = max(1, *(len(row.input_ids) for row in rows))
     if padding.length is not None and longest > padding.length:
-        raise ConfigError(f"a sample of {longest} tokens does not fit rows of {padding.length}; cut it to fit")
+        raise ConfigError(
+            f"a sample of {longest} tokens is longer than the packed rows of {padding.length} tokens; truncate it"
+        )
     length = padding.length_of(longest)
     input_ids = torch.full((len(rows), length), padding.token_id, dtype=torch.int64)  # (micro_batch, seq)
     labels = torch.full_like(input_ids, IGNORED)  # (micro_batch, seq)
@@ -320,11 +326,11 @@ def _collate_rows(rows: Sequence[Example | PackedRow], padding: Padding) -> Batc
         labels,
         position_ids=position_ids,
         document_bounds=bounds,
-        # A power of two, so that it takes few values: compiled layers are compiled again for each.
+        # Rounded up to a power of two, because compiled layers are recompiled for every distinct value.
         longest_document=1 << (longest_document - 1).bit_length(),
     )
 
 
 def _check_rank(dp_rank: int, dp_size: int) -> None:
     if not 0 <= dp_rank < dp_size:
-        raise ValueError(f"dp_rank={dp_rank} is no rank of dp_size={dp_size}")
+        raise ValueError(f"dp_rank={dp_rank} must be at least 0 and below dp_size={dp_size}")

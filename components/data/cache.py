@@ -1,9 +1,9 @@
-"""Tokenized samples on disk, under a key of everything that they follow from.
+"""Disk cache of tokenized samples, keyed by a hash of everything that determines them.
 
-The key is a hash of the source's content, of the config that chooses among it, of the tokenizer with its chat template,
-and of this code: whatever changes gives another key. One process makes an entry, aside and renamed; others that start
-at once wait for it. All read samples from it as they need them, through the page cache that they share: neither the
-source nor its tokens need fit in memory.
+The key covers the content of the source, the config keys that select from it, the tokenizer with its chat template,
+the versions of the libraries involved, and this package's code. One process tokenizes into a temporary file and renames
+it; others that start at the same time wait for it. All processes read samples on demand through the shared page cache,
+so neither the source nor its tokens have to fit in memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,15 @@ from components.data.chat_template import ChatTemplate, KeyUsage, is_fast
 from components.data.examples import Example
 from components.data.sources import text
 from components.data.sources.rows import Conversation, Document
-from components.data.sources.split import Said, Side, characters_of, first_prompts, held_out_by_hash, most_samples
-from components.data.token_file import read_tokens, remove_forgotten, write_tokens
+from components.data.sources.split import (
+    Record,
+    SourceSplit,
+    characters_of,
+    first_prompts,
+    held_out_by_hash,
+    sample_limit,
+)
+from components.data.token_file import read_tokens, remove_expired, write_tokens
 from components.data.tokens import Tokens, flattened
 
 if TYPE_CHECKING:
@@ -39,46 +46,48 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Of the entries; raised when their layout changes."""
+"""Version of the file layout; increment it when the layout changes."""
 WORTH_BYTES = 1_000_000
-"""A source of less is tokenized again in about a second, and leaves nothing on disk."""
+"""Size of the smallest source that is cached; a smaller one is tokenized in about a second at every start."""
 KEPT_SECONDS = 30 * 24 * 3600
-"""An entry that was not read for so long goes when another one is made."""
+"""Age since the last use at which entries are removed, when a new one is written."""
 CODE = Path(__file__).parent
-"""What makes samples of a source."""
-_ENCODED_AT_ONCE = 1000  # conversations or documents: bounds the memory for their text, and occupies all cores
-_CHARACTERS_AT_ONCE = 1 << 20  # about: a document may be long
-_PROMPTS_KEPT = 100  # to generate samples from
-_ELSEWHERE = ("pack", "cache", "weight", "overlong", "path", "eval_path", "max_samples", "max_eval_samples",
+"""Folder of the code that produces samples; its files are part of the key."""
+_ENCODED_AT_ONCE = 1000  # conversations or documents per batch: bounds memory and keeps all cores busy
+_CHARACTERS_AT_ONCE = 1 << 20  # approximate limit per batch, because documents may be long
+_PROMPTS_KEPT = 100  # raw prompts stored to generate sample answers from
+_NOT_IN_KEY = ("pack", "cache", "weight", "overlong", "path", "eval_path", "max_samples", "max_eval_samples",
               "unused_keys")  # fmt: skip
-"""Keys of the config that do not choose among a source's content, or are in the key in another way."""
+"""Config keys without an effect on the tokens, or with their effect already in the key (a path's content)."""
 
 
-class Made(NamedTuple):
-    """What became of one side of a source."""
+class TokenizedSplit(NamedTuple):
+    """Tokens and statistics of one split of a source."""
 
     tokens: Tokens
     prompts: list[str]
+    """Raw prompts of the first samples."""
     bad_rows: int
+    """Rows that could not become a sample."""
     unused: list[str]
-    """Columns and keys of messages that neither the chat template nor Meshbook uses."""
+    """Columns and message keys that neither the chat template nor Meshbook uses."""
 
 
-class _Work(NamedTuple):
-    """What is tokenized, and how."""
+class _Encoder(NamedTuple):
+    """Tokenization settings of one split."""
 
-    side: Side
+    split: SourceSplit
     tokenizer: PreTrainedTokenizerBase
     seq_len: int | None = None
-    """Of the samples that documents are cut into."""
-    most: int | None = None
-    """Of such samples."""
+    """Length of the samples that documents are cut into; None: conversations."""
+    max_samples: int | None = None
+    """Limit on the samples cut from documents; None: no limit."""
     usage: KeyUsage | None = None
-    """Of conversations: which of their keys are used."""
+    """Detector of unused keys of conversations; None: documents."""
 
-    def samples_of(self, batch: list[Said]) -> Iterable[Example]:
-        """Tokenize a part of the side."""
-        documents = [said for said in batch if isinstance(said, Document)]
+    def encode(self, batch: list[Record]) -> Iterable[Example]:
+        """Tokenize a batch of conversations or documents."""
+        documents = [record for record in batch if isinstance(record, Document)]
         if self.seq_len is not None:
             return text.encode_documents(self.tokenizer, documents, self.seq_len)
         conversations = [each for each in batch if isinstance(each, Conversation)]
@@ -90,96 +99,97 @@ class _Work(NamedTuple):
 
     @property
     def unused(self) -> list[str]:
-        """What was read and left out; known once the whole side was encoded."""
+        """Unused columns and message keys; complete once the whole split was encoded."""
         keys = [] if self.usage is None else self.usage.unused
-        return [*(f"column {name}" for name in self.side.unused_columns), *keys]
+        return [*(f"column {name}" for name in self.split.unused_columns), *keys]
 
 
-def tokenize(side: Side, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Made:
-    """Return the samples of a side, from `data.cache` where they are known; documents are cut to `seq_len` tokens.
+def tokenize(split: SourceSplit, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> TokenizedSplit:
+    """Return the tokenized samples of a split, cached in `data.cache`; documents are cut into `seq_len` tokens.
 
-    A fast tokenizer encodes on all cores. A folder that cannot be written costs a warning, and memory for all tokens.
+    A fast tokenizer uses all cores. If the cache cannot be written, log a warning and keep all tokens in memory.
 
-    Raises ConfigError where the source is wrong, or changes while it is read.
+    Raises ConfigError if the source is invalid or changes while it is read.
     """
-    most = most_samples(cfg, side.is_eval)
-    work = (
-        _Work(side, tokenizer, seq_len, most)
+    limit = sample_limit(cfg, split.is_eval)
+    encoder = (
+        _Encoder(split, tokenizer, seq_len, limit)
         if isinstance(cfg, TextDataConfig)
-        else _Work(side, tokenizer, usage=KeyUsage(ChatTemplate(tokenizer)))
+        else _Encoder(split, tokenizer, usage=KeyUsage(ChatTemplate(tokenizer)))
     )
     tokenizer_hash = None if cfg.cache is None else hash_of_tokenizer(tokenizer)
     if cfg.cache is None or tokenizer_hash is None:
-        return _make(work)
-    content, size = side.identity()
+        return _tokenize(encoder)
+    content, size = split.identity()
     if size < WORTH_BYTES:
-        return _make(work)
-    key = _key([content, tokenizer_hash, side.is_eval, held_out_by_hash(cfg), most, work.seq_len], cfg)
+        return _tokenize(encoder)
+    key = _key([content, tokenizer_hash, split.is_eval, held_out_by_hash(cfg), limit, encoder.seq_len], cfg)
     try:
         entry = Path(cfg.cache).expanduser() / f"{key}.safetensors"
-    except RuntimeError as error:  # the user of a container often has no home
+    except RuntimeError as error:  # users of containers often have no home directory
         logger.warning("data.cache=%s: %s; the tokenized samples are not kept", cfg.cache, error)
-        return _make(work)
-    if (known := _read(entry)) is not None:
-        return known
-    with _alone(entry.with_suffix(".lock")):
-        if (known := _read(entry)) is not None:
-            return known
-        return _make(work, entry, content)
+        return _tokenize(encoder)
+    if (cached := _read_entry(entry)) is not None:
+        return cached
+    with _lock(entry.with_suffix(".lock")):
+        if (cached := _read_entry(entry)) is not None:
+            return cached
+        return _tokenize(encoder, entry, content)
 
 
 def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a hash of all that decides a text's tokens; None for a tokenizer that cannot be written as a whole."""
+    """Return a hash of everything that determines a tokenizer's output, or None if it cannot be serialized (slow)."""
     if not is_fast(tokenizer):
         return None
-    whole = json.loads(tokenizer.backend_tokenizer.to_str())
-    whole |= {"truncation": None, "padding": None}  # set anew by every call
-    said = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map]
-    return xxhash.xxh3_128(json.dumps([whole, said], default=str).encode()).hexdigest()
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend |= {"truncation": None, "padding": None}  # every call sets these itself
+    wrapper = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map]
+    return xxhash.xxh3_128(json.dumps([backend, wrapper], default=str).encode()).hexdigest()
 
 
-def _key(said: list[Any], cfg: DataConfig) -> str:
-    chosen = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in _ELSEWHERE}
+def _key(inputs: list[Any], cfg: DataConfig) -> str:
+    """Return the name of a cache entry: a hash of `inputs`, the config, library versions and this code."""
+    selected = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in _NOT_IN_KEY}
     versions = [version(package) for package in ("transformers", "tokenizers", "jinja2")]
     code = xxhash.xxh3_128(b"".join(file.read_bytes() for file in sorted(CODE.rglob("*.py")))).hexdigest()
-    return xxhash.xxh3_128(json.dumps([FORMAT, *said, chosen, versions, code]).encode()).hexdigest()
+    return xxhash.xxh3_128(json.dumps([FORMAT, *inputs, selected, versions, code]).encode()).hexdigest()
 
 
-def _make(work: _Work, entry: Path | None = None, content: str = "") -> Made:
-    """Tokenize a side into a file, or in memory without one or where it cannot be written."""
-    prompts = first_prompts(work.side, _PROMPTS_KEPT)
+def _tokenize(encoder: _Encoder, entry: Path | None = None, content: str = "") -> TokenizedSplit:
+    """Tokenize a split into the file `entry`, or into memory if there is no entry or it cannot be written."""
+    prompts = first_prompts(encoder.split, _PROMPTS_KEPT)
     if entry is not None:
 
-        def told() -> str:
-            return json.dumps({"prompts": prompts, "bad_rows": work.side.bad_rows, "unused": work.unused})
+        def summary() -> str:
+            return json.dumps({"prompts": prompts, "bad_rows": encoder.split.bad_rows, "unused": encoder.unused})
 
         try:
-            write_tokens(entry, _parts(work, content), told)
+            write_tokens(entry, _token_chunks(encoder, content), summary)
         except OSError as error:
             logger.warning("data.cache=%s: %s; the tokenized samples are not kept", entry.parent, error)
         else:
             with contextlib.suppress(OSError):
-                remove_forgotten(entry.parent, KEPT_SECONDS)
-        if (made := _read(entry)) is not None:
-            return made
-    tokens = flattened(chain.from_iterable(_encoded(work)))
-    return Made(tokens, prompts, work.side.bad_rows, work.unused)
+                remove_expired(entry.parent, KEPT_SECONDS)
+        if (written := _read_entry(entry)) is not None:
+            return written
+    tokens = flattened(chain.from_iterable(_encode_batches(encoder)))
+    return TokenizedSplit(tokens, prompts, encoder.split.bad_rows, encoder.unused)
 
 
-def _parts(work: _Work, content: str) -> Iterator[Tokens]:
-    """Yield a side's tokens; at their end, before they are published, see whether the source is what it was."""
-    yield from map(flattened, _encoded(work))
-    if work.side.identity()[0] != content:
-        raise ConfigError("data: the source was changed while it was read; start again")
+def _token_chunks(encoder: _Encoder, content: str) -> Iterator[Tokens]:
+    """Yield the tokens of a split; before the last part is published, check that the source has not changed."""
+    yield from map(flattened, _encode_batches(encoder))
+    if encoder.split.identity()[0] != content:
+        raise ConfigError("data: the source was changed while it was read; start the run again")
 
 
-def _encoded(work: _Work) -> Iterator[Iterable[Example]]:
-    """Yield the samples of a side, some at a time: of conversations all, of documents at most as many as asked for."""
-    side, left = work.side, work.most
-    is_short = len(side) <= _ENCODED_AT_ONCE and side.characters <= _CHARACTERS_AT_ONCE
-    with _progress(len(side), hidden=is_short) as advance:
-        for batch in _batches(side):
-            samples = work.samples_of(batch)
+def _encode_batches(encoder: _Encoder) -> Iterator[Iterable[Example]]:
+    """Yield the samples of a split in batches, up to `max_samples`; a long split shows a progress bar."""
+    split, left = encoder.split, encoder.max_samples
+    is_short = len(split) <= _ENCODED_AT_ONCE and split.characters <= _CHARACTERS_AT_ONCE
+    with _progress(len(split), hidden=is_short) as advance:
+        for batch in _batches(split):
+            samples = encoder.encode(batch)
             if left is not None:
                 samples = list(islice(samples, left))
                 left -= len(samples)
@@ -189,12 +199,12 @@ def _encoded(work: _Work) -> Iterator[Iterable[Example]]:
             advance(len(batch))
 
 
-def _batches(side: Side) -> Iterator[list[Said]]:
-    """Yield what is encoded at once, about."""
-    batch, size = list[Said](), 0
-    for said in side:
-        batch.append(said)
-        size += characters_of(said)
+def _batches(split: SourceSplit) -> Iterator[list[Record]]:
+    """Yield conversations or documents in batches of bounded count and size."""
+    batch, size = list[Record](), 0
+    for record in split:
+        batch.append(record)
+        size += characters_of(record)
         if len(batch) == _ENCODED_AT_ONCE or size >= _CHARACTERS_AT_ONCE:
             yield batch
             batch, size = [], 0
@@ -202,36 +212,36 @@ def _batches(side: Side) -> Iterator[list[Said]]:
         yield batch
 
 
-def _read(entry: Path) -> Made | None:
+def _read_entry(entry: Path) -> TokenizedSplit | None:
     found = read_tokens(entry)
     if found is None:
         return None
-    with contextlib.suppress(OSError):  # a folder that only can be read
-        os.utime(entry)  # so its time of change is that of its last use: file systems seldom record reading
-    told = json.loads(found[1])
-    return Made(found[0], told["prompts"], told["bad_rows"], told["unused"])
+    with contextlib.suppress(OSError):  # the folder may be read-only
+        os.utime(entry)  # mtime is the time of last use: most file systems do not record reads (noatime)
+    summary = json.loads(found[1])
+    return TokenizedSplit(found[0], summary["prompts"], summary["bad_rows"], summary["unused"])
 
 
 @contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Wait until no other process that shares the folder is within; a folder without locks is no reason to stop."""
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock between processes that share the folder; warn and continue if it cannot be locked."""
     with contextlib.ExitStack() as stack:
         try:
-            lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what the data say
-            file = stack.enter_context(lock.open("a"))
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # samples may be confidential
+            file = stack.enter_context(path.open("a"))
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            logger.warning("data.cache=%s: %s; every process tokenizes for itself", lock.parent, error)
+            logger.warning("data.cache=%s: %s; every process tokenizes for itself", path.parent, error)
         try:
             yield
         finally:
             with contextlib.suppress(OSError):
-                lock.unlink()
+                path.unlink()
 
 
 @contextlib.contextmanager
 def _progress(total: int, hidden: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar on the first rank's terminal; it goes away when all is done."""
+    """Show a progress bar on rank 0's terminal and remove it at the end; yields its `advance`."""
     from rich.console import Console
     from rich.progress import Progress
 

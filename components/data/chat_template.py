@@ -1,4 +1,4 @@
-"""Conversations as text: the tokenizer's chat template, what it marks as generated, and which keys it uses."""
+"""Rendering of conversations with a chat template, the spans it marks as generated, and the keys it uses."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ _FIXED_CLOCK = (
 )
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names of one and the same key: transformers fills each from the others."""
-_TRIES = 200
-"""Conversations in which a key is looked for before it counts as unused."""
+"""Aliases of one key: transformers fills each from the others."""
+_MAX_TRIES = 200
+"""Conversations in which a key is tried before it counts as unused."""
 _PROBE = '{"probe": "value"}'
 
 
 class Rendering(NamedTuple):
-    """A conversation as text."""
+    """A conversation rendered as text."""
 
     text: str
     blocks: list[tuple[int, int]]
-    """Characters that the template's {% generation %} blocks wrote; empty where it has none."""
+    """Character ranges rendered by the template's {% generation %} blocks; empty if it has none."""
 
 
 class ChatTemplate:
-    """What writes a tokenizer's conversations: its chat template, or plain text without one.
+    """Renderer of conversations: the tokenizer's chat template, or plain text if it has none.
 
-    Templates are code of whoever made the model. They run in transformers' sandbox, for a few seconds at most.
+    Templates are untrusted code that comes with a model. They run in transformers' sandbox, with a limit on CPU time.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._sources: dict[bool, str | None] = {}  # by whether there are tools: a tokenizer may have two templates
+        self._sources: dict[bool, str | None] = {}  # keyed by has_tools: a tokenizer may have a template for each
         self._encodes_arguments: bool | None = None
 
     def source(self, tools: list[dict[str, Any]] | None) -> str | None:
-        """Return the template for conversations with or without tools; None: the tokenizer has none."""
+        """Return the template for conversations with or without tools, or None if the tokenizer has none."""
         has_tools = tools is not None
         if has_tools not in self._sources:
             text = self._tokenizer.get_chat_template(tools=tools) if self._tokenizer.chat_template else None
             if text and "strftime_now" in text:
-                # A template that writes today's date would give a run other tokens when it resumes tomorrow.
+                # Today's date in a prompt would change the tokens of a run that resumes on another day.
                 text = _FIXED_CLOCK + text
             self._sources[has_tools] = text
         return self._sources[has_tools]
 
     def marks_answers(self, conversation: Conversation) -> bool:
-        """Whether the template has {% generation %} blocks that can be traced to tokens (by a fast tokenizer)."""
+        """Whether the template has {% generation %} blocks that can be mapped to tokens (by a fast tokenizer)."""
         source = self.source(conversation.tools)
         return bool(source and is_fast(self._tokenizer) and _GENERATION_BLOCK.search(source))
 
     def render(self, conversation: Conversation, stop: int, *, add_generation_prompt: bool = False) -> Rendering:
-        """Return the text of the first `stop` messages. Raises ConfigError where the template fails."""
+        """Render the first `stop` messages. Raises ConfigError if the template rejects them or fails."""
         messages = conversation.messages[:stop]
         source = self.source(conversation.tools)
         if source is None:
@@ -96,18 +96,18 @@ class ChatTemplate:
         except ConfigError:
             raise
         except TemplateError as error:
-            raise ConfigError(f"{where}: the chat template refuses this conversation: {error}") from error
+            raise ConfigError(f"{where}: the chat template rejects this conversation: {error}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ConfigError(
-                f"{where}: the chat template fails on this conversation: {type(error).__name__}: {error}; give it the "
-                "form that the template expects, or set model.tokenizer to one with another chat template"
+                f"{where}: the chat template fails on this conversation: {type(error).__name__}: {error}; change it to "
+                "the form that the template expects, or set model.tokenizer to one with another chat template"
             ) from error
 
     def _probe_arguments(self) -> bool:
-        """Whether the template needs the arguments of tool calls as objects, since it encodes them itself.
+        """Whether the template requires the arguments of tool calls as objects and encodes them itself.
 
-        OpenAI's format has them as JSON text, Hugging Face's as an object. Templates take one or both; given text, some
-        encode it a second time, others fail.
+        OpenAI's format has JSON text, Hugging Face's an object. Templates accept one or both: with text, some encode it
+        a second time and others fail.
         """
         text = self._probe({"name": "probe", "arguments": _PROBE})
         if text is None:
@@ -115,7 +115,7 @@ class ChatTemplate:
         return json.dumps(_PROBE) in text
 
     def _probe(self, function: dict[str, Any]) -> str | None:
-        """Return what the template writes for a call of a function; None where it fails."""
+        """Render a probe conversation with one tool call. Returns None if the template fails."""
         source = self.source(None)
         if source is None:
             return ""
@@ -128,9 +128,9 @@ class ChatTemplate:
 
 
 class KeyUsage:
-    """Which keys of messages, tools and template arguments change what the template writes, found by leaving each out.
+    """Detector of keys (of messages, tools and template arguments) that do not change the rendered text.
 
-    A key counts as unused once that changed nothing in any of the first conversations that have it.
+    Each key is left out of the first conversations that have it; it is unused if that never changes the text.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -140,20 +140,21 @@ class KeyUsage:
 
     @property
     def unused(self) -> list[str]:
-        """Keys that no conversation needed, by name and role."""
+        """Sorted names, with roles, of the keys without an effect so far."""
         return sorted(self._tried.keys() - self._used)
 
     def observe(self, conversation: Conversation) -> None:
-        """Try the keys of a conversation that are not known to be used."""
+        """Try leaving out each key of a conversation that is not yet known to be used."""
         answers = [i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
         for index, message in enumerate(conversation.messages[: answers[-1] + 1]):
-            stop = 1 + next(answer for answer in answers if answer >= index)  # where the message is last in a prompt
+            # Render up to the next answer, because templates may drop keys (reasoning) from earlier messages.
+            stop = 1 + next(answer for answer in answers if answer >= index)
             for key, value in message.items():
                 if key == "role" or value in (None, "", [], {}):
                     continue
-                gone = _REASONING if key in _REASONING else (key,)
+                removed = _REASONING if key in _REASONING else (key,)
                 messages = list(conversation.messages)
-                messages[index] = {name: kept for name, kept in message.items() if name not in gone}
+                messages[index] = {name: kept for name, kept in message.items() if name not in removed}
                 self._try(_name(key, message), conversation, conversation._replace(messages=messages), stop)
         stop = answers[-1] + 1
         if conversation.tools is not None:
@@ -162,21 +163,21 @@ class KeyUsage:
             kwargs = {name: value for name, value in conversation.template_kwargs.items() if name != key}
             self._try(f"template argument {key}", conversation, conversation._replace(template_kwargs=kwargs), stop)
 
-    def _try(self, name: str, whole: Conversation, without: Conversation, stop: int) -> None:
-        if name in self._used or self._tried[name] >= _TRIES:
+    def _try(self, name: str, conversation: Conversation, without: Conversation, stop: int) -> None:
+        if name in self._used or self._tried[name] >= _MAX_TRIES:
             return
         self._tried[name] += 1
-        expected = self._template.render(whole, stop)
+        expected = self._template.render(conversation, stop)
         try:
             is_used = self._template.render(without, stop) != expected
-        except ConfigError:  # the template cannot do without it
+        except ConfigError:  # the template requires the key
             is_used = True
         if is_used:
             self._used.add(name)
 
 
 def is_fast(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[PreTrainedTokenizerFast]:
-    """Return whether a tokenizer is one of the tokenizers library, which traces tokens to characters."""
+    """Whether a tokenizer is backed by the tokenizers library, which maps tokens to characters."""
     from transformers import PreTrainedTokenizerFast
 
     return isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -189,7 +190,10 @@ def _name(key: str, message: Message) -> str:
 
 
 def _traced(source: str, messages: list[Message], given: dict[str, Any]) -> Rendering:
-    """Render as `apply_chat_template` does, which only gives the blocks away as a mask of tokens."""
+    """Render with the character ranges of generation blocks.
+
+    Calls the function behind `apply_chat_template`, which returns the blocks only as a token mask.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -205,7 +209,7 @@ def _has_text_arguments(message: Message) -> bool:
 
 
 def _with_parsed_arguments(message: Message) -> Message:
-    """Return a message whose tool calls have their arguments as objects; text that is no JSON object is kept."""
+    """Return a message with the arguments of its tool calls parsed; text that is not a JSON object is kept."""
     if not _has_text_arguments(message):
         return message
     calls = []
@@ -222,6 +226,6 @@ def _with_parsed_arguments(message: Message) -> Message:
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the name and arguments of a tool call, which most formats nest under `function`."""
+    """Return the object with the name and arguments of a tool call, which most formats nest under `function`."""
     inner = call.get("function")
     return inner if isinstance(inner, dict) else call

@@ -1,4 +1,4 @@
-"""The tokenized samples of one side (training or held-out), kept as plain integers in memory."""
+"""The tokenized samples of one split (train or held-out)."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Facts:
-    """What became of the source's rows on the way to samples."""
+    """Statistics of a dataset: samples, tokens, and how many samples were cut or dropped."""
 
     source: str
-    """Where they come from: path and split."""
+    """Path and split of the source, for logs."""
     samples: int = 0
-    """Samples that are there."""
+    """Number of samples."""
     tokens: int = 0
-    """Tokens of all samples."""
+    """Tokens of all samples, without padding."""
     target_tokens: int = 0
-    """Tokens that carry the loss."""
+    """Tokens that contribute to the loss."""
     truncated: int = 0
-    """Samples that were cut to seq_len tokens."""
+    """Samples truncated to seq_len tokens."""
     dropped_overlong: int = 0
-    """Samples left out because they were longer than seq_len (`data.overlong=drop`)."""
+    """Samples dropped because they were longer than seq_len (`data.overlong=drop`)."""
     dropped_without_target: int = 0
-    """Samples left out because no token with loss was left."""
+    """Samples dropped because they had no target token, possibly after truncation."""
     dropped_bad_rows: int = 0
-    """Rows left out because they had no prompt or no response (`data.bad_rows=drop`)."""
+    """Source rows dropped because they had no prompt or no response (`data.bad_rows=drop`)."""
     unused: list[str] = field(default_factory=list)
-    """Columns and keys of messages that neither the chat template nor Meshbook uses."""
+    """Columns and message keys that neither the chat template nor Meshbook uses."""
     rows: int = 0
-    """Rows that the samples are packed into; 0: each is a row of its own."""
+    """Packed rows; 0: not packed, each sample is a row."""
     row_tokens: int = 0
-    """Tokens that a packed row has room for."""
-    most_documents: int = 0
-    """Samples in the row that has most of them."""
+    """Length of a packed row in tokens."""
+    max_documents: int = 0
+    """Largest number of samples in a packed row."""
     passes: float = 0.0
-    """Over all of it, that a run makes; 0: not known."""
+    """Epochs over this data in the whole run; 0: unknown."""
 
     @property
-    def drawn_from(self) -> int:
-        """What an order draws from: packed rows, or samples."""
+    def order_size(self) -> int:
+        """Number of items that an order permutes: packed rows, or samples if not packed."""
         return self.rows or self.samples
 
-    def after(self, rows: float) -> Facts:
-        """Return the same with the passes that so many rows of the order make."""
-        return replace(self, passes=rows / self.drawn_from)
+    def with_passes(self, rows: float) -> Facts:
+        """Return a copy whose `passes` corresponds to training on `rows` rows."""
+        return replace(self, passes=rows / self.order_size)
 
     def __str__(self) -> str:
         counted = {
             "cut to seq_len": self.truncated,
             "longer than seq_len dropped": self.dropped_overlong,
-            "without a target left dropped": self.dropped_without_target,
+            "without a target dropped": self.dropped_without_target,
             "bad rows dropped": self.dropped_bad_rows,
         }
         total = f"{self.samples:,} samples, {self.tokens:,} tokens, {self.target_tokens:,} with loss"
@@ -69,7 +69,7 @@ class Facts:
             full = 100 * self.tokens / (self.rows * self.row_tokens)
             parts.append(
                 f"packed into {self.rows:,} rows of {self.row_tokens:,} tokens, {full:.2f} % full, "
-                f"{self.samples / self.rows:.1f} samples each (at most {self.most_documents:,}); batch sizes count rows"
+                f"{self.samples / self.rows:.1f} samples each (at most {self.max_documents:,}); batch sizes count rows"
             )
         parts += [f"not used: {', '.join(self.unused)}"] if self.unused else []
         parts += [f"{self.passes:.2f} passes in the whole run"] if self.passes else []
@@ -77,11 +77,11 @@ class Facts:
 
 
 class Dataset(Sequence[Example]):
-    """Samples in the order of their source, 8 bytes per token; `facts` counts them and what was left out.
+    """Samples in the order of their source, stored in 8 bytes per token; `facts` holds their statistics.
 
-    A sample longer than `seq_len` is cut on the right, dropped or refused, as `overlong` says; one that is
-    left without a target token is dropped. Every sample ends with a target token (see `trimmed`).
-    `prompts` holds questions of the source as they were asked, to show what the model answers to them.
+    A sample longer than `seq_len` is truncated on the right, dropped or rejected, depending on `overlong`. A sample
+    without a target token is dropped. Every sample ends with a target token (see `trimmed`).
+    `prompts` holds raw prompts of the source, to generate sample answers from.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class Dataset(Sequence[Example]):
         self.facts = facts
         self.prompts = prompts
         self.pad_token_id: int | None = tokenizer.pad_token_id
-        """Input at padded positions."""
+        """Input id at padded positions."""
         self.sources: np.ndarray
-        """Of each sample, its place among the samples before any was left out, (samples,) int64."""
+        """Index of each sample before any sample was dropped, (samples,) int64."""
         self._tokenizer = tokenizer
-        whole = examples if isinstance(examples, Tokens) else flattened(trimmed(example) for example in examples)
-        self._tokens = self._fitted(whole, seq_len, overlong)
+        tokens = examples if isinstance(examples, Tokens) else flattened(trimmed(example) for example in examples)
+        self._tokens = self._fit(tokens, seq_len, overlong)
 
     def __len__(self) -> int:
         return len(self._tokens.starts)
@@ -122,20 +122,20 @@ class Dataset(Sequence[Example]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sample, (samples,) int64."""
+        """Length of each sample in tokens, (samples,) int64."""
         return self._tokens.stops - self._tokens.starts
 
     @property
     def fingerprint(self) -> str:
-        """A hash of every token and label: equal where, and only where, the samples are."""
+        """Hash of all token ids and labels: two datasets have the same one if their samples are the same."""
         return self._tokens.fingerprint
 
     def show(self, index: int) -> str:
-        """Return the text of a sample, the part that carries the loss in [[ ]]."""
+        """Return the text of a sample, with the spans that contribute to the loss in [[ ]]."""
         return render_example(self._tokenizer, self[index])
 
-    def _fitted(self, tokens: Tokens, seq_len: int, overlong: Overlong) -> Tokens:
-        """Return the samples that fit rows of `seq_len` tokens, and count them and the others."""
+    def _fit(self, tokens: Tokens, seq_len: int, overlong: Overlong) -> Tokens:
+        """Truncate, drop or reject samples longer than `seq_len` tokens; record the counts in `facts`."""
         import numpy as np
 
         facts, before = self.facts, tokens.stops - tokens.starts
@@ -162,14 +162,14 @@ class Dataset(Sequence[Example]):
 
 
 class HasPrompts(Protocol):
-    """A data set that knows the questions of its source."""
+    """A dataset with raw prompts of its source."""
 
     @property
     def prompts(self) -> Sequence[str]: ...
 
 
 def sample_prompts(dataset: HasPrompts, count: int) -> list[str]:
-    """Return up to `count` of a data set's questions, evenly spread, as they were asked (without a template)."""
+    """Return up to `count` raw prompts of a dataset (without chat template), evenly spaced."""
     prompts = dataset.prompts
     count = min(count, len(prompts))
     return [prompts[i * len(prompts) // count] for i in range(count)]

@@ -1,4 +1,4 @@
-"""From a conversation to token ids, and which of them carry the loss."""
+"""Conversations to token ids and labels, with the loss mask on the assistant's turns."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["IGNORED", "Example", "PackedRow", "encode_conversations", "render_ex
 
 
 class Example(NamedTuple):
-    """One tokenized sample. `labels[i]` is `input_ids[i]` where that token carries loss, else `IGNORED`.
+    """One tokenized sample. `labels[i]` is `input_ids[i]` if the loss is computed on that token, else `IGNORED`.
 
-    Labels are aligned with the inputs; the loss shifts them (Hugging Face's convention).
+    Labels are aligned with the inputs and shifted later, by `Batch.from_labels` (Hugging Face's convention).
     """
 
     input_ids: list[int]  # (seq,)
@@ -29,69 +29,71 @@ class Example(NamedTuple):
 
 
 class PackedRow(NamedTuple):
-    """Several samples one after another; the first label of each is `IGNORED`, as in every sample of a `Dataset`."""
+    """Several concatenated samples (documents); the first label of each is `IGNORED`, as in any `Dataset` sample."""
 
     input_ids: list[int]  # (seq,)
     labels: list[int]  # (seq,)
-    ends: list[int]  # where each sample ends, (documents,)
+    ends: list[int]  # exclusive end of each sample, (documents,)
 
     @property
     def examples(self) -> list[Example]:
-        """The samples, each by itself."""
-        places = zip([0, *self.ends[:-1]], self.ends, strict=True)
-        return [Example(self.input_ids[start:end], self.labels[start:end]) for start, end in places]
+        """The samples of the row, unpacked."""
+        bounds = zip([0, *self.ends[:-1]], self.ends, strict=True)
+        return [Example(self.input_ids[start:end], self.labels[start:end]) for start, end in bounds]
 
 
 class _Turn(NamedTuple):
-    """One answer of the assistant in context."""
+    """One assistant turn, tokenized with the conversation before it."""
 
-    ids: list[int]  # the conversation up to and with the answer
-    spans: list[tuple[int, int]]  # tokens of the answer that carry the loss
+    ids: list[int]  # the conversation up to and including the turn
+    spans: list[tuple[int, int]]  # token ranges of the turn that contribute to the loss
 
 
 class _Draft(NamedTuple):
-    """The same as text."""
+    """One assistant turn as text, before tokenization."""
 
-    prompt: Rendering  # what a model is given before it answers
-    through: Rendering  # the conversation up to and with the answer
-    is_marked: bool  # whether the template's own blocks say what the answer is
+    prompt: Rendering  # the generation prompt: the conversation before the turn
+    through: Rendering  # the conversation up to and including the turn
+    is_marked: bool  # whether {% generation %} blocks delimit the turn
 
 
 def encode_conversations(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]) -> list[Example]:
-    """Tokenize conversations; the loss is on every turn of the assistant but those in `untrained`.
+    """Tokenize conversations, with the loss on every assistant turn except those in `untrained`.
 
-    Text comes from the tokenizer's chat template, which is given messages and tools as they are, or, without one, from
-    the contents joined by newlines with the end-of-text token after each answer. Reasoning and tool calls are part of
-    a turn as the template writes them. The loss mask is found by rendering, never by searching for markers:
+    The text comes from the tokenizer's chat template, applied to the unmodified messages and tools. Without a template,
+    message contents are joined by newlines, with the end-of-text token after each answer. Reasoning and tool calls
+    belong to a turn as the template renders them. The loss mask comes from rendering, not from searching for marker
+    strings:
 
-    - A template with {% generation %} blocks marks what the assistant generates; those of a turn are the ones that it
-      adds to its prompt.
-    - With any other template, a turn starts where the tokens of the conversation with it part from those of the prompt
-      that a model would be given (`add_generation_prompt=True`), and ends with its end-of-turn token. A token that
-      holds both the last characters of the prompt and the first of the answer counts as answer.
+    - A template with {% generation %} blocks marks the generated text. The blocks of a turn are those that rendering
+      it adds to its prompt.
+    - With any other template, a turn starts at the first token that differs from the generation prompt
+      (`add_generation_prompt=True`) and ends with its end-of-turn token. A token that spans the end of the prompt and
+      the start of the answer counts as answer.
 
-    Where a template writes an answer in the history differently from a last one (it drops the reasoning, or
-    ends it with another token), no single sequence shows every turn as a model would produce it: such a
-    conversation gives one example per answer. So there may be more examples than conversations.
+    Some templates render an earlier answer differently from the last one (they drop its reasoning, or end it with
+    another token). No single sequence then contains every turn as the model would generate it, so such a conversation
+    becomes one example per answer: there may be more examples than conversations.
 
-    Raises ConfigError where a template refuses a conversation, does not end, or cannot be decided in this way, and
-    where a tokenizer has neither a chat template nor an end-of-text token.
+    Raises ConfigError if a template rejects a conversation, exceeds its time limit or leaves the loss mask ambiguous,
+    or if a tokenizer has neither a chat template nor an end-of-text token.
     """
     renderer = _Renderer(tokenizer)
     drafts = [[renderer.draft(each, answer) for answer in each.trained] for each in conversations]
-    turns = renderer.turns([draft for those in drafts for draft in those])
+    turns = renderer.turns([draft for group in drafts for draft in group])
     examples: list[Example] = []
-    for those in drafts:
-        # Without any answer to train on, an empty sample is left, which the data set drops and counts.
-        examples += _assemble([next(turns) for _ in those]) or [Example([], [])]
+    for group in drafts:
+        # A conversation without a trained answer becomes an empty sample, which the dataset drops and counts.
+        examples += _assemble([next(turns) for _ in group]) or [Example([], [])]
     return examples
 
 
 def trimmed(example: Example) -> Example:
-    """Cut what follows the last token with loss: under causal attention nothing that counts ever sees it.
+    """Cut an example after its last target: under causal attention, later tokens do not affect the loss.
 
-    The first position never carries loss, because nothing predicts it. So every example that has a target at
-    all ends with one, and the number of labels other than `IGNORED` is the number of losses after the shift.
+    The first label is always `IGNORED`, because no position predicts the first token. Every non-empty example
+    therefore ends with a target, and its number of labels other than `IGNORED` is its number of targets after the
+    shift.
     """
     labels = [IGNORED, *example.labels[1:]]
     while labels and labels[-1] == IGNORED:
@@ -100,7 +102,7 @@ def trimmed(example: Example) -> Example:
 
 
 def render_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
-    """Return the text of an example, with the part that carries the loss in [[ ]]."""
+    """Return the text of an example, with the spans that contribute to the loss in [[ ]]."""
     text = ""
     pairs = zip(example.input_ids, example.labels, strict=True)
     for has_loss, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED):
@@ -110,14 +112,15 @@ def render_example(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
 
 
 class _Renderer:
-    """What turns conversations into tokens and spans: a tokenizer and its chat template."""
+    """Renderer and tokenizer of conversations: a tokenizer with its chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer)
         self.is_plain = not tokenizer.chat_template
         self.ends_texts = False
-        """Whether the tokenizer ends every text with the end-of-text token: prompts too, and answers a second time."""
+        """Whether the tokenizer appends the end-of-text token to every text, which would end prompts too and answers
+        twice."""
         if self.is_plain:
             self._check_end_of_text()
             self.ends_texts = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
@@ -125,37 +128,37 @@ class _Renderer:
         self.special.update(tokenizer.all_special_ids)
 
     def draft(self, conversation: Conversation, answer: int) -> _Draft:
-        """Return the text of message `answer` in context."""
+        """Render message `answer` in context. Raises ConfigError if its extent cannot be determined."""
         prompt = self.template.render(conversation, answer, add_generation_prompt=True)
         through = self.template.render(conversation, answer + 1)
         if self.template.marks_answers(conversation):
-            own = through.blocks[len(prompt.blocks) :]
-            if not any(start < end for start, end in own):
+            answer_blocks = through.blocks[len(prompt.blocks) :]
+            if not any(start < end for start, end in answer_blocks):
                 raise ConfigError(
-                    f"{conversation.where}: the chat template's {{% generation %}} blocks mark nothing of message "
-                    f"{answer}, an answer of the assistant; correct the template, or set model.tokenizer to another"
+                    f"{conversation.where}: the chat template's {{% generation %}} blocks mark no part of message "
+                    f"{answer}, an assistant turn; correct the template, or set model.tokenizer to another one"
                 )
-            return _Draft(prompt, Rendering(through.text, own), True)
+            return _Draft(prompt, Rendering(through.text, answer_blocks), True)
         if not through.text.startswith(prompt.text):
-            # Some templates open the prompt with more than they keep (a <think> that no answer repeats).
+            # Some templates add text to the generation prompt that a finished answer omits (such as <think>).
             history = self.template.render(conversation, answer)
             if not through.text.startswith(history.text):
                 raise ConfigError(
-                    f"{conversation.where}: the tokenizer's chat template writes the messages before message {answer} "
-                    "differently once that answer follows, so which tokens carry the loss cannot be told; "
+                    f"{conversation.where}: the tokenizer's chat template renders the messages before message {answer} "
+                    "differently once that answer follows, so the loss mask is ambiguous; "
                     "set model.tokenizer to one with another chat template"
                 )
         return _Draft(prompt, through, False)
 
     def turns(self, drafts: Sequence[_Draft]) -> Iterator[_Turn]:
-        """Tokenize many turns at once, on all cores."""
+        """Tokenize turns in two batches, which a fast tokenizer spreads over all cores."""
         marked = [draft for draft in drafts if draft.is_marked]
         others = [draft for draft in drafts if not draft.is_marked]
-        by_blocks, by_prompts = self._by_blocks(marked), self._by_prompts(others)
-        return iter([next(by_blocks if draft.is_marked else by_prompts) for draft in drafts])
+        from_blocks, from_prompts = self._turns_from_blocks(marked), self._turns_from_prompts(others)
+        return iter([next(from_blocks if draft.is_marked else from_prompts) for draft in drafts])
 
-    def _by_blocks(self, drafts: Sequence[_Draft]) -> Iterator[_Turn]:
-        """Tokens that hold a character of a block carry the loss."""
+    def _turns_from_blocks(self, drafts: Sequence[_Draft]) -> Iterator[_Turn]:
+        """Tokenize turns and put the loss on every token that overlaps a {% generation %} block."""
         if not drafts:
             return
         texts = [draft.through.text for draft in drafts]
@@ -165,7 +168,8 @@ class _Renderer:
         for draft, ids, offsets in zip(drafts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             yield _Turn(ids, [_tokens_of(block, offsets) for block in draft.through.blocks if block[0] < block[1]])
 
-    def _by_prompts(self, drafts: Sequence[_Draft]) -> Iterator[_Turn]:
+    def _turns_from_prompts(self, drafts: Sequence[_Draft]) -> Iterator[_Turn]:
+        """Tokenize turns and put the loss on the tokens after the common prefix with their prompt."""
         texts = [rendering.text for draft in drafts for rendering in (draft.prompt, draft.through)]
         ids = iter(self._tokenize(texts))
         for _ in drafts:
@@ -174,7 +178,7 @@ class _Renderer:
             yield _Turn(through, [(start, self._end_of_turn(through, start))])
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        """Tokenize many texts at once. A template writes its own special tokens, plain text has none yet."""
+        """Tokenize a batch of texts, adding special tokens only to plain text: templates render theirs."""
         if not texts:
             return []
         ids = self.tokenizer(texts, add_special_tokens=self.is_plain, return_attention_mask=False, verbose=False)[
@@ -183,7 +187,7 @@ class _Renderer:
         return [each[:-1] for each in ids] if self.is_plain and self.ends_texts else ids
 
     def _end_of_turn(self, ids: list[int], start: int) -> int:
-        """Return the end of an answer: after its last special token, where only whitespace follows that."""
+        """Return the exclusive end of an answer: after its last special token if only whitespace follows it."""
         for position in range(len(ids) - 1, start - 1, -1):
             if ids[position] in self.special:
                 after = str(self.tokenizer.decode(ids[position + 1 :]))
@@ -194,13 +198,13 @@ class _Renderer:
         end, end_id = self.tokenizer.eos_token, self.tokenizer.eos_token_id
         if end is None or self.tokenizer(end, add_special_tokens=False)["input_ids"] != [end_id]:
             raise ConfigError(
-                f"the tokenizer has no chat template and its end-of-text token is {end!r}: nothing could "
-                "mark where an answer ends; set model.tokenizer to a tokenizer that has either"
+                f"the tokenizer has no chat template and its end-of-text token is {end!r}, so the end of an answer "
+                "cannot be marked; set model.tokenizer to a tokenizer that has either"
             )
 
 
 def _assemble(turns: list[_Turn]) -> list[Example]:
-    """One example for all turns where every answer stands in the whole conversation as it does at its end."""
+    """Merge turns into one example if every turn is a prefix of the full conversation, else return one for each."""
     if not turns:
         return []
     last = turns[-1].ids
@@ -211,7 +215,7 @@ def _assemble(turns: list[_Turn]) -> list[Example]:
 
 
 def _tokens_of(block: tuple[int, int], offsets: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the first token of a block of characters and the one after its last."""
+    """Return the token range [start, end) that overlaps a character range."""
     start = bisect_right(offsets, block[0], key=lambda offset: offset[1])
     return start, max(start, bisect_left(offsets, block[1], key=lambda offset: offset[0]))
 

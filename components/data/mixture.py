@@ -1,4 +1,4 @@
-"""Several sources in shares by weight: which source each row of the order is from, and the sources as one data set."""
+"""Mixtures of sources by weight: the order of sources, and the sources as one dataset."""
 
 from __future__ import annotations
 
@@ -23,112 +23,113 @@ Part = Dataset | PackedDataset
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """An endless stream of sources, each as often as its weight says: no chance, and no state.
+    """Infinite deterministic stream of source indices, in proportion to the weights and without state.
 
-    The stream is split in two, and each half again, until one source is left. A split gives the left half the positions
-    at which floor(n x share + phase) grows (a Beatty sequence), so how often before any position is one division, in
-    whole numbers. After n positions a source was there n x share times, give or take less than one for each split that
-    leads to it: less than 1 for two sources, 2 for four, 3 for eight.
+    The sources form a binary tree of halves. Each split assigns to its left half the positions at which
+    floor(n x share + phase) increases (a Beatty sequence), so the number of earlier occurrences at any position is one
+    integer division per split. After n positions, a source has occurred n x share times, with an error of less than one
+    per split on its path: less than 1 for two sources, 2 for four, 3 for eight.
     """
 
     weights: tuple[int, ...]
-    """Of the sources, at least 1 each."""
+    """Integer weights of the sources, at least 1 each."""
     seed: int
-    """Where in its period each split begins."""
+    """Seed of the phase of each split."""
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return the source at `position`, and how often it was there before."""
-        first, last, place = 0, len(self.weights), position
+        """Return the source at `position`, and the number of its earlier occurrences."""
+        first, last, offset = 0, len(self.weights), position
         while last - first > 1:
             middle = (first + last) // 2
-            before, after = self._left(first, middle, last, place), self._left(first, middle, last, place + 1)
+            before = self._count_left(first, middle, last, offset)
+            after = self._count_left(first, middle, last, offset + 1)
             if after > before:
-                last, place = middle, before
+                last, offset = middle, before
             else:
-                first, place = middle, place - before
-        return first, place
+                first, offset = middle, offset - before
+        return first, offset
 
-    def _left(self, first: int, middle: int, last: int, positions: int) -> int:
-        """How many of the first `positions` that the sources [first, last) have are of those before `middle`."""
+    def _count_left(self, first: int, middle: int, last: int, positions: int) -> int:
+        """Return how many of the first `positions` of the sources [first, last) belong to [first, middle)."""
         left, both = sum(self.weights[first:middle]), sum(self.weights[first:last])
         return (positions * left + _hashed(self.seed, f"{first}:{last}") % both) // both
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureOrder:
-    """An endless stream of row indices of a `MixtureDataset`, a pure function of (seed, position).
+    """Infinite stream of row indices of a `MixtureDataset`, a pure function of (seed, position).
 
-    `Shares` says whose turn it is; each source is in an order of its own (`SampleOrder`), a function of (seed, its
-    name) alone, and begins anew when all its rows were there. So no row comes again before all of its source have come,
-    any position costs microseconds, and a source's order is the same whatever is mixed with it.
+    `Shares` selects the source at a position. Each source has its own `SampleOrder`, which depends only on the seed and
+    the source's name, and starts a new epoch when all its rows were used. So no row repeats within an epoch of its
+    source, any position costs microseconds, and a source's order does not depend on the other sources.
     """
 
     sizes: tuple[int, ...]
-    """Rows of each source."""
+    """Number of rows of each source."""
     names: tuple[str, ...]
-    """Of the sources."""
+    """Names of the sources."""
     shares: Shares
-    """Whose turn it is."""
+    """Order of the sources."""
     seed: int
-    """Any integer."""
+    """Any integer; equal seeds give equal streams."""
 
     @property
     def size(self) -> int:
-        """Rows of all sources. After so many positions some were passed more than once, others not yet."""
+        """Total rows of all sources. After this many positions some rows may have repeated and others not occurred."""
         return sum(self.sizes)
 
     def at(self, position: int) -> int:
-        """Return the index of the row at `position` (0-based) of the stream; rows are counted source by source."""
-        source, place = self.shares.at(position)
+        """Return the row index at `position` (0-based); indices run over the concatenated sources."""
+        source, offset = self.shares.at(position)
         order = SampleOrder(self.sizes[source], _hashed(self.seed, self.names[source]))
-        return sum(self.sizes[:source]) + order.at(place)
+        return sum(self.sizes[:source]) + order.at(offset)
 
     def indices(self, start: int, count: int) -> list[int]:
-        """Return the indices at `count` positions from `start` on."""
+        """Return the row indices at `count` positions from `start`."""
         return [self.at(position) for position in range(start, start + count)]
 
 
 @dataclass(slots=True)
 class MixtureFacts:
-    """What became of the rows of each source, and how much of each is trained on."""
+    """Statistics of each source of a mixture, and its share."""
 
     sources: dict[str, Facts]
-    """By name."""
+    """Statistics by source name."""
     shares: list[float] | None
-    """Of the rows, in the order of the sources; None: held-out rows, each of which is read once."""
+    """Share of rows of each source, in the order of `sources`; None: held-out rows, which are each read once."""
 
     def __str__(self) -> str:
         if self.shares is None:
             return "\n".join(f"{name}: {facts}" for name, facts in self.sources.items())
         sources = list(zip(self.sources.items(), self.shares, strict=True))
-        targets = [share * facts.target_tokens / facts.drawn_from for (_, facts), share in sources]
+        targets = [share * facts.target_tokens / facts.order_size for (_, facts), share in sources]
         return "\n".join(
             f"{name}, {100 * share:.2f} % of rows, {100 * mean / sum(targets):.2f} % of tokens with loss: {facts}"
             for ((name, facts), share), mean in zip(sources, targets, strict=True)
         )
 
-    def after(self, rows: int) -> MixtureFacts:
-        """Return the same with the passes over each source that so many rows of the order make."""
+    def with_passes(self, rows: int) -> MixtureFacts:
+        """Return a copy whose `passes` of each source correspond to training on `rows` rows of the mixture."""
         shares = self.shares or [0.0] * len(self.sources)
         parts = zip(self.sources.items(), shares, strict=True)
-        return replace(self, sources={name: facts.after(share * rows) for (name, facts), share in parts})
+        return replace(self, sources={name: facts.with_passes(share * rows) for (name, facts), share in parts})
 
 
 class MixtureDataset(Sequence[Example | PackedRow]):
-    """The rows of several sources, one source after the other; `order` mixes them.
+    """Concatenation of the rows of several sources; `order` mixes them.
 
-    Sources are taken in the order of their names, however the config lists them.
+    Sources are sorted by name, independent of their order in the config.
     """
 
     def __init__(self, parts: Mapping[str, Part], weights: Mapping[str, float] | None = None) -> None:
-        """`weights` are those of the sources that are trained on; held-out rows have none."""
+        """Concatenate `parts` (datasets by name); `weights` by name, or None for held-out rows."""
         self.parts = dict(sorted(parts.items()))
-        self._weights = None if weights is None else whole_weights([weights[name] for name in self.parts])
+        self._weights = None if weights is None else integer_weights([weights[name] for name in self.parts])
         self._ends = list(accumulate(map(len, self.parts.values())))
         self.prompts = [prompt for part in self.parts.values() for prompt in part.prompts]
-        """Questions of every source."""
+        """Raw prompts of all sources."""
         self.pad_token_id = next(iter(self.parts.values())).pad_token_id
-        """Input at padded positions."""
+        """Input id at padded positions."""
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -148,49 +149,49 @@ class MixtureDataset(Sequence[Example | PackedRow]):
 
     @property
     def facts(self) -> MixtureFacts:
-        """What became of the rows of each source."""
+        """Statistics and share of each source."""
         shares = None if self._weights is None else [weight / sum(self._weights) for weight in self._weights]
         return MixtureFacts({name: part.facts for name, part in self.parts.items()}, shares)
 
     @property
     def documents(self) -> int:
-        """The length that tensors of documents have; 0: rows are not packed."""
+        """Size of per-document tensors; 0: rows are not packed."""
         return max(part.documents if isinstance(part, PackedDataset) else 0 for part in self.parts.values())
 
     @property
     def seq_len(self) -> int:
-        """Tokens that a packed row has room for."""
+        """Length of a packed row in tokens; 0: rows are not packed."""
         return max(part.seq_len if isinstance(part, PackedDataset) else 0 for part in self.parts.values())
 
     @property
     def fingerprint(self) -> str:
-        """A hash of every token and label of every source, of the names and the weights."""
-        said = [f"{name} {part.fingerprint}" for name, part in self.parts.items()]
-        return xxhash.xxh3_128(f"{said} {self._weights}".encode()).hexdigest()
+        """Hash of all token ids and labels of the sources, their names and their weights."""
+        sources = [f"{name} {part.fingerprint}" for name, part in self.parts.items()]
+        return xxhash.xxh3_128(f"{sources} {self._weights}".encode()).hexdigest()
 
     def order(self, seed: int) -> MixtureOrder:
-        """Return in which order rows are trained on."""
+        """Return the training order of the rows."""
         weights = self._weights or (1,) * len(self.parts)
         return MixtureOrder(tuple(map(len, self.parts.values())), tuple(self.parts), Shares(weights, seed), seed)
 
     def show(self, index: int) -> str:
-        """Return the `index`-th text to look at, the sources in turn; the part that carries the loss in [[ ]]."""
+        """Return the text of an example row, alternating between sources, with the loss spans in [[ ]]."""
         round_, number = divmod(index, len(self.parts))
         name, part = list(self.parts.items())[number]
         return f"{name}: {part.show(round_ % len(part))}"
 
 
 def sources_of(dataset: Part | MixtureDataset) -> dict[str, Part]:
-    """Return the sources of a mixture by name; none of what is no mixture."""
+    """Return the sources of a mixture by name; empty for other datasets."""
     return dataset.parts if isinstance(dataset, MixtureDataset) else {}
 
 
-def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers in the ratio of `weights`, taken as the decimals they are written in."""
+def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the smallest integers in the ratio of `weights`, which are taken as exact decimals (0.1 is 1/10)."""
     exact = [Fraction(str(weight)) for weight in weights]
-    whole = [int(each * lcm(*(every.denominator for every in exact))) for each in exact]
-    return tuple(each // gcd(*whole) for each in whole)
+    scaled = [int(each * lcm(*(other.denominator for other in exact))) for each in exact]
+    return tuple(each // gcd(*scaled) for each in scaled)
 
 
-def _hashed(seed: int, said: str) -> int:
-    return int.from_bytes(blake2b(f"{seed}:{said}".encode(), digest_size=8).digest(), "big")
+def _hashed(seed: int, text: str) -> int:
+    return int.from_bytes(blake2b(f"{seed}:{text}".encode(), digest_size=8).digest(), "big")

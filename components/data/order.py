@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of (seed, position), whatever the number of processes."""
+"""Shuffled sample order as a pure function of (seed, position), independent of the world size."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from hashlib import blake2b
 from components.config.errors import ConfigError
 
 _ROUNDS = 8
-_MIN_HALF_BITS = 3  # in smaller domains not all orders of a few samples are equally likely
+_MIN_HALF_BITS = 3  # smaller domains bias the permutations of a few samples
 _UINT64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """An endless stream of sample indices: epoch after epoch, each a shuffle of all `size` samples.
+    """Infinite stream of sample indices: one shuffle of all `size` samples per epoch.
 
     Each epoch is a keyed pseudorandom permutation that is computed index by index: a Feistel network over the
-    next power of four, walked along its cycle until the index is below `size` (Black and Rogaway, "Ciphers
-    with arbitrary finite domains", 2002). So any position, the billionth too, costs some ten microseconds and
-    no memory; a stored permutation (numpy's) of 1e8 indices takes 0.8 GB and seconds, in every process, at
-    every epoch and every resume.
+    next power of four, iterated until the index is below `size` (cycle walking; Black and Rogaway, "Ciphers
+    with arbitrary finite domains", 2002). Any position costs about ten microseconds and no memory. A stored
+    permutation (numpy's) of 1e8 indices takes 0.8 GB and seconds, in every process, at every epoch and every
+    resume.
     """
 
     size: int
-    """Samples of the data set."""
+    """Number of samples in the dataset, at least 1."""
     seed: int
-    """Any integer; the same seed gives the same stream."""
+    """Any integer; equal seeds give equal streams."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ConfigError(f"a data set of {self.size} samples has no order; it needs at least one")
+            raise ConfigError(f"a dataset of {self.size} samples cannot be shuffled; it needs at least one sample")
 
     def at(self, position: int) -> int:
-        """Return the index of the sample at `position` (0-based, over all epochs) of the stream."""
-        epoch, place = divmod(position, self.size)
-        return _permuted(place, self.size, _round_keys(self.seed, epoch))
+        """Return the sample index at `position` of the stream (0-based, counted over all epochs)."""
+        epoch, offset = divmod(position, self.size)
+        return _permuted(offset, self.size, _round_keys(self.seed, epoch))
 
     def indices(self, start: int, count: int) -> list[int]:
-        """Return the indices at `count` positions from `start` on; they may reach over the seam of epochs."""
+        """Return the sample indices at `count` positions from `start`; the range may cross epoch boundaries."""
         return [self.at(position) for position in range(start, start + count)]
 
 

@@ -1,4 +1,4 @@
-"""Rows of several samples: what a data set is once it is packed."""
+"""Packed dataset: rows of several samples each."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from components.data.examples import PackedRow
 if TYPE_CHECKING:
     from components.data.packing import Plan
 
-_DOCUMENTS_MULTIPLE = 8  # so that the rows of training and evaluation mostly have one shape
+_DOCUMENTS_MULTIPLE = 8  # so that document tensors of train and eval batches mostly have one shape
 
 
 class PackedDataset(Sequence[PackedRow]):
-    """The samples of a data set in rows of `seq_len` tokens; the same rows on every rank, whatever the seed.
+    """The samples of a dataset packed into rows of `seq_len` tokens; the same rows on every rank and for every seed.
 
-    A row is what an order shuffles and a batch counts. `documents` is the length that tensors of documents have: as
-    many as the fullest row holds and the padding after them, rounded up.
+    The order shuffles rows, and batch sizes count rows. `documents` is the size of per-document tensors: the largest
+    number of samples in a row, plus one for the padding, rounded up.
     """
 
     def __init__(self, samples: Dataset, seq_len: int) -> None:
-        import numpy as np  # not for those who only look at files
+        import numpy as np  # here, because checking files on a login node does not need it
 
         from components.data.packing import plan_rows
 
@@ -34,9 +34,9 @@ class PackedDataset(Sequence[PackedRow]):
         self.pad_token_id = samples.pad_token_id
         self._samples = samples
         self._plan: Plan = plan_rows(samples.lengths, seq_len)
-        most = int(np.diff(self._plan.starts).max())
-        self.documents = -(-(most + 1) // _DOCUMENTS_MULTIPLE) * _DOCUMENTS_MULTIPLE
-        self.facts = replace(samples.facts, rows=len(self), row_tokens=seq_len, most_documents=most)
+        max_documents = int(np.diff(self._plan.starts).max())
+        self.documents = -(-(max_documents + 1) // _DOCUMENTS_MULTIPLE) * _DOCUMENTS_MULTIPLE
+        self.facts = replace(samples.facts, rows=len(self), row_tokens=seq_len, max_documents=max_documents)
 
     def __len__(self) -> int:
         return len(self._plan.starts) - 1
@@ -60,14 +60,15 @@ class PackedDataset(Sequence[PackedRow]):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of every token and label, and of which rows they are in."""
+        """Hash of all token ids, labels and the assignment of samples to rows."""
         digest = xxhash.xxh3_128(f"{self._samples.fingerprint} {self.seq_len}".encode())
         digest.update(self._plan.documents.tobytes())
         digest.update(self._plan.starts.tobytes())
         return digest.hexdigest()
 
     def show(self, index: int) -> str:
-        """Return the texts of a row's samples, the part that carries the loss in [[ ]], a line between them."""
+        """Return the texts of a row's samples, separated by a line, with the spans that contribute to the loss in
+        [[ ]]."""
         return "\n--- next document ---\n".join(self._samples.show(each) for each in self._documents(index))
 
     def _documents(self, row: int) -> list[int]:

@@ -1,9 +1,9 @@
-"""Which documents share a row: planned once from their lengths, the same on every rank and for every seed.
+"""Bin packing of documents into rows, from their lengths alone: the same on every rank and for every seed.
 
-Only the number of documents of each length matters, so the work grows with the different lengths and not with the
-documents: a pattern of lengths makes as many rows as there are documents for. Best fit is near the optimum where
-lengths are spread over the whole row, or where a row holds two or three documents. Where it leaves more than a
-thousandth empty, minimum slack plans too, better where a row holds more; the plan with fewer rows is taken.
+The planners work on the number of documents of each length and emit patterns of lengths, each for as many rows as
+there are documents, so their cost grows with the number of distinct lengths rather than documents. Best fit is nearly
+optimal if lengths spread over the whole row or a row holds two or three documents. If it leaves more than 0.1 % of the
+rows empty, minimum slack, which is better with many documents per row, runs too and the plan with fewer rows is used.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ from typing import NamedTuple
 import numpy as np
 
 Pattern = tuple[list[int], int]
-"""Lengths of a row's documents, and how many such rows there are."""
+"""Document lengths of a row, and the number of rows with these lengths."""
 
-_CANDIDATES = 48  # lengths that may complete a row: the sums of so many are dense
-_KEPT_FREE = 2  # documents of mean length for which a row keeps room, to be completed exactly
+_CANDIDATES = 48  # lengths considered to complete a row: subset sums of this many are dense
+_KEPT_FREE = 2  # room, in documents of mean length, left for the exact completion of a row
 
 
 class Plan(NamedTuple):
-    """Documents by row: those of row r are `documents[starts[r] : starts[r + 1]]`."""
+    """Assignment of documents to rows: row r holds `documents[starts[r] : starts[r + 1]]`."""
 
     documents: np.ndarray  # (documents,) int64
     starts: np.ndarray  # (rows + 1,) int64
 
 
 def plan_rows(lengths: Sequence[int] | np.ndarray, size: int) -> Plan:
-    """Put every document into a row of `size` tokens. Documents of one length are dealt out in their order.
-
-    A function of its arguments alone.
+    """Assign every document to a row of `size` tokens. Deterministic; documents of equal length are used in order.
 
     Args:
-        lengths: Tokens of each document, at least 1 and at most `size`.
+        lengths: Length of each document in tokens, (documents,), from 1 to `size`.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     by_length = np.argsort(lengths.astype(np.uint16) if size < 2**16 else lengths, kind="stable")
@@ -41,18 +39,18 @@ def plan_rows(lengths: Sequence[int] | np.ndarray, size: int) -> Plan:
     patterns = best_fit(counts, size)
     if _rows(patterns) * size > 1.001 * lengths.sum() + size:
         patterns = min(patterns, minimum_slack(counts, size), key=_rows)
-    next_place = np.cumsum(counts) - counts  # where in `by_length` the next document of each length is
-    places, starts = [np.zeros(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
+    next_index = np.cumsum(counts) - counts  # index in `by_length` of the next unused document of each length
+    indices, starts = [np.zeros(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
     filled = 0
     for pattern, rows in patterns:
         table = np.empty((rows, len(pattern)), dtype=np.int64)
         for column, length in enumerate(pattern):
-            table[:, column] = np.arange(next_place[length], next_place[length] + rows)
-            next_place[length] += rows
-        places.append(table.reshape(-1))
+            table[:, column] = np.arange(next_index[length], next_index[length] + rows)
+            next_index[length] += rows
+        indices.append(table.reshape(-1))
         starts.append(filled + len(pattern) * np.arange(1, rows + 1))
         filled += table.size
-    return Plan(by_length[np.concatenate(places)], np.concatenate(starts))
+    return Plan(by_length[np.concatenate(indices)], np.concatenate(starts))
 
 
 def _rows(patterns: list[Pattern]) -> int:
@@ -60,13 +58,13 @@ def _rows(patterns: list[Pattern]) -> int:
 
 
 def best_fit(counts: np.ndarray, size: int) -> list[Pattern]:
-    """Give each document, the longest first, to the row with the least room that has room for it.
+    """Put each document, longest first, into the fullest row that still has room for it.
 
     Args:
-        counts: Documents of each length, (size + 1,).
+        counts: Number of documents of each length, (size + 1,).
     """
-    rows_with: list[list[Pattern]] = [[] for _ in range(size + 1)]  # by the room that is left
-    rooms = 0  # a bit for each room of which there are rows
+    rows_with: list[list[Pattern]] = [[] for _ in range(size + 1)]  # open rows, indexed by their remaining room
+    rooms = 0  # bit r is set if there are rows with remaining room r
 
     def put(pattern: list[int], rows: int, room: int) -> int:
         rows_with[room].append((pattern, rows))
@@ -95,13 +93,13 @@ def best_fit(counts: np.ndarray, size: int) -> list[Pattern]:
 
 
 def minimum_slack(counts: np.ndarray, size: int) -> list[Pattern]:
-    """Make rows one pattern at a time: the longest document, others as mixed as all that are left, an exact end.
+    """Fill rows one pattern at a time: the longest document, a representative mixture, an exact completion.
 
-    The mixture keeps what is left as various as what there was, so that ends are found until the last rows; the end is
-    the subset of other lengths whose sum is largest (after the minimum bin slack of Gupta and Ho 1999).
+    The mixture follows the distribution of the remaining lengths, so that the last rows can still be completed. The
+    completion is the subset of lengths with the largest sum that fits (minimum bin slack, Gupta and Ho 1999).
 
     Args:
-        counts: Documents of each length, (size + 1,).
+        counts: Number of documents of each length, (size + 1,).
     """
     left = counts.astype(np.int64)
     patterns = []
@@ -111,14 +109,14 @@ def minimum_slack(counts: np.ndarray, size: int) -> list[Pattern]:
         pattern = [longest, *_mixture(left, size - longest)]
         pattern += _completion(left, size - sum(pattern))
         lengths, times = np.unique(pattern, return_counts=True)
-        more = int((left[lengths] // times).min())  # rows of the same pattern
+        more = int((left[lengths] // times).min())  # further rows with the same pattern
         left[lengths] -= more * times
         patterns.append((pattern, 1 + more))
     return patterns
 
 
 def _mixture(left: np.ndarray, room: int) -> list[int]:
-    """Take documents at even steps through all that are left, in order of length; keep room for `_KEPT_FREE`."""
+    """Take documents at evenly spaced quantiles of the remaining lengths, leaving room for `_KEPT_FREE` more."""
     documents = int(left.sum())
     if not documents:
         return []
@@ -126,25 +124,26 @@ def _mixture(left: np.ndarray, room: int) -> list[int]:
     wanted = min(int(room / mean) - _KEPT_FREE, documents)
     if wanted <= 0:
         return []
-    places = ((np.arange(wanted) + 0.5) / wanted * documents).astype(np.int64)
-    lengths = np.searchsorted(left.cumsum(), places, side="right")
+    ranks = ((np.arange(wanted) + 0.5) / wanted * documents).astype(np.int64)
+    lengths = np.searchsorted(left.cumsum(), ranks, side="right")
     lengths = lengths[lengths.cumsum() <= room]
     np.subtract.at(left, lengths, 1)
     return lengths.tolist()
 
 
 def _completion(left: np.ndarray, room: int) -> list[int]:
-    """Take different lengths with the largest sum up to `room` that some of those that are left can make."""
-    there = np.flatnonzero(left[: room + 1])
-    if not len(there):
+    """Take distinct remaining lengths whose sum is the largest possible one up to `room`."""
+    available = np.flatnonzero(left[: room + 1])
+    if not len(available):
         return []
-    step = -(-len(there) // _CANDIDATES)
-    candidates = there[(len(there) - 1) % step :: step].tolist()
-    sums = [1]  # bit by sum that the candidates so far can make
+    step = -(-len(available) // _CANDIDATES)
+    candidates = available[(len(available) - 1) % step :: step].tolist()
+    sums = [1]  # sums[i]: bit s is set if a subset of the first i candidates has the sum s
     for length in candidates:
         sums.append(sums[-1] | sums[-1] << length)
     wanted = (sums[-1] & (2 << room) - 1).bit_length() - 1
     taken = []
+    # Backtrack: take a candidate if the earlier ones can make the rest of the sum.
     for length, before in zip(reversed(candidates), reversed(sums[:-1]), strict=True):
         if wanted >= length and before >> (wanted - length) & 1:
             taken.append(length)

@@ -1,4 +1,4 @@
-"""Pairs of a chosen and a rejected answer to one prompt."""
+"""Preference pairs: a chosen and a rejected answer to the same prompt."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Pair(NamedTuple):
-    """One sample of a preference data set: two rows of a batch, which stay together."""
+    """One preference sample: two rows that are always in the same batch."""
 
     chosen: Example
     rejected: Example
     values: Mapping[str, tuple[float, float]]
-    """By name, of the chosen and of the rejected row: `Batch.rows`."""
+    """Values of the (chosen, rejected) rows by name; they become `Batch.rows`."""
 
 
 EMPTY_EXAMPLE = Example([], [])
@@ -34,14 +34,14 @@ EMPTY_EXAMPLE = Example([], [])
 
 @dataclass(frozen=True)
 class PairDataset(Sequence[Pair]):
-    """The pairs of a source, in its order."""
+    """Preference pairs in the order of their source."""
 
     chosen: Dataset
     rejected: Dataset
     indices: Sequence[tuple[int, int]]
-    """Of each pair, its samples in `chosen` and in `rejected`."""
+    """Indices of each pair's samples in `chosen` and in `rejected`."""
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each (pairs, 2) float64
-    """Values of the chosen and the rejected row by name, such as log-probabilities under a reference model."""
+    """Values of the chosen and rejected rows by name, such as log-probabilities under a reference model."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -61,46 +61,46 @@ class PairDataset(Sequence[Pair]):
 
     @property
     def empty(self) -> Pair:
-        """A pair of padding alone, with the values of all pairs by name."""
+        """Pair of two padding rows, with zero for every named value."""
         return Pair(EMPTY_EXAMPLE, EMPTY_EXAMPLE, dict.fromkeys(self.values, (0.0, 0.0)))
 
     @property
     def prompts(self) -> Sequence[str]:
-        """Questions of the source."""
+        """Raw prompts of the source."""
         return self.chosen.prompts
 
     @property
     def pad_token_id(self) -> int | None:
-        """Input at padded positions."""
+        """Input id at padded positions."""
         return self.chosen.pad_token_id
 
     @property
     def facts(self) -> Facts:
-        """What is known of the pairs, for the banner."""
-        both, rejected = self.chosen.facts, self.rejected.facts
+        """Statistics of the pairs, for the banner."""
+        chosen, rejected = self.chosen.facts, self.rejected.facts
         return replace(
-            both,
-            source=f"pairs of {both.source}",
+            chosen,
+            source=f"pairs of {chosen.source}",
             samples=len(self),
-            tokens=both.tokens + rejected.tokens,
-            target_tokens=both.target_tokens + rejected.target_tokens,
-            truncated=both.truncated + rejected.truncated,
-            dropped_overlong=max(both.dropped_overlong, rejected.dropped_overlong),
-            dropped_without_target=max(both.dropped_without_target, rejected.dropped_without_target),
+            tokens=chosen.tokens + rejected.tokens,
+            target_tokens=chosen.target_tokens + rejected.target_tokens,
+            truncated=chosen.truncated + rejected.truncated,
+            dropped_overlong=max(chosen.dropped_overlong, rejected.dropped_overlong),
+            dropped_without_target=max(chosen.dropped_without_target, rejected.dropped_without_target),
         )
 
     @property
     def fingerprint(self) -> str:
-        """A hash of every token and label of both answers, and of which belong together."""
+        """Hash of all token ids and labels of both answers, and of their pairing."""
         parts = f"{self.chosen.fingerprint} {self.rejected.fingerprint} {list(self.indices)}"
         return xxhash.xxh3_128(parts.encode()).hexdigest()
 
     def with_values(self, name: str, values: torch.Tensor) -> PairDataset:
-        """Return the pairs with values (pairs, 2) of their chosen and rejected rows."""
+        """Return a copy with additional values (pairs, 2) of the chosen and rejected rows."""
         return replace(self, values={**self.values, name: values})
 
     def show(self, index: int) -> str:
-        """Return the texts of a pair, the parts that carry the loss in [[ ]]."""
+        """Return the texts of a pair, with the spans that contribute to the loss in [[ ]]."""
         chosen, rejected = self.indices[index]
         return f"chosen: {self.chosen.show(chosen)}\nrejected: {self.rejected.show(rejected)}"
 
@@ -112,33 +112,35 @@ def build_pairs(
     seq_len: int,
     split: Literal["train", "eval"],
 ) -> PairDataset:
-    """Read, tokenize and return the pairs of the train split or of the held-out one.
+    """Read and tokenize the pairs of the train split or the held-out split.
 
-    Each answer becomes a sample as `build_dataset` makes it of a prompt and a response: the same held-out prompts, chat
-    template, cache and cuts at `seq_len`. A pair of which a sample is left out is left out.
+    Each answer becomes a sample of `build_dataset`, with the prompt and the answer as response: the held-out prompts,
+    chat template, cache and truncation to `seq_len` are the same. A pair is dropped if either sample is dropped.
 
-    Raises ConfigError where a file, column, row or split is wrong, and where no pair is left.
+    Raises ConfigError if a file, column, row or split is invalid, or if no pair remains.
     """
     chosen, rejected = (
         build_dataset(_sft(cfg, column), tokenizer, seq_len=seq_len, split=split)
         for column in (cfg.chosen_column, cfg.rejected_column)
     )
     if not (isinstance(chosen, Dataset) and isinstance(rejected, Dataset)):
-        raise TypeError("samples of one prompt and one response are a Dataset")
-    own = {f"column {cfg.chosen_column}", f"column {cfg.rejected_column}"}
-    for part in (chosen, rejected):
-        part.facts.unused = [name for name in part.facts.unused if name not in own]
+        raise TypeError("expected unpacked datasets of the chosen and rejected answers")
+    answer_columns = {f"column {cfg.chosen_column}", f"column {cfg.rejected_column}"}
+    for dataset in (chosen, rejected):
+        dataset.facts.unused = [name for name in dataset.facts.unused if name not in answer_columns]
     if chosen.facts.unused and cfg.unused_keys is UnusedKeys.refuse:
         raise ConfigError(unused_problem(chosen.facts.source, chosen.facts.unused))
     index_of = {source: index for index, source in enumerate(rejected.sources.tolist())}
     indices = [(i, index_of[source]) for i, source in enumerate(chosen.sources.tolist()) if source in index_of]
     if not indices:
-        raise ConfigError(f"data.path={cfg.path}: no pair is left of which both answers fit seq_len={seq_len}")
+        raise ConfigError(
+            f"data.path={cfg.path}: there is no pair whose answers both fit seq_len={seq_len}; raise training.seq_len"
+        )
     return PairDataset(chosen, rejected, indices)
 
 
 def _sft(cfg: PreferencesDataConfig, column: str) -> SftDataConfig:
-    """Return the config of the prompts with the answers of one column."""
+    """Return the config that reads the prompts and one column of answers."""
     return SftDataConfig(
         path=cfg.path,
         split=cfg.split,

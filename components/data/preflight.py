@@ -1,4 +1,4 @@
-"""What can be told about the data before anything is started: on a login node, without torch and pyarrow."""
+"""Checks of the data before launch, on a login node, without torch and pyarrow."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from components.config.schema.data import (
     RowsDataConfig,
     UnusedKeys,
 )
-from components.data.sources.files import Place, check_columns, columns_of, files_of_split, is_local
+from components.data.sources.files import Location, check_columns, columns_of, files_of_split, is_local
 from components.data.sources.rows import (
     columns_optional,
     columns_wanted,
-    held_out_place,
-    training_place,
+    eval_location,
+    train_location,
     unused_problem,
 )
 
@@ -27,36 +27,36 @@ _PARQUET_MAGIC = b"PAR1"  # the first and the last four bytes of a Parquet file
 
 
 def check_files(cfg: DataConfig) -> list[str]:
-    """Return what is wrong with the local files (or the factory) that `cfg` names, as sentences.
+    """Return the problems of the local files (or the factory) of `cfg`, one message each.
 
-    The files of each split must exist, be readable and not empty; the first rows of the first file must
-    parse and have the configured columns. Of Parquet only the frame is looked at. A hub name cannot be
-    checked here.
+    The files of each split must exist, be readable and not empty. The first rows of the first file must
+    parse and have the configured columns; of Parquet files only the magic bytes are checked. Hub datasets are
+    not checked.
     """
     if isinstance(cfg, MixtureDataConfig):
-        return [told for name, source in cfg.sources.items() for told in of_source(name, check_files(source))]
+        return [problem for name, source in cfg.sources.items() for problem in of_source(name, check_files(source))]
     if isinstance(cfg, CustomDataConfig):
         return _check_factory(cfg.factory)
     if not isinstance(cfg, RowsDataConfig):
         return []
     problems: list[str] = []
-    for place in (training_place(cfg), held_out_place(cfg)):
-        if place is not None and is_local(place.path):
+    for location in (train_location(cfg), eval_location(cfg)):
+        if location is not None and is_local(location.path):
             try:
-                problems += _check_place(cfg, place)
+                problems += _check_location(cfg, location)
             except ConfigError as error:
                 problems += error.problems
     return list(dict.fromkeys(problems))
 
 
-def _check_place(cfg: RowsDataConfig, place: Place) -> list[str]:
-    files = files_of_split(place)
-    problems = [problem for file in files for problem in _check_frame(file, place)]
+def _check_location(cfg: RowsDataConfig, location: Location) -> list[str]:
+    files = files_of_split(location)
+    problems = [problem for file in files for problem in _check_content(file, location)]
     if problems or files[0].suffix == ".parquet":
         return problems
     columns = columns_of(files[0])
     if not columns:
-        return [f"{place.key}={place.path}: {files[0].name} has no rows"]
+        return [f"{location.key}={location.path}: {files[0].name} has no rows"]
     wanted = columns_wanted(cfg)
     problems = check_columns(wanted, columns, str(files[0]))
     if cfg.unused_keys is UnusedKeys.refuse:
@@ -65,23 +65,23 @@ def _check_place(cfg: RowsDataConfig, place: Place) -> list[str]:
     return problems
 
 
-def _check_frame(file: Path, place: Place) -> list[str]:
+def _check_content(file: Path, location: Location) -> list[str]:
     try:
         with file.open("rb") as content:
             head = content.read(len(_PARQUET_MAGIC))
             if not head:
-                return [f"{place.key}={place.path}: {file.name} is empty"]
+                return [f"{location.key}={location.path}: {file.name} is empty"]
             if file.suffix == ".parquet":
                 content.seek(-len(_PARQUET_MAGIC), 2)
                 if not head == content.read() == _PARQUET_MAGIC:
-                    return [f"{place.key}={place.path}: {file.name} is damaged or no Parquet file"]
+                    return [f"{location.key}={location.path}: {file.name} is damaged or not a Parquet file"]
     except OSError as error:
-        return [f"{place.key}={place.path}: {file.name} cannot be read: {error.strerror or error}"]
+        return [f"{location.key}={location.path}: {file.name} cannot be read: {error.strerror or error}"]
     return []
 
 
 def _check_factory(factory: str) -> list[str]:
     package = factory.partition(":")[0].partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        return [f"data.factory={factory}: no module {package!r} is found; install it, or put it beside the recipe"]
+        return [f"data.factory={factory}: no module named {package!r}; install it, or put it beside the recipe"]
     return []

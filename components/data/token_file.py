@@ -1,4 +1,4 @@
-"""Tokens in a safetensors file: written piece by piece, read in slices with pread."""
+"""Token arrays in a safetensors file: written incrementally, read in slices with pread."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _COPIED_AT_ONCE = 1 << 22  # bytes
-_ENTRY, _ASIDE = (
+_ENTRY, _TEMPORARY = (
     re.compile(r"[0-9a-f]{32}\.safetensors"),
     re.compile(r"\.[0-9a-f]{32}\.(tmp|safetensors\.tmp-[0-9a-f]{16})"),
 )
-_WRITTEN_WITHIN = 24 * 3600  # seconds: whoever writes a file aside has long renamed it
+_TEMPORARY_SECONDS = 24 * 3600  # a temporary file this old was left by a process that died
 
 
 class StoredColumn:
     """A one-dimensional array in an open file, read in slices.
 
-    The file is not mapped: a mapped file that is truncated ends its reader with SIGBUS and no message. The page cache
-    is shared by all processes either way.
+    The file is not memory-mapped: truncation of a mapped file kills its reader with SIGBUS and without a message.
+    Processes share the page cache either way.
     """
 
     def __init__(self, file: _OpenFile, dtype: type[np.generic], offset: int, length: int) -> None:
@@ -56,7 +56,7 @@ class StoredColumn:
 
         start, stop, step = part.indices(self._length)
         if step != 1:
-            raise ValueError(f"step {step}: a stored column is read in contiguous slices")
+            raise ValueError(f"step {step}: a stored column can only be read in contiguous slices (step 1)")
         values = np.empty(max(stop - start, 0), self.dtype)
         self._file.read_into(values.view(np.uint8).data, self._offset + start * self.dtype.itemsize)
         return values
@@ -66,12 +66,12 @@ class StoredColumn:
 
 
 def write_tokens(file: Path, parts: Iterable[Tokens], summary: Callable[[], str]) -> None:
-    """Write parts, laid end to end, aside and rename them to `file`; none of it is held in memory.
+    """Concatenate parts into a temporary file and rename it to `file`, with only one part in memory at a time.
 
     Args:
-        summary: Returns text that `read_tokens` gives back; called after the last part.
+        summary: Returns text for the header, which `read_tokens` returns; called after the last part.
 
-    Raises OSError.
+    Raises OSError if the folder cannot be written or its disk is full.
     """
     import numpy as np
 
@@ -89,12 +89,15 @@ def write_tokens(file: Path, parts: Iterable[Tokens], summary: Callable[[], str]
             "ids": ("I32", ids),
             "labels": ("I32", labels),
         }
-        with atomic_file(file, PRIVATE) as whole:  # it holds the samples
-            _write_columns(whole, columns, summary())
+        with atomic_file(file, PRIVATE) as output:  # private because samples may be confidential
+            _write_columns(output, columns, summary())
 
 
 def read_tokens(file: Path) -> tuple[Tokens, str] | None:
-    """Return what was written, ids and labels left in the file; None: it is not there, or damaged, which is logged."""
+    """Return the tokens and the summary of a file; ids and labels stay on disk and are read in slices.
+
+    Returns None if the file does not exist or is damaged; damage is logged.
+    """
     import numpy as np
 
     try:
@@ -105,40 +108,46 @@ def read_tokens(file: Path) -> tuple[Tokens, str] | None:
         for name, dtype in (("ends", np.int64), ("ids", np.int32), ("labels", np.int32)):
             begin, end = header[name]["data_offsets"]
             columns[name] = StoredColumn(content, dtype, 8 + size + begin, (end - begin) // np.dtype(dtype).itemsize)
-        said = header["__metadata__"]
-        digest = xxhash.xxh3_128(said["summary"].encode())
+        metadata = header["__metadata__"]
+        digest = xxhash.xxh3_128(metadata["summary"].encode())
         for column in columns.values():
             for start in range(0, len(column), VALUES_AT_ONCE):
                 digest.update(column[start : start + VALUES_AT_ONCE].data)
-        if said["hash"] == digest.hexdigest():
+        if metadata["hash"] == digest.hexdigest():
             ends = columns["ends"][:]
-            return Tokens(columns["ids"], columns["labels"], ends[:-1], ends[1:]), said["summary"]
-        logger.warning("%s is damaged: it is made again", file)
+            return Tokens(columns["ids"], columns["labels"], ends[:-1], ends[1:]), metadata["summary"]
+        logger.warning("%s is damaged: its samples are tokenized again", file)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        logger.warning("%s is damaged (%r): it is made again", file, error)
+        logger.warning("%s is damaged (%r): its samples are tokenized again", file, error)
     return None
 
 
-def remove_forgotten(folder: Path, seconds: float) -> None:
-    """Remove files of tokens that were not touched for `seconds`, and what writers left that were killed.
+def remove_expired(folder: Path, seconds: float) -> None:
+    """Remove token files unused for `seconds`, and temporary files of writers that were killed.
 
-    A run that has opened such a file continues: on Linux its content stays until the machine's last process closes it.
-    (Over NFS it does not stay for another machine, which then must have begun to read before those `seconds`.)
+    A run that has such a file open continues: on Linux the content exists until the last process of the machine closes
+    it. (NFS does not keep it for other machines, so a run there fails if it opened the file more than `seconds` ago.)
 
-    Raises OSError: the folder cannot be listed.
+    Raises OSError if the folder cannot be listed.
     """
     now = time.time()
     for file in folder.iterdir():
-        limit = seconds if _ENTRY.fullmatch(file.name) else _WRITTEN_WITHIN if _ASIDE.fullmatch(file.name) else math.inf
-        with contextlib.suppress(OSError):  # gone by now, or somebody else's
+        limit = (
+            seconds
+            if _ENTRY.fullmatch(file.name)
+            else _TEMPORARY_SECONDS
+            if _TEMPORARY.fullmatch(file.name)
+            else math.inf
+        )
+        with contextlib.suppress(OSError):  # removed by another process, or owned by another user
             if now - file.stat().st_mtime > limit:
                 file.unlink()
 
 
 class _OpenFile:
-    """A file kept open for reading until nothing refers to it."""
+    """Read-only file that is closed when the last reference to it is gone."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -147,13 +156,13 @@ class _OpenFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, count: int, offset: int) -> bytes:
-        """Return `count` bytes. Raises OSError where the file is shorter."""
+        """Return `count` bytes. Raises OSError if the file is shorter."""
         content = bytearray(count)
         self.read_into(memoryview(content), offset)
         return bytes(content)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer`. Raises OSError naming the file where it is shorter or cannot be read."""
+        """Fill `buffer` from `offset`. Raises OSError with the file name if it is shorter or cannot be read."""
         filled = 0
         while filled < len(buffer):
             try:
@@ -170,11 +179,11 @@ class _OpenFile:
             filled += count
 
 
-def _write_columns(whole: IO[bytes], columns: dict[str, tuple[str, IO[bytes]]], summary: str) -> None:
-    """Write header and columns; the hash over them replaces as many zeros in the header at the end."""
+def _write_columns(output: IO[bytes], columns: dict[str, tuple[str, IO[bytes]]], summary: str) -> None:
+    """Write header and columns, then replace the zeros reserved in the header by the hash of the content."""
     digest = xxhash.xxh3_128(summary.encode())
     entries = {name: Entry(dtype, (content.tell() // ITEM_BYTES[dtype],)) for name, (dtype, content) in columns.items()}
-    writer = SafetensorsWriter(whole, entries, {"summary": summary, "hash": "0" * 32})
+    writer = SafetensorsWriter(output, entries, {"summary": summary, "hash": "0" * 32})
 
     def blocks_of(content: IO[bytes]) -> Iterator[bytes]:
         content.seek(0)

@@ -1,4 +1,4 @@
-"""Tokenized samples end to end in flat arrays: what a `Dataset` keeps, in memory or in a file."""
+"""Tokenized samples concatenated in flat arrays: the storage of a `Dataset`, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     import numpy as np
 
 VALUES_AT_ONCE = 1 << 20
-"""Values of a column that are read at once, where all of them are."""
+"""Values per read when a whole column is scanned."""
 
-# numpy is imported where it is used: who only looks at files on a login node needs none of it.
+# numpy is imported inside functions because checking files on a login node does not need it.
 
 
 class Column(Protocol):
-    """Integers in an array in memory, or in a file that each slice is read from."""
+    """1-D array of integers, in memory or in a file from which each slice is read."""
 
     @property
     def dtype(self) -> np.dtype: ...
@@ -31,7 +31,7 @@ class Column(Protocol):
 
 
 class Tokens(NamedTuple):
-    """Sample i is at `[starts[i] : stops[i]]` of both columns, after `trimmed`. 8 bytes per token."""
+    """Samples after `trimmed`: sample i is `[starts[i] : stops[i]]` of both columns. 8 bytes per token."""
 
     ids: Column  # (tokens,) int32
     labels: Column  # (tokens,) int32
@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
 
     @property
     def runs(self) -> Iterator[slice]:
-        """Where samples follow one another without a gap."""
+        """Token ranges in which samples are contiguous."""
         import numpy as np
 
         gaps = np.flatnonzero(self.starts[1:] != self.stops[:-1]) + 1
@@ -50,7 +50,7 @@ class Tokens(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of every token and label, and of where samples end: equal where, and only where, they are."""
+        """Hash of all token ids, labels and sample boundaries, independent of how the samples are stored."""
         import numpy as np
 
         digest = xxhash.xxh3_128()
@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
 
     @property
     def targets(self) -> int:
-        """Tokens that carry the loss."""
+        """Number of tokens that contribute to the loss."""
         import numpy as np
 
         return sum(int(np.count_nonzero(self.labels[piece] != IGNORED)) for piece in self._pieces)
@@ -76,7 +76,7 @@ class Tokens(NamedTuple):
 
 
 def flattened(examples: Iterable[Example]) -> Tokens:
-    """Lay samples end to end."""
+    """Concatenate samples."""
     import numpy as np
 
     ids, labels, ends = array("i"), array("i"), array("q", [0])
@@ -84,14 +84,18 @@ def flattened(examples: Iterable[Example]) -> Tokens:
         ids.extend(example.input_ids)
         labels.extend(example.labels)
         ends.append(len(ids))
-    places = np.asarray(ends, dtype=np.int64)
-    return Tokens(np.asarray(ids, dtype=np.int32), np.asarray(labels, dtype=np.int32), places[:-1], places[1:])
+    bounds = np.asarray(ends, dtype=np.int64)
+    return Tokens(np.asarray(ids, dtype=np.int32), np.asarray(labels, dtype=np.int32), bounds[:-1], bounds[1:])
 
 
 def shortened(tokens: Tokens, seq_len: int, drop: bool) -> tuple[Tokens, np.ndarray]:
-    """Cut samples to `seq_len` tokens and to their last target there, or drop the long ones; leave out empty ones.
+    """Truncate samples to `seq_len` tokens, or drop longer ones.
 
-    Only the places change, no token is copied. Returns the rest, and the new length of every sample, (samples,).
+    A truncated sample ends at its last target token; one without a target is dropped. Only the boundaries change, no
+    token is copied.
+
+    Returns:
+        The remaining samples, and the new length of every original sample, (samples,) int64; 0: dropped.
     """
     import numpy as np
 

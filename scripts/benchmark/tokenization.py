@@ -40,7 +40,7 @@ from components.config.schema.data import DataConfig, DocsDataConfig, SftDataCon
 from components.data.cache import tokenize
 from components.data.examples import encode_conversations
 from components.data.sources.rows import Conversation
-from components.data.sources.split import Side
+from components.data.sources.split import SourceSplit
 
 Arm = Callable[[], int]
 """Tokenizes everything and returns the number of tokens."""
@@ -61,14 +61,14 @@ def main() -> None:
     if given.peers:
         sys.path.append(str(given.peers))
     cfg = source(given.path, given.prompt, given.response)
-    conversations = list(Side(cfg, False))
+    conversations = list(SourceSplit(cfg, False))
     values = yaml.safe_load((CONF / "model" / f"{given.model}.yaml").read_text())
     tokenizer = models.load_tokenizer(ModelConfig(path=values["path"], tokenizer=values.get("tokenizer")))
     with tempfile.TemporaryDirectory() as folder:
         cfg, uncached = replace(cfg, cache=folder), replace(cfg, cache=None)
         arms = {
-            "ours": lambda: len(tokenize(Side(uncached, False), uncached, tokenizer, SEQ_LEN).tokens.ids),
-            "ours, the next time": lambda: len(tokenize(Side(cfg, False), cfg, tokenizer, SEQ_LEN).tokens.ids),
+            "ours": lambda: len(tokenize(SourceSplit(uncached, False), uncached, tokenizer, SEQ_LEN).tokens.ids),
+            "ours, the next time": lambda: len(tokenize(SourceSplit(cfg, False), cfg, tokenizer, SEQ_LEN).tokens.ids),
             f"ours on {given.processes} processes": partial(on_processes, conversations, tokenizer, given.processes),
             **peers(conversations, tokenizer, given.processes),
             **torchtune(conversations, tokenizer, Path(folder)),

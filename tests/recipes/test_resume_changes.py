@@ -38,7 +38,7 @@ def test_a_run_goes_on_with_other_data_only_where_that_is_accepted(tmp_path: Pat
     write(tmp_path / "mine.jsonl", "another")  # the config is the same
     status, output = run(tmp_path, "training.max_steps=3")
     assert status == 2, output
-    assert "samples that are not the" in output
+    assert "samples differ from the" in output
     assert "run.accept_changes=[data]" in output
     assert "training.max_steps: 2 -> 3" in output
     status, output = run(tmp_path, "training.max_steps=3", "run.accept_changes=[data]")

@@ -106,7 +106,7 @@ def test_a_cursor_of_other_samples_or_another_order_is_refused_with_the_key_that
     state = before.state_dict()
     batches().load_state_dict(state)
     for other in (batches(size=21), batches(fingerprint="b")):
-        with pytest.raises(ConfigError, match=r"data: 2\d samples that are not the 20 of .*accept_changes=\[data\]"):
+        with pytest.raises(ConfigError, match=r"data: the 2\d samples differ from the 20 of .*accept_changes=\[data\]"):
             other.load_state_dict(state, ["run.seed"])
         other.load_state_dict(state, ["data.path"])
         assert other.state_dict()["sample"] == 8
@@ -139,7 +139,7 @@ def test_a_billionth_sample_is_resumed_without_walking_there():
 def test_a_batch_that_does_not_divide_is_refused(size, micro, dp_size):
     with pytest.raises(ConfigError, match=rf"training.global_batch_size={size}: must be a multiple of"):
         BatchPlan(global_batch_size=size, micro_batch_size=micro, dp_size=dp_size)
-    with pytest.raises(ValueError, match="dp_rank=2 is no rank of dp_size=2"):
+    with pytest.raises(ValueError, match="dp_rank=2 must be at least 0 and below dp_size=2"):
         BatchPlan(global_batch_size=4, micro_batch_size=1, dp_rank=2, dp_size=2)
 
 
@@ -155,7 +155,7 @@ def test_rows_are_padded_on_the_right_to_the_longest_rounded_up():
     assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
     assert collate(rows, Padding(multiple=3)).targets.shape == (2, 3)
     assert collate(rows, Padding(length=6)).targets.shape == (2, 6)
-    with pytest.raises(ConfigError, match="a sample of 3 tokens does not fit rows of 2"):
+    with pytest.raises(ConfigError, match="a sample of 3 tokens is longer than the packed rows of 2 tokens"):
         collate(rows, Padding(length=2))
 
 

@@ -23,7 +23,7 @@ from components.data.batches import BatchPlan, TrainBatches
 from components.data.examples import IGNORED, Example, encode_conversations
 from components.data.loading import build_dataset
 from components.data.sources import split as sides
-from components.data.sources.split import Side
+from components.data.sources.split import SourceSplit
 from components.data.token_file import StoredColumn
 from components.models.tokenizer import byte_tokenizer
 
@@ -38,8 +38,8 @@ def source(folder: Path, count: int = 40, word: str = "answer", **values: Any) -
     return SftDataConfig(path=str(file), **{"cache": str(folder / "cache"), **values})
 
 
-def made_by(cfg: SftDataConfig, tokenizer: Any = None, is_eval: bool = False) -> cache.Made:
-    return cache.tokenize(Side(cfg, is_eval), cfg, tokenizer or byte_tokenizer(), 1 << 20)
+def made_by(cfg: SftDataConfig, tokenizer: Any = None, is_eval: bool = False) -> cache.TokenizedSplit:
+    return cache.tokenize(SourceSplit(cfg, is_eval), cfg, tokenizer or byte_tokenizer(), 1 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def same(one: cache.Made, other: cache.Made) -> bool:
+def same(one: cache.TokenizedSplit, other: cache.TokenizedSplit) -> bool:
     arrays = zip(one.tokens, other.tokens, strict=True)
     return one[1:] == other[1:] and all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in arrays)
 
@@ -266,7 +266,7 @@ def growth(cfg: SftDataConfig, told: Any) -> None:
         return int(status.split("RssAnon:")[1].split()[0]) // 1024
 
     cache.examples.encode_conversations = encode  # type: ignore[assignment]
-    cache._ENCODED_AT_ONCE, cache.WORTH_BYTES, sides._REMEMBERED = 4, 0, 0
+    cache._ENCODED_AT_ONCE, cache.WORTH_BYTES, sides._CACHED_CHARACTERS = 4, 0, 0
     tokenizer = byte_tokenizer()
     next(
         TrainBatches(build_dataset(replace(cfg, max_samples=1), tokenizer, seq_len=60_000, split="train"), ONE, seed=0)

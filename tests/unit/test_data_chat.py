@@ -330,7 +330,7 @@ def test_messages_flagged_as_untrained_carry_no_loss(
         ([user("a"), assistant("b", weight=1, train=False)], "message 2 of 'messages' has train=False and weight=1,"),
         ([user("a"), assistant("b", train="no")], "message 2 of 'messages' has train='no'; must be true"),
         ([user("a"), assistant("")], "message 2 of 'messages' (role assistant): data.content_key=content: is empty"),
-        ([user("a"), {"role": "assistant"}], "data.content_key=content: holds null, not text (it is not there)"),
+        ([user("a"), {"role": "assistant"}], "data.content_key=content: holds null, not text (the key is missing)"),
         ([user("a"), assistant("b", tool_calls="c")], "message 2 of 'messages' has tool_calls that are str 'c', not a"),
         ([user([{"type": "image", "url": "x"}]), assistant("b")], "holds the part {'type': 'image', 'url': 'x'}; only"),
         ([user("a"), {"role": "assistant", "content": "b", "from": "c"}], ""),
@@ -339,7 +339,7 @@ def test_messages_flagged_as_untrained_carry_no_loss(
 def test_what_cannot_be_trained_on_is_a_bad_row(messages: list[dict], problem: str, tmp_path: Path) -> None:
     if not problem:
         found = refused(tmp_path, rows_of(messages), role_key="from", bad_rows=BadRows.refuse)
-        assert "has both 'from' and 'role'; leave one of them out" in found[0] or "has the role None" in found[0]
+        assert "has both 'from' and 'role'; remove one of them" in found[0] or "has the role None" in found[0]
         return
     assert problem in refused(tmp_path, rows_of(messages))[0]
 
@@ -349,8 +349,11 @@ def test_what_cannot_be_trained_on_is_a_bad_row(messages: list[dict], problem: s
     [
         ({"tools": "not JSON"}, "data.tools_column=tools: holds text that is not JSON"),
         ({"tools": {"name": "x"}}, "data.tools_column=tools: holds dict {'name': 'x'}, not a list"),
-        ({"tools": ["x"]}, "data.tools_column=tools: holds something else than objects"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "tokenize is not the template's"),
+        ({"tools": ["x"]}, "data.tools_column=tools: holds a list with entries other than objects"),
+        (
+            {"chat_template_kwargs": {"tokenize": True}},
+            "tokenize is an argument of apply_chat_template, not a template variable; remove it",
+        ),
     ],
 )
 def test_columns_beside_the_messages_are_checked(columns: dict, problem: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from components.config.schema.data import (
 )
 from components.data.loading import build_dataset
 from components.data.preflight import check_files
-from components.data.sources.files import Place, files_of_split, is_local, read_rows
+from components.data.sources.files import Location, files_of_split, is_local, read_rows
 from tests.unit.test_data_examples import byte_tokenizer
 
 ROWS = [
@@ -137,10 +137,11 @@ def test_what_counts_as_local(tmp_path, monkeypatch):
 def test_a_missing_file_and_folder(tmp_path):
     assert both(sft(tmp_path / "x.jsonl")) == [
         f"data.path={tmp_path}/x.jsonl: no such file or folder; set data.path to a JSONL, JSON, CSV, TSV "
-        "or Parquet file, a folder of them, or the name of a hub data set (owner/name)"
+        "or Parquet file, a folder of them, or the name of a hub dataset (owner/name)"
     ]
     assert both(sft(tmp_path)) == [
-        f"data.path={tmp_path}: the folder holds no file of a known format (.jsonl, .json, .csv, .tsv, .parquet, .txt)"
+        f"data.path={tmp_path}: the folder contains no file of a supported format "
+        "(.jsonl, .json, .csv, .tsv, .parquet, .txt)"
     ]
     file = write(tmp_path / "x.jsonl", ROWS)
     (problem,) = both(sft(file, eval_path=str(tmp_path / "y.csv")), "eval")
@@ -150,7 +151,8 @@ def test_a_missing_file_and_folder(tmp_path):
 def test_an_unknown_format(tmp_path):
     (tmp_path / "x.xlsx").write_text("x")
     assert both(sft(tmp_path / "x.xlsx")) == [
-        f"data.path={tmp_path}/x.xlsx: .xlsx is no known format; use .jsonl, .json, .csv, .tsv, .parquet, .txt"
+        f"data.path={tmp_path}/x.xlsx: files with suffix '.xlsx' are not supported; "
+        "use .jsonl, .json, .csv, .tsv, .parquet, .txt"
     ]
 
 
@@ -167,7 +169,7 @@ def test_a_file_without_rows(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     assert check_files(sft(tmp_path / name)) == [f"data.path={tmp_path}/{name}: {name} has no rows"]
     assert problems(sft(tmp_path / name)) == [
-        f"data: {tmp_path}/{name} (train): has no rows; name others by data.path or data.split"
+        f"data: {tmp_path}/{name} (train): has no rows; set data.path or data.split to one with rows"
     ]
 
 
@@ -192,10 +194,10 @@ def test_a_wrong_column_of_parquet_is_told_when_loading(tmp_path):
 def test_a_damaged_parquet_file(tmp_path):
     (tmp_path / "x.parquet").write_bytes(b"PAR1 and then nothing of the kind")
     assert check_files(sft(tmp_path / "x.parquet")) == [
-        f"data.path={tmp_path}/x.parquet: x.parquet is damaged or no Parquet file"
+        f"data.path={tmp_path}/x.parquet: x.parquet is damaged or not a Parquet file"
     ]
     assert problems(sft(tmp_path / "x.parquet"))[0].startswith(
-        f"{tmp_path}/x.parquet: is damaged or of another format: "
+        f"{tmp_path}/x.parquet: is damaged or has another format: "
     )
 
 
@@ -208,7 +210,7 @@ def test_a_bad_json_line_is_told_by_its_number(tmp_path):
         '{"prompt": "...", "response": "..."}'
     ]
     file.write_text('{"prompt": "a", "response": "b"}\n"text"\n')
-    assert both(sft(file)) == [f"{file}:2: is a str, not an object with columns"]
+    assert both(sft(file)) == [f"{file}:2: is a str; must be an object with the columns as keys"]
     array = tmp_path / "x.json"
     array.write_text('[\n{"prompt": "a", "response": "b"},\n{"prompt": "a",\n]')
     assert both(sft(array))[0].startswith(f"{array}:4: not valid JSON (")
@@ -260,10 +262,10 @@ def test_docs_and_custom_are_checked_as_far_as_can_be():
     assert check_files(DocsDataConfig()) == []
     assert check_files(CustomDataConfig(factory="tests.unit:build")) == []
     (problem,) = check_files(CustomDataConfig(factory="no_such_package.data:build"))
-    assert problem.startswith("data.factory=no_such_package.data:build: no module 'no_such_package' is found")
+    assert problem.startswith("data.factory=no_such_package.data:build: no module named 'no_such_package'")
 
 
 def test_a_place_in_a_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     file = write(tmp_path / "x.jsonl", ROWS)
-    assert files_of_split(Place("data.path", "~/x.jsonl", "train")) == [file]
+    assert files_of_split(Location("data.path", "~/x.jsonl", "train")) == [file]

@@ -14,11 +14,11 @@ from tests.unit.test_data_files import ROWS, write
 HUB_SCRIPT = """
 import sys
 from components.config.errors import ConfigError
-from components.data.sources.files import Place
+from components.data.sources.files import Location
 from components.data.sources.hub_rows import hub_files, hub_rows
 columns = {"prompt_column": sys.argv[2], "response_column": "response"}
 try:
-    place = Place("data.path", sys.argv[1], sys.argv[3])
+    place = Location("data.path", sys.argv[1], sys.argv[3])
     for row in hub_rows(place, None, None, columns):
         print(row.where.split("/")[-1], sorted(row.values), row.values["response"])
         mapped = open("/proc/self/maps").read()
@@ -56,13 +56,13 @@ def test_several_processes_may_fill_the_cache_of_datasets_at_once(tmp_path):
     )
     split = start_hub_reader(tmp_path / "cache", str(folder), split="test").communicate(timeout=120)[0]
     assert "ConfigError" in split
-    assert "the hub gave no split 'test' of it" in split
+    assert "loading its split 'test' from the hub failed" in split
 
 
 def test_a_hub_name_without_a_network_is_explained(tmp_path):
     said = start_hub_reader(tmp_path, "no-such-owner/no-such-data").communicate(timeout=120)[0]
     assert said.startswith(
-        "ConfigError data.path=no-such-owner/no-such-data: is no local file, and the hub gave no split "
-        "'train' of it (data.subset=null): "
+        "ConfigError data.path=no-such-owner/no-such-data: is not a local file, and loading its split "
+        "'train' from the hub failed (data.subset=null): "
     )
     assert "Traceback" not in said

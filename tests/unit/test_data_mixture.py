@@ -30,7 +30,7 @@ from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatche
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.loading import build_dataset
-from components.data.mixture import MixtureDataset, MixtureOrder, Shares, sources_of, whole_weights
+from components.data.mixture import MixtureDataset, MixtureOrder, Shares, integer_weights, sources_of
 from components.data.order import SampleOrder
 from components.data.preflight import check_files
 from components.models.tokenizer import byte_tokenizer
@@ -105,7 +105,7 @@ def test_the_order_is_that_of_dealing_out_position_by_position(weights: dict[str
 
 def test_the_order_is_fixed_for_good() -> None:
     """Pinned on purpose: a cursor must mean the same rows in every version and on every machine."""
-    order = MixtureOrder((10, 100), ("maths", "web"), Shares(whole_weights([0.3, 0.7]), 1234), 1234)
+    order = MixtureOrder((10, 100), ("maths", "web"), Shares(integer_weights([0.3, 0.7]), 1234), 1234)
     assert order.indices(0, 10) == [42, 54, 58, 9, 11, 26, 2, 59, 89, 3]
     assert order.indices(10**9, 3) == [44, 32, 81]
 
@@ -116,7 +116,7 @@ def test_shares_hold_on_every_prefix(weights: dict[str, float]) -> None:
     total = sum(weights.values())
     bound = max(1, math.ceil(math.log2(len(weights))))
     for seed in range(2):
-        shares = Shares(whole_weights([weights[name] for name in sorted(weights)]), seed)
+        shares = Shares(integer_weights([weights[name] for name in sorted(weights)]), seed)
         seen = Counter[int]()
         for position in range(1500):
             source, before = shares.at(position)
@@ -151,10 +151,10 @@ def test_the_order_of_a_source_is_the_same_whatever_is_mixed_with_it() -> None:
 
 
 def test_weights_are_taken_as_the_decimals_they_are_written_in() -> None:
-    assert whole_weights([0.1, 0.2]) == (1, 2)
-    assert whole_weights([0.3, 0.7]) == whole_weights([30.0, 70.0]) == (3, 7)
-    assert whole_weights([1e-05, 2.0]) == (1, 200_000)
-    assert whole_weights([5.0]) == (1,)
+    assert integer_weights([0.1, 0.2]) == (1, 2)
+    assert integer_weights([0.3, 0.7]) == integer_weights([30.0, 70.0]) == (3, 7)
+    assert integer_weights([1e-05, 2.0]) == (1, 200_000)
+    assert integer_weights([5.0]) == (1,)
 
 
 # Batches and the cursor
@@ -199,7 +199,7 @@ def test_other_weights_or_names_are_another_order_and_refused() -> None:
     batches(mixed({"b": 7.0, "a": 3.0})).load_state_dict(state)  # the same shares, listed in another order
     renamed = MixtureDataset({"z": rows_of("a", SIZES["a"]), "b": rows_of("b", SIZES["b"])}, {"z": 0.3, "b": 0.7})
     for other in (mixed({"a": 0.4, "b": 0.6}), mixed({"a": 0.3, "b": 0.7}, a=6), renamed):
-        with pytest.raises(ConfigError, match="data: .* samples that are not"):
+        with pytest.raises(ConfigError, match="data: .* samples differ from"):
             batches(other).load_state_dict(state)
         batches(other).load_state_dict(state, ["data.sources"])
 
@@ -308,7 +308,7 @@ def test_what_is_wrong_with_a_source_is_told_by_its_keys(tmp_path: Path) -> None
         build(cfg)
     told = refused.value.problems
     assert told[0] == one
-    assert "name others by data.sources.two.path or data.sources.two.split" in told[1]
+    assert "set data.sources.two.path or data.sources.two.split to one with rows" in told[1]
     assert told[2].startswith("data.sources.three.bad_rows=refuse: 1 row cannot become a sample; correct these")
     assert "set data.sources.three.bad_rows=drop" in told[2]
     assert told[3] == four
@@ -321,7 +321,7 @@ def test_a_source_may_hold_out_nothing_but_not_all_of_them(tmp_path: Path) -> No
     assert len(build(cfg).parts["web"].prompts) == 40
     cfg = MixtureDataConfig(sources={"web": cfg.sources["web"]})
     with pytest.raises(
-        ConfigError, match=r"data.sources: none holds anything out; set data.sources.NAME.eval_fraction"
+        ConfigError, match=r"data.sources: no source has held-out samples; .* set data.sources.NAME.eval"
     ):
         build(cfg, "eval")
 

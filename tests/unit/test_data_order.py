@@ -85,5 +85,5 @@ def test_neighbours_and_runs_look_random(size):
 
 
 def test_an_empty_data_set_has_no_order():
-    with pytest.raises(ConfigError, match="a data set of 0 samples has no order"):
+    with pytest.raises(ConfigError, match="a dataset of 0 samples cannot be shuffled"):
         SampleOrder(0, 1)

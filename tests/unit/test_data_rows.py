@@ -23,7 +23,7 @@ def test_bad_rows_are_named_or_left_out(tmp_path, name):
     rows = [*ROWS, {"prompt": "a", "response": None}, {"prompt": "a", "response": "  \n"}, {"prompt": None}]
     file = write(tmp_path / name, rows)
     where = (lambda number: f"{file}:{number}") if name == "x.jsonl" else (lambda number: f"{file} row {number}")
-    gone = " (it is not there)" if name == "x.jsonl" else ""
+    gone = " (the key is missing)" if name == "x.jsonl" else ""
     assert listed(sft(file)) == [
         "data.bad_rows=refuse: 3 rows cannot become a sample; correct these, or set data.bad_rows=drop to leave "
         "such rows out:",
@@ -52,7 +52,7 @@ def test_a_bad_row_in_a_later_file_of_a_folder_is_told_by_its_file(tmp_path):
     write(tmp_path / "train-0.jsonl", ROWS)
     write(tmp_path / "train-1.jsonl", [{"question": "a"}])
     assert listed(sft(tmp_path))[1] == (
-        f"  {tmp_path}/train-1.jsonl:1: data.prompt_column=prompt: holds null, not text (it is not there)"
+        f"  {tmp_path}/train-1.jsonl:1: data.prompt_column=prompt: holds null, not text (the key is missing)"
     )
 
 
@@ -106,8 +106,9 @@ def test_chat_in_both_customs(tmp_path):
         (["text"], "message 1 of 'messages' is str 'text', not an object"),
         (
             [{"role": "human", "content": "a"}],
-            "message 1 of 'messages' has the role 'human' (data.role_key=role), none of system, user, assistant, tool, "
-            "developer, function, ipython; set data.user_role, data.assistant_role, data.system_role or data.tool_role",
+            "message 1 of 'messages' has the role 'human' (data.role_key=role), which is not one of system, user, "
+            "assistant, tool, developer, function, ipython; set data.user_role, data.assistant_role, data.system_role "
+            "or data.tool_role",
         ),
         (
             [{"role": "user", "content": None}],
@@ -119,12 +120,12 @@ def test_chat_in_both_customs(tmp_path):
         ),
         (
             [{"role": "user", "content": "a"}],
-            "'messages' needs an answer of the role 'assistant' after another message",
+            "'messages' needs a message with the role 'assistant' after another message",
         ),
-        ([], "'messages' needs an answer of the role 'assistant' after another message"),
+        ([], "'messages' needs a message with the role 'assistant' after another message"),
         (
             [{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}],
-            "'messages' needs an answer of the role 'assistant' after another message",
+            "'messages' needs a message with the role 'assistant' after another message",
         ),
         (
             [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [None]}],

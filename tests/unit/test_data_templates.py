@@ -47,7 +47,7 @@ def test_a_template_without_generation_prompt():
     example = only(tokenizer, chat("hi", "yo", "more", "ok"))
     assert tokenizer.decode(example.input_ids) == "<s>[INST] hi [/INST] yo</s>[INST] more [/INST] ok</s>"
     assert targets(tokenizer, example) == [" yo</s>", " ok</s>"]
-    with pytest.raises(ConfigError, match=r"x.jsonl:1: the chat template refuses .* no system role here"):
+    with pytest.raises(ConfigError, match=r"x.jsonl:1: the chat template rejects .* no system role here"):
         only(tokenizer, chat("hi", "yo", system="s"))
 
 
@@ -91,7 +91,7 @@ def test_a_template_that_rewrites_the_question_is_refused():
         "{% endfor %}"
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
-    with pytest.raises(ConfigError, match="writes the messages before message 1 differently"):
+    with pytest.raises(ConfigError, match="renders the messages before message 1 differently"):
         only(byte_tokenizer(template), chat("a", "b"))
 
 

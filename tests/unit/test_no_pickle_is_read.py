@@ -28,7 +28,7 @@ from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.config.schema.model import ModelConfig
 from components.config.shape import read_shape
-from components.data.sources.files import Place, columns_of, files_of_split, read_rows
+from components.data.sources.files import Location, columns_of, files_of_split, read_rows
 from components.launch.run_directory.opening import open_run_directory
 from components.launch.sweep.plan import read_sweep
 from components.models import build_on_meta, load_tokenizer, load_weights, materialize
@@ -98,7 +98,7 @@ def start_again(run_dir: Path) -> None:
 def read_data(folder: Path) -> None:
     for split in ("train", "test"):
         with contextlib.suppress(Exception):
-            for file in files_of_split(Place("data.path", str(folder), split)):
+            for file in files_of_split(Location("data.path", str(folder), split)):
                 with contextlib.suppress(Exception):
                     columns_of(file)
                 with contextlib.suppress(Exception):

@@ -114,7 +114,7 @@ def test_every_rank_cuts_the_same_global_batch_and_a_resume_goes_on_in_it() -> N
     after = batches_of(rows, micro=2)
     after.load_state_dict(before.state_dict())
     assert torch.cat([each.input_ids for each in next(after)]).tolist() == steps[3]
-    with pytest.raises(ConfigError, match="samples that are not"):
+    with pytest.raises(ConfigError, match="samples differ from"):
         batches_of(data.PackedDataset(rows._samples, SEQ_LEN + 8)).load_state_dict(before.state_dict())
 
 

@@ -1,9 +1,9 @@
-"""Local files of rows: which ones belong to a split, their columns and their rows. Imports no torch.
+"""Local data files: the files of a split, their columns and their rows. Imports no torch.
 
-JSON and CSV are read with the standard library and Parquet with pyarrow, not through `datasets`: nothing is converted
-into a cache on disk that several processes would have to share, and nothing accesses the network. Importing `datasets`
-takes 750 ms of CPU time against 11 ms for this module (pyarrow: 140 ms), and for a bad line of JSON both report neither
-the file nor the line, only a row number that starts at 0 and skips empty lines.
+JSON and CSV are read with the standard library and Parquet with pyarrow, not through `datasets`: this needs no
+conversion into a disk cache that several processes would have to share, and no network access. Importing `datasets`
+takes 750 ms of CPU time against 11 ms for this module (pyarrow: 140 ms). For a bad line of JSON, `datasets` and pyarrow
+report neither the file nor the line, only a row number that starts at 0 and skips empty lines.
 """
 
 from __future__ import annotations
@@ -21,80 +21,86 @@ from typing import Any, NamedTuple
 from components.config.errors import ConfigError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
-"""Formats that can be read, by the end of the file's name. A .txt file is one row with the column `text`."""
+"""Suffixes of readable files. A .txt file is one row with the column `text`."""
 
 _SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
-_ROWS_FOR_COLUMNS = 100  # JSON rows need not have the same keys
-_ROWS_AT_ONCE = 1000  # of Parquet; a row may be a long document
+_ROWS_FOR_COLUMNS = 100  # rows scanned for column names, because JSON rows may have different keys
+_ROWS_AT_ONCE = 1000  # Parquet rows per batch: bounds memory if rows are long documents
 
 
 class Row(NamedTuple):
-    """One row: its columns by name, and where it stands (`train.jsonl:17`)."""
+    """One row of a source."""
 
     where: str
+    """Origin of the row for error messages, such as `train.jsonl:17`."""
     values: dict[str, Any]
+    """Values by column name."""
 
 
-class Place(NamedTuple):
-    """Where the rows of one side (training or held-out) are."""
+class Location(NamedTuple):
+    """Location of the rows of one split (train or held-out)."""
 
     key: str
-    """The config key that names it: data.path or data.eval_path."""
+    """Config key of the path: data.path or data.eval_path."""
     path: str
     """File, folder or hub name."""
     split: str
     """Name of the split."""
-    is_part: bool = False
-    """Whether it is a further split of data.path, so that a single file cannot be it."""
+    is_further_split: bool = False
+    """Whether this is another split of data.path than the training split, so that data.path cannot be a single file."""
 
 
 def is_local(path: str) -> bool:
-    """Whether `path` is a file or folder of this machine (exists or looks like one), else a hub name."""
+    """Whether `path` is a local file or folder (exists or looks like one) rather than a hub name."""
     return path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or Path(path).exists()
 
 
-def files_of_split(place: Place) -> list[Path]:
-    """Return the files of a split: the path itself, or those of a folder in order of their names.
+def files_of_split(location: Location) -> list[Path]:
+    """Return the files of a split: the path itself, or the files of a folder sorted by name.
 
-    A file belongs to the split that its name (or its folder's) begins with: train.jsonl,
-    test-00000-of-00002.parquet, train/part-1.csv. Where no file names a split, all belong to train. A single
-    file is one split, whatever its name. Raises ConfigError naming `place.key`.
+    The split of a file is the prefix of its name or of its folder's name: train.jsonl,
+    test-00000-of-00002.parquet, train/part-1.csv. If no file name has such a prefix, all files belong to train. A
+    path to a single file is one split, whatever its name.
+
+    Raises ConfigError, with `location.key`, if there are no readable files of the split.
     """
-    folder = Path(os.path.expanduser(place.path))
-    said = f"{place.key}={place.path}"
+    folder = Path(os.path.expanduser(location.path))
+    setting = f"{location.key}={location.path}"
     if folder.is_file():
         if folder.suffix not in SUFFIXES:
-            raise ConfigError(f"{said}: {folder.suffix or 'this'} is no known format; use {_listed(SUFFIXES)}")
-        if place.is_part:
             raise ConfigError(
-                f"data.eval_split={place.split}: data.path={place.path} is a single file, which has no other "
+                f"{setting}: files with suffix {folder.suffix!r} are not supported; use {_listed(SUFFIXES)}"
+            )
+        if location.is_further_split:
+            raise ConfigError(
+                f"data.eval_split={location.split}: data.path={location.path} is a single file, which has no other "
                 "split; set data.eval_path to a file, or data.eval_split=null to hold out data.eval_fraction"
             )
         return [folder]
     if not folder.is_dir():
         raise ConfigError(
-            f"{said}: no such file or folder; set {place.key} to a JSONL, JSON, CSV, TSV or Parquet file, a "
-            "folder of them, or the name of a hub data set (owner/name)"
+            f"{setting}: no such file or folder; set {location.key} to a JSONL, JSON, CSV, TSV or Parquet file, a "
+            "folder of them, or the name of a hub dataset (owner/name)"
         )
     found = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     visible = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
     if not visible:
-        raise ConfigError(f"{said}: the folder holds no file of a known format ({_listed(SUFFIXES)})")
-    splits = {file: _split_of(file.relative_to(folder), place.split) for file in visible}
+        raise ConfigError(f"{setting}: the folder contains no file of a supported format ({_listed(SUFFIXES)})")
+    splits = {file: _split_of(file.relative_to(folder), location.split) for file in visible}
     if not any(splits.values()):
         splits = dict.fromkeys(visible, "train")
-    chosen = [file for file, name in splits.items() if name == place.split]
+    chosen = [file for file, name in splits.items() if name == location.split]
     if not chosen:
-        known = _listed(sorted({name for name in splits.values() if name}))
+        available = _listed(sorted({name for name in splits.values() if name}))
         raise ConfigError(
-            f"{said}: the folder has no split {place.split!r}, it has {known}; choose one of these, or "
-            f"name a file {place.split}.jsonl"
+            f"{setting}: the folder has no split {location.split!r}, it has {available}; choose one of these, or "
+            f"name a file {location.split}.jsonl"
         )
     return chosen
 
 
 def columns_of(file: Path) -> list[str]:
-    """Return the names of a file's columns; of JSON the keys of its first rows."""
+    """Return the column names of a file; for JSON, the keys of its first rows."""
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -107,7 +113,7 @@ def columns_of(file: Path) -> list[str]:
 
 
 def check_columns(wanted: dict[str, str], columns: Sequence[str], where: str) -> list[str]:
-    """Return a problem for every key of `wanted` (config key: column) whose column is not among `columns`."""
+    """Return a problem for every entry of `wanted` (config key: column) whose column is not in `columns`."""
     problems = []
     for key, column in wanted.items():
         if column not in columns:
@@ -118,7 +124,7 @@ def check_columns(wanted: dict[str, str], columns: Sequence[str], where: str) ->
 
 
 def read_rows(file: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield the rows of a file; of Parquet only `columns`. Raises ConfigError naming file and line."""
+    """Yield the rows of a file; from Parquet, read only `columns`. Raises ConfigError with file and line."""
     with readable(file):
         if file.suffix == ".parquet":
             yield from _parquet_rows(file, columns)
@@ -132,7 +138,7 @@ def read_rows(file: Path, columns: Sequence[str] | None = None) -> Iterator[Row]
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Turn what reading a broken file raises into a ConfigError that names it."""
+    """Convert errors of reading a file into a ConfigError with its name."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -142,7 +148,7 @@ def readable(file: Path) -> Iterator[None]:
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{file}: is damaged or of another format: {error}") from error
+        raise ConfigError(f"{file}: is damaged or has another format: {error}") from error
 
 
 def _json_rows(file: Path) -> Iterator[Row]:
@@ -176,12 +182,12 @@ def _json_array(file: Path, text: str) -> Iterator[Row]:
 
 def _object_row(where: str, values: Any) -> Row:
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: is a {type(values).__name__}, not an object with columns")
+        raise ConfigError(f"{where}: is a {type(values).__name__}; must be an object with the columns as keys")
     return Row(where, values)
 
 
 def _csv_rows(file: Path) -> Iterator[Row]:
-    before = csv.field_size_limit(2**31 - 1)  # a long document is one field
+    previous = csv.field_size_limit(2**31 - 1)  # global setting: a long document is one field
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
@@ -196,7 +202,7 @@ def _csv_rows(file: Path) -> Iterator[Row]:
     except csv.Error as error:
         raise ConfigError(f"{file}:{reader.line_num}: not valid CSV ({error})") from error
     finally:
-        csv.field_size_limit(before)
+        csv.field_size_limit(previous)
 
 
 def _parquet_rows(file: Path, columns: Sequence[str] | None) -> Iterator[Row]:
@@ -207,15 +213,15 @@ def _parquet_rows(file: Path, columns: Sequence[str] | None) -> Iterator[Row]:
         for batch in table.iter_batches(_ROWS_AT_ONCE, columns=None if columns is None else list(columns)):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(f"{file} row {number}", {name: without_filling(value) for name, value in values.items()})
+                yield Row(f"{file} row {number}", {name: without_null_keys(value) for name, value in values.items()})
 
 
-def without_filling(value: Any) -> Any:
-    """Return a value of an Arrow table without null keys: all structs of a column have the keys of every other one."""
+def without_null_keys(value: Any) -> Any:
+    """Remove null keys from a value of an Arrow table, where all structs of a column share the union of their keys."""
     if isinstance(value, dict):
-        return {key: without_filling(kept) for key, kept in value.items() if kept is not None}
+        return {key: without_null_keys(kept) for key, kept in value.items() if kept is not None}
     if isinstance(value, list):
-        return [without_filling(entry) for entry in value]
+        return [without_null_keys(entry) for entry in value]
     return value
 
 

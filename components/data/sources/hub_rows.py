@@ -1,4 +1,4 @@
-"""Rows of a Hugging Face hub data set."""
+"""Rows of a Hugging Face hub dataset."""
 
 from __future__ import annotations
 
@@ -7,53 +7,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.config.errors import ConfigError
-from components.data.sources.files import Place, Row, check_columns, without_filling
+from components.data.sources.files import Location, Row, check_columns, without_null_keys
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
 def hub_rows(
-    place: Place, subset: str | None, revision: str | None, wanted: dict[str, str], optional: Sequence[str] = ()
+    location: Location, subset: str | None, revision: str | None, wanted: dict[str, str], optional: Sequence[str] = ()
 ) -> Iterator[Row]:
-    """Yield the rows of a split with the columns of `wanted` (config key: column), read from disk a few at a time.
+    """Stream the rows of a split with the columns of `wanted` (config key: column) from disk.
 
-    Columns of `optional` are read where they exist.
+    Columns of `optional` are read if they exist.
 
-    Raises ConfigError where the name, subset, split or a column is unknown, or nothing can be reached.
+    Raises ConfigError if the dataset cannot be downloaded, or if its name, subset, split or a column does not exist.
     """
-    rows = _on_disk(place, subset, revision)
-    problems = check_columns(wanted, rows.column_names, place.path)
+    rows = _on_disk(location, subset, revision)
+    problems = check_columns(wanted, rows.column_names, location.path)
     if problems:
         raise ConfigError(problems)
     names = [*wanted.values(), *(name for name in optional if name in rows.column_names)]
     for number, values in enumerate(rows.select_columns(names), start=1):
-        yield Row(f"{place.path} row {number}", {name: without_filling(value) for name, value in values.items()})
+        yield Row(f"{location.path} row {number}", {name: without_null_keys(value) for name, value in values.items()})
 
 
-def hub_columns(place: Place, subset: str | None, revision: str | None) -> list[str]:
-    """Return the names of a split's columns. Raises ConfigError as `hub_rows`."""
-    return list(_on_disk(place, subset, revision).column_names)
+def hub_columns(location: Location, subset: str | None, revision: str | None) -> list[str]:
+    """Return the column names of a split. Raises ConfigError like `hub_rows`."""
+    return list(_on_disk(location, subset, revision).column_names)
 
 
-def hub_files(place: Place, subset: str | None, revision: str | None) -> list[Path]:
-    """Return the files on disk that hold a split, which may hold other rows too. Raises ConfigError as `hub_rows`."""
-    return [Path(file["filename"]) for file in _on_disk(place, subset, revision).cache_files]
+def hub_files(location: Location, subset: str | None, revision: str | None) -> list[Path]:
+    """Return the Arrow files that contain a split, possibly with other rows. Raises ConfigError like `hub_rows`."""
+    return [Path(file["filename"]) for file in _on_disk(location, subset, revision).cache_files]
 
 
-def _on_disk(place: Place, subset: str | None, revision: str | None) -> Dataset:
-    """Return a split as Arrow files that are mapped into memory, whatever `datasets` would do with a small one.
+def _on_disk(location: Location, subset: str | None, revision: str | None) -> Dataset:
+    """Return a split as memory-mapped Arrow files, even if `datasets` would by default load a small one.
 
     `datasets` downloads once into its own cache (HF_HOME or HF_DATASETS_CACHE) under file locks, so several
-    processes may do this at once; from the cache it works without a network (HF_HUB_OFFLINE=1).
+    processes may call this at the same time. From the cache it works without a network (HF_HUB_OFFLINE=1).
     """
     import datasets
     from datasets.exceptions import DatasetsError
 
     try:
-        return datasets.load_dataset(place.path, subset, split=place.split, revision=revision, keep_in_memory=False)
+        return datasets.load_dataset(
+            location.path, subset, split=location.split, revision=revision, keep_in_memory=False
+        )
     except (DatasetsError, OSError, ValueError) as error:
         raise ConfigError(
-            f"{place.key}={place.path}: is no local file, and the hub gave no split {place.split!r} of it "
-            f"(data.subset={subset or 'null'}): {' '.join(str(error).split())}"
+            f"{location.key}={location.path}: is not a local file, and loading its split {location.split!r} from the "
+            f"hub failed (data.subset={subset or 'null'}): {' '.join(str(error).split())}"
         ) from error

@@ -1,4 +1,4 @@
-"""Questions and answers from the interpreter's own documentation: data for a first run, nothing to fetch."""
+"""Questions and answers from the docstrings of the standard library: data for a first run, available offline."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ MODULES = """
     wsgiref.simple_server wsgiref.util xml.dom.minidom xml.etree.ElementTree xml.sax.saxutils
     xmlrpc.client xmlrpc.server zipapp zipfile zipimport zoneinfo
 """.split()  # noqa: SIM905 (as a list of 148 strings it could not be read)
-"""Modules that every build of Python 3.11 to 3.13 has, that differ little between platforms, and that can be
-imported without a noticeable effect. Listed and not found by looking, so that every machine asks the same;
-without `inspect`, a function of which torch replaces."""
+"""Modules that exist in every build of Python 3.11 to 3.13, differ little between platforms and have no noticeable
+side effect on import. An explicit list rather than discovery, so that the data is the same on every machine. `inspect`
+is excluded because torch replaces one of its functions."""
 
 _HELD_OUT_ONE_IN = 13
 _MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -42,13 +42,15 @@ _MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 def conversations(split: str) -> list[Conversation]:
     """Return one question and answer per documented public function and class, in a fixed order.
 
-    `split` is `train`, or `eval` for the packages that are held out: about one in ten, chosen by a hash of
-    the package's name, all modules of a package (urllib.parse, urllib.request) on the same side. A docstring
-    that several names share is asked for once, so that none is on both sides. The text depends on the
-    docstrings of the Python version and on nothing else. Raises ConfigError where Python runs without them.
+    `split` is `train`, or `eval` for the held-out packages: about one in ten, selected by a hash of the package
+    name, so that all modules of a package (urllib.parse, urllib.request) are in the same split. A docstring
+    shared by several names is used once, so that it is not in both splits. The text depends only on the
+    docstrings of the Python version.
+
+    Raises ConfigError if Python runs without docstrings.
     """
     if sys.flags.optimize >= 2:
-        raise ConfigError("data=pydocs: python -OO (PYTHONOPTIMIZE=2) has no docstrings; run it without")
+        raise ConfigError("data=pydocs: python -OO (PYTHONOPTIMIZE=2) removes the docstrings; run python without it")
     chosen = []
     seen: set[str] = set()
     for module in MODULES:
@@ -68,7 +70,7 @@ def is_held_out(module: str) -> bool:
 def _documented(module_name: str) -> Iterator[tuple[str, str | None, str]]:
     """Yield name, signature and first paragraph of every documented public function and class of a module."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ast.Num and others warn that they are going away
+        warnings.simplefilter("ignore")  # accessing ast.Num and others raises DeprecationWarning
         members = dict(inspect.getmembers(importlib.import_module(module_name)))
         for name in sorted(_public_names(members, module_name)):
             value = members.get(name)
@@ -78,14 +80,14 @@ def _documented(module_name: str) -> Iterator[tuple[str, str | None, str]]:
 
 
 def _public_names(members: dict[str, Any], module_name: str) -> list[str]:
-    """Return what a module declares as its own; without a declaration, what was defined in it."""
+    """Return `__all__` of a module, or the public names defined in its package if it has none."""
     if members.get("__all__") is not None:
         return list(members["__all__"])
-    own = module_name.partition(".")[0]
+    package = module_name.partition(".")[0]
     return [
         name
         for name, value in members.items()
-        if not name.startswith("_") and _home(value).lstrip("_").partition(".")[0] == own
+        if not name.startswith("_") and _home(value).lstrip("_").partition(".")[0] == package
     ]
 
 
@@ -95,7 +97,7 @@ def _home(value: Any) -> str:
 
 
 def _summary(value: Any, name: str) -> str | None:
-    """Return the first paragraph of the docstring; None where there is none that says something."""
+    """Return the first paragraph of a docstring, or None if it is missing, a signature or under three words."""
     doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
     if not isinstance(doc, str):
         return None
@@ -105,7 +107,7 @@ def _summary(value: Any, name: str) -> str | None:
 
 
 def _signature(value: Any) -> str | None:
-    """Return `(text, width=70)`; None where it is unknown or shows values of this machine."""
+    """Return a signature such as `(text, width=70)`, or None if it is unknown or contains machine-specific values."""
     try:
         signature = str(inspect.signature(value))
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""From rows of a file or a hub data set to conversations or documents, by the columns that the config names."""
+"""Conversion of rows of a file or hub dataset to conversations or documents, using the configured columns."""
 
 from __future__ import annotations
 
@@ -17,79 +17,80 @@ from components.config.schema.data import (
     SftDataConfig,
     TextDataConfig,
 )
-from components.data.sources.files import Place, Row
+from components.data.sources.files import Location, Row
 
 Sample = TypeVar("Sample")
 
-_TOLD = 5  # bad rows that are listed; the rest is counted
+_LISTED = 5  # bad rows listed in an error; further ones are only counted
 
 
 Message = dict[str, Any]
-"""One turn as chat templates take it: `role` (system, user, assistant, tool), `content`, and whatever else it has."""
+"""One message in the format of chat templates: `role` (system, user, assistant, tool), `content`, further keys."""
 
 ASSISTANT = "assistant"
 TOOL = "tool"
 _OTHER_ROLES = ("developer", "function", "ipython")
-"""Roles that some chat templates have, passed on as they are."""
+"""Roles of some chat templates, passed through unchanged."""
 _FLAGS = ("train", "weight")
-"""Keys of a message that decide whether it is trained on: Axolotl's and OpenAI's. They are no part of the text."""
-_OF_RENDERING = frozenset(
+"""Message keys that set whether it is trained on (Axolotl's and OpenAI's); never passed to the template."""
+_RENDER_ARGUMENTS = frozenset(
     [
         *("conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt"),
         *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
         *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
     ]
 )
-"""Arguments of `apply_chat_template` that are not the template's."""
+"""Arguments of `apply_chat_template` that are not template variables."""
 
 
 class Conversation(NamedTuple):
-    """Messages in order, and what else the chat template is given."""
+    """Messages in order, and the other inputs of the chat template."""
 
     where: str
-    """Where they come from (`train.jsonl:17`), for error messages."""
+    """Origin of the conversation for error messages, such as `train.jsonl:17`."""
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the assistant may call."""
     template_kwargs: Mapping[str, Any] = MappingProxyType({})
-    """Further variables of the template, such as enable_thinking."""
+    """Further template variables, such as enable_thinking."""
     untrained: frozenset[int] = frozenset()
-    """Messages of the assistant that carry no loss."""
+    """Indices of assistant messages without loss."""
 
     @property
     def trained(self) -> list[int]:
-        """Messages that carry loss."""
+        """Indices of the assistant messages with loss."""
         is_answer = (message["role"] == ASSISTANT for message in self.messages)
         return [i for i, answers in enumerate(is_answer) if answers and i not in self.untrained]
 
 
 class Document(NamedTuple):
-    """A text to continue, and where it comes from."""
+    """Plain text to train on."""
 
     where: str
+    """Origin of the text for error messages, such as `train.jsonl:17`."""
     text: str
 
 
 class _BadRowError(ValueError):
-    """A row that cannot become a conversation; the message says why."""
+    """Reason why a row cannot become a conversation or document."""
 
 
-def training_place(cfg: RowsDataConfig) -> Place:
-    """Where the training rows are."""
-    return Place("data.path", cfg.path, cfg.split)
+def train_location(cfg: RowsDataConfig) -> Location:
+    """Return the location of the training rows."""
+    return Location("data.path", cfg.path, cfg.split)
 
 
-def held_out_place(cfg: RowsDataConfig) -> Place | None:
-    """Where the held-out rows are; None where they are a part of the training rows (`data.eval_fraction`)."""
+def eval_location(cfg: RowsDataConfig) -> Location | None:
+    """Return the location of the held-out rows, or None if they are part of the training rows (`eval_fraction`)."""
     if cfg.eval_path is not None:
-        return Place("data.eval_path", cfg.eval_path, cfg.eval_split or cfg.split)
+        return Location("data.eval_path", cfg.eval_path, cfg.eval_split or cfg.split)
     if cfg.eval_split is not None:
-        return Place("data.path", cfg.path, cfg.eval_split, is_part=True)
+        return Location("data.path", cfg.path, cfg.eval_split, is_further_split=True)
     return None
 
 
 def columns_wanted(cfg: RowsDataConfig) -> dict[str, str]:
-    """Return the columns that `cfg` reads, by the config key that names each."""
+    """Return the required columns, keyed by the config key that sets each."""
     match cfg:
         case SftDataConfig():
             columns = {"prompt_column": cfg.prompt_column, "response_column": cfg.response_column}
@@ -101,26 +102,27 @@ def columns_wanted(cfg: RowsDataConfig) -> dict[str, str]:
             return {"messages_column": cfg.messages_column}
         case TextDataConfig():
             return {"text_column": cfg.text_column}
-    raise TypeError(f"no columns are known of {type(cfg).__name__}")
+    raise TypeError(f"unsupported data config {type(cfg).__name__}: its columns are not defined")
 
 
 @dataclass(slots=True)
 class BadRowsSeen:
-    """Rows that could not become samples: how many, and what is wrong with the first."""
+    """Rows that could not become samples."""
 
     count: int = 0
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    """Problems of the first ones, with their origin."""
 
 
 def columns_optional(cfg: RowsDataConfig) -> list[str]:
-    """Return the columns that `cfg` reads where a source has them."""
+    """Return the columns that are read if a source has them."""
     if not isinstance(cfg, ChatDataConfig):
         return []
     return [name for name in (cfg.tools_column, cfg.template_kwargs_column) if name is not None]
 
 
 def unused_problem(where: str, names: list[str]) -> str:
-    """Return why `data.unused_keys=refuse` rejects a source."""
+    """Return the error message of `data.unused_keys=refuse`."""
     return (
         f"data.unused_keys=refuse: {where} has keys that neither the chat template nor Meshbook uses: "
         f"{', '.join(names)}; remove them, or set data.unused_keys=report"
@@ -128,16 +130,16 @@ def unused_problem(where: str, names: list[str]) -> str:
 
 
 def each_conversation(cfg: RowsDataConfig, rows: Iterable[Row], bad: BadRowsSeen) -> Iterator[Conversation]:
-    """Yield the conversations of `rows`, one at a time; what could not become one is counted in `bad`.
+    """Convert rows to conversations, lazily; bad rows are recorded in `bad`.
 
-    Raises ConfigError naming row and column of the first bad rows, after the last row, where they are refused.
+    Raises ConfigError after the last row if there were bad rows and `data.bad_rows=refuse`; it lists the first ones.
     """
     convert: Callable[..., Conversation] = _sft_conversation if isinstance(cfg, SftDataConfig) else _chat_conversation
     return _each(rows, lambda row: convert(cfg, row), cfg.bad_rows, bad)
 
 
 def each_document(cfg: TextDataConfig, rows: Iterable[Row], bad: BadRowsSeen) -> Iterator[Document]:
-    """Yield the documents of `rows`, as `each_conversation` does."""
+    """Convert rows to documents, like `each_conversation`."""
     column = cfg.text_column
     return _each(rows, lambda row: Document(row.where, _text(row.values, "text_column", column)), cfg.bad_rows, bad)
 
@@ -150,12 +152,12 @@ def _each(
             sample = convert(row)
         except _BadRowError as error:
             bad.count += 1
-            bad.told += [f"{row.where}: {error}"] if bad.count <= _TOLD else []
+            bad.messages += [f"{row.where}: {error}"] if bad.count <= _LISTED else []
             continue
         yield sample
     if bad.count and bad_rows is BadRows.refuse:
         count = "1 row" if bad.count == 1 else f"{bad.count:,} rows"
-        listed = bad.told + ([f"... and {bad.count - _TOLD:,} more"] if bad.count > _TOLD else [])
+        listed = bad.messages + ([f"... and {bad.count - _LISTED:,} more"] if bad.count > _LISTED else [])
         raise ConfigError(
             f"data.bad_rows=refuse: {count} cannot become a sample; correct these, or set data.bad_rows=drop "
             "to leave such rows out:" + "".join(f"\n  {each}" for each in listed)
@@ -194,34 +196,36 @@ def _chat_conversation(cfg: ChatDataConfig, row: Row) -> Conversation:
         if not is_trained and messages[-1]["role"] == ASSISTANT:
             untrained.add(number - 1)
     if not messages or messages[0]["role"] == ASSISTANT or all(m["role"] != ASSISTANT for m in messages):
-        raise _BadRowError(f"{column!r} needs an answer of the role {cfg.assistant_role!r} after another message")
-    tools = _decoded(row.values, "tools_column", cfg.tools_column, list) or None  # some templates announce no tools
+        raise _BadRowError(f"{column!r} needs a message with the role {cfg.assistant_role!r} after another message")
+    # An empty list becomes None, because some templates render a tools section even for an empty list.
+    tools = _decoded(row.values, "tools_column", cfg.tools_column, list) or None
     if tools is not None and not all(isinstance(tool, dict) for tool in tools):
-        raise _BadRowError(f"data.tools_column={cfg.tools_column}: holds something else than objects")
+        raise _BadRowError(f"data.tools_column={cfg.tools_column}: holds a list with entries other than objects")
     kwargs = _decoded(row.values, "template_kwargs_column", cfg.template_kwargs_column, dict) or {}
-    if taken := sorted(_OF_RENDERING & kwargs.keys()):
+    if reserved := sorted(_RENDER_ARGUMENTS & kwargs.keys()):
         raise _BadRowError(
-            f"data.template_kwargs_column={cfg.template_kwargs_column}: {taken[0]} is not the template's"
+            f"data.template_kwargs_column={cfg.template_kwargs_column}: {reserved[0]} is an argument of "
+            "apply_chat_template, not a template variable; remove it"
         )
     return Conversation(row.where, messages, tools, kwargs, frozenset(untrained))
 
 
 def _message(cfg: ChatDataConfig, turn: dict[str, Any]) -> Message:
-    """Return a message under the names that chat templates know, with all that it holds but its training flags."""
+    """Rename a message's role and keys to those of chat templates; keep its other keys except the training flags."""
     roles = {cfg.system_role: "system", cfg.user_role: "user", cfg.assistant_role: ASSISTANT, cfg.tool_role: TOOL}
     roles |= {role: role for role in _OTHER_ROLES if role not in roles}
     given = turn.get(cfg.role_key)
     if not isinstance(given, str) or given not in roles:
         raise _BadRowError(
-            f"has the role {given!r} (data.role_key={cfg.role_key}), none of {', '.join(roles)}; set data.user_role, "
-            "data.assistant_role, data.system_role or data.tool_role"
+            f"has the role {given!r} (data.role_key={cfg.role_key}), which is not one of {', '.join(roles)}; set "
+            "data.user_role, data.assistant_role, data.system_role or data.tool_role"
         )
     role = roles[given]
     renamed = {cfg.role_key: "role", cfg.content_key: "content"}
     rest = {key: value for key, value in turn.items() if key not in (*renamed, *_FLAGS)}
     for key, name in renamed.items():
         if name in rest:
-            raise _BadRowError(f"has both {key!r} and {name!r}; leave one of them out")
+            raise _BadRowError(f"has both {key!r} and {name!r}; remove one of them")
     calls = rest.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise _BadRowError(f"has tool_calls that are {_kind(calls)}, not a list of objects")
@@ -234,14 +238,14 @@ def _message(cfg: ChatDataConfig, turn: dict[str, Any]) -> Message:
 
 
 def _check_content(message: Message, turn: dict[str, Any], key: str) -> None:
-    """Reject a content that is missing or not text, unless the role or the rest of the message makes up for it."""
+    """Reject content that is missing or not text, unless the role or the tool calls of the message allow it."""
     content, role = message["content"], message["role"]
     if role == TOOL and content is not None:
         return  # the result of a tool may be empty, or an object
     if isinstance(content, list):
         for part in content:
             if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                raise _BadRowError(f"data.content_key={key}: holds the part {part!r:.60}; only text can be trained on")
+                raise _BadRowError(f"data.content_key={key}: holds the part {part!r:.60}; only text is supported")
         content = text_of(content)
     if role == ASSISTANT and message.get("tool_calls") and content in (None, ""):
         return
@@ -249,24 +253,24 @@ def _check_content(message: Message, turn: dict[str, Any], key: str) -> None:
 
 
 def _is_trained(turn: dict[str, Any], role: str) -> bool:
-    """Whether a message's flags leave it its loss. Raises _BadRowError where the two or the role contradict."""
+    """Whether the flags of a message keep its loss. Raises _BadRowError if flags contradict each other or the role."""
     flags = {key: turn[key] for key in _FLAGS if turn.get(key) is not None}
     for key, value in flags.items():
         if value not in (0, 1):
             raise _BadRowError(
-                f"has {key}={value!r}; must be true, false, 0 or 1: a loss cannot be weighted by message"
+                f"has {key}={value!r}; must be true, false, 0 or 1, because messages cannot have fractional weights"
             )
         if value and role != ASSISTANT:
-            raise _BadRowError(f"has {key}={value!r} and the role {role!r}; only the assistant's messages carry loss")
+            raise _BadRowError(f"has {key}={value!r} and the role {role!r}; only the assistant's messages have a loss")
     if len(set(map(bool, flags.values()))) > 1:
         raise _BadRowError(
-            f"has train={turn['train']!r} and weight={turn['weight']!r}, which contradict; leave one out"
+            f"has train={turn['train']!r} and weight={turn['weight']!r}, which contradict each other; remove one"
         )
     return all(flags.values())
 
 
 def _decoded(values: dict[str, Any], key: str, name: str | None, kind: type) -> Any:
-    """Return a column that holds a list or an object, or JSON text of one; None where a row has none."""
+    """Return the list or object of a column, decoded if it is JSON text, or None if the row has none."""
     value = values.get(name) if name is not None else None
     if isinstance(value, str):
         try:
@@ -279,7 +283,7 @@ def _decoded(values: dict[str, Any], key: str, name: str | None, kind: type) -> 
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content; of a list that of its parts, of an object its JSON."""
+    """Return the content of a message as text: the joined parts of a list, an object as JSON."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -292,7 +296,7 @@ def text_of(content: Any) -> str:
 def _text(values: dict[str, Any], key: str, name: str) -> str:
     value = values.get(name)
     if not isinstance(value, str):
-        missing = "" if name in values else " (it is not there)"
+        missing = "" if name in values else " (the key is missing)"
         raise _BadRowError(f"data.{key}={name}: holds {_kind(value)}, not text{missing}")
     if not value.strip():
         raise _BadRowError(f"data.{key}={name}: is empty")

@@ -1,6 +1,6 @@
-"""What is on one side, training or held-out: read from the source as often as needed, never all at once.
+"""One split (train or held-out) of a source, streamed rather than loaded.
 
-So a file may be larger than memory: what is kept of a row while the sides are told apart is a hash of its prompt.
+Sources may be larger than memory: selecting the held-out samples stores only a 64-bit hash of each prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from components.config.schema.data import CustomDataConfig, DataConfig, DocsData
 from components.data.examples import IGNORED, Example
 from components.data.sources import pydocs
 from components.data.sources.files import (
-    Place,
+    Location,
     Row,
     check_columns,
     columns_of,
@@ -39,49 +39,50 @@ from components.data.sources.rows import (
     columns_wanted,
     each_conversation,
     each_document,
-    held_out_place,
+    eval_location,
     text_of,
-    training_place,
+    train_location,
 )
-from components.data.sources.text import STDLIB, beginning, part_of, stdlib_rows
+from components.data.sources.text import STDLIB, first_line, split_document, stdlib_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np
 
-Said = Conversation | Document
+Record = Conversation | Document
 
 _READ_AT_ONCE = 1 << 24  # bytes
-_REMEMBERED = 1 << 26  # characters: less text is read from its source once
+_CACHED_CHARACTERS = 1 << 26  # size of the largest source that is kept in memory rather than read again
 
 
-class Side:
-    """One side of a source: an iterable of its conversations or documents, which reads the source each time."""
+class SourceSplit:
+    """Iterable of the conversations or documents of one split; iterating reads the source again."""
 
     def __init__(self, cfg: DataConfig, is_eval: bool) -> None:
         self.is_eval = is_eval
         self.bad_rows = 0
-        """Rows left out because they could not become a sample; known once the source was read."""
+        """Rows dropped because they could not become a sample; 0 until the source was read."""
         self.characters = 0
-        """Of the whole source; known once it was read."""
+        """Characters of the whole source; 0 until it was read."""
         self._cfg = cfg
-        self._kept: np.ndarray | None = None
+        self._mask: np.ndarray | None = None
         self._columns: set[str] = set()
-        self._remembered: list[Said] | None = None
+        self._cached_records: list[Record] | None = None
 
-    def __iter__(self) -> Iterator[Said]:
-        kept = self._on_this_side
-        those = compress(self._everything(), kept)
-        if not ends_are_held_out(self._cfg, len(kept)):
-            return those
-        return (part_of(each, self._cfg.eval_fraction, self.is_eval) for each in those if isinstance(each, Document))
+    def __iter__(self) -> Iterator[Record]:
+        mask = self._in_split
+        records = compress(self._all_records(), mask)
+        if not holds_out_ends(self._cfg, len(mask)):
+            return records
+        fraction = self._cfg.eval_fraction
+        return (split_document(each, fraction, self.is_eval) for each in records if isinstance(each, Document))
 
     def __len__(self) -> int:
-        return int(self._on_this_side.sum())
+        return int(self._in_split.sum())
 
     def identity(self) -> tuple[str, int]:
-        """Return a hash of all that the source holds, and its size in bytes: of files, without parsing them."""
+        """Return a hash of the content of the source and its size in bytes; files are hashed without parsing them."""
         digest, size = xxhash.xxh3_128(), 0
         files = self._files()
         for file in files:
@@ -90,114 +91,120 @@ class Side:
                     digest.update(block)
                     size += len(block)
             digest.update(f"{file.suffix} {size}".encode())
-        for said in () if files else self._everything():
-            text = json.dumps(said.text if isinstance(said, Document) else _as_json(said), default=str).encode()
+        for record in () if files else self._all_records():
+            text = json.dumps(record.text if isinstance(record, Document) else _as_json(record), default=str).encode()
             digest.update(text)
             size += len(text)
         return digest.hexdigest(), size
 
     @property
     def unused_columns(self) -> list[str]:
-        """Columns of the source that the config does not read; known once it was read."""
+        """Sorted columns of the source that the config does not use; complete once the source was read."""
         if not isinstance(self._cfg, RowsDataConfig):
             return []
         return sorted(self._columns - {*columns_wanted(self._cfg).values(), *columns_optional(self._cfg)})
 
     @property
-    def _on_this_side(self) -> np.ndarray:
-        """Which of all that the source holds is on this side; for that it is read. Raises ConfigError for bad rows."""
-        if self._kept is None:
+    def _in_split(self) -> np.ndarray:
+        """Mask of the source's records that are in this split, (records,) bool. The first access reads the source.
+
+        Raises ConfigError for bad rows (`data.bad_rows=refuse`).
+        """
+        if self._mask is None:
             by_hash = held_out_by_hash(self._cfg)
-            hashes = array("Q", (hash_of_prompt(each) if by_hash else 0 for each in self._everything()))
-            self._kept = kept_of(hashes, self._cfg, self.is_eval)
-        return self._kept
+            hashes = array("Q", (hash_of_prompt(each) if by_hash else 0 for each in self._all_records()))
+            self._mask = split_mask(hashes, self._cfg, self.is_eval)
+        return self._mask
 
     def _files(self) -> list[Path]:
-        """The files that hold the source, those that `datasets` made of the hub's too; none: it is no file."""
+        """Return the files of the source, including the Arrow files of a hub dataset; empty if it has no files."""
         if not isinstance(self._cfg, RowsDataConfig):
             return []
-        place = place_of(self._cfg, self.is_eval)
-        if place.path == STDLIB:
+        location = location_of(self._cfg, self.is_eval)
+        if location.path == STDLIB:
             return []
-        return files_of_split(place) if is_local(place.path) else hub_files(place, self._cfg.subset, self._cfg.revision)
+        if is_local(location.path):
+            return files_of_split(location)
+        return hub_files(location, self._cfg.subset, self._cfg.revision)
 
-    def _everything(self) -> Iterator[Said]:
-        """Yield what the source holds, also of the other side where it has both; a little is remembered."""
-        if self._remembered is not None:
-            yield from self._remembered
+    def _all_records(self) -> Iterator[Record]:
+        """Yield all records of the source, of both splits if they share it; small sources are cached in memory."""
+        if self._cached_records is not None:
+            yield from self._cached_records
             return
-        bad, few, size = BadRowsSeen(), list[Said](), 0
-        for said in self._read(bad):
-            size += characters_of(said)
-            if size < _REMEMBERED:
-                few.append(said)
+        bad, cached, size = BadRowsSeen(), list[Record](), 0
+        for record in self._read(bad):
+            size += characters_of(record)
+            if size < _CACHED_CHARACTERS:
+                cached.append(record)
             else:
-                few.clear()
-            yield said
+                cached.clear()
+            yield record
         self.bad_rows, self.characters = bad.count, size
-        self._remembered = few if size < _REMEMBERED else None
+        self._cached_records = cached if size < _CACHED_CHARACTERS else None
 
-    def _read(self, bad: BadRowsSeen) -> Iterator[Said]:
+    def _read(self, bad: BadRowsSeen) -> Iterator[Record]:
         if isinstance(self._cfg, TextDataConfig):
             return each_document(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, RowsDataConfig):
             return each_conversation(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, DocsDataConfig):
             return iter(pydocs.conversations(split_of(self._cfg, self.is_eval)))
-        raise TypeError(f"no source is known of {type(self._cfg).__name__}")
+        raise TypeError(f"unsupported data config {type(self._cfg).__name__}: it has no reader")
 
     def _rows(self, cfg: RowsDataConfig) -> Iterator[Row]:
-        place = place_of(cfg, self.is_eval)
-        if isinstance(cfg, TextDataConfig) and place.path == STDLIB:
+        """Yield the rows of the source and collect the names of its columns."""
+        location = location_of(cfg, self.is_eval)
+        if isinstance(cfg, TextDataConfig) and location.path == STDLIB:
             rows = stdlib_rows(cfg.text_column)
         else:
-            rows = rows_of(cfg, place)
-            self._columns.update(_columns_of_tables(cfg, place))
+            rows = rows_of(cfg, location)
+            self._columns.update(_columns_of_tables(cfg, location))
         for row in rows:
             self._columns.update(row.values)
             yield row
 
 
-def kept_of(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
-    """Return which samples are on a side, at most as many as asked for: (samples,) bool.
+def split_mask(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray:
+    """Return the mask of samples in a split, up to its sample limit, (samples,) bool.
 
-    Those with the smallest hashes are held out. A share and not a chance for each: at least one of two is held out, and
-    one is left.
+    The `eval_fraction` of samples with the smallest hashes is held out. This quantile, unlike a fixed threshold, always
+    leaves at least one sample in each split of two or more.
     """
     import numpy as np
 
     values = np.asarray(hashes, dtype=np.uint64)
     if len(values) == 0:
         source = "data.factory" if isinstance(cfg, CustomDataConfig) else "data.path"
-        raise ConfigError(f"data: {describe(cfg, is_eval)}: has no rows; name others by {source} or data.split")
+        raise ConfigError(f"data: {describe(cfg, is_eval)}: has no rows; set {source} or data.split to one with rows")
     kept = np.ones(len(values), dtype=bool)
-    if held_out_by_hash(cfg) and not ends_are_held_out(cfg, len(values)):
+    if held_out_by_hash(cfg) and not holds_out_ends(cfg, len(values)):
         fraction = cfg.eval_fraction
         held_out = min(max(round(len(values) * fraction), 1), len(values) - 1) if fraction else 0
         largest = np.partition(values, held_out - 1)[held_out - 1] if held_out > 0 else None
         kept = np.full(len(values), not is_eval) if largest is None else (values <= largest) == is_eval
-    most = most_samples(cfg, is_eval)  # of documents, each of which makes at least one sample: more than enough
-    return kept if most is None else kept & (np.cumsum(kept) <= most)
+    limit = sample_limit(cfg, is_eval)  # enough for documents too, each of which becomes at least one sample
+    return kept if limit is None else kept & (np.cumsum(kept) <= limit)
 
 
-def ends_are_held_out(cfg: DataConfig, documents: int) -> bool:
-    """Whether the end of each document is held out, because they are too few to hold out whole ones."""
-    is_asked_for = isinstance(cfg, TextDataConfig) and held_out_by_hash(cfg) and cfg.eval_fraction > 0
-    return is_asked_for and min(round(documents * cfg.eval_fraction), documents - 1) < 1
+def holds_out_ends(cfg: DataConfig, documents: int) -> bool:
+    """Whether the end of each document is held out, because there are too few documents to hold out whole ones."""
+    holds_out_text = isinstance(cfg, TextDataConfig) and held_out_by_hash(cfg) and cfg.eval_fraction > 0
+    return holds_out_text and min(round(documents * cfg.eval_fraction), documents - 1) < 1
 
 
-def most_samples(cfg: DataConfig, is_eval: bool) -> int | None:
-    """Return how many samples a side may have."""
+def sample_limit(cfg: DataConfig, is_eval: bool) -> int | None:
+    """Return the maximum number of samples of a split, or None for no limit."""
     return cfg.max_eval_samples if is_eval else cfg.max_samples
 
 
-def characters_of(said: Said) -> int:
-    """Return how long the text of a conversation or document is."""
-    return len(said.text) if isinstance(said, Document) else sum(map(_length, said.messages))
+def characters_of(record: Record) -> int:
+    """Return the approximate length of a conversation or document in characters."""
+    return len(record.text) if isinstance(record, Document) else sum(map(_length, record.messages))
 
 
-def hash_of_prompt(sample: Said | Example) -> int:
-    """Return a hash of what comes before the first answer, of a document of all: 64 bits."""
+def hash_of_prompt(sample: Record | Example) -> int:
+    """Return a 64-bit hash of everything before the first answer, or of a whole document."""
     if isinstance(sample, Document):
         prompt = sample.text
     elif isinstance(sample, Conversation):
@@ -209,40 +216,40 @@ def hash_of_prompt(sample: Said | Example) -> int:
     return int.from_bytes(blake2b(prompt.encode(), digest_size=8).digest(), "big")
 
 
-def first_prompts(side: Side, count: int) -> list[str]:
-    """Return what was said right before the first answer, of documents their first line, of the first few."""
+def first_prompts(split: SourceSplit, count: int) -> list[str]:
+    """Return the raw prompts of the first `count` records: the message before the first answer, or the first line."""
     found = []
-    for said in islice(side, count):
-        if isinstance(said, Document):
-            found.append(beginning(said))
+    for record in islice(split, count):
+        if isinstance(record, Document):
+            found.append(first_line(record))
         else:
-            roles = [message["role"] for message in said.messages]
-            found.append(text_of(said.messages[roles.index(ASSISTANT) - 1].get("content")))
+            roles = [message["role"] for message in record.messages]
+            found.append(text_of(record.messages[roles.index(ASSISTANT) - 1].get("content")))
     return found
 
 
 def held_out_by_hash(cfg: DataConfig) -> bool:
-    """Whether the held-out samples are a part of the training source."""
+    """Whether the held-out samples are selected from the training source by `eval_fraction`."""
     return cfg.eval_split is None and not (isinstance(cfg, RowsDataConfig) and cfg.eval_path)
 
 
 def holds_out(cfg: DataConfig) -> bool:
-    """Whether anything is held out."""
+    """Whether there is a held-out split."""
     return not held_out_by_hash(cfg) or cfg.eval_fraction > 0
 
 
 def split_of(cfg: DataConfig, is_eval: bool) -> str:
-    """Return the name of the split that a side comes from."""
+    """Return the name of the source's split for training or evaluation."""
     return (cfg.eval_split if is_eval else None) or cfg.split
 
 
-def place_of(cfg: RowsDataConfig, is_eval: bool) -> Place:
-    """Return where the rows of a side are."""
-    return (held_out_place(cfg) if is_eval else None) or training_place(cfg)
+def location_of(cfg: RowsDataConfig, is_eval: bool) -> Location:
+    """Return the location of the rows for training or evaluation."""
+    return (eval_location(cfg) if is_eval else None) or train_location(cfg)
 
 
 def describe(cfg: DataConfig, is_eval: bool) -> str:
-    """Return where a side comes from, for people."""
+    """Return a description of a split's source, for logs and errors."""
     split = split_of(cfg, is_eval)
     if isinstance(cfg, RowsDataConfig):
         source = f"{cfg.eval_path if is_eval and cfg.eval_path else cfg.path} ({split})"
@@ -253,13 +260,16 @@ def describe(cfg: DataConfig, is_eval: bool) -> str:
     return f"held out of {source}" if is_eval and held_out_by_hash(cfg) else source
 
 
-def rows_of(cfg: RowsDataConfig, place: Place) -> Iterator[Row]:
-    """Yield the rows of a place with the columns that `cfg` reads. Raises ConfigError where it has no such columns."""
+def rows_of(cfg: RowsDataConfig, location: Location) -> Iterator[Row]:
+    """Return an iterator over the rows at a location, with the columns that `cfg` uses.
+
+    Raises ConfigError if a required column is missing.
+    """
     wanted = columns_wanted(cfg)
     optional = columns_optional(cfg)
-    if not is_local(place.path):
-        return hub_rows(place, cfg.subset, cfg.revision, wanted, optional)
-    files = files_of_split(place)
+    if not is_local(location.path):
+        return hub_rows(location, cfg.subset, cfg.revision, wanted, optional)
+    files = files_of_split(location)
     columns = columns_of(files[0])
     problems = check_columns(wanted, columns, str(files[0])) if columns else []
     if problems:
@@ -267,11 +277,11 @@ def rows_of(cfg: RowsDataConfig, place: Place) -> Iterator[Row]:
     return chain.from_iterable(read_rows(file, [*wanted.values(), *optional]) for file in files)
 
 
-def _columns_of_tables(cfg: RowsDataConfig, place: Place) -> list[str]:
-    """Return the columns of what stores them apart from its rows, of which only those that are read have them all."""
-    if not is_local(place.path):
-        return hub_columns(place, cfg.subset, cfg.revision)
-    return [name for file in files_of_split(place) if file.suffix == ".parquet" for name in columns_of(file)]
+def _columns_of_tables(cfg: RowsDataConfig, location: Location) -> list[str]:
+    """Return all columns of hub datasets and Parquet files, whose rows are read with only the required columns."""
+    if not is_local(location.path):
+        return hub_columns(location, cfg.subset, cfg.revision)
+    return [name for file in files_of_split(location) if file.suffix == ".parquet" for name in columns_of(file)]
 
 
 def _as_json(conversation: Conversation) -> list[Any]:
@@ -284,7 +294,7 @@ def _as_json(conversation: Conversation) -> list[Any]:
 
 
 def _length(message: Message) -> int:
-    """Return how long a message is, about."""
+    """Return the approximate length of a message in characters."""
     return sum(
         len(value) if isinstance(value, str) else len(json.dumps(value, default=str)) for value in message.values()
     )

@@ -1,4 +1,4 @@
-"""Documents to continue: the interpreter's own, the end of one that is held out, and their samples."""
+"""Plain-text documents: Python's standard library as a source, held-out ends of documents, and tokenization."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STDLIB = "python:stdlib"
-"""The `data.path` that means the source of the interpreter's own library: 12 MB of Python, nothing to fetch."""
+"""Value of `data.path` for the source code of the standard library: 12 MB of Python, available offline."""
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 
 def stdlib_rows(column: str) -> Iterator[Row]:
-    """Yield one row per file of the interpreter's library, in order of their names, without its tests."""
+    """Yield one row per source file of the standard library, sorted by name, without its tests."""
     library = Path(sysconfig.get_path("stdlib"))
     for file in sorted(library.rglob("*.py")):
         name = file.relative_to(library)
@@ -35,31 +35,34 @@ def stdlib_rows(column: str) -> Iterator[Row]:
 def encode_documents(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], seq_len: int
 ) -> Iterator[Example]:
-    """Yield the samples of each document: at most `seq_len` tokens, each beginning with the last of the one before.
+    """Cut each document into samples of at most `seq_len` tokens that overlap by one token.
 
-    So every token is predicted once, but a document's first; the end-of-text token, where the tokenizer has one,
-    ends every document.
+    Every token except the first of a document is therefore a target exactly once. The end-of-text token, if the
+    tokenizer has one, ends every document.
     """
     texts = [document.text for document in documents]
     for ids in tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]:
         end = tokenizer.eos_token_id
-        whole = ids if end is None or ids[-1:] == [end] else [*ids, end]
-        for first in range(0, max(len(whole) - 1, 1), max(seq_len - 1, 1)):
-            piece = whole[first : first + seq_len]
+        tokens = ids if end is None or ids[-1:] == [end] else [*ids, end]
+        for first in range(0, max(len(tokens) - 1, 1), max(seq_len - 1, 1)):
+            piece = tokens[first : first + seq_len]
             yield trimmed(Example(piece, piece))
 
 
-def part_of(document: Document, fraction: float, is_eval: bool) -> Document:
-    """Return the end of a document, from a line on, that is held out of it, or the rest."""
+def split_document(document: Document, fraction: float, is_eval: bool) -> Document:
+    """Split a document at a line break; return its held-out end (`fraction` of it) or the part before.
+
+    Raises ConfigError if no line starts within the held-out fraction.
+    """
     cut = document.text.find("\n", round(len(document.text) * (1 - fraction))) + 1
     if cut in (0, len(document.text)):
         raise ConfigError(
-            f"{document.where}: data.eval_fraction={fraction} of it cannot be held out: no line begins there; "
-            "set data.eval_path"
+            f"{document.where}: data.eval_fraction={fraction} of it cannot be held out, because no line starts within "
+            "that fraction; increase it, or set data.eval_path"
         )
     return Document(document.where, document.text[cut:] if is_eval else document.text[:cut])
 
 
-def beginning(document: Document) -> str:
-    """Return its first line that is not empty, for a model to continue; at most 80 characters."""
+def first_line(document: Document) -> str:
+    """Return the first non-empty line of a document, at most 80 characters, as a prompt for generation."""
     return document.text.strip().partition("\n")[0][:80]
