@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
-from components.distributed.process.rendezvous import agent_serves
+from components.distributed.process.rendezvous import agent_serves_store
 from components.distributed.process.store_sync import StoreSync
 from components.protocol.role import node_name
 
@@ -88,7 +88,7 @@ class Heartbeat:
 
     def settle(self, message: str) -> str:
         """Say why the run ends, unless a rank was faster, and return what all ranks say from then on."""
-        return self._sync.settle("verdict", message)
+        return self._sync.set_once("verdict", message)
 
     def verdict(self) -> str | None:
         """Return why the run ends, where a rank has said so."""
@@ -96,8 +96,8 @@ class Heartbeat:
 
     def part(self, patience: timedelta) -> None:
         """Wait for the other ranks to come to their end like this one: the first to go may take the store along."""
-        self._sync.told()
-        self._sync.poll(lambda: self._sync.count("told", 0) >= self.size, patience)
+        self._sync.acknowledge()
+        self._sync.poll(lambda: self._sync.count("acknowledged", 0) >= self.size, patience)
 
     def _begun(self) -> dict[str, int]:
         """Return how many collectives this process has begun, by the name of the process group.
@@ -177,7 +177,7 @@ def blame(silent: list[int], posts: dict[int, Post]) -> str:
 
 def silent_store() -> str:
     """Return in words who is missing where the store of the ranks does not answer any more."""
-    who = "the agent of torchrun" if agent_serves() else "rank 0"
+    who = "the agent of torchrun" if agent_serves_store() else "rank 0"
     host = os.environ.get("MASTER_ADDR", "")
     return f"{who}{f' on host {host}' if host else ''} is missing (the ranks' store, which it serves, does not answer)"
 
