@@ -1,4 +1,4 @@
-"""The last collectives of this rank, as torch's flight recorder keeps them: which began, and which were completed."""
+"""Dump of torch's flight recorder: the last collectives of this rank, started and completed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
-"""Variable of torch: what the name of a dump begins with; a rank's number follows."""
+"""torch's environment variable with the path prefix of dumps, which the rank follows."""
 
 
 def write_collectives(timeout: float) -> Path | None:
-    """Write the recorded collectives of this rank as JSON beside NCCL's own dumps, and return the file.
+    """Write the recorded collectives of this rank as JSON next to NCCL's own dumps, and return the file.
 
-    Returns None where there is nowhere to write, nothing was recorded, or it takes more than `timeout` seconds: the
-    recorder asks the device whether collectives are completed, and a device that hangs does not answer. NCCL writes its
-    own dump, for `torchfrtrace`, only when a collective times out, which may be long after a run was found to hang.
+    Return None without a path prefix or a process group, or if it takes more than `timeout` seconds: the recorder
+    queries the device for completed collectives, which blocks on a hung device. NCCL writes its own dump, for
+    `torchfrtrace`, only when a collective times out, possibly long after the hang was detected.
     """
     prefix = os.environ.get(PREFIX)
     if not prefix or not dist.is_initialized():
@@ -29,7 +29,7 @@ def write_collectives(timeout: float) -> Path | None:
     written: list[Path] = []
 
     def write() -> None:
-        records = {name: _read(function) for name, function in _RECORDERS.items()}
+        records = {name: _dump(function) for name, function in _RECORDERS.items()}
         path.write_text(json.dumps({name: record for name, record in records.items() if record.get("entries")}))
         written.append(path)
 
@@ -40,10 +40,10 @@ def write_collectives(timeout: float) -> Path | None:
 
 
 _RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
-"""Backend -> the function of torch that dumps its record; builds without NCCL lack its own."""
+"""Backend -> torch's private function that dumps its records; builds without NCCL lack the first."""
 
 
-def _read(function: str) -> dict[str, Any]:
-    # torch offers no public function for this.
+def _dump(function: str) -> dict[str, Any]:
+    # torch has no public function for this.
     dump = getattr(torch._C._distributed_c10d, function, None)
     return json.loads(dump(includeCollectives=True, onlyActive=False)) if dump else {}

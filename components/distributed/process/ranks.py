@@ -142,11 +142,10 @@ def get_num_nodes() -> int:
         return 1
     variables = _running_variables()
     if variables.num_nodes is None:
-        found = (
-            f"LOCAL_WORLD_SIZE={variables.local_world_size}" if variables.local_world_size else "no LOCAL_WORLD_SIZE"
-        )
+        local = variables.local_world_size or "unset"
         raise RankEnvironmentError(
-            f"the number of nodes is unknown: there are {variables.world_size} ranks and {found}; set NUM_NODES"
+            f"the number of nodes is unknown with WORLD_SIZE={variables.world_size}, LOCAL_WORLD_SIZE={local}; "
+            "set NUM_NODES"
         )
     return variables.num_nodes
 

@@ -230,7 +230,7 @@ def _leave_store(store: dist.Store, rank: int, world_size: int) -> None:
     sync = StoreSync(dist.PrefixStore("left", store), rank, world_size)
     with contextlib.suppress(dist.DistError):  # the store is gone already
         sync.acknowledge()
-        # sys.last_value: an uncaught exception ends this process, and the other ranks shall not be waited for.
+        # sys.last_value is set after an uncaught exception: then exit without waiting for the others.
         if rank == 0 and not agent_serves_store() and getattr(sys, "last_value", None) is None:
             sync.await_acknowledgements(world_size)
 
