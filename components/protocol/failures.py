@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from components.config.errors import ConfigError
-from components.protocol.role import ATTEMPT, RUN_DIR, WORKER, own_rank, scheduler_node
+from components.protocol.role import ATTEMPT, RUN_DIR, WORKER, current_rank, scheduler_node
 from components.protocol.run_files import (
     PRIVATE,
     RESULT,
@@ -227,12 +227,12 @@ def format_problems(problems: list[str]) -> str:
     return "\n".join([f"{len(problems)} problems with this run:", *problems])
 
 
-def tell_problems(problems: list[str]) -> None:
+def print_problems(problems: list[str]) -> None:
     """Print config errors to stderr."""
     print_text(format_problems(problems), file=sys.stderr, flush=True)
 
 
-def tell_failure(failure: Failure, logs: Path) -> None:
+def print_failure(failure: Failure, logs: Path) -> None:
     """Print the traceback or last log lines of the rank that failed first, the rank, and the folder of the logs."""
     report = failure.report
     if report is not None and report.is_config:
@@ -273,7 +273,7 @@ def report_hang(error: BaseException) -> None:
     The stacks of all threads go to the rank's log, and `error` to its report. Without a launcher of ours, `error` is
     also printed and written to result.json.
     """
-    run_dir, rank = Path(os.environ[RUN_DIR]), own_rank(os.environ)
+    run_dir, rank = Path(os.environ[RUN_DIR]), current_rank(os.environ)
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
     with suppress(OSError), open_append(log_file(logs, rank), PRIVATE) as log:
         log.write(printable(f"{error}\n").encode())

@@ -73,7 +73,7 @@ def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
     return int(environ[names[0]]), int(environ[names[1]])
 
 
-def own_rank(environ: Mapping[str, str]) -> int:
+def current_rank(environ: Mapping[str, str]) -> int:
     """Return the rank of a process with these variables, 0 if none is set."""
     return int(environ.get("RANK") or environ.get("SLURM_PROCID") or 0)
 
@@ -98,7 +98,7 @@ class BatchJob:
     """Number of earlier requeues."""
 
 
-def own_job(environ: Mapping[str, str]) -> BatchJob:
+def current_job(environ: Mapping[str, str]) -> BatchJob:
     """Return the batch job of a process with these variables."""
     return BatchJob(
         cluster=environ.get("SLURM_CLUSTER_NAME", ""),

@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass, replace
 
 from components.config.errors import ConfigError
-from components.protocol.role import own_rank
+from components.protocol.role import current_rank
 
 VARIABLE = "MESHBOOK_FAULT"
 
@@ -71,7 +71,7 @@ def fault_point(name: str) -> None:
     due = []
     remaining = []
     for fault in map(_parse, armed.split(",")):
-        here = fault.point == name and fault.ranks in (_ALL, f"rank{own_rank(os.environ)}")
+        here = fault.point == name and fault.ranks in (_ALL, f"rank{current_rank(os.environ)}")
         if here and fault.occurrence in ("1", _EVERY):
             due.append(fault)
         if here and fault.occurrence != _EVERY:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from components.protocol.role import LAUNCHER_PID, own_rank
+from components.protocol.role import LAUNCHER_PID, current_rank
 from components.protocol.signals import CTRL_C_ANSWER, STOP_SIGNALS, KeptSignals
 from components.training.metrics import StepMetrics
 
@@ -137,7 +137,7 @@ class _CtrlCResponder:
 
     def start(self) -> None:
         """Start the thread, on rank 0 of a run without a launcher of ours."""
-        if LAUNCHER_PID in os.environ or own_rank(os.environ):
+        if LAUNCHER_PID in os.environ or current_rank(os.environ):
             return
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
