@@ -52,7 +52,7 @@ def detect_role(environ: Mapping[str, str]) -> Role:
     """
     numbered = bool(environ.get("RANK") and environ.get("WORLD_SIZE"))
     in_step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_PROCID", "").lstrip("0").isdigit()
-    tasks = environ.get(_tasks_name(environ), "")
+    tasks = environ.get(tasks_variable(environ), "")
     if (numbered or in_step) and environ.get(WORKER) and environ.get(RUN_DIR):
         return Role.worker
     if numbered or (in_step and tasks.isdigit() and int(tasks) > 1):
@@ -66,7 +66,7 @@ def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
     Raises ConfigError if they are not numbers.
     """
     numbered = environ.get("RANK") and environ.get("WORLD_SIZE")
-    names = ("RANK", "WORLD_SIZE") if numbered else ("SLURM_PROCID", _tasks_name(environ))
+    names = ("RANK", "WORLD_SIZE") if numbered else ("SLURM_PROCID", tasks_variable(environ))
     for name in names:
         if not environ.get(name, "").isdigit():
             raise ConfigError(f"{name}={environ.get(name, '')!r}: must be a whole number, as torchrun and srun set it")
@@ -107,8 +107,12 @@ def current_job(environ: Mapping[str, str]) -> BatchJob:
     )
 
 
-def _tasks_name(environ: Mapping[str, str]) -> str:
-    """Return the variable with the step's number of tasks; in the shell of `salloc` SLURM_NTASKS is the job's."""
+def tasks_variable(environ: Mapping[str, str]) -> str:
+    """Return the variable with the step's number of tasks: SLURM_STEP_NUM_TASKS if set, else SLURM_NTASKS.
+
+    They differ in the shell of `salloc` (LaunchParameters=use_interactive_step), a step of one task in which
+    SLURM_NTASKS is the number of the job.
+    """
     return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
 
 

@@ -1,10 +1,9 @@
 """Detection of hung runs, stop requests, and fault injection.
 
-watchdog.py         ends a run that makes no progress, and reports the rank it waits for
-heartbeat.py        periodic status of each rank in the store, and the ranks that the others wait for
-flight_recorder.py  dump of the last collectives of a hung rank
-frames.py           frames of running Python code, for the report of a hung rank
-stop_requests.py    StopRequest: stop signals, agreed on by all ranks
-gc.py               Python's garbage collection between steps
-faults.py           named points at which a test can kill or fail a save or a load
+watchdog.py       ends a run that makes no progress; reports the missing rank, all stacks and the last collectives
+heartbeat.py      periodic status of each rank in the store, and the ranks that the others wait for
+frames.py         frames of running Python code, for the report of a hung rank
+stop_requests.py  StopRequest: stop signals, agreed on by all ranks
+gc.py             Python's garbage collection between steps
+faults.py         named points at which a test can kill or fail a save or a load
 """

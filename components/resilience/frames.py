@@ -10,8 +10,8 @@ import sys
 from types import CodeType, FrameType
 
 
-def caller_code(levels: int = 1) -> CodeType:
-    """Return the code of the function that called this function's caller, or of one `levels` above it."""
+def caller_code(levels: int) -> CodeType:
+    """Return the code of the function `levels` above the one that calls this; 1 is its direct caller."""
     return sys._getframe(1 + levels).f_code
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import json
 import os
 import threading
 import time
@@ -23,8 +24,10 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, TracebackType
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,8 +38,7 @@ from components.distributed.process.store_sync import PeerFailure
 from components.housekeeping import bytes_moved
 from components.protocol.exit_codes import EXIT_HUNG
 from components.protocol.failures import HungRun
-from components.resilience.flight_recorder import write_collectives
-from components.resilience.frames import caller_code, package_of, thread_frames
+from components.resilience.frames import package_of, thread_frames
 from components.resilience.heartbeat import BeatTracker, Heartbeat, blame, describe_silent_store
 
 SLOW_STEPS = 2
@@ -57,6 +59,10 @@ MESSAGE_PREFIX = "no progress for"
 """Beginning of every message."""
 DEBUGGERS = {"bdb", "pdb", "pydevd", "debugpy", "_pydevd_bundle"}
 """Modules of debuggers, in which the main thread waits for the user."""
+DUMP_PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
+"""torch's environment variable with the path prefix of flight-recorder dumps, which the rank follows."""
+RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
+"""Backend -> torch's private function that dumps its records; builds without NCCL lack the first."""
 
 
 class StepTimeout(HungRun):
@@ -71,22 +77,21 @@ class Watchdog:
         report: Writes the failure and the stacks of all threads; called in a watchdog thread, before the process exits
             with status EXIT_HUNG.
         section: Config section with this `step_timeout_seconds`, for messages.
-        recipe_code: Code of the recipe's main, whose current call is reported as the rank's activity; None: the code
-            of the caller.
+        recipe_code: Code of the recipe's main, whose current call is reported as the rank's activity.
     """
 
     def __init__(
         self,
         timeout: float,
         report: Callable[[BaseException], object],
-        section: str = "training",
-        recipe_code: CodeType | None = None,
+        section: str,
+        recipe_code: CodeType,
     ) -> None:
         self._timeout, self._section = timeout, section
         self._report = report
         self._beat_seconds = min(max(timeout / 20, MIN_BEAT_SECONDS), MAX_BEAT_SECONDS)
         self._silent_after = max(MISSED_BEATS * self._beat_seconds, MIN_SILENCE_SECONDS)
-        self._recipe_code = recipe_code or caller_code()
+        self._recipe_code = recipe_code
         self._main = threading.get_ident()
         self._marks, self._last_mark = 0, time.monotonic()
         self._phase, self._in_step, self._in_loop, self._steps = "before the loop", False, False, 0
@@ -171,7 +176,7 @@ class Watchdog:
             self._mark_bytes()
             if self._in_loop:  # faulthandler's thread needs no GIL, which a stuck extension may hold forever
                 faulthandler.dump_traceback_later(2 * self._limit, exit=exit_when_stuck)
-                if single and _in_debugger(thread_frames(self._main)):
+                if single and any(package_of(frame) in DEBUGGERS for frame in thread_frames(self._main)):
                     self.mark()
             unanswered = 0.0 if single else time.monotonic() - self._last_answer
             if self._in_loop and self._seconds_idle() > self._limit and (single or unanswered > self._silent_after):
@@ -287,5 +292,31 @@ class _SuspensionDetector:
         return gap if gap > self._threshold else 0.0
 
 
-def _in_debugger(stack: list[FrameType]) -> bool:
-    return any(package_of(frame) in DEBUGGERS for frame in stack)
+def write_collectives(timeout: float) -> Path | None:
+    """Write the recorded collectives of this rank as JSON next to NCCL's own dumps, and return the file.
+
+    Return None without a path prefix or a process group, or if it takes more than `timeout` seconds: the recorder
+    queries the device for completed collectives, which blocks on a hung device. NCCL writes its own dump, for
+    `torchfrtrace`, only when a collective times out, possibly long after the hang was detected.
+    """
+    prefix = os.environ.get(DUMP_PREFIX)
+    if not prefix or not dist.is_initialized():
+        return None
+    path = Path(f"{prefix}{dist.get_rank()}.json")
+    written: list[Path] = []
+
+    def write() -> None:
+        records = {name: _dump(function) for name, function in RECORDERS.items()}
+        path.write_text(json.dumps({name: record for name, record in records.items() if record.get("entries")}))
+        written.append(path)
+
+    writer = threading.Thread(target=write, name="flight_recorder", daemon=True)
+    writer.start()
+    writer.join(timeout)
+    return path if written else None
+
+
+def _dump(function: str) -> dict[str, Any]:
+    # torch has no public function for this.
+    dump = getattr(torch._C._distributed_c10d, function, None)
+    return json.loads(dump(includeCollectives=True, onlyActive=False)) if dump else {}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from components.config.errors import ConfigError
-from components.protocol.role import EXPORTED
+from components.protocol.role import EXPORTED, tasks_variable
 
 
 class RankEnvironmentError(ConfigError):
@@ -115,16 +115,7 @@ def _step_tasks(environ: Mapping[str, str]) -> int:
     """Return the number of tasks in this process's Slurm step, 0 outside a step."""
     stated = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEP_NUM_TASKS")
     in_step = stated or (_parse_integer(environ, "SLURM_PROCID") or 0) > 0
-    return (_parse_integer(environ, _tasks_name(environ)) or 0) if in_step else 0
-
-
-def _tasks_name(environ: Mapping[str, str]) -> str:
-    """Return the variable with the step's number of tasks: SLURM_STEP_NUM_TASKS if set, else SLURM_NTASKS.
-
-    They differ in the shell of `salloc` (LaunchParameters=use_interactive_step), a step of one task in which
-    SLURM_NTASKS is the number of the job.
-    """
-    return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    return (_parse_integer(environ, tasks_variable(environ)) or 0) if in_step else 0
 
 
 def require_integer(environ: Mapping[str, str], name: str, companion: str) -> int:
@@ -155,7 +146,7 @@ def _torchrun_variables(environ: Mapping[str, str]) -> RankVariables:
 
 
 def _srun_variables(environ: Mapping[str, str]) -> RankVariables:
-    name = _tasks_name(environ)
+    name = tasks_variable(environ)
     tasks = f"{name}={environ.get(name)}"
     prefix = "SLURM_STEP_" if name == "SLURM_STEP_NUM_TASKS" else "SLURM_"
     node = _parse_integer(environ, "SLURM_NODEID")
