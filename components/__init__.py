@@ -1,24 +1,24 @@
-"""The parts that recipes are made of.
+"""Components of the recipes.
 
 config         typed sections, composition, validation
-protocol       what launcher and ranks agree on
-launch         from a command line to ranks
+protocol       conventions between launcher and ranks: variables, files, exit statuses
+launch         command line, run directory, local and Slurm launchers
 distributed    processes, device mesh, parallelism
 models         Hugging Face causal LMs on a mesh
-data           from a source to micro-batches
+data           sources, packing, micro-batches
 observability  metrics, banner, result
 resilience     watchdog, stop requests, fault injection
 checkpoint     save, resume, retention
-training       the optimizer step, and the mechanics around a recipe's loop
-parity         a mesh compared with one process
+training       the optimizer step, and everything around a recipe's loop
+parity         comparison of a mesh with a single process
 
-`from components import data, distributed, training` opens a recipe as its table of contents and imports no torch: the
-packages import a name when it is first used (lazy.py).
+`from components import data, distributed, training` imports no torch: these packages import a name when it is first
+used (lazy.py).
 """
 
 import sys
 
 from components.moved import MovedModules
 
-# The one line of work at import: modules that were moved are reported by their new names.
+# The only side effect of this import: importing a moved module fails with a message that states its new name.
 sys.meta_path.append(MovedModules())

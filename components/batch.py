@@ -1,4 +1,4 @@
-"""The typed micro-batch that the collator makes and every forward takes."""
+"""Micro-batch of a rank: output of the collator, input of every forward."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from components.config.schema.data import IGNORED
 from components.config.schema.model import DOCUMENTS, LONGEST_DOCUMENT
 
 HEAD_KEYWORDS = ("targets", "token_weight_bits", "target_count", "token_loss", "per_token")
-"""Keywords of a model's forward that only its LM head takes, to compute the loss (training/objectives/loss_head.py)."""
+"""Keywords of a model's forward for the LM head only, which computes the loss (training/objectives/loss_head.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One micro-batch of one rank: whole rows, or under cp this rank's part of each row."""
+    """Micro-batch of one rank: full rows, or this rank's shard of each row under cp."""
 
     input_ids: torch.Tensor  # (rows, seq) int64
     """Tokens, padded on the right."""
     targets: torch.Tensor  # (rows, seq) int64
-    """The token that each position predicts: the labels shifted left by one; IGNORED where there is none."""
+    """Target of each position: the labels shifted left by one; IGNORED where there is none."""
     position_ids: torch.Tensor | None = None  # (rows, seq) int64
-    """Positions within the document; only of packed rows and of parts of rows, else the model numbers them itself."""
+    """Positions within the document, for packed rows and for shards of rows; None: 0 to seq - 1, set by the model."""
     document_bounds: torch.Tensor | None = None  # (rows, documents + 1) int32
-    """Of packed rows: 0, the end of each document (the padding is the last one), and seq as often as needed."""
+    """Bounds of the documents in packed rows: 0, each document's end (padding is the last one), then seq as filler."""
     longest_document: int | None = None
     """Host-side upper bound on the tokens of a document; None: unknown."""
     target_count: int | None = None
@@ -35,15 +35,15 @@ class Batch:
     token_weights: torch.Tensor | None = None  # (rows, seq)
     """Factor of each token's loss; None: 1."""
     layer_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each (rows, seq, ...) of integers
-    """Keywords for every decoder layer."""
+    """Keyword arguments of every decoder layer."""
     rows: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each (rows, ...)
-    """Values per row for the objective; the model never receives them."""
+    """Values per row for the objective; never passed to the model."""
 
     @classmethod
     def from_labels(cls, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> Batch:
-        """Return a batch from labels (rows, seq) that are aligned with the inputs, as Hugging Face datasets have them.
+        """Return a batch from labels (rows, seq) that are aligned with the inputs, as in Hugging Face datasets.
 
-        The targets are counted where that does not make the host wait for a device.
+        The targets are counted for labels on the CPU only, where counting does not make the host wait for a device.
         """
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         count = int((targets != IGNORED).sum()) if labels.device.type == "cpu" else None
@@ -51,7 +51,7 @@ class Batch:
 
     @classmethod
     def joined(cls, batches: Sequence[Batch]) -> Batch:
-        """Return the rows of batches of one length as one batch; host-side bounds hold for each of them."""
+        """Return batches of the same length as one batch; host-side bounds are the largest of the batches."""
         first = batches[0]
         return cls(
             input_ids=torch.cat([each.input_ids for each in batches]),
@@ -67,32 +67,32 @@ class Batch:
 
     @staticmethod
     def joined_rows(batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
-        """Return the values per row of several batches, by name."""
+        """Return the concatenated values per row of several batches, by name."""
         return {key: torch.cat([each.rows[key] for each in batches]) for key in batches[0].rows}
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and tokens in each."""
+        """(rows, seq)."""
         rows, seq = self.input_ids.shape
         return rows, seq
 
     def to(self, device: torch.device) -> Batch:
-        """Copy the batch to a device without making the host wait."""
+        """Copy the batch to a device without blocking the host."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             if device.type == "cuda":
                 return tensor.pin_memory().to(device, non_blocking=True)
             return tensor.to(device)
 
-        return self._changed(move, move, move)
+        return self._map(move, move, move)
 
     def pad_to(self, seq: int) -> Batch:
-        """Pad the rows on the right to `seq` tokens. Raises ValueError for packed rows, which have their length."""
+        """Pad the rows on the right to `seq` tokens. Raises ValueError for packed rows and for shards of rows."""
         missing = seq - self.input_ids.shape[1]
         if missing == 0:
             return self
         if self.document_bounds is not None or self.position_ids is not None:
-            raise ValueError("packed rows and parts of rows cannot be padded further")
+            raise ValueError("packed rows and shards of rows cannot be padded")
         weights = self.token_weights
         return replace(
             self,
@@ -102,14 +102,14 @@ class Batch:
         )
 
     def at_positions(self, positions: torch.Tensor) -> Batch:
-        """Return the tokens at `positions` (seq,) of every row, with their positions: one rank's part under cp."""
+        """Return the tokens at `positions` (seq,) of every row with their position ids: one rank's shard under cp."""
 
         def select(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.index_select(1, positions)
 
         rows = self.input_ids.shape[0]
-        part = self._changed(select, lambda bounds: bounds, lambda values: values)
-        return part if part.position_ids is not None else replace(part, position_ids=positions.expand(rows, -1))
+        shard = self._map(select, lambda bounds: bounds, lambda values: values)
+        return shard if shard.position_ids is not None else replace(shard, position_ids=positions.expand(rows, -1))
 
     def first_rows(self, count: int) -> Batch:
         """Return the first `count` rows."""
@@ -117,15 +117,15 @@ class Batch:
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[:count]
 
-        return self._changed(cut, cut, cut)
+        return self._map(cut, cut, cut)
 
     def model_inputs(self) -> dict[str, Any]:
-        """Return the keywords of the model's forward."""
+        """Return the keyword arguments of the model's forward."""
         inputs: dict[str, Any] = {"input_ids": self.input_ids, **self.layer_keywords()}
         return inputs if self.position_ids is None else {**inputs, "position_ids": self.position_ids}
 
     def layer_keywords(self) -> dict[str, Any]:
-        """Return the keywords that decoder layers take besides hidden states and positions."""
+        """Return the keyword arguments of decoder layers besides hidden states and positions."""
         keywords: dict[str, Any] = dict(self.layer_inputs)
         if self.document_bounds is not None:
             keywords[DOCUMENTS] = self.document_bounds
@@ -134,25 +134,25 @@ class Batch:
         return keywords
 
     def head_inputs(self) -> dict[str, torch.Tensor]:
-        """Return the keywords of a head that computes the loss itself (components.training.objectives.loss_head).
+        """Return the keyword arguments of an LM head that computes the loss (components.training.objectives.loss_head).
 
-        Token weights go as the bits of integers: FSDP2 casts floating inputs to its compute type.
+        Token weights are passed as int64 bits of float64, since FSDP2 casts floating inputs to its compute dtype.
         """
         inputs = {"targets": self.targets}
         if self.token_weights is not None:
             inputs["token_weight_bits"] = self.token_weights.double().view(torch.int64)
         return inputs
 
-    def _changed(self, tokens: Any, bounds: Any, rows: Any) -> Batch:
-        """Return the batch with functions applied to what is aligned with tokens, to the bounds, and to the rows."""
-        position_ids, weights, of_documents = self.position_ids, self.token_weights, self.document_bounds
+    def _map(self, tokens: Any, bounds: Any, rows: Any) -> Batch:
+        """Return the batch with one function each applied to per-token tensors, document bounds and per-row tensors."""
+        position_ids, weights, document_bounds = self.position_ids, self.token_weights, self.document_bounds
         return replace(
             self,
             input_ids=tokens(self.input_ids),
             targets=tokens(self.targets),
             position_ids=None if position_ids is None else tokens(position_ids),
             token_weights=None if weights is None else tokens(weights),
-            document_bounds=None if of_documents is None else bounds(of_documents),
+            document_bounds=None if document_bounds is None else bounds(document_bounds),
             layer_inputs={name: tokens(value) for name, value in self.layer_inputs.items()},
             rows={name: rows(value) for name, value in self.rows.items()},
         )

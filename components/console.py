@@ -1,4 +1,4 @@
-"""Rich's console for text that comes from elsewhere."""
+"""Rich console for untrusted text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from components.terminal import printable
 
 
 class PlainConsole(Console):
-    """A console on which text is only text: no markup, no emoji codes, and control characters are escaped.
+    """Console that prints text literally: without markup and emoji codes, and with control characters escaped.
 
-    Also in the cells of tables, which rich passes through `render_str` as everything that is a string.
+    This includes the cells of tables, since rich passes every string through `render_str`.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Return a string as rich prints it."""
+        """Convert a string to rich text, with control characters escaped."""
         return super().render_str(printable(text), **settings)

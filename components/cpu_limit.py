@@ -1,4 +1,4 @@
-"""A limit on the CPU time of code that came with a model, such as its chat template."""
+"""Limit on the CPU time of code that comes with a model, such as its chat template."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from types import FrameType
 from components.config.errors import ConfigError
 
 RENDER_SECONDS = 5.0
-"""CPU time that a chat template may take for one conversation; a long one takes milliseconds."""
+"""Limit on the CPU time of a chat template for one conversation; a long conversation takes milliseconds."""
 
 
 class CpuLimitError(RuntimeError):
-    """Code that ran for longer than it was allowed to."""
+    """Code exceeded its CPU time limit."""
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
     """Raise CpuLimitError in the body once this process has spent `seconds` of CPU time in it.
 
-    CPU time and not wall time, so that neither a busy nor a suspended machine trips the limit. Signals reach only the
-    main thread; in any other one the body runs without a limit.
+    The limit is on CPU time rather than wall time, so that a busy or suspended machine does not trigger it. Signal
+    handlers run in the main thread only; in any other thread the body runs without a limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -40,16 +40,16 @@ def cpu_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def running_template(where: str) -> Iterator[None]:
-    """Limit the time of a chat template. Raises ConfigError naming `where` it did not finish."""
+    """Limit the CPU time of a chat template. Raises ConfigError, with `where` it was rendered, at the limit."""
     try:
         with cpu_limit(RENDER_SECONDS):
             yield
     except CpuLimitError as error:
         raise ConfigError(
             f"{where}: the chat template did not finish within {RENDER_SECONDS:g} s of CPU time; set "
-            "model.tokenizer to one with another chat template"
+            "model.tokenizer to a tokenizer with another chat template"
         ) from error
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    raise CpuLimitError("the limit on its CPU time was reached")
+    raise CpuLimitError("the CPU time limit was reached")

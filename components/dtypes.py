@@ -1,4 +1,4 @@
-"""torch's dtypes by name, as config and ranks exchange them."""
+"""torch dtypes by name, as used in the config and in messages between ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def torch_dtypes() -> dict[str, torch.dtype]:
-    """Return every dtype of torch by its name without `torch.`, for example `bfloat16`; aliases are left out."""
+    """Return every torch dtype by its name without `torch.`, such as `bfloat16`; aliases are left out."""
     return {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of this name. Raises KeyError for a name that torch lacks."""
+    """Return the dtype with this name. Raises KeyError if torch has none."""
     return torch_dtypes()[str(name)]

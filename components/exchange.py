@@ -1,7 +1,7 @@
-"""Values that ranks exchange as JSON, with a process group or without.
+"""Collectives on JSON values, with or without a process group.
 
-`torch.distributed`'s object collectives unpickle what a peer sends, and so run any code that whoever joined the process
-group puts into it. Meshbook's own values are numbers, texts, lists and dicts, for which JSON does.
+The object collectives of torch.distributed unpickle data from peers, which lets any process that joins the group run
+code on the others. Meshbook's own messages consist of numbers, strings, lists and dicts, which JSON covers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks of `group` in rank order, as they come back from JSON (tuples as lists).
+    """All-gather a value over `group`, and return the values in rank order as decoded from JSON (tuples become lists).
 
-    Without a process group there is one rank. Raises TypeError for a value that JSON does not have.
+    Without a process group, return the value of this process. Raises TypeError for a value that JSON cannot encode.
     """
     text = json.dumps(value)
     if not dist.is_initialized():
@@ -34,10 +34,10 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
 
 
 def broadcast_json(value: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """Return on every rank of `group` the value of one, as it comes back from JSON.
+    """Broadcast a value over `group`, and return it as decoded from JSON.
 
     Args:
-        src: Rank within `group` whose value it is; the others' is ignored.
+        src: Rank within `group` of the sender; the values of the others are ignored.
     """
     if not dist.is_initialized():
         return json.loads(json.dumps(value))
@@ -51,7 +51,7 @@ def broadcast_json(value: Any, src: int = 0, group: dist.ProcessGroup | None = N
 
 
 def _as_tensor(text: str, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The bytes of a text, on a device that the group moves tensors from."""
+    """Return the bytes of a text as a uint8 tensor on a device that the group's backend supports."""
     backend = str(dist.get_backend(group))
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Threads that go on while the run stands still, and whose reads and writes do not count as its progress."""
+"""Bytes read and written by this process, without those of housekeeping threads, as a measure of progress."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 
 
 class HousekeepingThread(threading.Thread):
-    """A thread that writes at intervals whatever the run does, such as the one that renews the lease."""
+    """Thread that writes periodically even in a hung run, such as the renewal of the lease."""
 
 
 def bytes_moved() -> tuple[int, int]:
-    """Return the bytes that this process has moved from and to disks, and through system calls; zeros off Linux.
+    """Return the bytes that this process has transferred from and to disks, and through system calls.
 
-    What its living housekeeping threads moved is left out.
+    Bytes of live housekeeping threads are excluded. Both numbers are 0 on systems other than Linux.
     """
-    own = _housekeeping()
+    excluded = _housekeeping_bytes()
     while True:
         total = _read_io(Path("/proc/self/io"))
-        before, own = own, _housekeeping()
-        if own == before:  # else one of them wrote between the readings
-            return total[0] - own[0], total[1] - own[1]
+        before, excluded = excluded, _housekeeping_bytes()
+        if excluded == before:  # otherwise a housekeeping thread wrote in between: read again
+            return total[0] - excluded[0], total[1] - excluded[1]
 
 
-def _housekeeping() -> tuple[int, int]:
+def _housekeeping_bytes() -> tuple[int, int]:
     threads = [thread for thread in threading.enumerate() if isinstance(thread, HousekeepingThread)]
     counts = [_read_io(Path(f"/proc/self/task/{thread.native_id}/io")) for thread in threads]
     return sum(disk for disk, _ in counts), sum(calls for _, calls in counts)

@@ -1,4 +1,4 @@
-"""Names of earlier versions: importing one fails with a message that names the new one."""
+"""Modules and names of earlier versions; importing one raises an error that states the new name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODULES = {
     "components.distributed.context": "components.distributed.context_parallel",
     "components.distributed.environment": "components.distributed.process.environment",
     "components.distributed.first_rank": "components.distributed.process.ordering",
-    "components.distributed.flight_recorder": "components.resilience.flight_recorder",
+    "components.distributed.flight_recorder": "components.resilience.watchdog",
     "components.distributed.groups": "components.distributed.process.groups",
     "components.distributed.header": "components.distributed.process.tensor_metadata",
     "components.distributed.heartbeat": "components.resilience.heartbeat",
@@ -80,6 +80,7 @@ MODULES = {
     "components.models.weight_files": "components.models.weights.weight_files",
     "components.observability.card": "components.observability.model_card",
     "components.python_frames": "components.resilience.frames",
+    "components.resilience.flight_recorder": "components.resilience.watchdog",
     "components.training.checkpointing": "components.training.setup.recompute_policy",
     "components.training.chunked_loss": "components.training.objectives.chunked_loss",
     "components.training.garbage": "components.resilience.gc",
@@ -102,6 +103,7 @@ MODULES = {
 """Old module -> new one."""
 NAMES = {
     "components.training.TokenLoss": "components.training.LossHead",
+    "components.training.GarbageOffTheStep": "components.training.GarbageCollection",
     "components.training.attach_token_loss": "components.training.attach_loss_head",
     "components.training.generate_samples": "components.training.show_generations",
     "components.training.next_tokens": "components.batch.Batch.from_labels",
@@ -113,9 +115,9 @@ NAMES = {
 
 
 class MovedModules(MetaPathFinder):
-    """Finder of last resort: Python asks it for modules that exist nowhere."""
+    """Last finder in sys.meta_path, which Python calls only for modules that no other finder has found."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Raise ModuleNotFoundError with the new name of a module that was moved."""
+        """Raise ModuleNotFoundError with the new name of a moved module."""
         if name in MODULES:
             raise ModuleNotFoundError(f"{name} is {MODULES[name]} now; import that", name=name)

@@ -1,7 +1,7 @@
-"""The writer of safetensors files: block by block, so that no tensor has to be in memory as a whole.
+"""Streaming writer of safetensors files: tensors are written in blocks, so that none must fit in memory.
 
-Exports, adapters and the token cache use it. The library's `save_file` writes the same bytes, from memory. Checkpoints
-go through torch.distributed.checkpoint, which has a writer of its own.
+Used for exports, adapters and the token cache. safetensors' `save_file` writes the same bytes, but from memory.
+Checkpoints use the writer of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Iterable, Mapping
 from typing import IO, NamedTuple
 
 ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""Bytes of an element by its dtype's name in a safetensors header."""
+"""Bytes per element, by dtype name in a safetensors header."""
 
 
 class Entry(NamedTuple):
-    """Dtype, as a safetensors header names it, and shape of a tensor."""
+    """Shape of a tensor, and its dtype as named in a safetensors header."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Size of the values."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class SafetensorsWriter:
-    """One file. The header is written first, so all tensors must be announced; their values may come in any order."""
+    """Writer of one file. The header comes first and declares all tensors; their values may be written in any order."""
 
     def __init__(self, file: IO[bytes], entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
-        """Write the header. Raises OSError.
+        """Write the header for `entries`, by tensor name. Raises OSError.
 
-        Larger dtypes come first in the file, so that every value is aligned when the file is mapped.
+        Larger dtypes come first in the file, so that every tensor is aligned when the file is memory-mapped.
         """
         self._file, self._entries = file, entries
         self._offsets: dict[str, int] = {}
@@ -47,19 +47,19 @@ class SafetensorsWriter:
 
         Raises:
             OSError: The file could not be written.
-            ValueError: The blocks do not have the size of the tensor that was announced.
+            ValueError: The total size of the blocks differs from the size of the declared tensor.
         """
         start, size = self._header_bytes + self._offsets[name], self._entries[name].bytes
         self._file.seek(start)
         for block in blocks:
             self._file.write(block)
         if self._file.tell() != start + size:
-            raise ValueError(f"{name}: {self._file.tell() - start} bytes where {size} were expected")
+            raise ValueError(f"{name}: got {self._file.tell() - start} bytes, expected {size}")
 
     def replace_metadata(self, metadata: Mapping[str, str]) -> None:
-        """Write the header again, with metadata of the same length. Raises OSError, ValueError."""
+        """Write the header again with other metadata. Raises OSError, or ValueError if the header's length changes."""
         if self._write_header(metadata) != self._header_bytes:
-            raise ValueError("new metadata must be as long as that it replaces")
+            raise ValueError("new metadata must have the same encoded length as the metadata that it replaces")
 
     def _write_header(self, metadata: Mapping[str, str]) -> int:
         header: dict[str, object] = {"__metadata__": dict(metadata)}

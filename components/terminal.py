@@ -1,4 +1,4 @@
-"""Text on its way to a terminal or a log: control characters in it are escaped."""
+"""Escaping of control characters in text for terminals and logs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CONTROLS = re.compile(
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and newline, DEL, C1
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional formatting
     "\u2028\u2029"  # line and paragraph separators
-    "\ud800-\udfff"  # bytes of a file name that are no UTF-8
+    "\ud800-\udfff"  # surrogates, which stand for bytes of a file name that are not UTF-8
     "]"
 )
 
@@ -22,7 +22,7 @@ _CONTROLS = re.compile(
 def printable(text: str) -> str:
     r"""Return text with its control characters written as `\x1b` or `\u202e`.
 
-    Data, file names and messages come from elsewhere; raw, they could recolor, clear or rewrite what a terminal shows.
+    Data, file names and messages are untrusted: raw, they could recolor, clear or overwrite the terminal.
     """
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
@@ -30,12 +30,12 @@ def printable(text: str) -> str:
 def print_text(
     *values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False
 ) -> None:
-    """Print as `print` does, with control characters escaped."""
+    """Print like `print`, with control characters escaped."""
     print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)
 
 
 def guard_output() -> None:
-    """Escape what this process logs through the project's loggers, and the traceback of an uncaught exception."""
+    """Escape the records of the project's loggers and the traceback of an uncaught exception in this process."""
     make = logging.getLogRecordFactory()
 
     def escaped(*args: object, **kwargs: object) -> logging.LogRecord:
@@ -45,7 +45,7 @@ def guard_output() -> None:
         return record
 
     logging.setLogRecordFactory(escaped)
-    if sys.excepthook is sys.__excepthook__:  # a debugger may have its own
+    if sys.excepthook is sys.__excepthook__:  # keep another hook, such as a debugger's
         sys.excepthook = _show_uncaught
 
 

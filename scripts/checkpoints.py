@@ -24,7 +24,7 @@ from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
 from components.launch.run_directory.opening import held
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
-from components.protocol.failures import tell_problems
+from components.protocol.failures import print_problems
 from components.protocol.run_files import CONFIG
 from components.terminal import print_text
 
@@ -54,9 +54,9 @@ def main(arguments: list[str]) -> int:
             return show(run_dir, policy)
         return prune(run_dir, policy, options.yes)
     except ConfigError as error:
-        tell_problems(error.problems)
+        print_problems(error.problems)
     except OSError as error:
-        tell_problems([f"{error.filename or run_dir}: {error.strerror or error}"])
+        print_problems([f"{error.filename or run_dir}: {error.strerror or error}"])
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return EXIT_INVALID

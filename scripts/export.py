@@ -29,7 +29,7 @@ from components.config.schema.model import Attention, Float8
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.peft import PeftExport
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
-from components.protocol.failures import tell_problems
+from components.protocol.failures import print_problems
 from components.terminal import print_text
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> int:
     try:
         folder = export(read_options(arguments))
     except ConfigError as error:
-        tell_problems(error.problems)
+        print_problems(error.problems)
         return EXIT_INVALID
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -16,7 +16,7 @@ import sys
 from components.config.errors import ConfigError
 from components.config.shape import read_shape
 from components.protocol.exit_codes import EXIT_INVALID
-from components.protocol.failures import tell_problems
+from components.protocol.failures import print_problems
 from components.terminal import print_text
 from scripts._memory.options import models_to_measure, read_options
 from scripts._memory.table import shapes_of, table
@@ -42,7 +42,7 @@ def main() -> int:
             lines += [f"{name}, MiB of the rank that has most (part of one process):", "", *table(shapes, figures), ""]
             print_text("\n".join(lines[-len(shapes) - 5 :]), flush=True)
     except ConfigError as error:
-        tell_problems(error.problems)
+        print_problems(error.problems)
         return EXIT_INVALID
     if options.out is not None:
         options.out.write_text("\n".join(lines))

@@ -23,7 +23,7 @@ from components.config.schema.checks import raise_all
 from components.config.schema.cluster import Device
 from components.launch.machine import device_problems, visible_gpus
 from components.protocol.exit_codes import EXIT_INVALID
-from components.protocol.failures import tell_problems
+from components.protocol.failures import print_problems
 from scripts._parity.options import compose, plan, read_options
 
 
@@ -41,7 +41,7 @@ def main() -> int:
         plans = plan(options, overrides, cfg)
         cfg = fit_micro_batches(cfg, 1)  # for the reference
     except ConfigError as error:
-        tell_problems(error.problems)
+        print_problems(error.problems)
         return EXIT_INVALID
     out = options.out or Path("outputs/parity") / time.strftime("%Y%m%d-%H%M%S")
     out.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def main() -> int:
         for row in parity.compare(comparison, plans, report.log):
             report.add(row)
     except ConfigError as error:  # found only once the model or the data was loaded
-        tell_problems(error.problems)
+        print_problems(error.problems)
         return EXIT_INVALID
     status = report.finish()
     return EXIT_INVALID if options.meshes != "all" and report.refused else status

@@ -20,7 +20,7 @@ from components.launch.sweep.plan import read_sweep
 from components.launch.sweep.points import retry
 from components.launch.sweep.report import report_now, watch
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
-from components.protocol.failures import tell_problems
+from components.protocol.failures import print_problems
 
 
 def main(arguments: list[str]) -> int:
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
             return watch(sweep) if options.watch else status
         return watch(sweep) if options.watch else report_now(sweep)
     except ConfigError as error:
-        tell_problems(error.problems)
+        print_problems(error.problems)
         return EXIT_INVALID
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

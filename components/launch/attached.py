@@ -16,7 +16,7 @@ from components.launch.open_run import open_run
 from components.launch.rank import die_with, restrict_new_files, run_here
 from components.launch.run_directory.directory import RunDirectory
 from components.protocol.exit_codes import EXIT_INVALID
-from components.protocol.failures import tell_problems
+from components.protocol.failures import print_problems
 from components.protocol.role import rank_and_size
 from components.terminal import print_text
 
@@ -43,7 +43,7 @@ def _lead(recipe: Recipe, world_size: int) -> int:
     try:
         run, status = open_run(recipe, world_size), 0
     except ConfigError as error:
-        tell_problems(error.problems)
+        print_problems(error.problems)
         status = EXIT_INVALID
     except SystemExit as end:  # an option that Hydra does not know, or --version
         status = end.code if isinstance(end.code, int) else 1

@@ -31,8 +31,8 @@ from components.protocol.failures import (
     RankExit,
     describe_exit,
     first_failure,
+    print_failure,
     read_reports,
-    tell_failure,
 )
 from components.protocol.role import LAUNCHER_PID, WORKER, LocalRank, without_ranks
 from components.protocol.run_files import PRIVATE, log_file, open_append
@@ -259,10 +259,10 @@ def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
     if report is not None and report.is_config:
         if report.kind != Kind.in_use:
             directory.discard(report.message)
-        tell_failure(failure, directory.logs)
+        print_failure(failure, directory.logs)
         return EXIT_INVALID
     directory.conclude(_status(ranks, failure), failure.error)  # first: the output may have no reader any more
-    tell_failure(failure, directory.logs)
+    print_failure(failure, directory.logs)
     return EXIT_HUNG if report is not None and report.kind == Kind.hung else 1
 
 

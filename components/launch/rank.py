@@ -30,11 +30,11 @@ from components.protocol.failures import (
     failure_status,
     first_to_report,
     kind_of,
+    print_problems,
     read_reports,
-    tell_problems,
     write_report,
 )
-from components.protocol.role import ATTEMPT, LAUNCHER_PID, RUN_DIR, STORE_FILE, own_rank, rank_and_size
+from components.protocol.role import ATTEMPT, LAUNCHER_PID, RUN_DIR, STORE_FILE, current_rank, rank_and_size
 from components.protocol.run_files import (
     CANCELLED,
     CONFIG,
@@ -123,14 +123,14 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
     """
     os.environ |= {RUN_DIR: str(directory.path), ATTEMPT: str(directory.attempt)}
     record_collectives(directory.logs)
-    rank = own_rank(os.environ)
+    rank = current_rank(os.environ)
     try:
         with _leased(directory.path, directory.logs, rank):
             recipe.main(cfg)
     except ConfigError as error:
         write_report(directory.logs, rank, error)
         if first_to_report(directory.logs):
-            tell_problems(error.problems)
+            print_problems(error.problems)
             if not isinstance(error, RunDirectoryInUse):
                 directory.discard(str(error))
         return EXIT_INVALID

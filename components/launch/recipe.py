@@ -40,14 +40,14 @@ def recipe(name: str) -> Callable[[Callable[[Any], object]], Callable[[], NoRetu
 
 
 def _start(name: str, main: Callable[[Any], object]) -> int:
-    from components.protocol.failures import tell_problems
+    from components.protocol.failures import print_problems
 
     _open_closed_streams()
     guard_output()
     try:
         return _run(_describe(name, main))
     except ConfigError as error:
-        tell_problems(error.problems)
+        print_problems(error.problems)
         return EXIT_INVALID
 
 

@@ -1,8 +1,8 @@
-"""What the launcher and the ranks agree on. Imports neither torch nor Hydra.
+"""Protocol between the launcher and the ranks. Imports neither torch nor Hydra.
 
-role.py        environment variables, the role of this process (launcher, worker, attached), its rank, node and job
-run_files.py   names of the files in a run directory; atomic writes, locks, reading what may be damaged
-signals.py     signals that ask a run to save and stop
+role.py        environment variables; the role of this process (launcher, worker, attached), its rank, node and job
+run_files.py   names of the files in a run directory; atomic writes, locks, and handling of damaged files
+signals.py     signals that request a save and a stop
 exit_codes.py  exit statuses
-failures.py    the report that a failed rank writes, and which rank failed first
+failures.py    error reports of failed ranks, and the choice of the root cause among them
 """

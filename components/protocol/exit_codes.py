@@ -5,6 +5,6 @@ from __future__ import annotations
 EXIT_INVALID = 2
 """The configuration was rejected: the run never started."""
 EXIT_HUNG = 75
-"""The run made no progress and was ended. EX_TEMPFAIL of sysexits.h: it may be tried again."""
+"""The watchdog ended a run without progress. EX_TEMPFAIL of sysexits.h: it may be tried again."""
 EXIT_INTERRUPTED = 130
-"""Ctrl-C ended the run, as shells report it."""
+"""Ctrl-C ended the run (128 + SIGINT, as in shells)."""

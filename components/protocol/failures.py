@@ -1,4 +1,4 @@
-"""The report that a failed rank writes, which rank failed first, and how that is printed: last in the output."""
+"""Error reports of failed ranks, the choice of the root cause among them, and its printing at the end of the output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from components.config.errors import ConfigError
-from components.protocol.role import ATTEMPT, RUN_DIR, WORKER, own_rank, scheduler_node
+from components.protocol.role import ATTEMPT, RUN_DIR, WORKER, current_rank, scheduler_node
 from components.protocol.run_files import (
     PRIVATE,
     RESULT,
@@ -30,9 +30,9 @@ from components.protocol.run_files import (
 from components.terminal import print_text, printable
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
-"""In the message of a rank that lost another one: a consequence, not the cause."""
+"""Parts of the messages of ranks that lost a peer: a consequence, not the root cause."""
 _TORCH_LOST_PEER = ("DistNetworkError", "DistBackendError", "DistStoreError")
-"""torch's exceptions of the same kind, by name: this package imports no torch."""
+"""torch's exceptions for a lost peer, by name, since this package does not import torch."""
 _RAISED_BY_ALLOCATORS = {"RuntimeError", "OSError", "AcceleratorError", "DistBackendError"}
 _ALLOCATOR_MESSAGES = (
     "can't allocate memory",  # torch's allocator on a CPU
@@ -46,19 +46,19 @@ LAST_LINES = 15
 
 
 class RunDirectoryInUse(ConfigError):
-    """Another run trains in the run directory; nothing in it may be changed."""
+    """Use of a run directory in which another run trains; nothing in it may be changed."""
 
 
 class HungRun(RuntimeError):
-    """The run made no progress; the message names the missing rank, whichever rank reports it."""
+    """Run without progress; the message names the missing rank, whichever rank reports it."""
 
 
 class LostPeer(RuntimeError):
-    """Another rank failed or ended: a consequence, not the cause."""
+    """Failure or exit of another rank: a consequence, not the root cause."""
 
 
 class Kind(StrEnum):
-    """Kind of a failure. config and in_use are the user's to correct and are printed without a traceback."""
+    """Kind of a failure. config and in_use are errors of the user's input, printed without a traceback."""
 
     config = "config"
     in_use = "in_use"
@@ -68,7 +68,7 @@ class Kind(StrEnum):
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Return the kind of failure that an exception is."""
+    """Return the kind of failure of an exception."""
     if isinstance(error, RunDirectoryInUse):
         return Kind.in_use
     if isinstance(error, ConfigError):
@@ -76,23 +76,23 @@ def kind_of(error: BaseException) -> Kind:
     if isinstance(error, HungRun):
         return Kind.hung
     lost = isinstance(error, LostPeer) or type(error).__name__ in _TORCH_LOST_PEER
-    return Kind.lost_peer if lost or any(sign in str(error) for sign in LOST_PEER) else Kind.exception
+    return Kind.lost_peer if lost or any(text in str(error) for text in LOST_PEER) else Kind.exception
 
 
 def is_out_of_memory(error_type: str, message: str) -> bool:
-    """Return whether an exception of this type, with this message, means that memory ran out.
+    """Return whether an exception of this type with this message is an out-of-memory error.
 
-    MemoryError, torch's OutOfMemoryError and numpy's _ArrayMemoryError are recognized by their names; the CPU
-    allocator of torch raises a plain RuntimeError.
+    MemoryError, torch's OutOfMemoryError and numpy's _ArrayMemoryError are recognized by name; torch's CPU allocator
+    raises a plain RuntimeError.
     """
     if error_type.endswith("MemoryError"):
         return True
     lowered = message.lower()
-    return error_type in _RAISED_BY_ALLOCATORS and any(sign in lowered for sign in _ALLOCATOR_MESSAGES)
+    return error_type in _RAISED_BY_ALLOCATORS and any(text in lowered for text in _ALLOCATOR_MESSAGES)
 
 
 def failure_status(kind: Kind, error_type: str, message: str) -> str:
-    """Return the status in result.json of a run that an exception of this kind, type and message ended."""
+    """Return the status in result.json for a run ended by an exception of this kind, type and message."""
     if kind == Kind.hung:
         return "hung"
     return "oom" if is_out_of_memory(error_type, message) else "failed"
@@ -100,7 +100,7 @@ def failure_status(kind: Kind, error_type: str, message: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """A rank's own failure, in logs/attempt_N/rank_K.error.json."""
+    """Error report of one rank, in logs/attempt_N/rank_K.error.json."""
 
     rank: int
     kind: Kind
@@ -110,39 +110,39 @@ class RankReport:
     time: float
     """Seconds since the epoch."""
     node: str = ""
-    """The scheduler's name of the node it ran on; empty outside a job."""
+    """The scheduler's name of the rank's node; empty outside a job."""
 
     @property
     def is_config(self) -> bool:
-        """Whether the user has to correct something: there is no traceback."""
+        """Whether it is an error of the user's input, which has no traceback."""
         return self.kind in (Kind.config, Kind.in_use)
 
     @property
     def status(self) -> str:
-        """Status in result.json of a run that this failure ended."""
+        """Status in result.json for a run ended by this failure."""
         return failure_status(self.kind, self.type, self.message)
 
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
-    """How a rank's process ended."""
+    """Exit of a rank's process."""
 
     rank: int
     status: int
-    """As in subprocess: the negative number of a signal."""
+    """Exit status as in subprocess: negative for a signal."""
     time: float
-    """Seconds since the epoch when the launcher saw it."""
+    """Seconds since the epoch at which the launcher detected it."""
     asked: bool
-    """Whether the launcher had sent it a signal to end before."""
+    """Whether the launcher had sent it a signal to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first failure of a run."""
+    """Root cause of a failed run: the first failure."""
 
     rank: int
     what: str
-    """How it ended, such as `exited with status 1`."""
+    """How the process ended, such as `exited with status 1`."""
     report: RankReport | None
 
     @property
@@ -156,12 +156,12 @@ class Failure:
 
 
 def error_file(logs: Path, rank: int) -> Path:
-    """Return the file of a rank's report."""
+    """Return the path of a rank's error report."""
     return logs / f"rank_{rank}.error.json"
 
 
 def write_report(logs: Path, rank: int, error: BaseException) -> None:
-    """Write the report of a rank that failed with `error`; print it if the disk takes no report."""
+    """Write the report of a rank that failed with `error`; print it if it cannot be written."""
     report = RankReport(
         rank=rank,
         kind=kind_of(error),
@@ -173,16 +173,16 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
     )
     target = error_file(logs, rank)
     try:
-        with suppress(FileNotFoundError):  # a refused run: another rank has reported, and the directory is gone
+        with suppress(FileNotFoundError):  # the config was rejected: another rank reported it and removed the directory
             atomic_write_json(target, asdict(report), PRIVATE)
     except OSError as refused:
         text = f"rank {rank}: {report.type}: {report.message}\n{target} could not be written: {refused}"
-        with suppress(OSError):  # the output may go to the same disk
+        with suppress(OSError):  # stderr may be on the same disk
             print_text(text, file=sys.stderr, flush=True)
 
 
 def read_reports(logs: Path) -> dict[int, RankReport]:
-    """Return the reports of the ranks that have written one, by rank."""
+    """Return the error reports by rank; print the files that cannot be read."""
     reports = {}
     for file in logs.glob("rank_*.error.json"):
         try:
@@ -194,10 +194,10 @@ def read_reports(logs: Path) -> dict[int, RankReport]:
 
 
 def first_failure(exits: Iterable[RankExit], reports: dict[int, RankReport]) -> Failure | None:
-    """Return the failure that the others followed from, or None if no rank failed by itself.
+    """Return the root cause among the exits and reports of all ranks, or None if no rank failed by itself.
 
-    A process that was killed (SIGKILL: out of memory, or a person) is the cause, whatever other ranks report. Then
-    comes what was raised or died first; a rank that merely lost a peer comes last.
+    A process killed by SIGKILL (out of memory, or by a person) is the root cause, whatever other ranks report. If none
+    was, the earliest failure is; ranks that only lost a peer come last.
     """
     found = []
     for ended in exits:
@@ -212,7 +212,7 @@ def first_failure(exits: Iterable[RankExit], reports: dict[int, RankReport]) -> 
 
 
 def describe_exit(status: int) -> str:
-    """Return how a process with this exit status ended, as a clause."""
+    """Return how a process with this exit status ended, such as `exited with status 1`."""
     if status >= 0:
         return f"exited with status {status}"
     name = signal.Signals(-status).name if -status in {member.value for member in signal.Signals} else str(-status)
@@ -221,19 +221,19 @@ def describe_exit(status: int) -> str:
 
 
 def format_problems(problems: list[str]) -> str:
-    """Return one sentence as it is, several under a heading."""
+    """Return a single problem unchanged, several under a heading with their number."""
     if len(problems) == 1:
         return problems[0]
     return "\n".join([f"{len(problems)} problems with this run:", *problems])
 
 
-def tell_problems(problems: list[str]) -> None:
-    """Print what the user has to correct."""
+def print_problems(problems: list[str]) -> None:
+    """Print config errors to stderr."""
     print_text(format_problems(problems), file=sys.stderr, flush=True)
 
 
-def tell_failure(failure: Failure, logs: Path) -> None:
-    """Print the traceback or the last lines of the rank that failed first, its name, and where the logs are."""
+def print_failure(failure: Failure, logs: Path) -> None:
+    """Print the traceback or last log lines of the rank that failed first, the rank, and the folder of the logs."""
     report = failure.report
     if report is not None and report.is_config:
         print_text(report.message, file=sys.stderr, flush=True)
@@ -256,7 +256,10 @@ def _tail(log: Path) -> str:
 
 
 def first_to_report(logs: Path) -> bool:
-    """Return whether this rank is the first to report how the run ended: ranks of the user's launcher all try to."""
+    """Return whether this rank is the first to report the end of the run.
+
+    Under the user's own launcher every rank tries, and the one that creates the marker file wins.
+    """
     try:
         (logs / "reported").touch(exist_ok=False)
     except (FileExistsError, FileNotFoundError):
@@ -265,12 +268,12 @@ def first_to_report(logs: Path) -> bool:
 
 
 def report_hang(error: BaseException) -> None:
-    """Record that a run makes no progress; the calling thread ends this rank afterwards, since main cannot raise.
+    """Record that the run hangs; the calling thread then exits this rank, since the main thread cannot raise.
 
-    The stacks of all threads are written to the rank's log, and `error` to its report. Without a launcher of ours,
-    `error` is also printed and written to result.json.
+    The stacks of all threads go to the rank's log, and `error` to its report. Without a launcher of ours, `error` is
+    also printed and written to result.json.
     """
-    run_dir, rank = Path(os.environ[RUN_DIR]), own_rank(os.environ)
+    run_dir, rank = Path(os.environ[RUN_DIR]), current_rank(os.environ)
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
     with suppress(OSError), open_append(log_file(logs, rank), PRIVATE) as log:
         log.write(printable(f"{error}\n").encode())

@@ -1,4 +1,4 @@
-"""The role of this process, its rank, node and batch job, from its environment variables alone."""
+"""Role, rank, node and batch job of this process, from its environment variables."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 from components.config.errors import ConfigError
 
 WORKER = "MESHBOOK_WORKER"
-"""Set for the ranks that our launcher or our sbatch script starts."""
+"""Set in ranks started by our launcher or our sbatch script."""
 RUN_DIR = "MESHBOOK_RUN_DIR"
 """The run directory, absolute."""
 ATTEMPT = "MESHBOOK_ATTEMPT"
-"""How often this run was started before: 0 for the first start."""
+"""Number of earlier starts of this run."""
 STORE_FD = "MESHBOOK_STORE_FD"
-"""Rank 0's descriptor of the loopback socket on which it serves the ranks' store."""
+"""Rank 0's descriptor of the loopback socket on which it serves the rendezvous store."""
 STORE_FILE = "MESHBOOK_STORE_FILE"
-"""File through which rank 0 of a batch job hands over how to reach the ranks' store."""
+"""File in which rank 0 of a batch job publishes address and secret of the rendezvous store."""
 LAUNCHER_PID = "MESHBOOK_LAUNCHER_PID"
-"""The process that a rank must not outlive."""
+"""Process of the launcher; a rank exits when it does."""
 EXPORTED = "MESHBOOK_EXPORTED"
-"""JSON record of the rank variables that a process has set for others, and of their values before."""
+"""JSON record of the rank variables that this process has set, with their previous values."""
 
 _RANK_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "NUM_NODES", "MASTER_ADDR", "MASTER_PORT"),
@@ -34,11 +34,11 @@ _RANK_VARIABLES = {
 }
 _RANK_PREFIXES = ("TORCHELASTIC_", "SLURM_STEP_", "PMI_", "PMIX_", "OMPI_")
 SCHEDULER_PREFIXES = ("SLURM_", "PBS_")
-"""Beginnings of the names of variables that a batch scheduler sets for a job."""
+"""Prefixes of the variables that a batch scheduler sets for a job."""
 
 
 class Role(StrEnum):
-    """worker: a rank that we started; attached: a rank that the user's torchrun or srun started; launcher: neither."""
+    """worker: a rank started by Meshbook; attached: one started by the user's torchrun or srun; launcher: no rank."""
 
     worker = "worker"
     attached = "attached"
@@ -48,11 +48,11 @@ class Role(StrEnum):
 def detect_role(environ: Mapping[str, str]) -> Role:
     """Return the role of a process with these variables.
 
-    A batch shell and `salloc` set SLURM_PROCID=0 and SLURM_NTASKS too: only a step with several tasks has ranks.
+    A batch shell and `salloc` also set SLURM_PROCID=0 and SLURM_NTASKS, so only a step with several tasks has ranks.
     """
     numbered = bool(environ.get("RANK") and environ.get("WORLD_SIZE"))
     in_step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_PROCID", "").lstrip("0").isdigit()
-    tasks = environ.get(_tasks_name(environ), "")
+    tasks = environ.get(tasks_variable(environ), "")
     if (numbered or in_step) and environ.get(WORKER) and environ.get(RUN_DIR):
         return Role.worker
     if numbered or (in_step and tasks.isdigit() and int(tasks) > 1):
@@ -61,19 +61,19 @@ def detect_role(environ: Mapping[str, str]) -> Role:
 
 
 def rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the rank and the number of ranks, by torchrun's variables or else by Slurm's.
+    """Return rank and world size from torchrun's variables, or else from Slurm's.
 
-    Raises ConfigError where they are no numbers.
+    Raises ConfigError if they are not numbers.
     """
     numbered = environ.get("RANK") and environ.get("WORLD_SIZE")
-    names = ("RANK", "WORLD_SIZE") if numbered else ("SLURM_PROCID", _tasks_name(environ))
+    names = ("RANK", "WORLD_SIZE") if numbered else ("SLURM_PROCID", tasks_variable(environ))
     for name in names:
         if not environ.get(name, "").isdigit():
             raise ConfigError(f"{name}={environ.get(name, '')!r}: must be a whole number, as torchrun and srun set it")
     return int(environ[names[0]]), int(environ[names[1]])
 
 
-def own_rank(environ: Mapping[str, str]) -> int:
+def current_rank(environ: Mapping[str, str]) -> int:
     """Return the rank of a process with these variables, 0 if none is set."""
     return int(environ.get("RANK") or environ.get("SLURM_PROCID") or 0)
 
@@ -90,15 +90,15 @@ def scheduler_node(environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """The batch job that a process belongs to; empty outside one."""
+    """Batch job of a process; the fields are empty outside one."""
 
     cluster: str
     id: str
     restart: int
-    """How often it was requeued before."""
+    """Number of earlier requeues."""
 
 
-def own_job(environ: Mapping[str, str]) -> BatchJob:
+def current_job(environ: Mapping[str, str]) -> BatchJob:
     """Return the batch job of a process with these variables."""
     return BatchJob(
         cluster=environ.get("SLURM_CLUSTER_NAME", ""),
@@ -107,13 +107,17 @@ def own_job(environ: Mapping[str, str]) -> BatchJob:
     )
 
 
-def _tasks_name(environ: Mapping[str, str]) -> str:
-    """SLURM_NTASKS, but the step's own number where it is set: in the shell of `salloc` the other is the job's."""
+def tasks_variable(environ: Mapping[str, str]) -> str:
+    """Return the variable with the step's number of tasks: SLURM_STEP_NUM_TASKS if set, else SLURM_NTASKS.
+
+    They differ in the shell of `salloc` (LaunchParameters=use_interactive_step), a step of one task in which
+    SLURM_NTASKS is the number of the job.
+    """
     return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without those that number ranks, which a child process would believe."""
+    """Return the variables without those of ranks, for a child process that is not a rank."""
     return {
         name: value
         for name, value in environ.items()
@@ -123,19 +127,19 @@ def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """One rank of a run on this machine."""
+    """Rank of a run on this machine."""
 
     rank: int
     world_size: int
     port: int
-    """On the loopback interface, where rank 0 serves the store."""
+    """Port on the loopback interface on which rank 0 serves the store."""
     store_fd: int | None
-    """Rank 0's descriptor of the socket bound to `port`; None on other ranks."""
+    """Descriptor of the socket bound to `port` on rank 0; None on other ranks."""
     run_dir: Path
     attempt: int
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that torch and the components read."""
+        """Return the environment variables of the rank."""
         variables = {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.rank),

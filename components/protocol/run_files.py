@@ -1,7 +1,7 @@
-"""Files of a run directory: their names, atomic writes, locks, and what is set aside when it is damaged.
+"""Files of a run directory: names, atomic writes, locks, and renaming of damaged files.
 
-Temporary names are unpredictable and opened with O_EXCL, final names with O_NOFOLLOW, so that a link planted in a
-shared directory is never written through.
+Temporary files have unpredictable names and are opened with O_EXCL, final names with O_NOFOLLOW, so that a link that
+another user plants in a shared directory is never written through.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from typing import IO, Any
 from components.terminal import print_text
 
 CONFIG = "config.yaml"
-"""The frozen config."""
+"""The frozen config: composed, validated and resolved."""
 RECORD = "environment.json"
 """Versions, command, host and git state of the last start."""
 RESULT = "result.json"
-"""How the run ended."""
+"""Status of the ended run and its final numbers."""
 LOGS = "logs"
-"""Folder with a folder of logs per attempt."""
+"""Folder of the logs, with one folder per attempt."""
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints."""
 LOCK, LEASE = ".lock", ".lease"
-"""The launcher's lock, and the folder with the lease of rank 0."""
+"""The launcher's lock file, and the folder of rank 0's lease."""
 CODE, SCRIPT, JOB_ID = "code", "job.sbatch", "job_id"
-"""Of a submitted run: the copy of the code, the batch script, and the id of the job."""
+"""Files of a submitted run: the copy of the code, the batch script, and the job id."""
 SUBMISSION = ".submission"
 """Tag of a submission that has not been confirmed."""
 REQUEUE = "requeue"
-"""Marker: the batch job is to be requeued; may list nodes to exclude."""
+"""Marker that requests a requeue of the batch job; may list nodes to exclude."""
 CANCELLED = "cancelled"
-"""Marker in an attempt's logs: the batch job was cancelled."""
+"""Marker in an attempt's logs that the batch job was cancelled."""
 FIRST_STEP = "first_step"
-"""Marker in the logs: the attempt finished an optimizer step. The next start moves it to the attempt's own logs."""
+"""Marker in the logs that the attempt finished an optimizer step; the next start moves it to the attempt's folder."""
 
 PRIVATE, BY_UMASK = 0o600, 0o666
-"""Modes of new files: for the owner only, or whatever the umask allows."""
+"""Modes of new files: owner only, or limited by the umask."""
 NONFINITE = "nonfinite"
-"""Key of a JSON object that lists its values that are NaN or infinite, which strict JSON cannot hold: there null."""
+"""Key of a JSON object with its NaN and infinite values, which are null at their own keys: strict JSON has neither."""
 _TEMPORARY = ".tmp-"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -58,7 +58,7 @@ def attempt_logs(run_dir: Path, attempt: int) -> Path:
 
 
 def log_file(logs: Path, rank: int) -> Path:
-    """Return the file of a rank's output; rank 0 of a local run writes to the terminal instead."""
+    """Return the path of a rank's log; rank 0 of a local run prints to the terminal instead."""
     return logs / f"rank_{rank}.log"
 
 
@@ -68,12 +68,12 @@ def read_result(run_dir: Path) -> dict[str, Any]:
 
 
 def record_result(run_dir: Path, values: Mapping[str, Any]) -> None:
-    """Write result.json for a run whose recipe could not."""
+    """Write result.json for a run whose recipe could not write it."""
     atomic_write_json(run_dir / RESULT, values)
 
 
 def atomic_write(path: Path, content: bytes | str, mode: int = BY_UMASK) -> None:
-    """Write a file durably and rename it to `path`, so that neither a reader nor a crash ever sees part of it.
+    """Write a file, sync it and rename it to `path`, so that neither a reader nor a crash finds a partial file.
 
     Text is encoded as UTF-8. A link at `path` is replaced, not followed; a directory there is set aside. Raises
     OSError.
@@ -89,7 +89,7 @@ def atomic_write_json(path: Path, values: Mapping[str, Any], mode: int = BY_UMAS
 
 @contextmanager
 def atomic_file(path: Path, mode: int = BY_UMASK) -> Iterator[IO[bytes]]:
-    """Open a temporary file that becomes `path` at the end of the context, unless an exception ends it."""
+    """Open a temporary file that is renamed to `path` at the end of the context, unless an exception is raised."""
     with atomic_path(path) as temporary, open_new(temporary, mode) as file:
         yield file
         file.flush()
@@ -98,9 +98,10 @@ def atomic_file(path: Path, mode: int = BY_UMASK) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield an unpredictable name beside `path`; what the context creates there is renamed to `path` at its end.
+    """Yield an unpredictable path next to `path`; the file created there is renamed to `path` at the end.
 
-    For what only takes a name, such as a link; it is not synced to disk. Use `atomic_file` otherwise.
+    For functions that take a path, such as those that create a link; the content is not synced to disk. Use
+    `atomic_file` otherwise.
     """
     temporary = path.with_name(f".{path.name}{_TEMPORARY}{token_hex(8)}")
     try:
@@ -112,36 +113,36 @@ def atomic_path(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError) and error.filename is None and error.errno is not None:
-            error.filename = str(path)  # writing and closing name no file
+            error.filename = str(path)  # errors of write and close carry no file name
         raise
     _sync_folder(path.parent)
 
 
 def temporaries(folder: Path) -> list[Path]:
-    """Return the files that writers left behind when they were killed."""
+    """Return the temporary files that killed writers left in `folder`."""
     return [*folder.glob(f".*{_TEMPORARY}*"), *folder.glob(".*.tmp")]
 
 
 def open_new(path: Path, mode: int = BY_UMASK) -> IO[bytes]:
-    """Create a file for writing. Raises FileExistsError where anything has that name, a dangling link too."""
+    """Create a file for writing. Raises FileExistsError if the name exists, even as a dangling link."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb")
 
 
 def open_append(path: Path, mode: int = BY_UMASK) -> IO[bytes]:
-    """Open a file for appending, unbuffered. What is there and is no file, such as a link, is set aside first."""
+    """Open a file for appending, unbuffered. Anything else at `path`, such as a link, is set aside first."""
     keep_only_file(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.fdopen(os.open(path, flags, mode), "ab", buffering=0)
 
 
 def create_marker(path: Path) -> None:
-    """Create an empty file; what is there already, a link too, stays as it is."""
+    """Create an empty file unless the name exists."""
     with suppress(FileExistsError):
         open_new(path, PRIVATE).close()
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError for anything else: a pipe or a device may never end."""
+    """Return the content of a regular file. Raises OSError for a pipe or a device, whose content may never end."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
@@ -149,7 +150,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return an object from a file; empty if there is none that can be read."""
+    """Return the JSON object in a file; empty if it is missing or cannot be read."""
     try:
         values = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
@@ -158,7 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def take_lock(descriptor: int) -> bool:
-    """Lock an open file for as long as it is open, and return True; False if the file system has no locks.
+    """Lock an open file until it is closed, and return True; return False if the file system has no locks.
 
     Raises OSError if another process holds the lock.
     """
@@ -172,7 +173,7 @@ def take_lock(descriptor: int) -> bool:
 
 
 def keep_only_file(path: Path) -> None:
-    """Set aside what has the name of a file and is a directory, a link, a pipe or a device; report it on stderr."""
+    """Set aside a directory, link, pipe or device at the path of a file, and report it on stderr."""
     with suppress(FileNotFoundError):
         kind = stat.S_IFMT(os.lstat(path).st_mode)
         if kind != stat.S_IFREG:
@@ -180,17 +181,17 @@ def keep_only_file(path: Path) -> None:
 
 
 def keep_only_folder(path: Path, *, links: bool = True) -> None:
-    """Set aside what has the name of a folder and is none; report it on stderr.
+    """Set aside anything at `path` that is not a folder, and report it on stderr.
 
     Args:
-        links: A link to a folder counts as one.
+        links: Accept a link to a folder.
     """
     if os.path.lexists(path) and (not path.is_dir() or (path.is_symlink() and not links)):
         set_aside(path, "a link" if path.is_symlink() else "no directory")
 
 
 def set_aside(path: Path, reason: str) -> Path:
-    """Rename what is damaged to NAME.damaged (or NAME.damaged-2, ...), report it on stderr, and return the new path."""
+    """Rename a damaged file to NAME.damaged (or NAME.damaged-2, ...), report it on stderr, and return the new path."""
     name, number = f"{path.name}.damaged", 1
     while os.path.lexists(path.with_name(name)):
         number += 1
@@ -201,14 +202,16 @@ def set_aside(path: Path, reason: str) -> Path:
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object that strict JSON can hold: NaN and infinities are null, and `nonfinite` maps keys to them."""
-    odd = {key: str(value) for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
-    kept = {key: None if key in odd else value for key, value in values.items()}
-    return kept | ({NONFINITE: odd} if odd else {})
+    """Return the object as strict JSON: NaN and infinite values become null and move to the object at `nonfinite`."""
+    nonfinite = {
+        key: str(value) for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)
+    }
+    finite_values = {key: None if key in nonfinite else value for key, value in values.items()}
+    return finite_values | ({NONFINITE: nonfinite} if nonfinite else {})
 
 
 def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk, if its file system can do that."""
+    """Sync the entries of a folder to disk, if the file system supports it."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

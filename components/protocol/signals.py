@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and stop: kept until the training loop listens, collected by a launcher."""
+"""Signals that request a save and a stop: recorded until the training loop handles them, collected by a launcher."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-"""Ask a run to save and exit with status 0: a preemption or a time limit."""
+"""Signals that request a save and an exit with status 0: a preemption or a time limit."""
 FORWARDED_SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
-"""Signals that a launcher passes on to what it started. Ctrl-C saves and stops too; a second one aborts."""
+"""Signals that a launcher forwards to its processes. Ctrl-C also saves and stops; a second one aborts."""
 CTRL_C_ANSWER = "Ctrl-C: stopping after this step; again to abort"
 """Printed at once on Ctrl-C, by the launcher or by a rank without one."""
 
 
 class KeptSignals:
-    """Handler that records signals until the training loop installs its own and takes over what has arrived."""
+    """Handler that records signals until the training loop installs its own handler and processes the recorded ones."""
 
     def __init__(self) -> None:
         self.arrived: list[int] = []
@@ -27,7 +27,7 @@ class KeptSignals:
 
 
 def keep_stop_signals() -> None:
-    """Keep requests to save and stop for the training loop, instead of letting them end this process."""
+    """Record stop signals for the training loop instead of letting them end this process."""
     kept = KeptSignals()
     for number in STOP_SIGNALS:
         signal.signal(number, kept)
@@ -35,7 +35,7 @@ def keep_stop_signals() -> None:
 
 @contextmanager
 def collected_signals() -> Iterator[deque[int]]:
-    """Collect the signals that a launcher forwards, instead of letting them end this process."""
+    """Collect FORWARDED_SIGNALS in the yielded deque instead of letting them end this process."""
     arrived: deque[int] = deque()
 
     def collect(number: int, frame: FrameType | None) -> None:

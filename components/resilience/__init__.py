@@ -1,10 +1,9 @@
-"""What keeps a run alive, or ends it in order.
+"""Detection of hung runs, stop requests, and fault injection.
 
-watchdog.py         ends a run that makes no progress, and names the rank that is missing
-heartbeat.py        what ranks post of themselves, and which of them the others wait for
-flight_recorder.py  the collectives that were under way when a run hung
-frames.py           frames of running Python code, for the report of a hung rank
-stop_requests.py    StopRequest: signals, and what all ranks agreed on
-gc.py               Python's garbage is collected between steps
-faults.py           named points at which a test kills a save or lets it fail
+watchdog.py       ends a run that makes no progress; reports the missing rank, all stacks and the last collectives
+heartbeat.py      periodic status of each rank in the store, and the ranks that the others wait for
+frames.py         frames of running Python code, for the report of a hung rank
+stop_requests.py  StopRequest: stop signals, agreed on by all ranks
+gc.py             Python's garbage collection between steps
+faults.py         named points at which a test can kill or fail a save or a load
 """

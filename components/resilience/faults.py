@@ -1,14 +1,14 @@
-"""Faults that a test arms: a kill or an error of the disk at a named point of a save or a load. Imports no torch.
+"""Fault injection for tests: a kill or a disk error at a named point of a save or a load. Imports no torch.
 
-MESHBOOK_FAULT=kill:after_manifest:rank0:2      # rank 0 dies the second time that it gets there
+MESHBOOK_FAULT=kill:after_manifest:rank0:2      # rank 0 is killed the second time that it reaches the point
 MESHBOOK_FAULT=enospc:after_shards              # every rank, the first time
-MESHBOOK_FAULT=slow=5:after_random:rank1:*      # rank 1 sleeps 5 s there each time
+MESHBOOK_FAULT=slow=5:after_random:rank1:*      # rank 1 sleeps for 5 s every time
 MESHBOOK_FAULT=eio:before_manifest,kill:at_load # several
 
-A fault is KIND:POINT, then optionally the rank (rankN, or all), then which time (a number, or * for each). Points are
-those of POINTS; only rank 0 comes to those from before_manifest to while_pruning. Kinds: kill (SIGKILL), stop (SIGSTOP,
-for a test that then does what it wants), enospc, eio, erofs (what the system raises for a full, a failing and a
-read-only disk) and slow=SECONDS. Without the variable nothing happens.
+A fault is KIND:POINT, optionally followed by the rank (rankN or all, the default) and the occurrence (a number counted
+from 1, the default, or * for every one). Points are those of POINTS; only rank 0 reaches those from before_manifest to
+while_pruning. Kinds: kill (SIGKILL), stop (SIGSTOP), enospc, eio, erofs (the errors of a full, a failing and a
+read-only disk) and slow=SECONDS.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass, replace
 
 from components.config.errors import ConfigError
-from components.protocol.role import own_rank
+from components.protocol.role import current_rank
 
 VARIABLE = "MESHBOOK_FAULT"
 
@@ -35,11 +35,11 @@ POINTS = (
     "while_pruning",
     "at_load",
 )
-"""In the order in which a save comes to them; at_load: before the first file of a checkpoint is read."""
+"""In the order of a save; at_load: before the first file of a checkpoint is read."""
 
 _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO, "erofs": errno.EROFS}
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-_ALL, _EACH = "all", "*"
+_ALL, _EVERY = "all", "*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,43 +47,43 @@ class _Fault:
     kind: str
     seconds: float
     point: str
-    who: str
-    time: str
-    """Which of the times to come, counted from 1, or `*`."""
+    ranks: str
+    occurrence: str
+    """Number of the pass through the point, counted from 1, or `*`."""
 
     def __str__(self) -> str:
         kind = f"{self.kind}={self.seconds:g}" if self.kind == "slow" else self.kind
-        return f"{kind}:{self.point}:{self.who}:{self.time}"
+        return f"{kind}:{self.point}:{self.ranks}:{self.occurrence}"
 
 
 def fault_point(name: str) -> None:
-    """Do what is armed for this point and this rank; usually nothing.
+    """Trigger the faults that MESHBOOK_FAULT sets for this point and this rank, if any.
 
-    The variable counts down in this process's own environment: there is no other state.
+    The remaining occurrences are counted down in the variable of this process, so there is no other state.
 
     Raises:
-        OSError: An error of the disk is armed here.
-        ConfigError: The variable cannot be read.
+        OSError: The fault is a disk error.
+        ConfigError: The variable is malformed.
     """
     armed = os.environ.get(VARIABLE)
     if not armed:
         return
     due = []
-    left = []
+    remaining = []
     for fault in map(_parse, armed.split(",")):
-        here = fault.point == name and fault.who in (_ALL, f"rank{own_rank(os.environ)}")
-        if here and fault.time in ("1", _EACH):
+        here = fault.point == name and fault.ranks in (_ALL, f"rank{current_rank(os.environ)}")
+        if here and fault.occurrence in ("1", _EVERY):
             due.append(fault)
-        if here and fault.time != _EACH:
-            fault = replace(fault, time=str(int(fault.time) - 1))
-        if fault.time != "0":
-            left.append(fault)
-    os.environ[VARIABLE] = ",".join(map(str, left))
+        if here and fault.occurrence != _EVERY:
+            fault = replace(fault, occurrence=str(int(fault.occurrence) - 1))
+        if fault.occurrence != "0":
+            remaining.append(fault)
+    os.environ[VARIABLE] = ",".join(map(str, remaining))
     for fault in due:
-        _strike(fault)
+        _trigger(fault)
 
 
-def _strike(fault: _Fault) -> None:
+def _trigger(fault: _Fault) -> None:
     if fault.kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[fault.kind])
     elif fault.kind == "slow":
@@ -94,13 +94,13 @@ def _strike(fault: _Fault) -> None:
 
 
 def _parse(text: str) -> _Fault:
-    kind, point, who, which = [*text.strip().split(":"), "", "", ""][:4]
+    kind, point, ranks, occurrence = [*text.strip().split(":"), "", "", ""][:4]
     kind, _, seconds = kind.partition("=")
-    fault = _Fault(kind, float(seconds) if _is_number(seconds) else 0.0, point, who or _ALL, which or "1")
-    is_who = fault.who == _ALL or (fault.who.startswith("rank") and fault.who.removeprefix("rank").isdigit())
-    is_time = fault.time == _EACH or (fault.time.isdigit() and int(fault.time) > 0)
-    is_kind = _is_number(seconds) if kind == "slow" else not seconds and (kind in _SIGNALS or kind in _ERRORS)
-    if text.count(":") > 3 or not (is_kind and point in POINTS and is_who and is_time):
+    fault = _Fault(kind, float(seconds) if _is_number(seconds) else 0.0, point, ranks or _ALL, occurrence or "1")
+    valid_ranks = fault.ranks == _ALL or (fault.ranks.startswith("rank") and fault.ranks.removeprefix("rank").isdigit())
+    valid_occurrence = fault.occurrence == _EVERY or (fault.occurrence.isdigit() and int(fault.occurrence) > 0)
+    valid_kind = _is_number(seconds) if kind == "slow" else not seconds and (kind in _SIGNALS or kind in _ERRORS)
+    if text.count(":") > 3 or not (valid_kind and point in POINTS and valid_ranks and valid_occurrence):
         raise ConfigError(
             f"{VARIABLE}={text}: must be KIND:POINT[:rankN or all[:number or *]], KIND one of "
             f"{', '.join([*_SIGNALS, *_ERRORS])} or slow=SECONDS, POINT one of {', '.join(POINTS)}; unset it"

@@ -1,7 +1,7 @@
-"""Frames of running Python code: the only place that reads them.
+"""Frames of running Python code; no other module inspects frames.
 
-A hung rank is reported by what its main thread was doing, and a thread that is inside a collective must not be left
-behind at exit. Python has no other interface for either: `sys._getframe` and `sys._current_frames` are CPython's.
+The report of a hung rank contains the location of its main thread, and a thread that is inside a collective must be
+found before exit. Python has no public interface for either: `sys._getframe` and `sys._current_frames` are CPython's.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 from types import CodeType, FrameType
 
 
-def caller_code(levels: int = 1) -> CodeType:
-    """Return the code of the function that called this function's caller, or of one `levels` above it."""
+def caller_code(levels: int) -> CodeType:
+    """Return the code of the function `levels` above the one that calls this; 1 is its direct caller."""
     return sys._getframe(1 + levels).f_code
 
 
@@ -19,7 +19,7 @@ def thread_frames(thread: int | None) -> list[FrameType]:
     """Return the frames of a thread, the innermost first; empty once it has ended.
 
     Args:
-        thread: Identifier, as in `threading.Thread.ident`; None: a thread that was not started.
+        thread: `threading.Thread.ident`; None, as of a thread that was not started, gives no frames.
     """
     frame, frames = sys._current_frames().get(thread or 0), []
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Python's garbage collection between steps, where all ranks pay for it at once."""
+"""Python's garbage collection between steps, at the same time on all ranks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from contextlib import contextmanager
 from types import TracebackType
 
 
-class GarbageOffTheStep:
-    """Within the context Python collects no garbage by itself: it is collected after every `every` steps.
+class GarbageCollection:
+    """Context in which Python's automatic collection is off and garbage is collected after every `every` steps.
 
-    What is there at the start (model, optimizer, modules) is not looked at again. 0: Python decides, as it does
-    elsewhere. Without it a rank may stop for a long collection in the middle of a step, and all others wait for it.
+    Otherwise a rank may pause for a long collection in the middle of a step while all others wait for it. Objects that
+    exist on entry (model, optimizer, modules) are frozen, that is excluded from collections. With `every` 0 nothing
+    changes.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._steps = 0
 
-    def __enter__(self) -> GarbageOffTheStep:
+    def __enter__(self) -> GarbageCollection:
         if self._every:
             gc.collect()
             gc.freeze()
@@ -35,7 +36,7 @@ class GarbageOffTheStep:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One optimizer step belongs into this context."""
+        """Count the body as one optimizer step, and collect after it if `every` steps have passed."""
         yield
         self._steps += 1
         if self._every and self._steps % self._every == 0:

@@ -1,9 +1,9 @@
-"""What ranks tell one another of themselves while they run, and which of them a run that stands still waits for.
+"""Heartbeats of all ranks through the rendezvous store, and the ranks that a hung run waits for.
 
-Every rank beats: from time to time a thread of its own posts where the rank is, through a connection of its own to
-the store of the ranks, so that it neither waits for the main thread nor for a collective. One counter over all ranks
-tells whether any of them has moved: a beat costs two operations however many ranks there are, and only a rank that
-has become suspicious reads what the others posted.
+A thread of every rank periodically posts the rank's status over a separate connection to the store, so that it depends
+neither on the main thread nor on collectives. One shared counter records progress of any rank. A beat therefore takes
+two store operations regardless of the number of ranks; a rank reads the posts of the others only once it suspects a
+hang.
 """
 
 from __future__ import annotations
@@ -21,63 +21,63 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
-from components.distributed.process.rendezvous import agent_serves
+from components.distributed.process.rendezvous import agent_serves_store
 from components.distributed.process.store_sync import StoreSync
 from components.protocol.role import node_name
 
-NAMED = 8
-"""How many ranks one message names."""
-NEVER, FIRST_BEAT = -1, 60.0
-"""The beat of a rank that has not beaten, and the seconds that it has for its first: it may still be importing."""
+MAX_NAMED_RANKS = 8
+"""Maximum number of ranks listed in one message."""
+NO_BEAT, FIRST_BEAT_SECONDS = -1, 60.0
+"""Beat number of a rank that has not posted, and its time limit for the first post: it may still be importing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What a rank says of itself with every beat."""
+    """Status of a rank, posted with every beat."""
 
     beat: int
-    """How many beats there were before."""
-    place: str
-    """How far it is, such as `in step 37`."""
-    line: str
-    """The line that its main thread is at."""
+    """Number of earlier beats."""
+    phase: str
+    """Phase of the run, such as `in step 37`."""
+    location: str
+    """Code location of the main thread."""
     node: str
-    """The host it runs on."""
+    """Host that the rank runs on."""
     collectives: dict[str, int] = field(default_factory=dict)
-    """How many collectives it has begun, by the name of the process group."""
-    left: bool = False
-    """Whether it has come to its end."""
+    """Number of collectives started, by name of the process group."""
+    finished: bool = False
+    """Whether the rank has finished; it posts no more."""
 
 
 class Heartbeat:
-    """This rank's beats, and what can be learned from those of the others."""
+    """Posts of this rank, and access to those of the others."""
 
     def __init__(self, sync: StoreSync) -> None:
         self.rank = sync.rank
         self.size = sync.size
-        self.uncounted = ""
-        """Name of the group of a pipeline: each stage sends and receives as often as its place wants it."""
+        self.excluded_group = ""
+        """Name of a pipeline's process group, whose counts are ignored: stages send and receive different numbers."""
         self._sync = sync
         self._beats = 0
 
     @classmethod
-    def join(cls, place: str = "") -> Heartbeat:
-        """Return the heartbeat of this process among those of its process group, after a first beat."""
-        store: Any = _get_default_store()  # any: what torch's stub of a store leaves out
-        store = store.clone()  # its own connection: an operation may hang with the rank that serves the store
-        heart = cls(StoreSync.enter(store, "heartbeat", dist.get_rank(), dist.get_world_size()))
-        heart.beat(place, "", moved=True)
-        return heart
+    def join(cls, phase: str = "") -> Heartbeat:
+        """Return the heartbeat of this rank in the default process group, after a first beat."""
+        store: Any = _get_default_store()  # Any: torch's stub lacks `clone`
+        store = store.clone()  # a separate connection, since an operation may hang with the rank that serves the store
+        heartbeat = cls(StoreSync.enter(store, "heartbeat", dist.get_rank(), dist.get_world_size()))
+        heartbeat.beat(phase, "", progressed=True)
+        return heartbeat
 
-    def beat(self, place: str, line: str, *, moved: bool, left: bool = False) -> int:
-        """Post where this rank is, and return how often any rank has moved so far."""
-        post = Post(self._beats, place, line, node_name(os.environ), self._begun(), left)
+    def beat(self, phase: str, location: str, *, progressed: bool, finished: bool = False) -> int:
+        """Post the status of this rank, and return the number of beats of all ranks that reported progress."""
+        post = Post(self._beats, phase, location, node_name(os.environ), self._collective_counts(), finished)
         self._beats += 1
         self._sync.store.set(f"post/{self.rank}", json.dumps(asdict(post)))
-        return self._sync.count("moves", int(moved))
+        return self._sync.count("progress_count", int(progressed))
 
     def posts(self) -> dict[int, Post]:
-        """Return the last post of every rank that has beaten, by rank."""
+        """Return the latest post of every rank that has posted, by rank."""
         keys = {rank: f"post/{rank}" for rank in range(self.size)}
         store: Any = self._sync.store
         if store.has_extended_api() and store.check(list(keys.values())):
@@ -86,110 +86,112 @@ class Heartbeat:
             texts = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
         return {rank: Post(**json.loads(text)) for rank, text in texts.items()}
 
-    def settle(self, message: str) -> str:
-        """Say why the run ends, unless a rank was faster, and return what all ranks say from then on."""
-        return self._sync.settle("verdict", message)
+    def publish_verdict(self, message: str) -> str:
+        """Publish why the run ends unless another rank already has; return the published message."""
+        return self._sync.set_once("verdict", message)
 
     def verdict(self) -> str | None:
-        """Return why the run ends, where a rank has said so."""
+        """Return the published reason why the run ends, None if there is none."""
         return self._sync.read("verdict") if self._sync.has("verdict") else None
 
-    def part(self, patience: timedelta) -> None:
-        """Wait for the other ranks to come to their end like this one: the first to go may take the store along."""
-        self._sync.told()
-        self._sync.poll(lambda: self._sync.count("told", 0) >= self.size, patience)
+    def await_others(self, timeout: timedelta) -> None:
+        """Wait until all ranks are about to exit, since one of them may serve the store that the others still read."""
+        self._sync.acknowledge()
+        self._sync.poll(lambda: self._sync.count("acknowledged", 0) >= self.size, timeout)
 
-    def _begun(self) -> dict[str, int]:
-        """Return how many collectives this process has begun, by the name of the process group.
+    def _collective_counts(self) -> dict[str, int]:
+        """Return the number of collectives that this rank has started, by name of the process group.
 
-        The members of a group begin the same ones in the same order: who has begun fewer is waited for.
+        The members of a group start the same collectives in the same order, so the others wait for a rank that has
+        started fewer. torch has no public access to the groups (`_world`) or to their sequence numbers.
         """
         counts = {}
         group: Any
         for group, name in list(_world.pg_names.items()):
-            if name != self.uncounted:
-                with contextlib.suppress(RuntimeError):  # a backend that does not count
+            if name != self.excluded_group:
+                with contextlib.suppress(RuntimeError):  # a backend without sequence numbers
                     counts[str(name)] = group._get_sequence_number_for_group()
         return counts
 
 
-class Listener:
-    """Since when this rank has heard no beat of each other one. Only times of its own clock are compared."""
+class BeatTracker:
+    """Time since the last change of each rank's beat, measured with this rank's clock only."""
 
     def __init__(self) -> None:
-        self._heard: dict[int, tuple[int, float]] = {}
-        self._began = math.inf
+        self._last_change: dict[int, tuple[int, float]] = {}
+        self._first_update = math.inf
 
     @property
-    def listened(self) -> float:
-        """Seconds since the first reading; less than 0 before it."""
-        return time.monotonic() - self._began
+    def seconds_tracked(self) -> float:
+        """Seconds since the first update; negative before it."""
+        return time.monotonic() - self._first_update
 
-    def hear(self, posts: dict[int, Post], size: int) -> None:
-        """Take a reading of the posts of `size` ranks."""
+    def update(self, posts: dict[int, Post], size: int) -> None:
+        """Record the posts of `size` ranks as read now."""
         now = time.monotonic()
-        self._began = min(self._began, now)
+        self._first_update = min(self._first_update, now)
         for rank in range(size):
-            beat = posts[rank].beat if rank in posts else NEVER
-            if rank not in self._heard or self._heard[rank][0] != beat:
-                self._heard[rank] = (beat, now)
+            beat = posts[rank].beat if rank in posts else NO_BEAT
+            if rank not in self._last_change or self._last_change[rank][0] != beat:
+                self._last_change[rank] = (beat, now)
 
     def silent(self, seconds: float, posts: dict[int, Post]) -> list[int]:
-        """Return the ranks of which no beat was heard for so long, but for those that have come to their end.
+        """Return the unfinished ranks without a new beat for `seconds`.
 
-        A rank that has never beaten may be on its way: it gets FIRST_BEAT at least.
+        A rank that has never posted may still be starting, and gets at least FIRST_BEAT_SECONDS.
         """
         now = time.monotonic()
         return [
             rank
-            for rank, (beat, since) in self._heard.items()
-            if now - since >= (max(seconds, FIRST_BEAT) if beat == NEVER else seconds)
-            and not (rank in posts and posts[rank].left)
+            for rank, (beat, since) in self._last_change.items()
+            if now - since >= (max(seconds, FIRST_BEAT_SECONDS) if beat == NO_BEAT else seconds)
+            and not (rank in posts and posts[rank].finished)
         ]
 
 
 def late_ranks(posts: dict[int, Post]) -> list[int]:
-    """Return the ranks that others wait for in a collective; if possible only those that wait for nobody themselves."""
+    """Return the ranks that others wait for in a collective, without those that themselves wait, if any are left."""
     counts: dict[str, dict[int, int]] = {}
     for rank, post in posts.items():
         for group, count in post.collectives.items():
             counts.setdefault(group, {})[rank] = count
     late, waiting = set(), set()
     for group_counts in counts.values():
-        most = max(group_counts.values())
-        behind = {rank for rank, count in group_counts.items() if count < most}
+        highest = max(group_counts.values())
+        behind = {rank for rank, count in group_counts.items() if count < highest}
         late |= behind
         waiting |= set(group_counts) - behind if behind else set()
     return sorted(late - waiting or late)
 
 
 def blame(silent: list[int], posts: dict[int, Post]) -> str:
-    """Return in words which ranks a run that stands still waits for."""
+    """Describe the ranks that a hung run waits for: silent ones, else late ones, else the location of every rank."""
     if silent:
-        return _each(silent, posts, "{who} is missing (last seen {post.place})")
+        return _describe_ranks(silent, posts, "{who} is missing (last seen {post.phase})")
     if late := late_ranks(posts):
-        return _each(
-            late, posts, "{who} does not come to a collective of the others: it is {post.place}, at {post.line}"
+        return _describe_ranks(
+            late, posts, "{who} has not joined a collective that others wait in: it is {post.phase}, at {post.location}"
         )
-    standing = _each(sorted(posts), posts, "{who} is {post.place}, at {post.line}")
-    return f"every rank beats and none is behind the others: {standing}"
+    positions = _describe_ranks(sorted(posts), posts, "{who} is {post.phase}, at {post.location}")
+    return f"every rank posts heartbeats and none is behind the others: {positions}"
 
 
-def silent_store() -> str:
-    """Return in words who is missing where the store of the ranks does not answer any more."""
-    who = "the agent of torchrun" if agent_serves() else "rank 0"
+def describe_silent_store() -> str:
+    """Describe the process that is missing when the store does not respond: the one that serves it."""
+    server = "torchrun's agent" if agent_serves_store() else "rank 0"
     host = os.environ.get("MASTER_ADDR", "")
-    return f"{who}{f' on host {host}' if host else ''} is missing (the ranks' store, which it serves, does not answer)"
+    on_host = f" on host {host}" if host else ""
+    return f"{server}{on_host} is missing (the rendezvous store, which it serves, does not respond)"
 
 
-def _each(ranks: Iterable[int], posts: dict[int, Post], form: str) -> str:
+def _describe_ranks(ranks: Iterable[int], posts: dict[int, Post], form: str) -> str:
     ranks = list(ranks)
-    said = []
-    for rank in ranks[:NAMED]:
+    entries = []
+    for rank in ranks[:MAX_NAMED_RANKS]:
         post = posts.get(rank)
         if post is None:
-            said.append(f"rank {rank} is missing (never seen)")
+            entries.append(f"rank {rank} is missing (never seen)")
         else:
-            said.append(form.format(who=f"rank {rank} on host {post.node}", post=post))
-    more = [f"and {len(ranks) - NAMED} ranks more"] if len(ranks) > NAMED else []
-    return "; ".join(said + more)
+            entries.append(form.format(who=f"rank {rank} on host {post.node}", post=post))
+    more = [f"and {len(ranks) - MAX_NAMED_RANKS} ranks more"] if len(ranks) > MAX_NAMED_RANKS else []
+    return "; ".join(entries + more)

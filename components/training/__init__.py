@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
-    from components.resilience.gc import GarbageOffTheStep
+    from components.resilience.gc import GarbageCollection
     from components.resilience.stop_requests import StopRequest
     from components.resilience.watchdog import StepTimeout, Watchdog
     from components.training.attempt import EvaluationRun

@@ -17,7 +17,7 @@ import torch
 
 from components import checkpoint, data, distributed, models, observability
 from components.config.schema.recipes import TrainConfig
-from components.resilience.gc import GarbageOffTheStep
+from components.resilience.gc import GarbageCollection
 from components.training.attempt import Attempt
 from components.training.metrics import StepMetrics, StepReader
 from components.training.optimizers.optim import learning_rate, set_learning_rate
@@ -87,7 +87,7 @@ class Run(Attempt):
         self._traffic = distributed.StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
         self._profile = observability.StepProfile(cfg.logging.profile, self.dir, self.say)
         self._saver = checkpoint.Saver(self.dir, model.module, optimizer, cfg.checkpoint, self.say)
-        self._gc = GarbageOffTheStep(cfg.training.gc_every)
+        self._gc = GarbageCollection(cfg.training.gc_every)
         self._enter(self._report, self._stop, self._watch, self._saver, self._gc)
 
     def _show_start(self, model: Prepared, train_set: Any, held_out: data.EvalBatches | None) -> None:

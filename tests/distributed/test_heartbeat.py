@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from components.resilience.heartbeat import Heartbeat, Listener, blame, late_ranks
+from components.resilience.heartbeat import BeatTracker, Heartbeat, blame, late_ranks
 from tests.harness import run_ranks
 
 
@@ -28,25 +28,25 @@ def _late(rank: int) -> tuple[list[int], list[int], str, int, str]:
         waiting = dist.all_reduce(torch.ones(1), group=pair, async_op=True)
     if rank == 0:
         waiting = dist.all_reduce(torch.ones(1), async_op=True)
-    heart.beat("in step 3", f"line of rank {rank}", moved=rank > 0)  # after that of join
+    heart.beat("in step 3", f"line of rank {rank}", progressed=rank > 0)  # after that of join
     while len(heart.posts()) < 3 or any(post.beat < 1 for post in heart.posts().values()):
         time.sleep(0.01)
-    before, listener = heart.posts(), Listener()
-    listener.hear(before, 3)
+    before, tracker = heart.posts(), BeatTracker()
+    tracker.update(before, 3)
     _meet("first")
     time.sleep(0.3)
     if rank != 2:
-        heart.beat("in step 3", f"line of rank {rank}", moved=False)
+        heart.beat("in step 3", f"line of rank {rank}", progressed=False)
     while any(heart.posts()[other].beat < 2 for other in (0, 1)):
         time.sleep(0.01)
     now = heart.posts()
-    listener.hear(now, 3)
-    silent = listener.silent(0.2, now)
+    tracker.update(now, 3)
+    silent = tracker.silent(0.2, now)
     _meet("second")
-    heart.uncounted = pair.group_name if rank else ""
-    moves = heart.beat("in step 3", "", moved=False)
+    heart.excluded_group = pair.group_name if rank else ""
+    moves = heart.beat("in step 3", "", progressed=False)
     assert len(heart.posts()[rank].collectives) == len(now[rank].collectives) - (rank != 0)
-    verdict = heart.settle(f"told by rank {rank}")
+    verdict = heart.publish_verdict(f"told by rank {rank}")
     late, told = late_ranks(before), blame([], before)
     agreed = heart.verdict()
     # Now all come, so that the world can end.
@@ -66,7 +66,7 @@ def test_three_ranks_agree_on_who_is_waited_for() -> None:
         assert silent == [2]
         assert late == [2]
         assert told.startswith("rank 2 on host ")
-        assert told.endswith(" does not come to a collective of the others: it is in step 3, at line of rank 2")
+        assert told.endswith(" has not joined a collective that others wait in: it is in step 3, at line of rank 2")
         assert moves == 3 + 2
         assert verdict == results[0][4]
         assert verdict.startswith("told by rank ")

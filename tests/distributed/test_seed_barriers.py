@@ -69,7 +69,7 @@ def test_a_barrier_of_a_subgroup_is_its_members_own(caplog: pytest.LogCaptureFix
     def check(rank: int) -> tuple[bool, bool]:
         group = dist.new_group([1, 2])
         if rank == 0:
-            with pytest.raises(NotInGroupError, match="rank 0 is no member"):
+            with pytest.raises(NotInGroupError, match="rank 0 is not a member"):
                 utils._barrier_with_timeout(SECOND, group)
             return True, True
         return utils._barrier_with_timeout(10 * SECOND, group), utils._barrier_with_timeout(10 * SECOND, group)
@@ -174,7 +174,7 @@ def test_the_group_works_after_a_barrier_timed_out(side: str) -> None:
         with pytest.raises(RuntimeError, match=r"timed out after 0.3s during mesh") as caught:
             barrier(0.3, "mesh")
         tell("rank 0 has given up")
-        assert "rank(s) 1 did not come" in str(caught.value)
+        assert "rank(s) 1 did not arrive" in str(caught.value)
         value = torch.ones(1)
         dist.all_reduce(value)
         assert value.item() == 2

@@ -140,7 +140,7 @@ def test_nobody_continues_anyway_when_the_first_rank_takes_too_long(side: str) -
         first, error = _enter(section(timeout=timedelta(seconds=0.3)), body)
         assert first is (True if rank == 0 else None), f"rank {rank} entered"
         assert isinstance(error, TimeoutError)
-        assert "was not through after 0.3 s" in str(error)
+        assert "did not finish within 0.3 s" in str(error)
         tell("rank 1 has given up")
 
     contrast(side, check, utils.FirstRankPerNode, published.FirstRankPerNode, symptom="rank 1 entered")

@@ -49,7 +49,7 @@ def answers(address: str, port: int) -> bool:
 
 
 def test_a_batch_jobs_ranks_meet_behind_a_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_own_addresses", lambda: [REACHED])
+    monkeypatch.setattr(rendezvous, "_node_addresses", lambda: [REACHED])
     file, opened = tmp_path / "store.json", list[tuple[str, int]]()
 
     def recorded(opens: Callable[..., int], address: str | None) -> Callable[..., int]:
@@ -59,8 +59,8 @@ def test_a_batch_jobs_ranks_meet_behind_a_gate(tmp_path: Path, monkeypatch: pyte
 
         return record
 
-    monkeypatch.setattr(rendezvous, "open_gate", recorded(rendezvous.open_gate, None))
-    monkeypatch.setattr(rendezvous, "open_door", recorded(rendezvous.open_door, "127.0.0.1"))
+    monkeypatch.setattr(rendezvous, "open_gateway", recorded(rendezvous.open_gateway, None))
+    monkeypatch.setattr(rendezvous, "open_local_proxy", recorded(rendezvous.open_local_proxy, "127.0.0.1"))
 
     def check(rank: int) -> None:
         info = start_process_group("cpu", rendezvous_timeout=timedelta(seconds=60))
@@ -90,7 +90,7 @@ def test_ranks_whose_rank_zero_never_comes(tmp_path: Path) -> None:
     outcomes = start_ranks(2, check, env=lambda rank: batch_job(tmp_path / "store.json"), init=False)
     assert outcomes[0].ok
     assert outcomes[1].exception
-    assert f"rank 0 did not hand over its store's address in {tmp_path / 'store.json'}" in outcomes[1].exception
+    assert f"rank 0 did not write its store's address to {tmp_path / 'store.json'}" in outcomes[1].exception
 
 
 VALUES = [None, "Grüße\0", ["é" * 70_000, 1.5], {"": [True, float("inf")], "b": {}}]

@@ -125,7 +125,7 @@ def test_a_rank_in_an_endless_loop_is_named_with_the_line(bench: Bench) -> None:
     """It beats like the others; what tells is that it has begun fewer collectives."""
     hung = hang(bench, 0, "evaluation", SPIN, TWO)
     assert hung.seconds < BOUND
-    assert re.search(r"rank 0 on host \S+ does not come to a collective of the others: it is", hung.told)
+    assert re.search(r"rank 0 on host \S+ has not joined a collective that others wait in: it is", hung.told)
     assert re.search(r"at evaluate, strike \(tried.py:\d+\)", hung.told)
     assert "rank 1" not in hung.told
     # Beside the stacks: rank 1 began a collective that rank 0, in its loop, did not.
@@ -165,7 +165,7 @@ def test_an_evaluation_that_stands_still_is_ended(bench: Bench) -> None:
     assert told.startswith("no progress for ")
     assert "rank 1" in told
     assert "rank 0" not in told
-    assert f"evaluation.step_timeout_seconds={TIMEOUT} is the time" in told
+    assert f"evaluation.step_timeout_seconds={TIMEOUT} is the limit" in told
     assert json.loads(next((bench.folder / "outputs").rglob("result.json")).read_text())["status"] == "hung"
     bench.assert_nobody_left()
 

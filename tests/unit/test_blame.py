@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from components.config.schema.training import TrainingConfig
-from components.resilience.heartbeat import FIRST_BEAT, NAMED, Listener, Post, blame, late_ranks
-from components.resilience.watchdog import _Clock
+from components.resilience.heartbeat import FIRST_BEAT_SECONDS, MAX_NAMED_RANKS, BeatTracker, Post, blame, late_ranks
+from components.resilience.watchdog import _SuspensionDetector
 from components.training import NonFiniteGradients, StepMetrics, TrainState
 
 
-def post(beat: int = 1, place: str = "in step 4", *, left: bool = False, **collectives: int) -> Post:
-    return Post(beat, place, "forward (model.py:7)", "n2", collectives, left)
+def post(beat: int = 1, phase: str = "in step 4", *, finished: bool = False, **collectives: int) -> Post:
+    return Post(beat, phase, "forward (model.py:7)", "n2", collectives, finished)
 
 
 @pytest.fixture
@@ -23,31 +23,31 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_who_is_not_heard_to_beat_for_long_enough_is_silent(now: list[float]) -> None:
-    listener = Listener()
-    assert listener.listened < 0
+    tracker = BeatTracker()
+    assert tracker.seconds_tracked < 0
     first = {0: post(3), 1: post(3), 2: post(3)}
-    listener.hear(first, 3)
+    tracker.update(first, 3)
     now[0] += 4.0
-    second = {0: post(9), 1: post(3), 2: post(3, left=True)}
-    listener.hear(second, 3)
-    assert listener.listened == 4.0
-    assert listener.silent(4.0, second) == [1]
-    assert listener.silent(4.5, second) == []
+    second = {0: post(9), 1: post(3), 2: post(3, finished=True)}
+    tracker.update(second, 3)
+    assert tracker.seconds_tracked == 4.0
+    assert tracker.silent(4.0, second) == [1]
+    assert tracker.silent(4.5, second) == []
     now[0] += 4.0
-    assert listener.silent(4.0, second) == [0, 1]
-    listener.hear({0: post(9), 1: post(4), 2: post(3, left=True)}, 3)
-    assert listener.silent(4.0, second) == [0]
+    assert tracker.silent(4.0, second) == [0, 1]
+    tracker.update({0: post(9), 1: post(4), 2: post(3, finished=True)}, 3)
+    assert tracker.silent(4.0, second) == [0]
 
 
 def test_who_never_beat_has_time_to_come(now: list[float]) -> None:
-    listener = Listener()
-    listener.hear({0: post(3)}, 2)
-    now[0] += FIRST_BEAT - 1
-    listener.hear({0: post(5)}, 2)
-    assert listener.silent(4.0, {0: post(5)}) == []
+    tracker = BeatTracker()
+    tracker.update({0: post(3)}, 2)
+    now[0] += FIRST_BEAT_SECONDS - 1
+    tracker.update({0: post(5)}, 2)
+    assert tracker.silent(4.0, {0: post(5)}) == []
     now[0] += 1.0
-    listener.hear({0: post(6)}, 2)
-    assert listener.silent(4.0, {0: post(6)}) == [1]
+    tracker.update({0: post(6)}, 2)
+    assert tracker.silent(4.0, {0: post(6)}) == [1]
 
 
 def test_who_has_begun_fewer_collectives_of_a_group_is_late() -> None:
@@ -66,27 +66,28 @@ def test_who_waits_for_another_one_is_not_blamed() -> None:
 
 
 def test_silence_comes_before_lateness_and_both_before_where_everybody_is() -> None:
-    late = {0: post(world=7), 1: post(place="in step 3", world=6)}
+    late = {0: post(world=7), 1: post(phase="in step 3", world=6)}
     assert blame([1], late) == "rank 1 on host n2 is missing (last seen in step 3)"
     assert blame([1], {0: post(world=7)}) == "rank 1 is missing (never seen)"
     assert blame([], late) == (
-        "rank 1 on host n2 does not come to a collective of the others: it is in step 3, at forward (model.py:7)"
+        "rank 1 on host n2 has not joined a collective that others wait in: it is in step 3, at forward (model.py:7)"
     )
     told = blame([], {0: post(world=7), 1: post(world=7)})
-    assert told.startswith("every rank beats and none is behind the others: rank 0 on host n2 is in step 4, at forward")
+    common = "every rank posts heartbeats and none is behind the others"
+    assert told.startswith(f"{common}: rank 0 on host n2 is in step 4, at forward")
     assert "rank 1 on host n2 is in step 4" in told
 
 
 def test_a_message_names_only_so_many() -> None:
-    told = blame(list(range(3 * NAMED)), {})
-    assert told.count("never seen") == NAMED
-    assert told.endswith(f"; and {2 * NAMED} ranks more")
+    told = blame(list(range(3 * MAX_NAMED_RANKS)), {})
+    assert told.count("never seen") == MAX_NAMED_RANKS
+    assert told.endswith(f"; and {2 * MAX_NAMED_RANKS} ranks more")
 
 
 def test_time_in_which_nothing_ran_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("components.resilience.watchdog.time.monotonic", lambda: now[0])
-    clock = _Clock(patience=2.0)
+    clock = _SuspensionDetector(threshold=2.0)
     slept = []
     for later in (1.0, 1.5, 60.0, 1.0):
         now[0] += later

@@ -19,8 +19,8 @@ from components.protocol.failures import (
     describe_exit,
     first_failure,
     kind_of,
+    print_failure,
     read_reports,
-    tell_failure,
     write_report,
 )
 from components.protocol.run_files import log_file
@@ -144,13 +144,13 @@ def test_a_run_that_stood_still_is_told_in_one_line(tmp_path: Path, capsys: pyte
     failure = first_failure(exits, reports)
     assert failure is not None
     assert failure.error == message
-    tell_failure(failure, tmp_path)
+    print_failure(failure, tmp_path)
     assert capsys.readouterr().err.splitlines() == [message, f"logs: {tmp_path}"]
 
 
 def test_the_last_lines_of_a_silent_rank_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log_file(tmp_path, 1).write_text("".join(f"line {number}\n" for number in range(40)))
-    tell_failure(Failure(1, describe_exit(-signal.SIGSEGV), None), tmp_path)
+    print_failure(Failure(1, describe_exit(-signal.SIGSEGV), None), tmp_path)
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "last lines of rank_1.log:"
     assert told[1:16] == [f"line {number}" for number in range(25, 40)]

@@ -25,8 +25,8 @@ from components.protocol.failures import (
     RankReport,
     error_file,
     first_failure,
-    tell_failure,
-    tell_problems,
+    print_failure,
+    print_problems,
     write_report,
 )
 from components.terminal import printable
@@ -69,19 +69,19 @@ def test_samples_generations_and_notes(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_errors_and_failures_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tell_problems([f"data.path={EVIL}: no such file", "other"])
+    print_problems([f"data.path={EVIL}: no such file", "other"])
     shown(capsys.readouterr())
     error: BaseException = ValueError(EVIL)
     write_report(tmp_path, 1, error)
     report = RankReport(**{**json.loads(error_file(tmp_path, 1).read_text()), "kind": Kind.exception})
     failure = first_failure([RankExit(rank=1, status=1, time=0.0, asked=False)], {1: report})
     assert failure is not None
-    tell_failure(failure, tmp_path)
+    print_failure(failure, tmp_path)
     shown(capsys.readouterr())
     (tmp_path / "rank_2.log").write_text(EVIL, errors="surrogatepass")
     failure = first_failure([RankExit(rank=2, status=1, time=0.0, asked=False)], {})
     assert failure is not None
-    tell_failure(failure, tmp_path)
+    print_failure(failure, tmp_path)
     shown(capsys.readouterr())
 
 

@@ -146,7 +146,7 @@ def test_garbage_is_collected_between_steps_only() -> None:
     gc.callbacks.append(watch)
     try:
         where = "start"
-        with training.GarbageOffTheStep(every=2) as garbage:
+        with training.GarbageCollection(every=2) as garbage:
             assert not gc.isenabled()
             for _ in range(4):
                 with garbage.step():
@@ -163,7 +163,7 @@ def test_garbage_is_collected_between_steps_only() -> None:
         assert "in a step" not in collected
     finally:
         gc.callbacks.remove(watch)
-    with training.GarbageOffTheStep(every=0):
+    with training.GarbageCollection(every=0):
         assert gc.isenabled()
 
 

@@ -1,4 +1,4 @@
-"""Waiting for all ranks, with a timeout that holds, and with the names of those who did not come."""
+"""Barriers with their own timeouts, which report the ranks that did not arrive."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class BarrierTimeoutError(RuntimeError):
-    """Not all ranks came to a barrier in time; the message names the missing ones."""
+    """Timeout of a barrier; the message lists the missing ranks."""
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Wait for all ranks in the group (seed page 002, OLMo-core), for at most the timeout of the group.
+    """Wait for all ranks in the group, for at most the group's timeout (OLMo-core, distributed/utils.py).
 
-    Nothing to wait for without a process group. On CUDA the device of this process is named, which a
-    barrier that is the first collective would otherwise guess.
-
-    Raises NotInGroupError for a process outside `group`.
+    A no-op without a process group. Raises NotInGroupError for a process outside `group`.
     """
     if is_distributed():
         require_member(group)
@@ -35,10 +32,10 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
 
 
 def missing_after(timeout: timedelta, group: dist.ProcessGroup | None = None) -> list[int]:
-    """Wait for all members of `group`, and return the global ranks that did not come within `timeout`.
+    """Wait for all members of `group`, and return the global ranks that did not arrive within `timeout`.
 
-    All ranks get the same answer, late ones included. No process group takes part, so none is harmed by a
-    timeout.
+    All ranks, including late ones, get the same result. The wait goes through the store, so a timeout leaves every
+    process group usable.
     """
     members = find_members(group)
     if members is None:
@@ -51,31 +48,31 @@ def missing_after(timeout: timedelta, group: dist.ProcessGroup | None = None) ->
 
 
 def barrier_until(timeout: timedelta, group: dist.ProcessGroup | None = None) -> bool:
-    """A timeout wrapper for a barrier (seed page 001, NeMo AutoModel: `_barrier_with_timeout`).
+    """Wait for all ranks, and return whether they arrived within `timeout`.
 
-    True if the barrier completed, on all ranks alike; False, with the missing ranks in the log, if the timeout
-    occurred first. The wait is on the CPU, beside the process groups of the training: a timeout leaves those as
-    they were. What the missing ranks would have contributed is still missing after False.
+    `_barrier_with_timeout` of NeMo AutoModel (components/distributed/utils.py). The result is the same on all ranks;
+    False logs the missing ranks. The wait goes through the store, so a timeout leaves the process groups usable. After
+    False the work of the missing ranks is not done: a caller must not rely on it.
 
     Args:
-        timeout: Maximum time to wait for the barrier.
-        group: Process group whose members wait; None is all ranks.
+        timeout: Maximum time to wait.
+        group: Process group whose members wait; None: all ranks.
     """
     missing = missing_after(timeout, group)
     if missing:
-        logger.error("barrier: rank(s) %s did not come within %g s", _names(missing), timeout.total_seconds())
+        logger.error("barrier: rank(s) %s did not arrive within %g s", _names(missing), timeout.total_seconds())
     return not missing
 
 
 def barrier_within(seconds: float, reason: str) -> None:
-    """`dist.barrier` with an explicit timeout and a diagnosis (seed page 003: `_barrier_with_timeout`).
+    """Run `dist.barrier` with an explicit timeout and a diagnosis.
 
-    First all ranks report, which names those that are missing and harms no group; then a real barrier
-    crosses the network that the training will use.
+    `_barrier_with_timeout` of KempnerForge (distributed/setup.py). All ranks first arrive through the store, which
+    finds missing ranks without breaking a process group. The barrier that follows tests the network of the training.
 
     Raises:
-        BarrierTimeoutError: ranks are missing after `seconds`, or the barrier itself took longer.
-        RuntimeError: the barrier failed for another reason; says which.
+        BarrierTimeoutError: Ranks are missing after `seconds`, or the barrier itself took longer.
+        RuntimeError: The barrier failed for another reason, which the message states.
     """
     if not is_distributed():
         return
@@ -83,8 +80,8 @@ def barrier_within(seconds: float, reason: str) -> None:
     missing = missing_after(timedelta(seconds=seconds))
     if missing:
         raise BarrierTimeoutError(
-            f"Barrier timed out after {seconds:g}s during {reason}: rank(s) {_names(missing)} did not come. "
-            "Look for their first error; if they run, MASTER_ADDR or MASTER_PORT may differ between ranks"
+            f"Barrier timed out after {seconds:g}s during {reason}: rank(s) {_names(missing)} did not arrive. "
+            "Look for their first error; if they run, check that MASTER_ADDR and MASTER_PORT are the same on all ranks"
         )
     left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
     try:
@@ -97,18 +94,17 @@ def barrier_within(seconds: float, reason: str) -> None:
             raise RuntimeError(f"Barrier failed during {reason}: {error}") from error
     if done is False:
         raise BarrierTimeoutError(
-            f"Barrier timed out after {seconds:g}s during {reason}: all ranks came, but the collective "
-            "did not finish. The network between them may be unreachable; see NCCL_SOCKET_IFNAME and "
-            "GLOO_SOCKET_IFNAME"
+            f"Barrier timed out after {seconds:g}s during {reason}: all ranks arrived, but the collective "
+            "did not finish. Check the network between the nodes, and NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
         )
 
 
 def create_gloo_group() -> dist.ProcessGroup | None:
-    """Create a gloo process group of all ranks (seed page 001, NeMo AutoModel: `_create_gloo_group`).
+    """Create a gloo process group of all ranks, for instance for `monitored_barrier` in a run on nccl.
 
-    It waits as long as the run's own collectives do. All ranks must make the call, and may keep the group:
-    `monitored_barrier` works on it beside nccl. None without a process group; a failure is raised, as a
-    rank that went on without the group would hang the others.
+    `_create_gloo_group` of NeMo AutoModel (components/distributed/utils.py). A collective: all ranks must call it. The
+    group has the timeout of the default group's store. Return None without a process group. A failure raises instead
+    of returning None, since a rank without the group would hang the others.
     """
     if not is_distributed():
         return None
@@ -118,6 +114,7 @@ def create_gloo_group() -> dist.ProcessGroup | None:
 
 
 def _device_ids(group: dist.ProcessGroup | None) -> list[int] | None:
+    """Return this process's CUDA device for `dist.barrier`, which guesses a device if it is the first collective."""
     if torch.cuda.is_available() and backend_supports_cuda(str(dist.get_backend(group))):
         return [torch.cuda.current_device()]
     return None

@@ -1,9 +1,9 @@
-"""Which rank this process is: read from one source, checked, and told by name where it cannot be.
+"""Rank, world size and node of this process, read from the environment and validated.
 
-A process is a rank when torchrun (or anything that speaks its variables) set RANK and WORLD_SIZE, or when
-it is a task of a Slurm step with more than one: SLURM_STEP_ID is set, or SLURM_PROCID is above 0. A batch
-shell and `salloc` set SLURM_PROCID=0 and SLURM_NTASKS too: no ranks. Variables of the two are never mixed.
-An empty variable counts as unset.
+A process is a rank if torchrun, or another launcher with the same variables, has set RANK and WORLD_SIZE, or if it is
+a task of a Slurm step with several tasks (SLURM_STEP_ID is set, or SLURM_PROCID is above 0). A batch shell and `salloc`
+also set SLURM_PROCID=0 and SLURM_NTASKS, but run no ranks. torchrun's and Slurm's variables are never mixed. An empty
+variable counts as unset.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from components.config.errors import ConfigError
-from components.protocol.role import EXPORTED
+from components.protocol.role import EXPORTED, tasks_variable
 
 
 class RankEnvironmentError(ConfigError):
-    """The variables that say which rank this process is contradict one another or are incomplete."""
+    """Error in the rank variables: one is missing, out of range, or contradicts another."""
 
 
 class Source(StrEnum):
-    """Who numbered the ranks."""
+    """Source of the rank variables; single: there are none, and this is the only process."""
 
     torchrun = "torchrun"
     srun = "srun"
@@ -34,7 +34,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankVariables:
-    """This process among all processes. What nobody has said is None; `world_size` 1 leaves nothing open."""
+    """Rank and node of this process. A field that no variable determines is None, never with `world_size` 1."""
 
     source: Source
     rank: int
@@ -46,54 +46,53 @@ class RankVariables:
 
     @property
     def node(self) -> str:
-        """The same text on all ranks of a node, another one on every other node."""
+        """Identifier of this node, the same on all its ranks and different on other nodes."""
         if self.slurm_node is not None:
             return f"slurm node {self.slurm_node}"
         if self.local_rank is not None:
-            return f"node of rank {self.rank - self.local_rank}"  # torchrun numbers a node's ranks in one go
+            return f"node of rank {self.rank - self.local_rank}"  # torchrun numbers a node's ranks consecutively
         return socket.gethostname()
 
 
 def read_rank_variables(environ: Mapping[str, str] | None = None) -> RankVariables:
-    """Return which rank this process is.
+    """Return the rank variables of this process.
 
     Args:
         environ: Variables to read; by default those of this process.
 
     Raises:
-        RankEnvironmentError: a variable is no whole number, is missing beside the others, or contradicts
-            them.
+        RankEnvironmentError: A variable is not an integer, is missing although the others are set, or contradicts them.
     """
     environ = os.environ if environ is None else environ
-    if _numbered_by_slurm(environ, "RANK", "WORLD_SIZE"):
-        return _checked(_srun_variables(environ))
+    if _has_slurm_ranks(environ, "RANK", "WORLD_SIZE"):
+        return _validated(_srun_variables(environ))
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
-        return _checked(_torchrun_variables(environ))
+        return _validated(_torchrun_variables(environ))
     return RankVariables(Source.single, 0, 1, local_rank=0, local_world_size=1, num_nodes=1)
 
 
 def read_local_variables(environ: Mapping[str, str] | None, rank: int, world_size: int) -> RankVariables:
-    """Return the variables of a process whose rank is known already, as after `init_process_group`.
+    """Return the variables of a process whose rank is already known, as after `init_process_group`.
 
-    LOCAL_RANK, LOCAL_WORLD_SIZE and NUM_NODES say where it runs; without them and inside a Slurm step, Slurm
-    does.
+    Its node is determined by LOCAL_RANK, LOCAL_WORLD_SIZE and NUM_NODES, or inside a Slurm step without them by
+    Slurm's variables.
     """
     environ = os.environ if environ is None else environ
     if world_size == 1:
         return RankVariables(Source.single, 0, 1, local_rank=0, local_world_size=1, num_nodes=1)
-    if _numbered_by_slurm(environ, "RANK", "LOCAL_RANK") and _step_tasks(environ) == world_size:
-        return _checked(_srun_variables(environ))
-    return _checked(_torchrun_variables({**environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)}))
+    if _has_slurm_ranks(environ, "RANK", "LOCAL_RANK") and _step_tasks(environ) == world_size:
+        return _validated(_srun_variables(environ))
+    return _validated(_torchrun_variables({**environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)}))
 
 
 def read_lone_local_variables(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """Return LOCAL_RANK and LOCAL_WORLD_SIZE of a process that nothing else numbers, by default 0 and 1.
+    """Return LOCAL_RANK and LOCAL_WORLD_SIZE of a process without RANK and WORLD_SIZE, by default 0 and 1.
 
     Raises:
-        RankEnvironmentError: one is no whole number or out of range.
+        RankEnvironmentError: One is not an integer or is out of range.
     """
     environ = os.environ if environ is None else environ
-    rank, size = _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE")
+    rank, size = _parse_integer(environ, "LOCAL_RANK"), _parse_integer(environ, "LOCAL_WORLD_SIZE")
     if size is not None and size < 1:
         raise RankEnvironmentError(f"LOCAL_WORLD_SIZE={size}: must be at least 1")
     if rank is not None and not 0 <= rank < (size or rank + 1):
@@ -101,33 +100,27 @@ def read_lone_local_variables(environ: Mapping[str, str] | None = None) -> tuple
     return rank or 0, size or 1
 
 
-def _numbered_by_slurm(environ: Mapping[str, str], *names: str) -> bool:
-    """Whether this is a task of a Slurm step with several, and nobody but this process has set `names`."""
-    ours = _previous(environ)
-    if any(environ.get(name) and name not in ours for name in names):
+def _has_slurm_ranks(environ: Mapping[str, str], *names: str) -> bool:
+    """Return whether Slurm's variables define the rank: a step of several tasks, and no launcher has set `names`.
+
+    Variables that this process exported itself (`export_variables`) do not count as a launcher's.
+    """
+    exported = _exported_values(environ)
+    if any(environ.get(name) and name not in exported for name in names):
         return False
-    return _step_tasks(environ) > 1 or (_integer(environ, "SLURM_PROCID") or 0) > 0
+    return _step_tasks(environ) > 1 or (_parse_integer(environ, "SLURM_PROCID") or 0) > 0
 
 
 def _step_tasks(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks of the Slurm step that this process belongs to, 0 outside a step."""
+    """Return the number of tasks in this process's Slurm step, 0 outside a step."""
     stated = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEP_NUM_TASKS")
-    in_step = stated or (_integer(environ, "SLURM_PROCID") or 0) > 0
-    return (_integer(environ, _tasks_name(environ)) or 0) if in_step else 0
+    in_step = stated or (_parse_integer(environ, "SLURM_PROCID") or 0) > 0
+    return (_parse_integer(environ, tasks_variable(environ)) or 0) if in_step else 0
 
 
-def _tasks_name(environ: Mapping[str, str]) -> str:
-    """SLURM_NTASKS, but the step's own number where both are set.
-
-    They differ in the shell of `salloc` (LaunchParameters=use_interactive_step): a step of one task, whose SLURM_NTASKS
-    is the job's.
-    """
-    return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-
-
-def required(environ: Mapping[str, str], name: str, companion: str) -> int:
-    """Return the whole number that variable `name` must hold because of `companion`."""
-    value = _integer(environ, name)
+def require_integer(environ: Mapping[str, str], name: str, companion: str) -> int:
+    """Return the integer in variable `name`, which must be set because `companion` is."""
+    value = _parse_integer(environ, name)
     if value is None:
         raise RankEnvironmentError(
             f"{name} is not set although {companion} is: ranks need both; "
@@ -137,12 +130,12 @@ def required(environ: Mapping[str, str], name: str, companion: str) -> int:
 
 
 def _torchrun_variables(environ: Mapping[str, str]) -> RankVariables:
-    rank = required(environ, "RANK", f"WORLD_SIZE={environ.get('WORLD_SIZE')}")
-    world_size = required(environ, "WORLD_SIZE", f"RANK={rank}")
-    local_rank, local_world_size = _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE")
-    num_nodes = _integer(environ, "NUM_NODES")
+    rank = require_integer(environ, "RANK", f"WORLD_SIZE={environ.get('WORLD_SIZE')}")
+    world_size = require_integer(environ, "WORLD_SIZE", f"RANK={rank}")
+    local_rank, local_world_size = _parse_integer(environ, "LOCAL_RANK"), _parse_integer(environ, "LOCAL_WORLD_SIZE")
+    num_nodes = _parse_integer(environ, "NUM_NODES")
     if num_nodes is None:
-        num_nodes = _integer(environ, "GROUP_WORLD_SIZE")  # torchrun's: one agent is one node
+        num_nodes = _parse_integer(environ, "GROUP_WORLD_SIZE")  # torchrun's number of agents, one per node
     if num_nodes is None and local_world_size and world_size % local_world_size == 0:
         num_nodes = world_size // local_world_size
     if local_world_size is None and num_nodes and world_size % num_nodes == 0:
@@ -153,30 +146,30 @@ def _torchrun_variables(environ: Mapping[str, str]) -> RankVariables:
 
 
 def _srun_variables(environ: Mapping[str, str]) -> RankVariables:
-    name = _tasks_name(environ)
+    name = tasks_variable(environ)
     tasks = f"{name}={environ.get(name)}"
     prefix = "SLURM_STEP_" if name == "SLURM_STEP_NUM_TASKS" else "SLURM_"
-    node = _integer(environ, "SLURM_NODEID")
+    node = _parse_integer(environ, "SLURM_NODEID")
     return RankVariables(
         Source.srun,
-        rank=required(environ, "SLURM_PROCID", tasks),
-        world_size=required(environ, name, f"SLURM_PROCID={environ['SLURM_PROCID']}"),
-        local_rank=required(environ, "SLURM_LOCALID", tasks),
+        rank=require_integer(environ, "SLURM_PROCID", tasks),
+        world_size=require_integer(environ, name, f"SLURM_PROCID={environ['SLURM_PROCID']}"),
+        local_rank=require_integer(environ, "SLURM_LOCALID", tasks),
         local_world_size=tasks_on_node(environ.get(f"{prefix}TASKS_PER_NODE", ""), node),
-        num_nodes=_integer(environ, "SLURM_STEP_NUM_NODES" if prefix == "SLURM_STEP_" else "SLURM_NNODES"),
+        num_nodes=_parse_integer(environ, "SLURM_STEP_NUM_NODES" if prefix == "SLURM_STEP_" else "SLURM_NNODES"),
         slurm_node=node,
     )
 
 
 def tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:
-    """Return the number of tasks on a node from Slurm's list, such as 2(x3),1 for nodes of 2, 2, 2 and 1."""
+    """Return the number of tasks on a node from Slurm's list, such as 2(x3),1 for four nodes with 2, 2, 2 and 1."""
     counts: list[int] = []
     for count, _, repeat in re.findall(r"(\d+)(\(x(\d+)\))?", tasks_per_node):
         counts += [int(count)] * int(repeat or 1)
     return counts[node] if node is not None and node < len(counts) else None
 
 
-def _checked(variables: RankVariables) -> RankVariables:
+def _validated(variables: RankVariables) -> RankVariables:
     names = {
         Source.srun: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "tasks on this node"),
         Source.torchrun: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -213,7 +206,7 @@ def _node_problems(nodes: int, world: int, local_world: int | None) -> list[str]
     return []
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int | None:
+def _parse_integer(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "").strip()
     if not text:
         return None
@@ -224,14 +217,14 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def read_integer(name: str) -> int | None:
-    """Return the whole number in variable `name` of this process, None where it is unset or empty."""
-    return _integer(os.environ, name)
+    """Return the integer in variable `name` of this process, None if it is unset or empty."""
+    return _parse_integer(os.environ, name)
 
 
 def export_variables(values: Mapping[str, str], environ: MutableMapping[str, str] | None = None) -> None:
-    """Set variables for the code this process calls; `restore_variables` knows what they were."""
+    """Set variables for code called by this process, and record their old values for `restore_variables`."""
     environ = os.environ if environ is None else environ
-    previous = _previous(environ)
+    previous = _exported_values(environ)
     for name, value in values.items():
         if environ.get(name) != value:
             previous.setdefault(name, environ.get(name))
@@ -241,9 +234,9 @@ def export_variables(values: Mapping[str, str], environ: MutableMapping[str, str
 
 
 def restore_variables(environ: MutableMapping[str, str] | None = None) -> None:
-    """Undo every `export_variables` of this process, so that nobody believes them later."""
+    """Undo every `export_variables` of this process, so that no later code or child reads stale values."""
     environ = os.environ if environ is None else environ
-    for name, value in _previous(environ).items():
+    for name, value in _exported_values(environ).items():
         if value is None:
             environ.pop(name, None)
         else:
@@ -251,6 +244,6 @@ def restore_variables(environ: MutableMapping[str, str] | None = None) -> None:
     environ.pop(EXPORTED, None)
 
 
-def _previous(environ: Mapping[str, str]) -> dict[str, str | None]:
-    note = json.loads(environ.get(EXPORTED) or "{}")
-    return note["previous"] if note.get("pid") == os.getpid() else {}  # a child inherits the note, not the duty
+def _exported_values(environ: Mapping[str, str]) -> dict[str, str | None]:
+    record = json.loads(environ.get(EXPORTED) or "{}")
+    return record["previous"] if record.get("pid") == os.getpid() else {}  # a child process inherits the record

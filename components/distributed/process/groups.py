@@ -1,4 +1,4 @@
-"""The members of a process group, the store they share, and on which node each one runs."""
+"""Members of a process group: their ranks, their nodes, and the store that they share."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from components.distributed.process.environment import read_local_variables, rea
 from components.distributed.process.rendezvous import keep_store, open_store
 from components.distributed.process.store_sync import StoreSync
 
-REACH_TIMEOUT = timedelta(minutes=10)  # to reach the store, where no process group exists yet
+REACH_TIMEOUT = timedelta(minutes=10)  # for connecting to the store before a process group exists
 
 
 class NotInGroupError(ValueError):
-    """A rank called something that only the members of a process group may call."""
+    """Call by a rank outside the process group, where only its members may call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """All members of a process group, seen from one of them."""
+    """Members of a process group, seen from this rank."""
 
     store: dist.Store
-    ranks: tuple[int, ...]  # global, in the order of the group
-    rank: int  # of this process within the group
+    ranks: tuple[int, ...]  # global ranks in group order
+    rank: int  # this process's rank within the group
     node: str
 
     @property
@@ -36,21 +36,21 @@ class Members:
         return len(self.ranks)
 
     def sync(self, name: str) -> StoreSync:
-        """Return this rank's next synchronisation of that name with the other members."""
+        """Return this rank's next synchronization `name` with the other members."""
         return StoreSync.enter(self.store, name, self.rank, self.size)
 
     def nodes(self, timeout: timedelta) -> list[str]:
-        """Return the node of each member, in the order of the group. The first call waits for all to make it.
+        """Return the node of each member in group order. The first call waits until all members have made it.
 
         Raises:
-            MissingRanks: some members made no such call within `timeout`.
+            MissingRanks: Some members did not call within `timeout`.
         """
         sync = StoreSync(dist.PrefixStore("nodes", self.store), self.rank, self.size)
         return sync.gather(self.node, timeout)
 
 
 def index_on_node(nodes: list[str]) -> list[int]:
-    """Return for each member how many earlier members run on its node: 0 for the first one of each node."""
+    """Return the index of each member among those of its node, 0 for the first."""
     seen: Counter[str] = Counter()
     indices = []
     for node in nodes:
@@ -60,27 +60,26 @@ def index_on_node(nodes: list[str]) -> list[int]:
 
 
 def is_distributed() -> bool:
-    """Whether a process group is initialised (seed page 002, OLMo-core)."""
+    """Return whether a process group is initialized (OLMo-core, distributed/utils.py)."""
     return dist.is_available() and dist.is_initialized()
 
 
 def require_member(group: dist.ProcessGroup | None) -> None:
-    """Raise NotInGroupError where this process is no member of `group`; None is the world."""
+    """Raise NotInGroupError if this process is not a member of `group` (None: all ranks)."""
     if group is not None and dist.get_rank(group) < 0:
         raise NotInGroupError(
-            f"rank {dist.get_rank()} is no member of this process group; only its members may make this call"
+            f"rank {dist.get_rank()} is not a member of this process group; only its members may make this call"
         )
 
 
 def find_members(group: dist.ProcessGroup | None) -> Members | None:
-    """Return the members of `group` (None: all processes), or None when this process is alone.
+    """Return the members of `group` (None: all ranks), or None if this process is its only member.
 
-    Before `init_process_group` the members are the ranks that the environment tells of; they meet at the
-    rendezvous.
+    Before `init_process_group` the members are the ranks of the environment, connected through the rendezvous store.
 
     Raises:
-        NotInGroupError: this process is no member of `group`.
-        RankEnvironmentError, RendezvousError: no process group exists and the ranks cannot find one another.
+        NotInGroupError: This process is not a member of `group`.
+        RankEnvironmentError, RendezvousError: No process group exists, and the rendezvous failed.
     """
     if not is_distributed():
         variables = read_rank_variables()

@@ -1,6 +1,7 @@
-"""Ranks that run a section one after the other: the first of each node before its others, or n at a time.
+"""Sections that ranks run one after another: the first rank of each node before the others, or n ranks at a time.
 
-`FirstRankPerNode` and `do_n_at_a_time` are names of seed page 001 (NeMo AutoModel).
+`FirstRankPerNode` follows NeMo AutoModel (components/distributed/utils.py), `do_n_at_a_time` OLMo-core
+(distributed/utils.py).
 """
 
 from __future__ import annotations
@@ -21,35 +22,35 @@ from components.distributed.process.store_sync import PeerFailure, StoreSync
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = timedelta(hours=10)
+DEFAULT_TIMEOUT = timedelta(hours=10)
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One entry into the section: who is in it, and what this rank is in it."""
+    """State of one pass of this rank through the section."""
 
     members: Members
     sync: StoreSync
-    is_first: bool
-    firsts: int  # number of nodes
+    is_first: bool  # this rank is the first of its node
+    first_ranks: int  # number of first ranks, one per node
     timeout: timedelta
 
 
 class FirstRankPerNode(ContextDecorator):
-    """Context manager to enforce the first rank of each node to process a section before the other ranks.
+    """Context manager in which the first rank of each node runs a section before the other ranks.
 
         with FirstRankPerNode() as is_first:
-            ...  # the first rank of the node prepares a file; the others then find it
+            ...  # the first rank of each node prepares a file, which the others then read
 
-    The others wait until the first ranks of *all* nodes are through, for at most `timeout`, which no process
-    group's timeout shortens. If a first rank fails, its exception is raised as it is on that rank, and as
-    PeerFailure on all that wait: none of them enters the section. If another rank fails, the next section fails
-    everywhere. In a single process nothing waits. Sections may be nested, and the object may be a decorator.
-    Before `init_process_group` the ranks meet at the rendezvous. The scoped code should hold no collective.
+    The others wait until the first ranks of *all* nodes have finished, for at most `timeout`, independently of the
+    process group's timeout. If a first rank fails, it raises its own exception, and all waiting ranks raise
+    PeerFailure without entering the section. If another rank fails, the next section fails on all ranks. A single
+    process never waits. Sections may be nested, and the object may be used as a decorator. It also works before
+    `init_process_group`, through the rendezvous store. The body should contain no collectives.
 
     Args:
-        group: Process group whose members take part, each node with those it has; None: all ranks.
-        timeout: Maximum time to wait; None: what `__enter__` says.
+        group: Process group whose members take part; None: all ranks.
+        timeout: Maximum time to wait; None: that of `__enter__`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
@@ -58,21 +59,23 @@ class FirstRankPerNode(ContextDecorator):
         self._entries: list[_Entry | None] = []
 
     def _recreate_cm(self) -> FirstRankPerNode:
-        return FirstRankPerNode(self._group, self._timeout)  # a decorated function may call itself
+        return FirstRankPerNode(
+            self._group, self._timeout
+        )  # a new object per call: a decorated function may call itself
 
-    def __enter__(self, timeout: timedelta = PATIENCE) -> bool:
+    def __enter__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
         """Wait for this rank's turn.
 
         Returns:
-            True - if the current process is the first rank of its node, False - otherwise.
+            Whether this process is the first rank of its node.
 
         Raises:
-            PeerFailure: a rank failed in this section, or after it was first, in the one before.
-            TimeoutError: the ranks did not all arrive, or the first ranks did not finish, within `timeout`.
+            PeerFailure: A first rank failed in this section, or another rank failed in an earlier one.
+            TimeoutError: Not all ranks arrived, or the first ranks did not finish, within `timeout`.
         """
         entry = self._arrive(timeout if self._timeout is None else self._timeout)
         if entry is not None and not entry.is_first:
-            _await_firsts(entry)
+            _await_first_ranks(entry)
         self._entries.append(entry)
         return entry is None or entry.is_first
 
@@ -82,16 +85,16 @@ class FirstRankPerNode(ContextDecorator):
         exc_val: BaseException | None,
         exc_tb: TracebackType | None,
     ) -> Literal[False]:
-        """Let the waiting ranks in, or tell them why not. Returns False: an exception goes on its way."""
+        """Release the waiting ranks, or make them fail if this rank failed. Returns False, so exceptions propagate."""
         entry = self._entries.pop()
         if entry is None:
             return False
         if exc_type is not None:
             _report_failure(entry, f"{exc_type.__name__}: {exc_val}")
         elif entry.is_first:
-            if entry.sync.count("firsts_done") == entry.firsts:
-                entry.sync.settle_verdict(None)
-            _await_firsts(entry)
+            if entry.sync.count("firsts_done") == entry.first_ranks:
+                entry.sync.publish_verdict(None)
+            _await_first_ranks(entry)
         return False
 
     def _arrive(self, timeout: timedelta) -> _Entry | None:
@@ -101,15 +104,15 @@ class FirstRankPerNode(ContextDecorator):
         sync = members.sync("first_rank")
         nodes = members.nodes(timeout)
         indices = index_on_node(nodes)
-        if _earlier(members).has_verdict():
-            _earlier(members).raise_verdict("FirstRankPerNode")
+        if _failure_record(members).has_verdict():
+            _failure_record(members).raise_verdict("FirstRankPerNode")
         return _Entry(members, sync, indices[members.rank] == 0, indices.count(0), timeout)
 
 
-def _await_firsts(entry: _Entry) -> None:
+def _await_first_ranks(entry: _Entry) -> None:
     if not entry.sync.poll(entry.sync.has_verdict, entry.timeout):
         seconds = f"{entry.timeout.total_seconds():g} s"
-        entry.sync.settle_verdict(TimeoutError(f"the first rank of a node was not through after {seconds}"))
+        entry.sync.publish_verdict(TimeoutError(f"the first rank of a node did not finish within {seconds}"))
     entry.sync.raise_verdict("FirstRankPerNode")
 
 
@@ -118,14 +121,14 @@ def _report_failure(entry: _Entry, error: str) -> None:
     failure = PeerFailure(f"rank {members.ranks[members.rank]} ({members.node}) failed with {error}")
     logger.error("FirstRankPerNode: %s", failure)
     if entry.is_first:
-        entry.sync.settle_verdict(failure)
-        entry.sync.farewell(entry.sync.size - 1)
+        entry.sync.publish_verdict(failure)
+        entry.sync.await_acknowledgements(entry.sync.size - 1)
     else:
-        _earlier(members).settle_verdict(failure)
+        _failure_record(members).publish_verdict(failure)
 
 
-def _earlier(members: Members) -> StoreSync:
-    """What the ranks that are not first leave behind when they fail: nobody waits for those."""
+def _failure_record(members: Members) -> StoreSync:
+    """Return the record of failures of ranks that are not first, for which no rank waits; it fails later sections."""
     return StoreSync(dist.PrefixStore("first_rank/failed", members.store), members.rank, members.size)
 
 
@@ -140,29 +143,29 @@ def do_n_at_a_time(
     world_size: int | None = None,
     local_rank: int | None = None,
 ) -> T:
-    """Call a function `f` in a distributed context from at most `n` ranks at a time, and return its result.
+    """Call `f` once on every rank, on at most `n` ranks at a time, and return this rank's result.
 
-    All ranks call it exactly once, and return when all have. If it raises on one rank, that rank raises the
-    exception, every other rank PeerFailure, and the ranks whose turn had not come never call it.
+    Every rank returns after all have called `f`. If `f` raises on one rank, that rank raises the exception, all others
+    raise PeerFailure, and the ranks whose turn had not come do not call `f`.
 
     Args:
-        f: The function to call from each rank.
-        n: The level of concurrency. Defaults to the number of nodes of the group, in which case one rank
-            from each node will call `f` at a time, however the ranks are spread over the nodes.
-        process_group: The process group to use; only its members may call.
-        world_size, local_rank: Take turns by this position among so many, instead of by the position in the
-            group. With those of a node, each node has its own turns.
+        f: Function to call on each rank.
+        n: Number of concurrent calls; None: the number of nodes, with one rank of each node at a time, regardless of
+            how ranks are distributed over nodes.
+        process_group: Process group of the ranks; only its members may call. None: all ranks.
+        world_size, local_rank: Take turns by rank `local_rank` of `world_size` instead of by the rank in the group.
+            With the values of a node, each node has its own turns.
 
     Raises:
-        NotInGroupError: this process is no member of `process_group`.
-        ValueError: n or the position is out of range.
+        NotInGroupError: This process is not a member of `process_group`.
+        ValueError: `n` or `local_rank` is out of range, or `n` differs between ranks.
         PeerFailure: `f` raised on another rank.
-        TimeoutError: the ranks did not arrive, or did not finish, within 10 hours.
+        TimeoutError: The ranks did not arrive, or did not finish, within DEFAULT_TIMEOUT.
     """
     if n is not None and n < 1:
-        raise ValueError(f"n={n}: at least one rank at a time must call the function")
+        raise ValueError(f"n={n}: must be at least 1")
     if (world_size is None) != (local_rank is None):
-        raise ValueError(f"world_size={world_size}, local_rank={local_rank}: give both or none")
+        raise ValueError(f"world_size={world_size}, local_rank={local_rank}: pass both or neither")
     if world_size is not None and local_rank is not None and not 0 <= local_rank < world_size:
         raise ValueError(f"local_rank={local_rank}: must lie between 0 and world_size - 1 = {world_size - 1}")
     members = find_members(process_group)
@@ -175,40 +178,40 @@ def do_n_at_a_time(
     try:
         result = f()
     except BaseException as error:
-        who = f"rank {members.ranks[members.rank]}"
-        sync.settle_verdict(PeerFailure(f"{who} failed with {type(error).__name__}: {error}"))
-        sync.farewell(sync.size - 1)
+        rank = members.ranks[members.rank]
+        sync.publish_verdict(PeerFailure(f"rank {rank} failed with {type(error).__name__}: {error}"))
+        sync.await_acknowledgements(sync.size - 1)
         raise
     if sync.count("finished") == sync.size:
-        sync.settle_verdict(None)
+        sync.publish_verdict(None)
     _wait(sync, sync.has_verdict)
     return result
 
 
 def _turns(members: Members, n: int | None, world_size: int | None, local_rank: int | None) -> list[int]:
-    """Return the turn of each member; those of one turn call at the same time."""
-    asked = [
+    """Return the turn of each member; members with the same turn call concurrently."""
+    requested = [
         json.loads(value)
-        for value in members.sync("positions").gather(json.dumps([n, world_size, local_rank]), PATIENCE)
+        for value in members.sync("positions").gather(json.dumps([n, world_size, local_rank]), DEFAULT_TIMEOUT)
     ]
-    nodes = members.nodes(PATIENCE)
+    nodes = members.nodes(DEFAULT_TIMEOUT)
     on_node = index_on_node(nodes)
-    if len({position[0] for position in asked}) > 1:
-        raise ValueError(f"n differs between ranks: {[position[0] for position in asked]}")
-    # Neighbours in this order run on different nodes, so that each turn spreads over as many as it can.
+    if len({position[0] for position in requested}) > 1:
+        raise ValueError(f"n differs between ranks: {[position[0] for position in requested]}")
+    # Neighbors in this order run on different nodes, so that each turn is spread over as many nodes as possible.
     order = sorted(range(members.size), key=lambda rank: (on_node[rank], nodes[rank], rank))
-    place = {rank: position for position, rank in enumerate(order)}
+    position_of = {rank: position for position, rank in enumerate(order)}
     turns = []
-    for rank, (limit, size, position) in enumerate(asked):
+    for rank, (limit, size, position) in enumerate(requested):
         if size is not None:
             turns.append(position % -(-size // (limit or len(set(nodes)))))
         else:
-            turns.append(on_node[rank] if limit is None else place[rank] // limit)
+            turns.append(on_node[rank] if limit is None else position_of[rank] // limit)
     return turns
 
 
 def _wait(sync: StoreSync, ready: Callable[[], bool]) -> None:
-    if not sync.poll(lambda: sync.has_verdict() or ready(), PATIENCE):
-        sync.settle_verdict(TimeoutError(f"the ranks did not finish within {PATIENCE}"))
+    if not sync.poll(lambda: sync.has_verdict() or ready(), DEFAULT_TIMEOUT):
+        sync.publish_verdict(TimeoutError(f"the ranks did not finish within {DEFAULT_TIMEOUT}"))
     if sync.has_verdict():
         sync.raise_verdict("do_n_at_a_time")

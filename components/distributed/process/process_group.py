@@ -1,7 +1,7 @@
-"""The one start-up behind every `init_*` of this package: find the ranks, choose the device, start the group.
+"""Start-up of the process group: read the ranks, choose device and backend, rendezvous, initialize.
 
-Recipes call `start_process_group`; `initialize_distributed` (components.distributed.init) and the two
-`init_distributed` (components.distributed.utils and .mesh) are thin faces of it.
+Recipes call `start_process_group`. `initialize_distributed` (components.distributed.init) and the two
+`init_distributed` (components.distributed.utils and .mesh) are thin wrappers around the same code.
 """
 
 from __future__ import annotations
@@ -26,27 +26,33 @@ from components.distributed.process.environment import (
 )
 from components.distributed.process.groups import index_on_node
 from components.distributed.process.network import _set_nccl_env
-from components.distributed.process.rendezvous import LOOPBACK, is_loopback, meet, meeting_host, open_store
+from components.distributed.process.rendezvous import (
+    LOOPBACK,
+    gather_at_start,
+    is_loopback,
+    open_store,
+    rendezvous_host,
+)
 from components.distributed.process.shutdown import destroy_global_state
 from components.distributed.process.store_sync import StoreSync
 
 logger = logging.getLogger(__name__)
 
-CUDA_BACKEND = "cpu:gloo,cuda:nccl"  # nccl alone could not reduce a CPU tensor, gloo alone hardly a CUDA tensor
+CUDA_BACKEND = "cpu:gloo,cuda:nccl"  # nccl has no collectives for CPU tensors, gloo few for CUDA tensors
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True)
 class DistInfo:
-    """Holds information about the distributed training environment (seed page 000, NeMo AutoModel)."""
+    """Process group, rank and device of this process (NeMo AutoModel, components/distributed/init_utils.py)."""
 
     backend: str
-    """What the process group really runs on, such as gloo or cpu:gloo,cuda:nccl."""
+    """The actual backend of the process group, such as gloo or cpu:gloo,cuda:nccl."""
     rank: int
     world_size: int
     device: torch.device
-    """Where this process computes."""
+    """Device that this process computes on."""
     is_main: bool
     """Whether this is rank 0."""
 
@@ -58,34 +64,34 @@ def start_process_group(
     rendezvous_timeout: timedelta = RENDEZVOUS_TIMEOUT,
     collective_timeout: timedelta = COLLECTIVE_TIMEOUT,
 ) -> DistInfo:
-    """Start the process group of all ranks, and return what it really is; a second call only returns it.
+    """Start the process group of all ranks and return its actual properties; a second call only returns them.
 
-    One process needs no address and gets a group of one. Ranks of several nodes get the network settings of
-    `_set_nccl_env`, where the environment does not have its own. The CUDA device (local rank modulo the visible
-    devices) is set before any communication. The group is destroyed at exit.
+    A single process needs no address and gets a group of one. Ranks of several nodes get the network settings of
+    `_set_nccl_env` that are unset in the environment. The CUDA device (local rank modulo the visible devices) is set
+    before any communication. The group is destroyed at exit.
 
     Args:
-        device: auto (CUDA where there is one), cpu or cuda.
-        backend: backend of torch.distributed; None: gloo, with nccl beside it where CUDA is used.
-        rendezvous_timeout: how long to wait for all ranks to appear.
-        collective_timeout: how long one collective may take, a checkpoint's barrier included.
+        device: auto (CUDA if available), cpu or cuda.
+        backend: Backend of torch.distributed; None: gloo, and on CUDA nccl for CUDA tensors.
+        rendezvous_timeout: Time for all ranks to reach the store.
+        collective_timeout: Timeout of one collective, including a checkpoint's barrier.
 
     Raises:
-        RankEnvironmentError: the rank variables or the address of rank 0 are incomplete or contradictory.
-        ConfigError: no CUDA device for `device` or `backend`.
-        RendezvousError: ranks did not appear in time; names them.
+        RankEnvironmentError: The rank variables or the address of rank 0 are incomplete or contradictory.
+        ConfigError: `device` or `backend` needs CUDA, and no CUDA device is visible.
+        RendezvousError: Ranks did not arrive in time; the message lists them.
     """
     if dist.is_initialized():
         return current_info(device)
     variables = read_rank_variables()
     if variables.world_size == 1:
         store = None
-        _keep_to_loopback(LOOPBACK)
+        _bind_gloo_to_loopback(LOOPBACK)
     else:
-        host = meeting_host(variables)
-        _keep_to_loopback(host)
+        host = rendezvous_host(variables)
+        _bind_gloo_to_loopback(host)
         if not is_loopback(host):
-            # torch's own default: a timeout ends the process without waiting for an abort, which may hang too.
+            # 3 is torch's default: a timeout ends the process without aborting the communicator, which may hang too.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
             _set_nccl_env()
         store = open_store(variables, rendezvous_timeout)
@@ -100,20 +106,20 @@ def launch_group(
     timeouts: tuple[timedelta, timedelta],
     **options: Any,
 ) -> DistInfo:
-    """Start the process group of ranks that are known and can reach `store` (None: there is one process).
+    """Start the process group of ranks that can reach `store` (None: a single process).
 
     Args:
-        timeouts: for the rendezvous and for a collective.
-        options: further arguments of `torch.distributed.init_process_group`.
+        timeouts: Of the rendezvous, and of a collective.
+        options: Further arguments of `torch.distributed.init_process_group`.
     """
     use_cuda, backend = choose_backend(device, backend, variables.world_size)
     if store is None:
         store = dist.HashStore()
     else:
-        variables = _located(variables, meet(variables, store, variables.node, timeouts[0]))
+        variables = _fill_in_node_variables(variables, gather_at_start(variables, store, variables.node, timeouts[0]))
     if use_cuda:
         use_cuda_device(variables.local_rank or 0)
-    start = StoreSync.enter(store, "default_pg", variables.rank, variables.world_size)  # a new start, new keys
+    start = StoreSync.enter(store, "default_pg", variables.rank, variables.world_size)  # new keys for each start-up
     dist.init_process_group(
         backend,
         store=start.store,
@@ -122,104 +128,104 @@ def launch_group(
         timeout=timeouts[1],
         **options,
     )
-    start.store.set_timeout(timeouts[1])  # nccl connects at the first collective, by which time ranks may lie apart
+    start.store.set_timeout(timeouts[1])  # nccl connects at the first collective, which ranks may reach far apart
     atexit.unregister(destroy_global_state)
     atexit.register(destroy_global_state)
     return current_info(device)
 
 
 def use_cuda_device(local_rank: int) -> None:
-    """Make this process compute on its own CUDA device, before it opens a context on device 0 by communicating.
+    """Set the CUDA device of this process, local rank modulo the visible devices.
 
-    Where each process sees only its own device, that is device 0 whatever the local rank.
+    Call it before any communication, which would otherwise create a CUDA context on device 0. If only one device is
+    visible to each process (Slurm's --gpus-per-task), that is device 0 for every local rank.
     """
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 def current_info(device: str = "auto") -> DistInfo:
-    """Return the truth about the process group that is running."""
+    """Return the actual properties of the running process group. Raises ConfigError for cuda without a device."""
     rank, backend = dist.get_rank(), str(dist.get_backend())
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available() and backend_supports_cuda(backend))
     if device == "cuda":
         _require_cuda("cluster.device=cuda")
-    place = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
-    return DistInfo(backend, rank, dist.get_world_size(), place, is_main=rank == 0)
+    compute_device = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+    return DistInfo(backend, rank, dist.get_world_size(), compute_device, is_main=rank == 0)
 
 
 def choose_backend(device: str, backend: str | None, world_size: int) -> tuple[bool, str]:
     """Return whether this process computes on CUDA, and the backend of its process group.
 
-    Raises ConfigError where the two cannot go together here.
+    Raises ConfigError if `device` is invalid, contradicts `backend`, or needs a CUDA device that is not visible.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"cluster.device={device}: must be auto, cpu or cuda")
-    wants_cuda = backend is not None and backend_supports_cuda(backend)
-    if device == "cpu" and wants_cuda:
+    backend_uses_cuda = backend is not None and backend_supports_cuda(backend)
+    if device == "cpu" and backend_uses_cuda:
         raise ConfigError(f"cluster.device=cpu: backend={backend} is for CUDA; use backend=gloo")
     if device == "cuda":
         _require_cuda("cluster.device=cuda")
-    if wants_cuda and not torch.cuda.is_available():
+    if backend_uses_cuda and not torch.cuda.is_available():
         if world_size > 1:
             _require_cuda(f"backend={backend}")
-        logger.warning("backend=%s: no CUDA device is visible; a single process runs on gloo instead", backend)
+        logger.warning("backend=%s: no CUDA device is visible; the single process uses gloo instead", backend)
         return False, "gloo"
     if backend is None:
         use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         return use_cuda, CUDA_BACKEND if use_cuda else "gloo"
     if device_backends(backend) == {"cuda": "nccl"}:
         backend = CUDA_BACKEND
-    return wants_cuda or device == "cuda", backend
+    return backend_uses_cuda or device == "cuda", backend
 
 
 def exchange_text_from_rank_zero(text: str | None) -> str:
     """Return rank 0's text on every rank, before there is a process group; `start_process_group` may follow.
 
-    Rank 0 returns once all ranks have read: it may end at once, and the store with it.
+    Rank 0 returns once all ranks have read the text, since it may then exit and end the store.
 
     Args:
-        text: what rank 0 says, '' when it has nothing to say; ignored on other ranks.
+        text: Text of rank 0, possibly empty; ignored on other ranks.
 
     Raises:
-        RankEnvironmentError: the rank variables or the address of rank 0 are incomplete or contradictory.
-        RendezvousError, PeerFailure: ranks did not appear in time, or rank 0 ended without a word.
+        RankEnvironmentError: The rank variables or the address of rank 0 are incomplete or contradictory.
+        RendezvousError, PeerFailure: Ranks did not arrive in time, or rank 0 ended first.
     """
     variables = read_rank_variables()
     if variables.world_size == 1:
         return text or ""
     store = open_store(variables, RENDEZVOUS_TIMEOUT)
-    spoken = meet(variables, store, (text or "") if variables.rank == 0 else "", RENDEZVOUS_TIMEOUT)[0]
+    received = gather_at_start(variables, store, (text or "") if variables.rank == 0 else "", RENDEZVOUS_TIMEOUT)[0]
     readers = StoreSync.enter(store, "exchange", variables.rank, variables.world_size)
     readers.count("read")
     if variables.rank == 0:
         readers.poll(lambda: readers.count("read", 0) == variables.world_size, RENDEZVOUS_TIMEOUT)
-    return spoken
+    return received
 
 
-def _located(variables: RankVariables, nodes: list[str]) -> RankVariables:
-    """Fill in what the environment left open about this rank's place, and set the variables that tell it.
-
-    `nodes` holds the node of every rank.
-    """
+def _fill_in_node_variables(variables: RankVariables, nodes: list[str]) -> RankVariables:
+    """Complete local rank, local world size and number of nodes from the node of every rank, and export them."""
     rank = variables.rank
-    found = replace(
+    completed = replace(
         variables,
         local_rank=index_on_node(nodes)[rank] if variables.local_rank is None else variables.local_rank,
         local_world_size=variables.local_world_size or nodes.count(nodes[rank]),
         num_nodes=variables.num_nodes or len(set(nodes)),
     )
-    if found != variables:
-        names = {"LOCAL_RANK": found.local_rank, "LOCAL_WORLD_SIZE": found.local_world_size}
-        export_variables({name: str(value) for name, value in {**names, "NUM_NODES": found.num_nodes}.items()})
-    return found
+    if completed != variables:
+        names = {"LOCAL_RANK": completed.local_rank, "LOCAL_WORLD_SIZE": completed.local_world_size}
+        export_variables({name: str(value) for name, value in {**names, "NUM_NODES": completed.num_nodes}.items()})
+    return completed
 
 
-def _keep_to_loopback(host: str) -> None:
-    """Where the ranks meet on this machine, make gloo listen on its loopback interface only."""
+def _bind_gloo_to_loopback(host: str) -> None:
+    """Make gloo listen on the loopback interface only if `host`, the address of the rendezvous, is a loopback one."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if is_loopback(host) and names and not os.environ.get("GLOO_SOCKET_IFNAME"):
         export_variables({"GLOO_SOCKET_IFNAME": names[0]})
 
 
-def _require_cuda(asked: str) -> None:
+def _require_cuda(setting: str) -> None:
     if not torch.cuda.is_available():
-        raise ConfigError(f"{asked}: no CUDA device is visible to this process; use cpu (backend gloo)")
+        raise ConfigError(
+            f"{setting}: no CUDA device is visible to this process; set cluster.device=cpu (backend gloo)"
+        )

@@ -1,4 +1,8 @@
-"""Who am I among the ranks, and among those of my node: before, during and after the process group."""
+"""Rank, world size, local rank and node count of this process: before, with and after a process group.
+
+Each function follows the one of the same name in NeMo AutoModel (components/distributed/init_utils.py), KempnerForge
+(distributed/setup.py) or OLMo-core (distributed/utils.py), as its docstring states.
+"""
 
 from __future__ import annotations
 
@@ -20,40 +24,40 @@ from components.distributed.process.groups import is_distributed, require_member
 
 
 def get_rank_safe() -> int:
-    """Get the distributed rank safely, even if torch.distributed is not initialized (seed page 000)."""
+    """Get the rank, even if torch.distributed is not initialized (NeMo AutoModel)."""
     return dist.get_rank() if is_distributed() else read_rank_variables().rank
 
 
 def get_world_size_safe() -> int:
-    """Get the number of ranks safely, even if torch.distributed is not initialized (seed page 000)."""
+    """Get the number of ranks, even if torch.distributed is not initialized (NeMo AutoModel)."""
     return dist.get_world_size() if is_distributed() else read_rank_variables().world_size
 
 
 def get_local_rank_preinit() -> int:
-    """Get the local rank from the environment, intended for use before full init (seed page 000).
+    """Get the local rank from the environment, for use before `init_process_group` (NeMo AutoModel).
 
-    LOCAL_RANK counts without RANK and WORLD_SIZE too.
+    LOCAL_RANK is also read if RANK and WORLD_SIZE are not set.
     """
     variables = read_rank_variables()
     return read_lone_local_variables()[0] if variables.source is Source.single else _local_rank(variables)
 
 
 def get_local_world_size_preinit() -> int:
-    """Get the local world size from the environment, intended for use before full init (seed page 000).
+    """Get the local world size from the environment, for use before `init_process_group` (NeMo AutoModel).
 
-    LOCAL_WORLD_SIZE counts without RANK and WORLD_SIZE too.
+    LOCAL_WORLD_SIZE is also read if RANK and WORLD_SIZE are not set.
     """
     variables = read_rank_variables()
     return read_lone_local_variables()[1] if variables.source is Source.single else _local_world_size(variables)
 
 
 def get_world_info() -> tuple[int, int, int]:
-    """Return (rank, local_rank, world_size) from environment variables (seed page 003, KempnerForge).
+    """Return (rank, local_rank, world_size) from environment variables (KempnerForge).
 
-    Works under torchrun and srun (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS). In a Slurm step of several
-    tasks it also sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, for code that reads those;
-    destroying the process group takes them back. A process is in a step where SLURM_STEP_ID is set or
-    SLURM_PROCID is above 0. A batch shell or `salloc` is no step: there it is the single process that it is.
+    Works under torchrun and srun (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS). In a Slurm step of several tasks it also
+    sets RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, for code that reads those; destroying the process group
+    restores them. A process is in a step if SLURM_STEP_ID is set or SLURM_PROCID is above 0. In a batch shell or the
+    shell of `salloc` the result is that of a single process.
     """
     variables = read_rank_variables()
     rank, local_rank, world_size = variables.rank, _local_rank(variables), variables.world_size
@@ -66,29 +70,29 @@ def get_world_info() -> tuple[int, int, int]:
 
 
 def is_rank_zero() -> bool:
-    """Check if the current process is rank 0: the process group's word, else the environment's (page 003)."""
+    """Return whether this is rank 0 of the process group, or without one of the environment (KempnerForge)."""
     return get_rank_safe() == 0
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Get the rank within the process group, -1 for a process outside it (seed page 002, OLMo-core).
+    """Get the rank within the process group, -1 for a process outside it (OLMo-core).
 
-    Before a process group is initialised, the rank that the environment tells: 0 only on rank 0.
+    Before a process group is initialized, get the rank of the environment, so that only rank 0 gets 0.
     """
     return dist.get_rank(group) if is_distributed() else read_rank_variables().rank
 
 
 def get_global_rank(group_rank: int, group: dist.ProcessGroup | None = None) -> int:
-    """Translate a rank within a group into its global rank (seed page 002, OLMo-core)."""
+    """Translate a rank within a group into its global rank (OLMo-core)."""
     if not is_distributed() or group is None:
         return group_rank
     return dist.get_global_rank(group, group_rank)
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Get the world size of the process group; always 1 where none is initialised (seed page 002, OLMo-core).
+    """Get the world size of the process group, 1 if none is initialized (OLMo-core).
 
-    Raises NotInGroupError for a process outside `group`, which cannot know.
+    Raises NotInGroupError for a process outside `group`.
     """
     if not is_distributed():
         return 1
@@ -97,70 +101,68 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Get the local rank within the current node; 0 without a process group (seed page 002, OLMo-core).
+    """Get the local rank within the current node, 0 without a process group (OLMo-core).
 
-    Relies on LOCAL_RANK (or Slurm's SLURM_LOCALID). Raises RankEnvironmentError where neither is set: two
-    ranks that both took themselves for the first of their node would write the same file.
+    Reads LOCAL_RANK (or Slurm's SLURM_LOCALID). Raises RankEnvironmentError if neither is set: with a default of 0,
+    two ranks of a node would write the same file.
     """
     return _local_rank(_running_variables()) if is_distributed() else 0
 
 
 def get_fs_local_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Get the rank among those that see the same file system (seed page 002, OLMo-core).
+    """Get the rank among those with the same file system, 0 without a process group (OLMo-core).
 
-    FS_LOCAL_RANK where it is set; with OLMO_SHARED_FS=1, all ranks do: the rank in `group`; else those of
-    the node: the local rank. Always 0 without a process group. Raises NotInGroupError for a process outside
-    `group`.
+    FS_LOCAL_RANK if it is set. Otherwise the rank in `group` with OLMO_SHARED_FS=1 (all ranks share the file system),
+    and the local rank without it. Raises NotInGroupError for a process outside `group`.
     """
     if not is_distributed():
         return 0
     require_member(group)
-    stated = read_integer("FS_LOCAL_RANK")
-    if stated is not None:
-        return stated
+    value = read_integer("FS_LOCAL_RANK")
+    if value is not None:
+        return value
     return get_rank(group) if os.environ.get("OLMO_SHARED_FS") == "1" else get_local_rank()
 
 
 def get_local_world_size() -> int:
-    """Get the number of ranks on this node; always 1 without a process group (seed page 002, OLMo-core).
+    """Get the number of ranks on this node, 1 without a process group (OLMo-core).
 
-    Relies on LOCAL_WORLD_SIZE, NUM_NODES or Slurm. Raises RankEnvironmentError where none is set.
+    Reads LOCAL_WORLD_SIZE, NUM_NODES or Slurm's variables. Raises RankEnvironmentError if none is set.
     """
     return _local_world_size(_running_variables()) if is_distributed() else 1
 
 
 def get_num_nodes() -> int:
-    """Get the number of nodes of the default process group; always 1 without one (seed page 002, OLMo-core).
+    """Get the number of nodes of the default process group, 1 without one (OLMo-core).
 
-    Relies on NUM_NODES, torchrun's GROUP_WORLD_SIZE, Slurm, or LOCAL_WORLD_SIZE where that divides the
-    ranks. Raises RankEnvironmentError where they contradict the number of ranks, or none is set.
+    Reads NUM_NODES, torchrun's GROUP_WORLD_SIZE, Slurm's variables, or LOCAL_WORLD_SIZE if it divides the world size.
+    Raises RankEnvironmentError if none is set, or if they contradict the world size.
     """
     if not is_distributed():
         return 1
     variables = _running_variables()
     if variables.num_nodes is None:
-        stated = f"LOCAL_WORLD_SIZE={variables.local_world_size}" if variables.local_world_size else "none of them"
+        local = variables.local_world_size or "unset"
         raise RankEnvironmentError(
-            f"the number of nodes is unknown: {variables.world_size} ranks, {stated} set; set NUM_NODES"
+            f"the number of nodes is unknown with WORLD_SIZE={variables.world_size}, LOCAL_WORLD_SIZE={local}; "
+            "set NUM_NODES"
         )
     return variables.num_nodes
 
 
 def validate_env_vars() -> None:
-    """Validate distributed environment variables, called by `init_distributed` (seed page 002, OLMo-core).
-
-    Nothing to check without a process group.
+    """Validate the rank variables against the process group, if there is one (OLMo-core).
 
     Raises:
-        RankEnvironmentError: RANK or WORLD_SIZE differ from the process group, LOCAL_RANK is missing, or
-            the number of ranks on this node or of nodes is missing or contradicts the others.
+        RankEnvironmentError: RANK or WORLD_SIZE differs from the process group, LOCAL_RANK is missing, or the number of
+            local ranks or of nodes is missing or contradicts the others.
     """
     if not is_distributed():
         return
     problems = [
-        f"{name}={stated}: the process group says {actual}; unset {name} or correct it"
+        f"{name}={value}: must equal the process group's value, {actual}; unset {name} or correct it"
         for name, actual in (("RANK", dist.get_rank()), ("WORLD_SIZE", dist.get_world_size()))
-        if (stated := read_integer(name)) is not None and stated != actual
+        if (value := read_integer(name)) is not None and value != actual
     ]
     for check in (get_local_rank, get_local_world_size, get_num_nodes, get_fs_local_rank):
         try:
@@ -179,7 +181,7 @@ def _local_rank(variables: RankVariables) -> int:
     if variables.local_rank is None:
         raise RankEnvironmentError(
             f"LOCAL_RANK is not set on rank {variables.rank} of {variables.world_size}: "
-            "start with torchrun or srun, or set it to the number of this process among those of its node"
+            "start with torchrun or srun, or set it to the index of this process among those of its node"
         )
     return variables.local_rank
 
@@ -188,6 +190,6 @@ def _local_world_size(variables: RankVariables) -> int:
     if variables.local_world_size is None:
         raise RankEnvironmentError(
             f"LOCAL_WORLD_SIZE is not set on rank {variables.rank} of {variables.world_size}: "
-            "start with torchrun or srun, or set it (or NUM_NODES, where all nodes have as many processes)"
+            "start with torchrun or srun, or set it (or NUM_NODES, if every node has the same number of processes)"
         )
     return variables.local_world_size

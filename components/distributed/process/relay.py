@@ -1,12 +1,13 @@
-"""An authenticated way to the store of the ranks, for ranks on other nodes.
+"""Authenticated access to the rendezvous store from other nodes: a gateway on rank 0, a local proxy on the other ranks.
 
-A TCPStore asks nobody who they are: whoever reaches its port can list, read, change and delete every key. So it listens
-on the loopback interface of rank 0's node only. Beside it rank 0 runs a gate, on an address that other nodes reach. A
-connection is led on to the store only after both ends have proved that they know a secret, which rank 0 handed over in
-a file that only the user can read. Every other rank runs a door: a loopback port that its own process alone may use,
-which leads to the gate. Torch's client then talks to the door as if it were the store.
+A TCPStore has no authentication: any client that reaches its port can list, read, change and delete every key. The
+store therefore listens only on the loopback interface of rank 0's node. Rank 0 also runs a gateway on an address that
+other nodes can reach. The gateway forwards a connection to the store only after a mutual handshake (HMAC-SHA256 with
+fresh nonces) with a secret that rank 0 writes to a file which only the user can read. Every other rank runs a proxy on
+a loopback port, which accepts connections of its own process only and forwards them to the gateway. torch's client
+connects to this port as if it were the store.
 
-Imports no torch. Gate and door are an event loop in a thread; they end with their process.
+Imports no torch. Gateway and proxy each run an event loop in a daemon thread.
 """
 
 from __future__ import annotations
@@ -23,48 +24,48 @@ from typing import TypeAlias
 
 LOOPBACK = "127.0.0.1"
 HANDSHAKE_SECONDS = 10.0
-"""How long a connection may take to prove itself."""
+"""Timeout of the handshake of one connection."""
 _NONCE, _PROOF, _CHUNK = 32, 32, 2**16
 
 Reader: TypeAlias = asyncio.StreamReader
 Writer: TypeAlias = asyncio.StreamWriter
 
 
-def open_gate(address: str, store_port: int, secret: bytes) -> int:
-    """Lead connections to a free port of `address` on to the store at the loopback interface; return that port.
+def open_gateway(address: str, store_port: int, secret: bytes) -> int:
+    """Serve the store on the loopback interface to authenticated clients at `address`; return the gateway's port.
 
-    Raises OSError where `address` is not one of this machine.
+    Raises OSError if `address` is not an address of this machine.
     """
 
-    async def let_in(reader: Reader, writer: Writer) -> None:
-        await asyncio.wait_for(_admit(reader, writer, secret), HANDSHAKE_SECONDS)
-        await _join(reader, writer, *await asyncio.open_connection(LOOPBACK, store_port))
+    async def accept(reader: Reader, writer: Writer) -> None:
+        await asyncio.wait_for(_authenticate_client(reader, writer, secret), HANDSHAKE_SECONDS)
+        await _relay(reader, writer, *await asyncio.open_connection(LOOPBACK, store_port))
 
-    return _serve(address, let_in)
+    return _serve(address, accept)
 
 
-def open_door(address: str, gate_port: int, secret: bytes) -> int:
-    """Return a loopback port that leads this process, and no other, through the gate at `address`."""
+def open_local_proxy(address: str, gateway_port: int, secret: bytes) -> int:
+    """Forward connections of this process, and no other, to the gateway at `address`; return the loopback port."""
 
-    async def lead(reader: Reader, writer: Writer) -> None:
-        if not _is_of_this_process(writer.get_extra_info("peername")[1], writer.get_extra_info("sockname")[1]):
+    async def forward(reader: Reader, writer: Writer) -> None:
+        if not _is_from_this_process(writer.get_extra_info("peername")[1], writer.get_extra_info("sockname")[1]):
             return
-        there = await asyncio.open_connection(address, gate_port)
+        gateway = await asyncio.open_connection(address, gateway_port)
         try:
-            await asyncio.wait_for(_ask(*there, secret), HANDSHAKE_SECONDS)
+            await asyncio.wait_for(_authenticate_to_gateway(*gateway, secret), HANDSHAKE_SECONDS)
         except BaseException:
-            there[1].close()
+            gateway[1].close()
             raise
-        await _join(reader, writer, *there)
+        await _relay(reader, writer, *gateway)
 
-    return _serve(LOOPBACK, lead)
+    return _serve(LOOPBACK, forward)
 
 
 def _serve(address: str, handle: Callable[[Reader, Writer], Awaitable[None]]) -> int:
-    """Start a server on a free port of `address` in a thread of its own, and return the port."""
+    """Start a server thread on a free port of `address`, and return the port."""
 
     async def serve_one(reader: Reader, writer: Writer) -> None:
-        with suppress(OSError, EOFError, PermissionError, asyncio.TimeoutError):  # its peer went, or proved nothing
+        with suppress(OSError, EOFError, PermissionError, asyncio.TimeoutError):  # peer gone or unauthenticated
             await handle(reader, writer)
         writer.close()
 
@@ -80,53 +81,57 @@ def _serve(address: str, handle: Callable[[Reader, Writer], Awaitable[None]]) ->
     return listener.getsockname()[1]
 
 
-async def _admit(reader: Reader, writer: Writer, secret: bytes) -> None:
-    """The gate's part of the handshake. Raises PermissionError for a peer that does not know the secret."""
-    ours = secrets.token_bytes(_NONCE)
-    writer.write(ours)
-    theirs, proof = await reader.readexactly(_NONCE), await reader.readexactly(_PROOF)
-    if not hmac.compare_digest(proof, _prove(secret, b"door", ours + theirs)):
+async def _authenticate_client(reader: Reader, writer: Writer, secret: bytes) -> None:
+    """Do the gateway's half of the handshake. Raises PermissionError if the client does not have the secret."""
+    own_nonce = secrets.token_bytes(_NONCE)
+    writer.write(own_nonce)
+    peer_nonce, proof = await reader.readexactly(_NONCE), await reader.readexactly(_PROOF)
+    if not hmac.compare_digest(proof, _prove(secret, b"proxy", own_nonce + peer_nonce)):
         raise PermissionError("wrong secret")
-    writer.write(_prove(secret, b"gate", ours + theirs))
+    writer.write(_prove(secret, b"gateway", own_nonce + peer_nonce))
     await writer.drain()
 
 
-async def _ask(reader: Reader, writer: Writer, secret: bytes) -> None:
-    """The door's part. Raises PermissionError where something else has taken the gate's port."""
-    theirs, ours = await reader.readexactly(_NONCE), secrets.token_bytes(_NONCE)
-    writer.write(ours + _prove(secret, b"door", theirs + ours))
+async def _authenticate_to_gateway(reader: Reader, writer: Writer, secret: bytes) -> None:
+    """Do the proxy's half of the handshake. Raises PermissionError if the server on the port is not the gateway."""
+    peer_nonce, own_nonce = await reader.readexactly(_NONCE), secrets.token_bytes(_NONCE)
+    writer.write(own_nonce + _prove(secret, b"proxy", peer_nonce + own_nonce))
     await writer.drain()
-    if not hmac.compare_digest(await reader.readexactly(_PROOF), _prove(secret, b"gate", theirs + ours)):
+    if not hmac.compare_digest(await reader.readexactly(_PROOF), _prove(secret, b"gateway", peer_nonce + own_nonce)):
         raise PermissionError("wrong secret")
 
 
-def _prove(secret: bytes, side: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, side + nonces, "sha256")
+def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, role + nonces, "sha256")
 
 
-async def _join(reader: Reader, writer: Writer, other_reader: Reader, other_writer: Writer) -> None:
-    """Move bytes both ways until either side ends."""
+async def _relay(reader: Reader, writer: Writer, other_reader: Reader, other_writer: Writer) -> None:
+    """Copy bytes in both directions until either connection closes."""
     for each in (writer, other_writer):
         each.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    pumps = [asyncio.ensure_future(_pump(reader, other_writer)), asyncio.ensure_future(_pump(other_reader, writer))]
-    await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-    for pump in pumps:
-        pump.cancel()
+    copies = [asyncio.ensure_future(_copy(reader, other_writer)), asyncio.ensure_future(_copy(other_reader, writer))]
+    await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+    for copy in copies:
+        copy.cancel()
     writer.close()
     other_writer.close()
 
 
-async def _pump(reader: Reader, writer: Writer) -> None:
+async def _copy(reader: Reader, writer: Writer) -> None:
     with suppress(OSError):
         while data := await reader.read(_CHUNK):
             writer.write(data)
             await writer.drain()
 
 
-def _is_of_this_process(port: int, door: int) -> bool:
-    """Whether the loopback connection from `port` to `door` was opened by this very process."""
-    ends, sockets = (f"{port:04X}", f"{door:04X}"), set()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):  # torch's sockets are of IPv6, for IPv4 addresses too
+def _is_from_this_process(port: int, proxy_port: int) -> bool:
+    """Return whether this process opened the loopback connection from `port` to `proxy_port`.
+
+    /proc/self/net lists every connection with the inode of its socket; the inodes among this process's own descriptors
+    are those it opened.
+    """
+    ends, sockets = (f"{port:04X}", f"{proxy_port:04X}"), set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):  # torch opens IPv6 sockets for IPv4 addresses too
         with suppress(OSError), open(table) as file:
             for fields in map(str.split, file):
                 if tuple(end.rpartition(":")[2] for end in fields[1:3]) == ends:

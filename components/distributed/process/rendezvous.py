@@ -1,4 +1,4 @@
-"""Where ranks meet: the address, and the store that every start-up goes through."""
+"""Rendezvous of the ranks: the address of rank 0, and the TCPStore through which every start-up goes."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from components.distributed.process.environment import (
     RankVariables,
     Source,
     read_integer,
-    required,
+    require_integer,
 )
-from components.distributed.process.relay import LOOPBACK, open_door, open_gate
+from components.distributed.process.relay import LOOPBACK, open_gateway, open_local_proxy
 from components.distributed.process.store_sync import MissingRanks, StoreSync
 from components.protocol.role import STORE_FD, STORE_FILE, node_name
 from components.protocol.run_files import PRIVATE, atomic_write_json
 
-FIRST_PORT, PORTS = 10000, 20000  # below the range from which Linux takes the ports of outgoing connections
+FIRST_PORT, PORTS = 10000, 20000  # below Linux's range of ephemeral ports
 
 
 class RendezvousError(RuntimeError):
-    """The ranks did not find one another; the message says who is missing and where they were expected."""
+    """Failure of the ranks to reach the store in time; the message names the missing ranks and the address."""
 
 
 def master_address(variables: RankVariables, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port of rank 0's store, the same on every rank.
 
-    MASTER_ADDR and MASTER_PORT where they are set. In a Slurm step without them: the first node of the step, and
-    a port that follows from the job and the step.
+    MASTER_ADDR and MASTER_PORT if they are set. Otherwise, in a Slurm step, the first node of the step and a port
+    derived from the ids of the job and the step.
 
     Raises:
-        RankEnvironmentError: neither says where, or Slurm's node list cannot be expanded.
+        RankEnvironmentError: Neither source has an address, or Slurm's node list cannot be expanded.
     """
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     in_step = variables.source is Source.srun
@@ -57,57 +57,57 @@ def master_address(variables: RankVariables, environ: Mapping[str, str]) -> tupl
             "start with torchrun, or set both to the same values on all ranks"
         )
     host = host or _first_host_of_step(environ)
-    number = required(environ, "MASTER_PORT", f"MASTER_ADDR={host}") if port else _port_of_step(environ)
+    number = require_integer(environ, "MASTER_PORT", f"MASTER_ADDR={host}") if port else _port_of_step(environ)
     if not 0 < number < 2**16:
         raise RankEnvironmentError(f"MASTER_PORT={number}: must lie between 1 and 65535")
     return host, number
 
 
-def meeting_host(variables: RankVariables) -> str:
-    """Return the host that the ranks meet at, where that is this machine alone; else any other name."""
-    if not _handed_over():
+def rendezvous_host(variables: RankVariables) -> str:
+    """Return the host of the rendezvous: a loopback address if all ranks run on this machine, else another name."""
+    if not _uses_store_file():
         return master_address(variables, os.environ)[0]
     return LOOPBACK if _is_one_node() else os.environ.get("MASTER_ADDR", "")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` names this machine only."""
+    """Return whether `host` is the loopback interface."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def open_store(variables: RankVariables, timeout: timedelta) -> dist.Store:
-    """Return the store of all ranks, with keys of this attempt only. The ranks may still be on their way.
+    """Return the store of all ranks under a key prefix of this attempt, without waiting for the other ranks.
 
     Raises:
-        RankEnvironmentError: the address is unknown.
-        RendezvousError: the store cannot be served or reached within `timeout`.
+        RankEnvironmentError: The address of rank 0 is not set.
+        RendezvousError: The store cannot be served or reached within `timeout`.
     """
-    if _handed_over():
-        return _of_this_attempt(_store_by_file(variables, timeout), timeout)
+    if _uses_store_file():
+        return _with_attempt_prefix(_open_store_by_file(variables, timeout), timeout)
     host, port = master_address(variables, os.environ)
     try:
-        store = _store(host, port, variables.rank, variables.world_size, timeout)
+        store = _open_store_at(host, port, variables.rank, variables.world_size, timeout)
     except (dist.DistError, RuntimeError) as error:
-        act = "serve" if variables.rank == 0 and not agent_serves() else "reach"
+        act = "serve" if variables.rank == 0 and not agent_serves_store() else "reach"
         raise RendezvousError(
             f"rank {variables.rank} of {variables.world_size} could not {act} the store at {host}:{port} "
             f"within {timeout.total_seconds():g} s: MASTER_ADDR and MASTER_PORT must name a free port on the "
             f"host of rank 0, the same on all ranks ({error})"
         ) from error
-    return _of_this_attempt(store, timeout)
+    return _with_attempt_prefix(store, timeout)
 
 
-def _of_this_attempt(store: dist.Store, timeout: timedelta) -> dist.Store:
+def _with_attempt_prefix(store: dist.Store, timeout: timedelta) -> dist.Store:
     store.set_timeout(timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"meshbook/{attempt}", store)
 
 
-def meet(variables: RankVariables, store: dist.Store, value: str, timeout: timedelta) -> list[str]:
-    """Wait until every rank is at the store, and return what each one says, in rank order.
+def gather_at_start(variables: RankVariables, store: dist.Store, value: str, timeout: timedelta) -> list[str]:
+    """Wait until every rank has reached the store, and return the value of each one, in rank order.
 
     Raises:
-        RendezvousError: some ranks did not come within `timeout`; names them.
+        RendezvousError: Some ranks did not arrive within `timeout`; the message lists them.
     """
     sync = StoreSync.enter(store, "start", variables.rank, variables.world_size)
     try:
@@ -115,17 +115,17 @@ def meet(variables: RankVariables, store: dist.Store, value: str, timeout: timed
     except MissingRanks as error:
         raise RendezvousError(
             f"starting {variables.world_size} ranks: {error}; look for their first error, "
-            "and whether MASTER_ADDR and MASTER_PORT are the same everywhere"
+            "and check that MASTER_ADDR and MASTER_PORT are the same on all ranks"
         ) from error
 
 
 @functools.cache
-def _stores() -> dict[tuple[str, int], dist.Store]:
-    """The stores this process serves or has joined: rank 0 must serve its store for as long as it lives."""
+def _open_stores() -> dict[tuple[str, int], dist.Store]:
+    """Return the stores that this process serves or has joined; rank 0 must serve its store until it exits."""
     return {}
 
 
-def _handed_over() -> bool:
+def _uses_store_file() -> bool:
     return bool(os.environ.get(STORE_FILE))
 
 
@@ -133,54 +133,54 @@ def _is_one_node() -> bool:
     return os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES")) == "1"
 
 
-def _store_by_file(variables: RankVariables, timeout: timedelta) -> dist.Store:
-    """Return the store that rank 0 serves on its loopback interface, behind a gate (relay.py)."""
+def _open_store_by_file(variables: RankVariables, timeout: timedelta) -> dist.Store:
+    """Return the store that rank 0 serves on its loopback interface behind a gateway (relay.py)."""
     file, rank, world_size = Path(os.environ[STORE_FILE]), variables.rank, variables.world_size
     key = (str(file), 0)
-    if key in _stores():
-        return _stores()[key]
+    if key in _open_stores():
+        return _open_stores()[key]
     connect = functools.partial(dist.TCPStore, LOOPBACK, world_size=world_size, timeout=timeout, use_libuv=True)
     if rank == 0:
         listener = _listen(LOOPBACK, 0)
         with socket.socket(fileno=os.dup(listener)) as bound:
             port = bound.getsockname()[1]
         store = connect(port=port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
-        address, gate, secret = _open_gate(port)
-        atomic_write_json(file, {"address": address, "port": gate, "secret": secret.hex()}, PRIVATE)
+        address, gateway, secret = _open_gateway(port)
+        atomic_write_json(file, {"address": address, "port": gateway, "secret": secret.hex()}, PRIVATE)
         atexit.register(file.unlink, missing_ok=True)
     else:
         at = _await_file(file, variables, timeout)
-        door = open_door(at["address"], at["port"], bytes.fromhex(at["secret"]))
+        proxy = open_local_proxy(at["address"], at["port"], bytes.fromhex(at["secret"]))
         try:
-            store = connect(port=door, is_master=False, wait_for_workers=False)
+            store = connect(port=proxy, is_master=False, wait_for_workers=False)
         except (dist.DistError, RuntimeError) as error:
             raise RendezvousError(
                 f"rank {rank} of {world_size} could not reach the store of rank 0 through {at['address']}:{at['port']} "
                 f"(from {file}) within {timeout.total_seconds():g} s: rank 0 must be running, and its node reachable "
                 f"from this one at that port ({error})"
             ) from error
-    _stores()[key] = store
-    atexit.register(_leave, store, rank, world_size)
+    _open_stores()[key] = store
+    atexit.register(_leave_store, store, rank, world_size)
     return store
 
 
-def _open_gate(store_port: int) -> tuple[str, int, bytes]:
-    """Open the gate to the store on an address that other nodes reach; return address, port and secret."""
+def _open_gateway(store_port: int) -> tuple[str, int, bytes]:
+    """Open the gateway to the store on an address that other nodes can reach; return address, port and secret."""
     secret, tried = secrets.token_bytes(32), []
-    for address in [LOOPBACK] if _is_one_node() else _own_addresses():
+    for address in [LOOPBACK] if _is_one_node() else _node_addresses():
         try:
-            return address, open_gate(address, store_port, secret), secret
+            return address, open_gateway(address, store_port, secret), secret
         except OSError as error:
             tried.append(f"{address}: {error}")
     node, tries = node_name(os.environ), "; ".join(tried) or "none"
     raise RendezvousError(
-        f"rank 0 on {node} finds no address of its own that other nodes reach ({tries}): "
-        "the name of the node must resolve to its address there, and not to the loopback interface alone"
+        f"rank 0 on {node} has no address that other nodes can reach (tried {tries}): "
+        f"on that node, {node} must resolve to a network address, not only to the loopback interface"
     )
 
 
-def _own_addresses() -> list[str]:
-    """What the name of this node resolves to, and the address that srun was started from: loopback left out."""
+def _node_addresses() -> list[str]:
+    """Return the addresses of this node's name, then the address that srun was started from, without loopback ones."""
     found: list[str] = []
     with contextlib.suppress(OSError):
         found += [
@@ -192,68 +192,69 @@ def _own_addresses() -> list[str]:
 
 
 def _await_file(file: Path, variables: RankVariables, timeout: timedelta) -> dict[str, Any]:
-    """Return what rank 0 has handed over. Raises RendezvousError where it does not within `timeout`."""
+    """Return rank 0's gateway (address, port, secret) from `file`. Raises RendezvousError after `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         with contextlib.suppress(FileNotFoundError), file.open() as opened:
-            if os.fstat(opened.fileno()).st_uid == os.getuid():  # nobody else leads the ranks astray
+            if os.fstat(opened.fileno()).st_uid == os.getuid():  # another user's file could redirect the ranks
                 return json.loads(opened.read())
         if time.monotonic() > deadline:
             raise RendezvousError(
-                f"rank {variables.rank} of {variables.world_size}: rank 0 did not hand over its store's address in "
+                f"rank {variables.rank} of {variables.world_size}: rank 0 did not write its store's address to "
                 f"{file} within {timeout.total_seconds():g} s; look for the first error of rank 0"
             )
         time.sleep(0.05)
 
 
-def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def _open_store_at(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     key = (host, port)
-    if key not in _stores():
-        _stores()[key] = _connect(host, port, rank, world_size, timeout)
-        atexit.register(_leave, _stores()[key], rank, world_size)
-    return _stores()[key]
+    if key not in _open_stores():
+        _open_stores()[key] = _connect(host, port, rank, world_size, timeout)
+        atexit.register(_leave_store, _open_stores()[key], rank, world_size)
+    return _open_stores()[key]
 
 
 def keep_store(store: dist.Store, rank: int, world_size: int) -> None:
-    """Keep the store of a process group that somebody else started until all its ranks have left it.
+    """Keep the store of a process group started by other code until all its ranks have left it.
 
-    Otherwise it ends with rank 0's group, while others may still look for what rank 0 said last. A store that
-    this process opened is kept already.
+    Otherwise it would end with rank 0's process group, while other ranks may still read its last keys. A store that
+    this process opened itself is already kept.
     """
-    if not _stores():
-        _stores()["of the process group", 0] = store
-        atexit.register(_leave, store, rank, world_size)
+    if not _open_stores():
+        _open_stores()["of the process group", 0] = store
+        atexit.register(_leave_store, store, rank, world_size)
 
 
-def _leave(store: dist.Store, rank: int, world_size: int) -> None:
-    """At exit, say goodbye; the process that serves the store first lets the others look into it."""
+def _leave_store(store: dist.Store, rank: int, world_size: int) -> None:
+    """Leave the store at exit; the process that serves it first waits for the other ranks to leave."""
     sync = StoreSync(dist.PrefixStore("left", store), rank, world_size)
-    with contextlib.suppress(dist.DistError):  # it is gone: nobody can be told any more
-        sync.told()
-        if rank == 0 and not agent_serves() and getattr(sys, "last_value", None) is None:
-            sync.farewell(world_size)
+    with contextlib.suppress(dist.DistError):  # the store is gone already
+        sync.acknowledge()
+        # sys.last_value is set after an uncaught exception: then exit without waiting for the others.
+        if rank == 0 and not agent_serves_store() and getattr(sys, "last_value", None) is None:
+            sync.await_acknowledgements(world_size)
 
 
 def _connect(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     connect = functools.partial(
         dist.TCPStore, host, port, world_size, timeout=timeout, wait_for_workers=False, use_libuv=True
     )
-    if rank != 0 or agent_serves():
+    if rank != 0 or agent_serves_store():
         return connect(is_master=False)
     descriptor = read_integer(STORE_FD)
     if descriptor is None and is_loopback(host):
-        descriptor = _listen(host, port)  # a TCPStore by itself would listen on every interface
-    elif descriptor is None and not os.environ.get("MASTER_ADDR") and (addresses := _own_addresses()):
-        descriptor = _listen(addresses[0], port)  # in a Slurm step, whose ranks know this node by its name
+        descriptor = _listen(host, port)  # by default a TCPStore listens on every interface
+    elif descriptor is None and not os.environ.get("MASTER_ADDR") and (addresses := _node_addresses()):
+        descriptor = _listen(addresses[0], port)  # in a Slurm step, whose ranks resolve this node's name
     if descriptor is not None:
         return connect(is_master=True, master_listen_fd=descriptor)
     return connect(is_master=True, multi_tenant=True)
 
 
-def agent_serves() -> bool:
-    """Whether torchrun's agent serves the store at MASTER_ADDR, so that all ranks are its clients."""
+def agent_serves_store() -> bool:
+    """Return whether torchrun's agent serves the store at MASTER_ADDR, so that every rank is a client."""
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return by_agent and STORE_FD not in os.environ and not _handed_over()
+    return by_agent and STORE_FD not in os.environ and not _uses_store_file()
 
 
 def _listen(host: str, port: int) -> int:
@@ -277,8 +278,8 @@ def _first_host_of_step(environ: Mapping[str, str]) -> str:
         return nodes.split(",")[0]
     scontrol = shutil.which("scontrol", path=environ.get("PATH"))
     if not nodes or scontrol is None:
-        what = f"{name}={nodes} needs scontrol, which is not on PATH" if nodes else f"{name} is not set"
-        raise RankEnvironmentError(f"MASTER_ADDR is not set and {what}; set MASTER_ADDR to the host of rank 0")
+        reason = f"{name}={nodes} needs scontrol, which is not on PATH" if nodes else f"{name} is not set"
+        raise RankEnvironmentError(f"MASTER_ADDR is not set and {reason}; set MASTER_ADDR to the host of rank 0")
     shown = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True, check=False)
     hosts = shown.stdout.split()
     if shown.returncode or not hosts:
@@ -291,7 +292,7 @@ def _first_host_of_step(environ: Mapping[str, str]) -> str:
 
 
 def _port_of_step(environ: Mapping[str, str]) -> int:
-    """A port on which all ranks of the step agree without talking, another one for other jobs and steps."""
-    job = required(environ, "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS")
-    step = required(environ, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")
+    """Return a port that all ranks of the step derive alike, and that differs between jobs and steps."""
+    job = require_integer(environ, "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS")
+    step = require_integer(environ, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")
     return FIRST_PORT + (job + 7919 * step) % PORTS

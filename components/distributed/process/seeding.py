@@ -1,4 +1,4 @@
-"""Random streams: one for all ranks, and as many distinct ones as somebody asks for."""
+"""Random seeds: global generators that are equal on all ranks of a stage, and separate streams by coordinates."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import torch
 
 from components.config.errors import ConfigError
 
-LARGEST_SEED = 2**32 - 1  # numpy's
+LARGEST_SEED = 2**32 - 1  # the limit of numpy.random.seed
 
 
 def _set_seed(seed: int, rank: int, pp_rank: int = 0) -> None:
-    """Set deterministic seeds for reproducibility: torch (CPU and all CUDA devices), `random` and numpy.
+    """Seed torch (CPU and all CUDA devices), `random` and numpy (KempnerForge, distributed/setup.py).
 
-    The streams are equal on all ranks of a pipeline stage and differ between stages (seed page 003,
-    KempnerForge). `rank` is part of the page's signature and changes nothing; a stream of a rank's own is
-    `stream(seed, rank)`.
+    The seed is the same on all ranks of a pipeline stage and differs between stages. `rank` is unused and kept for
+    the published signature; use `stream(seed, rank)` for a stream that differs between ranks.
 
-    Raises ConfigError, before any generator is touched, where numpy could not take the seed.
+    Raises ConfigError, before any generator is seeded, if the seed is out of numpy's range.
     """
     effective = seed + pp_rank
     if not 0 <= effective <= LARGEST_SEED:
@@ -32,10 +31,10 @@ def _set_seed(seed: int, rank: int, pp_rank: int = 0) -> None:
 
 
 def stream(seed: int, *coordinates: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a generator of a stream that depends on `seed` and `coordinates` only: others, another stream.
+    """Return a generator seeded by a hash of `seed` and `coordinates`, so that other coordinates give another stream.
 
-    For what must differ between ranks although `_set_seed` seeds them alike: data augmentation by dp rank,
-    dropout on activations sharded over tp.
+    For randomness that must differ between ranks although `_set_seed` seeds them alike, such as data augmentation per
+    dp rank, or dropout on activations sharded over tp.
     """
     digest = hashlib.sha256(repr((seed, *coordinates)).encode()).digest()
     generator = torch.Generator(device=device)

@@ -1,4 +1,4 @@
-"""The end of a process group: in the right order, not interrupted, with nothing stale left behind."""
+"""Destroying the process group: DeepEP buffers first, queued CUDA work next, without interruption by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ DRAIN_TIMEOUT = timedelta(seconds=30)
 
 
 def destroy_global_state() -> None:
-    """Destroy the torch.distributed process group during cleanup (seed page 000, NeMo AutoModel).
+    """Destroy the process group during cleanup (NeMo AutoModel, components/distributed/init_utils.py).
 
-    Registered to run at exit. SIGINT is ignored meanwhile and handled as before afterwards. DeepEP's buffers
-    are freed before the group, which would otherwise hang on their pending collectives; nothing happens
-    where DeepEP
-    was never used. Queued CUDA work gets 30 s to finish: after the death of a peer it never would. Variables
-    that the start-up set are put back. A no-op without a process group.
+    Registered to run at exit; a no-op without a process group. SIGINT is ignored meanwhile, and its handler restored
+    afterwards. DeepEP buffers, if any, are freed first, since destroying the group would hang on their pending
+    collectives. Queued CUDA work gets DRAIN_TIMEOUT to finish, since it never does after a peer has died. Environment
+    variables set by the start-up are restored.
     """
     try:
         if dist.is_available() and dist.is_initialized():
@@ -45,13 +44,13 @@ def destroy_global_state() -> None:
 
 
 def destroy_distributed() -> None:
-    """Clean up distributed process groups (seed page 003, KempnerForge): `destroy_global_state`."""
+    """Call `destroy_global_state`; the name is KempnerForge's (distributed/setup.py)."""
     destroy_global_state()
 
 
 @contextlib.contextmanager
 def _sigint_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C. Only the main thread may, and only a handler that Python set can be put back."""
+    """Ignore Ctrl-C in the body, if possible: in the main thread, and with a handler that Python can restore."""
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or previous is None:
         yield
@@ -65,31 +64,34 @@ def _sigint_ignored() -> Iterator[None]:
 
 @runtime_checkable
 class _Destroyable(Protocol):
-    """A DeepEP buffer of a version that can be destroyed."""
+    """DeepEP buffer with an explicit `destroy`, which not every version has."""
 
     def destroy(self) -> None: ...
 
 
 def _free_deep_ep_buffers() -> None:
-    """Free every buffer of the classes that DeepEP offers, if imported (Buffer, ElasticBuffer, ...)."""
-    offered = inspect.getmembers(sys.modules["deep_ep"], inspect.isclass) if "deep_ep" in sys.modules else ()
-    kinds = tuple(value for name, value in offered if name.endswith("Buffer"))
-    if not kinds:
+    """Free every live buffer of DeepEP's classes (Buffer, ElasticBuffer, ...) if DeepEP was imported.
+
+    DeepEP has no registry of its buffers, so they are found among the objects that the garbage collector tracks.
+    """
+    classes = inspect.getmembers(sys.modules["deep_ep"], inspect.isclass) if "deep_ep" in sys.modules else ()
+    buffer_classes = tuple(value for name, value in classes if name.endswith("Buffer"))
+    if not buffer_classes:
         return
-    for buffer in [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]:
+    for buffer in [candidate for candidate in gc.get_objects() if issubclass(type(candidate), buffer_classes)]:
         if getattr(buffer, "runtime", buffer) is None:
-            continue  # its owner has freed it
+            continue  # already freed
         try:
             if isinstance(buffer, _Destroyable) and getattr(buffer, "explicitly_destroy", True):
                 buffer.destroy()
             else:
-                buffer.runtime = None  # the last reference: the destructor of the C++ side frees the memory
-        except Exception:  # the group must go down whatever DeepEP says; the log keeps what it said
+                buffer.runtime = None  # drops the last reference: the C++ destructor frees the memory
+        except Exception:  # the process group must be destroyed whatever DeepEP raises
             logger.exception("DeepEP could not free a buffer; destroying the process group anyway")
 
 
 def _drain_device() -> None:
-    """Let queued CUDA work finish, within bounds: a collective whose peer has died never does."""
+    """Wait for queued CUDA work, for at most DRAIN_TIMEOUT: a collective whose peer has died never finishes."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized() and backend_supports_cuda()):
         return
     event = torch.cuda.Event()

@@ -1,9 +1,9 @@
-"""Ranks that wait for one another through the store they met at, without a collective.
+"""Synchronization of ranks through keys of the rendezvous store, without a collective.
 
-A collective that times out leaves its process group unusable, is bound to the group's own timeout, and cannot
-say who is missing. Keys in a store have none of that: waiting harms nothing, any timeout holds, and the ranks that
-have not come are known by name. Waiting polls, because a blocking wait holds the store's lock against the watchdog
-of NCCL and against Ctrl-C.
+A collective that times out leaves its process group unusable, is bound to the timeout of the group, and cannot name
+the missing ranks. Keys in a store avoid all three: a timeout breaks nothing, each wait has its own timeout, and the
+missing ranks are known. Waiting polls, because a blocking wait holds the store's lock, which NCCL's watchdog needs,
+and delays Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch.distributed as dist
 
 from components.protocol.failures import LostPeer
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.25  # seconds between two looks: a tenth of what was waited so far
-FAREWELL = timedelta(seconds=2)  # for which a rank that fails stays, so that its peers can read why
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.001, 0.25  # bounds of the polling interval: a tenth of the time waited so far
+ACKNOWLEDGE_TIMEOUT = timedelta(seconds=2)  # how long a failing rank stays alive so that its peers can read the error
 
 
 class PeerFailure(LostPeer):
-    """Another rank failed, or ended, in what all ranks go through together; the message holds its error."""
+    """Failure or exit of another rank during a synchronization; the message contains its error."""
 
 
 class MissingRanks(TimeoutError):
-    """Some ranks did not come in time. `ranks` are their numbers within the group."""
+    """Ranks that did not arrive within the timeout; `ranks` are their indices within the group."""
 
     def __init__(self, ranks: list[int], timeout: timedelta) -> None:
         names = ", ".join(map(str, ranks))
@@ -37,7 +37,7 @@ class MissingRanks(TimeoutError):
 
 @dataclass(frozen=True, slots=True)
 class StoreSync:
-    """One use of one synchronisation by all of `size` ranks: the keys of its own, and this rank's number."""
+    """One synchronization of `size` ranks under its own key prefix, seen from `rank`."""
 
     store: dist.Store
     rank: int
@@ -45,70 +45,70 @@ class StoreSync:
 
     @classmethod
     def enter(cls, store: dist.Store, name: str, rank: int, size: int) -> StoreSync:
-        """Return this rank's next synchronisation `name`: its n-th meets the n-th of all others."""
+        """Return this rank's next synchronization `name`; the n-th calls of all ranks form one."""
         number = store.add(f"{name}/entries/{rank}", 1)
         return cls(dist.PrefixStore(f"{name}/{number}", store), rank, size)
 
     def has(self, key: str) -> bool:
-        """Whether any rank has set `key`."""
+        """Return whether any rank has set `key`. Raises PeerFailure if the store is gone."""
         try:
             return self.store.check([key])
         except dist.DistError as error:
             raise PeerFailure("the store of the ranks is gone: the process that serves it has ended") from error
 
     def read(self, key: str) -> str:
-        """Return the value of a key that is set."""
+        """Return the value of a key that has been set."""
         return self.store.get(key).decode()
 
-    def settle(self, key: str, value: str) -> str:
-        """Set `key` unless a rank was faster, and return the value that all ranks see from then on."""
+    def set_once(self, key: str, value: str) -> str:
+        """Set `key` unless another rank already has, and return its value, which is final."""
         return self.store.compare_set(key, "", value).decode()
 
     def count(self, key: str, increment: int = 1) -> int:
-        """Add to a shared counter and return its new value; increment 0 reads it."""
+        """Add to a shared counter and return its new value; an increment of 0 only reads it."""
         return self.store.add(key, increment)
 
     def poll(self, ready: Callable[[], bool], timeout: timedelta) -> bool:
-        """Wait until `ready()`, and return False when it was not so within `timeout`."""
+        """Poll until `ready()` is true; return False if it is not within `timeout`."""
         began = time.monotonic()
         while not ready():
             waited = time.monotonic() - began
             left = timeout.total_seconds() - waited
             if left <= 0:
                 return False
-            time.sleep(min(max(waited / 10, SHORTEST_PAUSE), LONGEST_PAUSE, left))
+            time.sleep(min(max(waited / 10, MIN_POLL_SECONDS), MAX_POLL_SECONDS, left))
         return True
 
-    def settle_verdict(self, failure: PeerFailure | TimeoutError | None) -> None:
-        """Say how it ended for all, None: well. The first rank that says it is believed."""
+    def publish_verdict(self, failure: PeerFailure | TimeoutError | None) -> None:
+        """Publish the outcome for all ranks, None for success. The first published outcome is final."""
         kind = "" if failure is None else type(failure).__name__
-        self.settle("verdict", json.dumps([kind, str(failure or "")]))
+        self.set_once("verdict", json.dumps([kind, str(failure or "")]))
 
     def has_verdict(self) -> bool:
-        """Whether it is known how it ended."""
+        """Return whether an outcome has been published."""
         return self.has("verdict")
 
     def raise_verdict(self, call: str) -> None:
-        """Raise the failure of which the verdict tells, if any; `call` is what the message starts with."""
+        """Raise the published failure, if there is one, with a message that begins with `call`."""
         kind, message = json.loads(self.read("verdict"))
         if kind:
-            self.told()
+            self.acknowledge()
             raise (TimeoutError if kind == "TimeoutError" else PeerFailure)(f"{call}: {message}")
 
-    def farewell(self, peers: int) -> None:
-        """Stay until `peers` ranks have called `told`: the store may end with this process."""
-        self.poll(lambda: self.count("told", 0) >= peers, FAREWELL)
+    def await_acknowledgements(self, peers: int) -> None:
+        """Wait until `peers` ranks have called `acknowledge`, since this process may serve the store they read."""
+        self.poll(lambda: self.count("acknowledged", 0) >= peers, ACKNOWLEDGE_TIMEOUT)
 
-    def told(self) -> None:
-        """Say that this rank has read why the others fail."""
-        self.count("told")
+    def acknowledge(self) -> None:
+        """Report that this rank no longer needs the store for this synchronization."""
+        self.count("acknowledged")
 
     def gather(self, value: str, timeout: timedelta) -> list[str]:
         """Return the values of all ranks in rank order.
 
         Raises:
-            MissingRanks: not all ranks came within `timeout`. All ranks then get the same list of the
-                missing, late ones included, so that none goes on where others have given up.
+            MissingRanks: Not all ranks arrived within `timeout`. All ranks, including late ones, then get the same
+                list of missing ranks, so that none continues after the others have given up.
         """
         self.store.set(f"value/{self.rank}", value)
         if self.count("arrived") < self.size:
@@ -116,10 +116,10 @@ class StoreSync:
         if not self.has("outcome"):
             missing = [rank for rank in range(self.size) if not self.has(f"value/{rank}")]
             found = {} if missing else {"values": [self.read(f"value/{rank}") for rank in range(self.size)]}
-            self.settle("outcome", json.dumps(found or {"missing": missing}))
+            self.set_once("outcome", json.dumps(found or {"missing": missing}))
         outcome = json.loads(self.read("outcome"))
         if "missing" in outcome:
-            self.told()
-            self.farewell(self.size - len(outcome["missing"]))
+            self.acknowledge()
+            self.await_acknowledgements(self.size - len(outcome["missing"]))
             raise MissingRanks(outcome["missing"], timeout)
         return outcome["values"]

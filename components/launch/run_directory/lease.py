@@ -24,7 +24,7 @@ from pathlib import Path
 from components.housekeeping import HousekeepingThread
 from components.launch.clusters import jobs_by_id, stop_command
 from components.protocol.failures import RunDirectoryInUse
-from components.protocol.role import node_name, own_job
+from components.protocol.role import current_job, node_name
 from components.protocol.run_files import LEASE
 from components.terminal import print_text
 
@@ -61,7 +61,7 @@ class Holder:
     @classmethod
     def this(cls, environ: Mapping[str, str]) -> Holder:
         """Return the holder that this process is."""
-        job = own_job(environ)
+        job = current_job(environ)
         return cls(
             token=secrets.token_hex(8),
             host=node_name(environ),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from components.launch.slurm.requeue import attempts_of_job, hung_nodes, reason_not_after_hang, reason_to_stop
 from components.protocol.exit_codes import EXIT_HUNG, EXIT_INVALID
-from components.protocol.failures import Failure, Kind, RankExit, first_failure, read_reports, tell_failure
+from components.protocol.failures import Failure, Kind, RankExit, first_failure, print_failure, read_reports
 from components.protocol.run_files import (
     CANCELLED,
     REQUEUE,
@@ -94,16 +94,16 @@ def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cance
             "every rank that could speak lost another one; srun names above who ended without a word", flush=True
         )
     if report is not None and report.kind == Kind.in_use:
-        tell_failure(failure, logs)
+        print_failure(failure, logs)
         return EXIT_INVALID
     (run_dir / REQUEUE).unlink(missing_ok=True)
     if report is not None and report.kind == Kind.config:
-        tell_failure(failure, logs)
+        print_failure(failure, logs)
         record_result(run_dir, {"status": "invalid", "error": report.message})
         return EXIT_INVALID
     record_result(run_dir, {"status": report.status if report else "failed", "error": failure.error})
     if report is None or report.kind != Kind.hung:
-        tell_failure(failure, logs)
+        print_failure(failure, logs)
         return status or 1
     reason = reason_not_after_hang(run_dir, attempts_of_job(run_dir, attempt), os.environ)
     if reason is None and not cancelled:
@@ -111,7 +111,7 @@ def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cance
         print_text("the run hung: back into the queue", flush=True)
     elif not cancelled:
         print_text(f"the run hung, and is not requeued: {reason}", flush=True)
-    tell_failure(failure, logs)
+    print_failure(failure, logs)
     return EXIT_HUNG
 
 
