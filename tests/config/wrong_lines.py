@@ -26,7 +26,12 @@ UNKNOWN_KEY = [
     ),
     (
         "data=pydocs data.prompt_column=q",
-        "add data=jsonl, or another data=NAME that has it (preferences, gsm8k, alpaca)",
+        "add data=jsonl, or another data=NAME that has it (gsm8k, alpaca)",
+    ),
+    ("data.prompt_column=q", "add data=jsonl, or another data=NAME that has it (gsm8k, alpaca)"),
+    (
+        "data.chosen_column=q",
+        "choose another with data=NAME (there are: alpaca, chat_jsonl, custom, gsm8k, jsonl, mixture, pydocs, ",
     ),
     ("data=jsonl data.path=x data.messages_column=q", "data.messages_column=q", "no such key; add data=chat_jsonl"),
     ("data.factory=a:b", "data.factory=a:b: the chosen option of data has no such key; add data=custom"),
@@ -86,6 +91,7 @@ MISSPELT_GROUP_OR_OPTION = [
     ("paralelism=fsdp2", "paralelism=fsdp2: no such key", "did you mean parallelism?"),
     ("parallelism=fsdp3", "no such option", "did you mean fsdp2?", "hsdp"),
     ("data=jsonll", "no such option", "did you mean jsonl?"),
+    ("data=preferencs", "data=preferencs: no such option (there are: alpaca, "),
     ("experiment=smok", "no such option", "did you mean smoke?"),
     ("+training.max_steps=30", "write training.max_steps=30 without the plus"),
     ("+experiment=smoke", "write experiment=smoke without the plus"),

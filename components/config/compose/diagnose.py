@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from enum import StrEnum
 from functools import cached_property
 from typing import Any, get_type_hints
 
@@ -34,6 +35,7 @@ from components.config.compose.texts import UNSET
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.kinds import KINDS, WITHOUT_KIND
+from components.config.rules.data_rules import accepted_kinds
 from components.config.schema.recipes import RecipeConfig
 
 _KIND = re.compile(r"/schema/\w+/(?P<header>\w+)@_here_|^kind: *(?P<key>\w+)", re.MULTILINE)
@@ -62,7 +64,7 @@ def diagnose(request: Request, error: Exception, check: Check) -> list[str]:
     try:
         base = search.choose_options()
     except COMPOSITION_ERRORS:
-        return [explain_file(error, search.keys, search.groups), *search.misspelt()]
+        return [explain_file(error, search.keys, search.accepted_options), *search.misspelt()]
     cfg = search.complete(search.apply_values(base))
     if cfg is not None:
         search.add_independent(check(cfg, search.refused()))
@@ -85,6 +87,10 @@ class _Search:
     @cached_property
     def groups(self) -> dict[str, list[str]]:
         return option_groups(self.request.folders)
+
+    @cached_property
+    def accepted_options(self) -> dict[str, list[str]]:
+        return accepted_options(self.request, self.groups)
 
     @cached_property
     def keys(self) -> list[str]:
@@ -120,7 +126,7 @@ class _Search:
                 self._compose([*self.options, option])
                 self.options.append(option)
             except COMPOSITION_ERRORS as error:
-                self._refuse_option(option, explain_override(option, error, self.keys, self.groups))
+                self._refuse_option(option, explain_override(option, error, self.keys, self.accepted_options))
         return self._compose(self.options)
 
     def _missing(self, option: str) -> str | None:
@@ -130,7 +136,7 @@ class _Search:
         group, _, name = override_parts(option)
         is_a_name = re.fullmatch(r"\w+", name) and isinstance(_parse(option).value(), str)
         if is_a_name and name not in self.groups[group] and option[0] not in "+~":
-            return no_such_option(option, name, self.groups[group])
+            return no_such_option(option, name, self.accepted_options[group])
         return None
 
     def _refuse_option(self, option: str, problem: str) -> None:
@@ -204,7 +210,7 @@ class _Search:
             if sources and key.startswith(f"{SOURCES}.") and key.split(".")[2] not in sources:
                 return no_source(override.lstrip("+"), key.split(".")[2], sources)
             fitting = self._options_with(key, value, cfg)
-            return explain_override(override, error, self.keys, self.groups, fitting)
+            return explain_override(override, error, self.keys, self.accepted_options, fitting)
         return None
 
     def _options_with(self, key: str, value: str, cfg: DictConfig) -> list[str]:
@@ -216,19 +222,32 @@ class _Search:
         if section not in KINDS or key not in self.keys or name in _values(cfg, section):
             return []
         texts = option_texts(self.request.folders, section)
-        fitting = [option for option, text in texts.items() if name in _keys_of_option(section, text)]
+        kinds = {option: _kind_of_option(section, texts.get(option, "")) for option in self.accepted_options[section]}
+        fitting = [option for option, kind in kinds.items() if kind and name in get_type_hints(KINDS[section][kind])]
         return sorted(fitting, key=lambda option: (UNSET not in texts[option], option not in value, len(option)))
 
 
-def _keys_of_option(section: str, text: str) -> Collection[str]:
-    """Return the keys of an option of a section with kinds; none where another option decides its kind."""
+def accepted_options(request: Request, groups: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return the options of each group, without those of a kind that the recipe rejects, for use in suggestions."""
+    accepted = dict(groups)
+    for section in KINDS.keys() & groups.keys():
+        kinds = accepted_kinds(request.schema, section)
+        texts = option_texts(request.folders, section)
+        accepted[section] = [
+            option for option in groups[section] if _kind_of_option(section, texts.get(option, "")) in (None, *kinds)
+        ]
+    return accepted
+
+
+def _kind_of_option(section: str, text: str) -> StrEnum | None:
+    """Return the kind of an option of a section with kinds; None if another option decides its kind."""
     if found := _KIND.search(text):
         stated = found["header"] or found["key"]
     elif "defaults:" not in text:
         stated = WITHOUT_KIND.get(section)
     else:
-        return ()
-    return next((get_type_hints(each) for kind, each in KINDS[section].items() if str(kind) == stated), ())
+        return None
+    return next((kind for kind in KINDS[section] if kind == stated), None)
 
 
 def _apply(override: str, cfg: DictConfig) -> None:

@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.command_line import addable, read_arguments, read_request
-from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, diagnose
+from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, accepted_options, diagnose
 from components.config.compose.explain import override_parts, unknown_key, unreadable
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import Request, option_groups
@@ -68,7 +68,8 @@ def expand_sweep(
     unknown = [given for given in swept if given.key_or_group not in known and not _is_free(given, schema)]
     refused = {given.input_line or "": unknown_key(given.key_or_group, given.get_value_string(), known)
                for given in unknown}  # fmt: skip
-    for override, problem in _sweep_problems(parsed, [given for given in swept if given not in unknown], groups):
+    accepted = accepted_options(request, groups)
+    for override, problem in _sweep_problems(parsed, [given for given in swept if given not in unknown], accepted):
         refused.setdefault(override, problem)
     problems += [*unparsed.values(), *refused.values()]
     if problems:

@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
-from components.config.schema.data import DataConfig, MixtureDataConfig, PreferencesDataConfig, RowsDataConfig
+from collections.abc import Collection
+from enum import StrEnum
+from typing import get_type_hints
+
+from components.config.kinds import KINDS, kinds_of
+from components.config.schema.data import (
+    DataConfig,
+    DataKind,
+    MixtureDataConfig,
+    PreferencesDataConfig,
+    RowsDataConfig,
+)
+from components.config.schema.objective import PreferenceConfig
+from components.config.schema.recipes import RecipeConfig
+
+
+def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEnum]:
+    """Return the kinds of a section that a recipe accepts: those of its field, pairs only with an objective of pairs.
+
+    A field whose class is the recipe's own excludes no kind.
+    """
+    hints = get_type_hints(recipe)
+    kinds = set(kinds_of(hints.get(section)) or KINDS[section])
+    objective = hints.get("objective", object)
+    if not (issubclass(objective, PreferenceConfig) or PreferenceConfig in kinds_of(objective).values()):
+        kinds.discard(DataKind.preferences)
+    return kinds
 
 
 def data_problems(data: DataConfig, *, takes_pairs: bool) -> list[str]:
