@@ -27,7 +27,7 @@ MESH = [
     ),
     (
         model(attention="flex_attention"), {"cluster": LocalClusterConfig(device=Device.cpu)}, 1,
-        "model.attention=flex_attention: torch has no backward of it on CPUs", "set model.attention=sdpa, or cl",
+        "model.attention=flex_attention: torch has no backward for it on CPUs", "set model.attention=sdpa, or cl",
     ),
     (
         model(float8="tensorwise"), {"cluster": LocalClusterConfig(device=Device.cpu)}, 1,
@@ -47,12 +47,12 @@ MESH = [
     ),
 ]  # fmt: skip
 ALONE = [
-    ({"float8_emulate": True}, "model.float8_emulate=true: there is no float8 to emulate; set model.float8=tensorwise"),
+    ({"float8_emulate": True}, "model.float8_emulate=true: nothing to emulate, model.float8=none; set model.float8=tensorwise"),
     (
         {"float8": "tensorwise", "compute_dtype": "float32"},
-        "model.dtype=float32 with model.compute_dtype=float32 is not; set model.compute_dtype=bfloat16 or model.float",
+        "model.dtype=float32 with model.compute_dtype=float32 computes in another dtype; set model.compute_dtype=bfloat16 or model.float",
     ),
-    ({"float8": "rowwise", "dtype": "float64"}, "and model.dtype=float64 with model.compute_dtype=auto is not; set"),
+    ({"float8": "rowwise", "dtype": "float64"}, "and model.dtype=float64 with model.compute_dtype=auto computes in another dtype; set"),
 ]
 
 

@@ -197,7 +197,7 @@ def test_the_kind_is_chosen_by_an_option_not_by_its_name(folders: tuple[Path, ..
     with pytest.raises(ConfigError) as caught:
         MomentumConfig(kind="adamw")  # type: ignore[arg-type]
     assert caught.value.problems == [
-        "optimizer.kind=adamw: this option is of the kind momentum; choose another option of conf/optimizer/ "
+        "optimizer.kind=adamw: the chosen option has kind momentum; choose another option of conf/optimizer/ "
         "(optimizer=NAME) instead of setting the kind"
     ]
 

@@ -126,7 +126,7 @@ def test_evaluating_on_the_training_split_is_refused():
 
 def test_the_kind_cannot_be_set():
     (problem,) = refused(SftDataConfig, path="x.jsonl", kind=DataKind.chat)
-    assert problem.startswith("data.kind=chat: this option is of the kind sft; choose another option of conf/data/")
+    assert problem.startswith("data.kind=chat: the chosen option has kind sft; choose another option of conf/data/")
 
 
 def test_roles_and_keys_must_differ():
