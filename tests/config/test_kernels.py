@@ -47,12 +47,12 @@ MESH = [
     ),
 ]  # fmt: skip
 ALONE = [
-    ({"float8_emulate": True}, "model.float8_emulate=true: nothing to emulate, model.float8=none; set model.float8=tensorwise"),
+    ({"float8_emulate": True}, "model.float8_emulate=true: needs float8; set model.float8=tensorwise"),
     (
         {"float8": "tensorwise", "compute_dtype": "float32"},
-        "model.dtype=float32 with model.compute_dtype=float32 computes in another dtype; set model.compute_dtype=bfloat16 or model.float",
+        "model.dtype=float32 with model.compute_dtype=float32 has none; set model.compute_dtype=bfloat16 or model.float",
     ),
-    ({"float8": "rowwise", "dtype": "float64"}, "and model.dtype=float64 with model.compute_dtype=auto computes in another dtype; set"),
+    ({"float8": "rowwise", "dtype": "float64"}, "and model.dtype=float64 with model.compute_dtype=auto has none; set"),
 ]
 
 

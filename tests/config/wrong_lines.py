@@ -289,7 +289,7 @@ PEFT = [
     ("peft=lora peft.alpha=0", "peft.alpha=0.0: must be greater than 0"),
     ("peft=lora peft.dropout=1", "peft.dropout=1.0: must be at least 0 and less than 1"),
     ("peft=lora peft.targets=[]", "peft.targets=[]: name at least one layer, or all-linear"),
-    ("peft=lora peft.targets=[all-linear,q_proj]", "all-linear cannot be combined with names; remove it or the names"),
+    ("peft=lora peft.targets=[all-linear,q_proj]", "all-linear cannot be combined with names; remove either"),
     ("peft=lora peft.export=gguf", "peft.export=gguf: must be one of adapter, merged, both"),
 ]
 KERNELS = [

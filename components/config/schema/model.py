@@ -175,19 +175,21 @@ class ModelConfig:
                 "model.config.model_type=llama"
             )
         if self.path is None and self.tokenizer is None:
-            problems.append("model.tokenizer=null: required without model.path; set it to a tokenizer, or to bytes for one token per byte")
+            problems.append(
+                "model.tokenizer=null: required without model.path; set a tokenizer, or bytes (a token per byte)"
+            )
         problems += above("model.float8_bound", self.float8_bound, 0)
         if self.float8_emulate and self.float8 == Float8.none:
-            problems.append("model.float8_emulate=true: nothing to emulate, model.float8=none; set model.float8=tensorwise")
+            problems.append("model.float8_emulate=true: needs float8; set model.float8=tensorwise")
         computed = DType.float64 if self.dtype == DType.float64 else self.compute_dtype
         if self.float8 != Float8.none and not self.float8_emulate and computed not in (DType.auto, DType.bfloat16):
             problems.append(
                 f"model.float8={self.float8}: replaces bfloat16 matmuls, but model.dtype={self.dtype} with "
-                f"model.compute_dtype={self.compute_dtype} computes in another dtype; set "
+                f"model.compute_dtype={self.compute_dtype} has none; set "
                 "model.compute_dtype=bfloat16 or model.float8=none"
             )
         if self.dtype == DType.auto:
-            problems.append("model.dtype=auto: must be float32, bfloat16 or float64: auto only applies to model.compute_dtype")
+            problems.append("model.dtype=auto: must be float32, bfloat16 or float64 (auto is a compute dtype)")
         return problems
 
 

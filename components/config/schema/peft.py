@@ -77,7 +77,7 @@ class PeftConfig:
         if not self.targets:
             problems.append(f"peft.targets=[]: name at least one layer, or {ALL_LINEAR}")
         elif ALL_LINEAR in self.targets and len(self.targets) > 1:
-            problems.append(f"peft.targets={self.targets}: {ALL_LINEAR} cannot be combined with names; remove it or the names")
+            problems.append(f"peft.targets={self.targets}: {ALL_LINEAR} cannot be combined with names; remove either")
         if not self.adapts:
             problems += [
                 f"peft.{name}={value}: peft.method=none trains every parameter, without adapters; add peft=lora"
