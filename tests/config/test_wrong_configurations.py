@@ -213,7 +213,7 @@ def test_the_other_recipe_is_as_strict(commands: Commands, evaluate: Path, tmp_p
     ended = commands.run(evaluate, ["model=tiny", "peft=lora"], tmp_path)
     assert_refused(ended, ["peft.method=lora: without evaluation.checkpoint", "step_N", "peft=none"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "evaluation.step_timeout_seconds=0.5"], tmp_path)
-    assert_refused(ended, ["evaluation.step_timeout_seconds=0.5: must be 0 (wait for ever)"], tmp_path)
+    assert_refused(ended, ["evaluation.step_timeout_seconds=0.5: must be 0 (never time out)"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "data.eval_split=null", "data.eval_fraction=0"], tmp_path)
     assert_refused(ended, ["data.eval_fraction=0.0: nothing is held out"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "training.max_steps=3"], tmp_path)
@@ -341,7 +341,7 @@ def test_all_mistakes_of_a_sweep_are_told_at_once(commands: Commands, finetune: 
     [
         ("parallelism=tp44", "parallelism=tp44: no such option"),
         ("parallelism.tp=four", "parallelism.tp=four: must be a whole number"),
-        ("parallelism.tp=0", "parallelism.tp=0: must be 1 or more"),
+        ("parallelism.tp=0", "parallelism.tp=0: must be at least 1, or -1"),
     ],
 )
 def test_a_mistake_is_not_followed_by_its_consequences(

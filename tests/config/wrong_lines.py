@@ -112,9 +112,9 @@ OUT_OF_RANGE = [
     ("optimizer.lr=-1", "optimizer.lr=-1.0: must be greater than 0"),
     ("training.max_steps=0", "training.max_steps=0: must be at least 1"),
     ("training.stop_after_skipped=-1", "training.stop_after_skipped=-1: must be at least 0"),
-    ("training.step_timeout_seconds=-1", "training.step_timeout_seconds=-1", "must be 0 (wait for ever) or at least 1"),
-    ("training.step_timeout_seconds=0.5", "training.step_timeout_seconds=0.5", "must be 0 (wait for ever)"),
-    ("training.step_timeout_seconds=inf", "training.step_timeout_seconds", "must be 0 (wait for ever) or at least 1"),
+    ("training.step_timeout_seconds=-1", "training.step_timeout_seconds=-1", "must be 0 (never time out) or at least 1"),
+    ("training.step_timeout_seconds=0.5", "training.step_timeout_seconds=0.5", "must be 0 (never time out)"),
+    ("training.step_timeout_seconds=inf", "training.step_timeout_seconds", "must be 0 (never time out) or at least 1"),
     ("training.step_timeout_seconds=never", "training.step_timeout_seconds=never: must be a number"),
     ("training.step_timeout=60", "no such key", "did you mean training.step_timeout_seconds?"),
     ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
@@ -154,7 +154,7 @@ MESH = [
     ("parallelism=single cluster=local_2proc", "1 = 1 process, but there are 2", "cluster.procs_per_node=1"),
     ("parallelism=hsdp cluster.procs_per_node=5", "5 processes cannot be divided by dp_shard 2 = 2"),
     ("parallelism.dp_replicate=-1", "dp_replicate=-1 and parallelism.dp_shard=-1", "only one axis"),
-    ("parallelism.tp=0", "parallelism.tp=0: must be 1 or more"),
+    ("parallelism.tp=0", "parallelism.tp=0: must be at least 1, or -1"),
     (
         "parallelism=ddp parallelism.tp=2",
         "parallelism.tp=2: strategy ddp has no such axis",
@@ -240,7 +240,7 @@ AXES = [
     ("parallelism=ddp parallelism.cpu_offload=true", "parallelism.cpu_offload=true: only fsdp2 can offload"),
     (
         "model=smollm2_135m parallelism=pp2_1f1b parallelism.cpu_offload=true",
-        *("parallelism.cpu_offload=true: stages exchange", "set parallelism.pp=1, not 2"),
+        *("parallelism.cpu_offload=true: pipeline stages exchange", "set parallelism.pp=1, not 2"),
     ),
     (
         "parallelism=ddp parallelism.reshard_after_forward=false",
@@ -252,7 +252,7 @@ AXES = [
     ),
     ("parallelism.prefetch=-1", "parallelism.prefetch=-1: must be at least 0"),
     ("logging.peak_tflops=0", "logging.peak_tflops=0", "must be greater than 0"),
-    ("logging.profile.enabled=true logging.profile.ranks=[]", "logging.profile.ranks=[]: nobody would record"),
+    ("logging.profile.enabled=true logging.profile.ranks=[]", "logging.profile.ranks=[]: no rank would record"),
     (
         "logging.profile.enabled=true logging.profile.ranks=[0,7]",
         "there is no rank 7 of ",
@@ -314,8 +314,8 @@ UNEVEN_HEADS = [
     ),
 ]
 SLURM = [
-    ("cluster.kind=slurm", "cluster.procs_per_node=auto: the GPUs of a node are unknown here"),
-    ("cluster=slurm_1node cluster.device=cpu cluster.time=soon", "cluster.time='soon': is no time limit", "D-H:M:S"),
+    ("cluster.kind=slurm", "cluster.procs_per_node=auto: auto is for local runs"),
+    ("cluster=slurm_1node cluster.device=cpu cluster.time=soon", "cluster.time='soon': is not a time limit", "D-H:M:S"),
     (
         "cluster=slurm_1node cluster.device=cpu cluster.time=5",
         "cluster.signal_lead_seconds=300",
@@ -326,7 +326,7 @@ SLURM = [
         "cluster.signal_lead_seconds=0: must be at least 1",
     ),
     ("cluster=slurm_1node cluster.device=cpu cluster.cpus_per_proc=0", "cluster.cpus_per_proc=0: must be at least 1"),
-    ("cluster=slurm_1node cluster.device=cpu cluster.mem=2$G", "cluster.mem='2$G': is no Slurm mem"),
+    ("cluster=slurm_1node cluster.device=cpu cluster.mem=2$G", "cluster.mem='2$G': is not a valid Slurm mem"),
     ("cluster=slurm_1node cluster.device=cpu cluster.requeue.max=-1", "cluster.requeue.max=-1: must be at least 0"),
     (
         "cluster=slurm_1node cluster.device=cpu cluster.requeue.maxx=1",
@@ -360,8 +360,8 @@ SLURM = [
         "cluster.srun_extra: 'cores' must begin with a dash",
     ),
     ("cluster=slurm_1node cluster.device=cpu cluster.setup=date", "cluster.setup=date: must be a list"),
-    ("cluster=slurm_1node cluster.device=cpu cluster.env.status=x", "cluster.env.status: is the batch script's own"),
-    ("cluster=slurm_1node cluster.device=cpu cluster.env.9=x", "cluster.env.9: is no name of a variable"),
+    ("cluster=slurm_1node cluster.device=cpu cluster.env.status=x", "cluster.env.status: is reserved by the batch script"),
+    ("cluster=slurm_1node cluster.device=cpu cluster.env.9=x", "cluster.env.9: is not a valid variable name"),
     (
         "cluster=slurm_1node cluster.device=cpu cluster.env.A=???",
         "cluster.env={'A': '???'}: ??? stands for a value that is missing",
@@ -383,7 +383,7 @@ MIXTURES = [
         f"{TWO_SOURCES} data.sources.web.weight=2",
         "data.sources.web.weight=2: the mixture has no source web; add it: +data@data.sources.web=OPTION",
     ),
-    (f"{TWO_SOURCES} data.path=x", "data.path=x: each source of a mixture has its own; set data.sources.NAME.path"),
+    (f"{TWO_SOURCES} data.path=x", "data.path=x: set per source of a mixture; use data.sources.NAME.path"),
     (f"{TWO_SOURCES} data.max_samples=9", "data.max_samples=9", "set data.sources.NAME.max_samples"),
     (
         f"{TWO_SOURCES} data.sources.maths.eval_split=null data.sources.maths.eval_fraction=0 "
@@ -391,8 +391,8 @@ MIXTURES = [
         *("data.sources: maths, docs have eval_fraction=0", "set data.sources.NAME.eval_fraction of one above 0"),
     ),
     ("data.weight=2", "data.weight=2.0: only sources of a mixture have weights; leave it out"),
-    (f"{TWO_SOURCES} data.sources.docs.cache=x", "data.sources.docs.cache=x: all sources have one; leave it out"),
-    (f"{TWO_SOURCES} +data@data.sources.code=pysource", "data.sources.code.pack=true: all sources are packed or none"),
+    (f"{TWO_SOURCES} data.sources.docs.cache=x", "data.sources.docs.cache=x: all sources share the cache of the mixture; set data.cache instead"),
+    (f"{TWO_SOURCES} +data@data.sources.code=pysource", "data.sources.code.pack=true: either all sources are packed or none"),
     (
         f"{TWO_SOURCES} +data@data.sources.mine=jsonl data.sources.mine.path=no.csv",
         *("data.sources.mine.path=no.csv: no such file or folder", "set data.sources.mine.path"),
