@@ -1,4 +1,4 @@
-"""Split a global batch into micro-batches: the same sequences a step on every mesh, in the largest that fit it."""
+"""Split of the global batch into micro-batches: the same sequences per step on every mesh."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from components.config.schema.training import TrainingConfig
 
 
 def batch_problems(training: TrainingConfig, parallelism: ParallelismConfig, mesh: MeshShape) -> list[str]:
-    """Return why no micro-batch of any size fits, as sentences."""
+    """Return the problems of the global batch size for which no micro-batch size exists."""
     size, key = training.global_batch_size, "training.global_batch_size"
     if size % mesh.dp:
         near = -(-size // mesh.dp) * mesh.dp
         return [
-            f"{key}={size}: must be a multiple of dp={mesh.dp}, so that each data-parallel rank has as many sequences; "
+            f"{key}={size}: must be a multiple of dp={mesh.dp}, so that data-parallel ranks get equal shares; "
             f"set {key}={near}, or change parallelism.dp_shard"
         ]
     if fitting_micro_batch(training, parallelism, mesh) is None:
@@ -29,7 +29,8 @@ def batch_problems(training: TrainingConfig, parallelism: ParallelismConfig, mes
 
 
 def fitting_micro_batch(training: TrainingConfig, parallelism: ParallelismConfig, mesh: MeshShape) -> int | None:
-    """Return the largest micro-batch, at most `training.micro_batch_size`, that a mesh and its schedule allow."""
+    """Return the largest micro-batch size up to `training.micro_batch_size` that the mesh and schedule allow, or
+    None."""
     rows = training.global_batch_size // mesh.dp
     for size in range(min(training.micro_batch_size, rows), 0, -1):
         fits = rows % size == 0
@@ -39,9 +40,9 @@ def fitting_micro_batch(training: TrainingConfig, parallelism: ParallelismConfig
 
 
 def fit_micro_batches(cfg: Config, world_size: int) -> Config:
-    """Return a valid config with the micro-batches that its mesh of `world_size` ranks takes.
+    """Return a valid config with `training.micro_batch_size` reduced to what its mesh of `world_size` ranks allows.
 
-    Their size changes no result, only speed and memory, so that one config runs on every mesh.
+    The micro-batch size affects speed and memory but no result, so that one config runs on every mesh.
     """
     training = section(cfg, TrainingConfig)
     if training is None:

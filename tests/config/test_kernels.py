@@ -23,7 +23,7 @@ def model(**values: Any) -> ModelConfig:
 MESH = [
     (
         model(attention="sdpa_flash"), {"parallelism": ParallelismConfig(cp=2)}, 2,
-        "model.attention=sdpa_flash: parallelism.cp=2 attends to masks of its own", "set model.attention=sdpa",
+        "model.attention=sdpa_flash: parallelism.cp=2 uses attention masks", "set model.attention=sdpa",
     ),
     (
         model(attention="flex_attention"), {"cluster": LocalClusterConfig(device=Device.cpu)}, 1,
@@ -31,15 +31,15 @@ MESH = [
     ),
     (
         model(float8="tensorwise"), {"cluster": LocalClusterConfig(device=Device.cpu)}, 1,
-        "model.float8=tensorwise: CPUs have no float8 products, and cluster.device=cpu", "model.float8_emulate=true",
+        "model.float8=tensorwise: CPUs have no float8 matmuls, but cluster.device=cpu", "model.float8_emulate=true",
     ),
     (
         model(**EIGHT), {"parallelism": ParallelismConfig(tp=2)}, 2,
-        "model.float8=rowwise: layers that parallelism.tp=2 divides", "set model.float8=none, or parallelism.tp=1",
+        "model.float8=rowwise: linear layers sharded by parallelism.tp=2", "set model.float8=none, or parallelism.tp=1",
     ),
     (
         model(**EIGHT), {"peft": PeftConfig(method="lora")}, 1,
-        "model.float8=rowwise: layers with adapters are not computed in float8", "set model.float8=none, or peft=none",
+        "model.float8=rowwise: linear layers with adapters do not run in float8", "set model.float8=none, or peft=none",
     ),
     (
         model(**EIGHT), {"parallelism": ParallelismConfig(pp=2, pp_schedule="ZBVZeroBubble")}, 2,

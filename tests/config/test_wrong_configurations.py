@@ -211,7 +211,7 @@ def test_the_other_recipe_is_as_strict(commands: Commands, evaluate: Path, tmp_p
     ended = commands.run(evaluate, ["model=tiny", "evaluation.micro_batch=3"], tmp_path)
     assert_refused(ended, ["did you mean evaluation.micro_batch_size?"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "peft=lora"], tmp_path)
-    assert_refused(ended, ["peft.method=lora: without evaluation.checkpoint", "step_N", "peft=none"], tmp_path)
+    assert_refused(ended, ["peft.method=lora: evaluation.checkpoint=null", "step_N", "peft=none"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "evaluation.step_timeout_seconds=0.5"], tmp_path)
     assert_refused(ended, ["evaluation.step_timeout_seconds=0.5: must be 0 (never time out)"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "data.eval_split=null", "data.eval_fraction=0"], tmp_path)

@@ -112,7 +112,11 @@ OUT_OF_RANGE = [
     ("optimizer.lr=-1", "optimizer.lr=-1.0: must be greater than 0"),
     ("training.max_steps=0", "training.max_steps=0: must be at least 1"),
     ("training.stop_after_skipped=-1", "training.stop_after_skipped=-1: must be at least 0"),
-    ("training.step_timeout_seconds=-1", "training.step_timeout_seconds=-1", "must be 0 (never time out) or at least 1"),
+    (
+        "training.step_timeout_seconds=-1",
+        "training.step_timeout_seconds=-1",
+        "must be 0 (never time out) or at least 1",
+    ),
     ("training.step_timeout_seconds=0.5", "training.step_timeout_seconds=0.5", "must be 0 (never time out)"),
     ("training.step_timeout_seconds=inf", "training.step_timeout_seconds", "must be 0 (never time out) or at least 1"),
     ("training.step_timeout_seconds=never", "training.step_timeout_seconds=never: must be a number"),
@@ -136,7 +140,7 @@ OUT_OF_RANGE = [
     (
         "data.eval_split=null data.eval_fraction=0 training.eval_every=0",
         *(
-            "data.eval_fraction=0.0: nothing is held out, but there is always an evaluation at the end",
+            "data.eval_fraction=0.0: nothing is held out, but every run evaluates at the end",
             "set it above 0",
         ),
     ),
@@ -179,24 +183,24 @@ MESH = [
 AXES = [
     (
         "model=tiny parallelism=fsdp2_cp2 cluster=local_2proc training.seq_len=130",
-        *("training.seq_len=130: must be a multiple of 4", "cp 2 cuts a row into 4 chunks"),
+        *("training.seq_len=130: must be a multiple of 4", "cp 2 splits a row into 4 chunks"),
     ),
     (
         "model=tiny parallelism=fsdp2_cp2 parallelism.tp=2 parallelism.sequence_parallel=true training.seq_len=130 "
         "cluster=local_4proc",
-        *("training.seq_len=130: must be a multiple of 4", "sequence parallel cuts what a rank holds into tp 2"),
+        *("training.seq_len=130: must be a multiple of 4", "sequence parallel splits it over tp 2"),
     ),
     (
         "model=tiny parallelism.cp=3 parallelism.cp_attention=ulysses training.seq_len=132",
-        *("cp 3 cannot share the 4 heads and 2 kv heads", "parallelism.cp_attention=all_gather"),
+        *("cp 3 cannot shard the 4 heads and 2 kv heads", "parallelism.cp_attention=all_gather"),
     ),
     ("parallelism=ddp parallelism.cp=2", "parallelism.cp=2: strategy ddp has no such axis"),
     ("parallelism=ddp parallelism.cp=2", "parallelism.cp=2: strategy ddp has no such"),
     (
         "model=tiny parallelism=pp2_1f1b parallelism.pp_schedule=Interleaved1F1B",
-        *("parallelism.pp=2: Interleaved1F1B makes 4 stages of it", "the model has only 2 layers"),
+        *("parallelism.pp=2: Interleaved1F1B needs 4 stages", "the model has only 2 layers"),
     ),
-    ("model=tiny parallelism.pp=4", "parallelism.pp=4: 1F1B makes 4 stages of it", "only 2 layers"),
+    ("model=tiny parallelism.pp=4", "parallelism.pp=4: 1F1B needs 4 stages", "only 2 layers"),
     (
         "model=tiny parallelism=pp2_1f1b training.global_batch_size=1",
         *("leaves 1 micro-batches per step", "1F1B needs at least as many micro-batches as stages, 2"),
@@ -207,7 +211,7 @@ AXES = [
     ),
     (
         "model=smollm2_135m parallelism=pp2_1f1b parallelism.pp_schedule=Interleaved1F1B training.global_batch_size=5",
-        *("leaves 5 micro-batches per step", "in 2 rounds"),
+        *("leaves 5 micro-batches per step", "runs 2 rounds over pp=2"),
     ),
     ("parallelism.pp_schedule=1f1b", "must be one of GPipe, 1F1B"),
     (
@@ -216,24 +220,24 @@ AXES = [
     ),
     (
         "model=smollm2_135m model.loss=liger parallelism=tp3",
-        *("model.loss=liger: liger-kernel needs the whole vocabulary, and parallelism.tp=3", "model.loss=chunked"),
+        *("model.loss=liger: liger-kernel needs the full vocabulary, but parallelism.tp=3", "model.loss=chunked"),
     ),
     (
         "model=smollm2_135m model.loss=liger parallelism=pp2_zbv",
-        *("model.loss=liger: parallelism.pp_schedule=ZBVZeroBubble asks for gradients twice", "model.loss=chunked"),
+        *("model.loss=liger: parallelism.pp_schedule=ZBVZeroBubble runs the backward twice", "model.loss=chunked"),
     ),
     (
         "model.loss=liger cluster.device=cpu",
-        *("model.loss=liger: liger-kernel computes on GPUs only, and cluster.device=cpu", "model.loss=chunked"),
+        *("model.loss=liger: liger-kernel only runs on GPUs, but cluster.device=cpu", "model.loss=chunked"),
     ),
     (
         "model=smollm2_135m parallelism.activation_checkpointing=selective model.compile=true",
-        *("activation_checkpointing=selective: a compiled layer is recomputed as a whole", "model.compile=false"),
+        *("activation_checkpointing=selective: a compiled layer is recomputed as one unit", "model.compile=false"),
     ),
     (
         "model=smollm2_135m parallelism=pp2_zbv parallelism.activation_checkpointing=selective",
         *(
-            "activation_checkpointing=selective: needs the backward of a layer in one piece",
+            "activation_checkpointing=selective: needs an unsplit backward",
             "pp_schedule=ZBVZeroBubble",
         ),
     ),
@@ -255,7 +259,7 @@ AXES = [
     ("logging.profile.enabled=true logging.profile.ranks=[]", "logging.profile.ranks=[]: no rank would record"),
     (
         "logging.profile.enabled=true logging.profile.ranks=[0,7]",
-        "there is no rank 7 of ",
+        "rank 7 does not exist, ranks are 0 to ",
         "change logging.profile.ranks",
     ),
     (
@@ -360,7 +364,10 @@ SLURM = [
         "cluster.srun_extra: 'cores' must begin with a dash",
     ),
     ("cluster=slurm_1node cluster.device=cpu cluster.setup=date", "cluster.setup=date: must be a list"),
-    ("cluster=slurm_1node cluster.device=cpu cluster.env.status=x", "cluster.env.status: is reserved by the batch script"),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.env.status=x",
+        "cluster.env.status: is reserved by the batch script",
+    ),
     ("cluster=slurm_1node cluster.device=cpu cluster.env.9=x", "cluster.env.9: is not a valid variable name"),
     (
         "cluster=slurm_1node cluster.device=cpu cluster.env.A=???",
@@ -390,9 +397,15 @@ MIXTURES = [
         "data.sources.docs.eval_split=null data.sources.docs.eval_fraction=0",
         *("data.sources: maths, docs have eval_fraction=0", "set data.sources.NAME.eval_fraction of one above 0"),
     ),
-    ("data.weight=2", "data.weight=2.0: only sources of a mixture have weights; leave it out"),
-    (f"{TWO_SOURCES} data.sources.docs.cache=x", "data.sources.docs.cache=x: all sources share the cache of the mixture; set data.cache instead"),
-    (f"{TWO_SOURCES} +data@data.sources.code=pysource", "data.sources.code.pack=true: either all sources are packed or none"),
+    ("data.weight=2", "data.weight=2.0: only sources of a mixture have weights; remove it"),
+    (
+        f"{TWO_SOURCES} data.sources.docs.cache=x",
+        "data.sources.docs.cache=x: all sources share the cache of the mixture; set data.cache instead",
+    ),
+    (
+        f"{TWO_SOURCES} +data@data.sources.code=pysource",
+        "data.sources.code.pack=true: either all sources are packed or none",
+    ),
     (
         f"{TWO_SOURCES} +data@data.sources.mine=jsonl data.sources.mine.path=no.csv",
         *("data.sources.mine.path=no.csv: no such file or folder", "set data.sources.mine.path"),

@@ -1,4 +1,4 @@
-"""Rules about the data as a whole."""
+"""Rules about data: held-out split, weights of sources, preference pairs."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEn
 
 
 def data_problems(data: DataConfig, *, takes_pairs: bool) -> list[str]:
-    """Require held-out samples, weights of sources of a mixture only, and an objective of pairs for pairs."""
+    """Require a held-out split, weights only on sources of a mixture, and preference pairs only if `takes_pairs`."""
     problems = []
     parts = {"data": data}
     if isinstance(data, MixtureDataConfig):
         parts |= {f"data.sources.{name}": source for name, source in data.sources.items()}
     problems += [
-        f"{key}.kind={part.kind}: holds pairs of answers, and this recipe trains on single ones; use recipes/dpo.py, "
+        f"{key}.kind={part.kind}: holds preference pairs, which this recipe does not train on; use recipes/dpo.py, "
         f"or choose another option of {key}"
         for key, part in parts.items()
         if isinstance(part, PreferencesDataConfig) and not takes_pairs
     ]
     if data.weight is not None:
-        problems.append(f"data.weight={data.weight}: only sources of a mixture have weights; leave it out")
+        problems.append(f"data.weight={data.weight}: only sources of a mixture have weights; remove it")
     sources = data.sources if isinstance(data, MixtureDataConfig) else {"": data}
     if any(
         each.eval_fraction or each.eval_split is not None or (isinstance(each, RowsDataConfig) and each.eval_path)
         for each in sources.values()
     ):
         return problems
-    rule = "nothing is held out, but there is always an evaluation at the end"
+    rule = "nothing is held out, but every run evaluates at the end"
     if isinstance(data, MixtureDataConfig):
         problems.append(
             f"data.sources: {', '.join(sources)} have eval_fraction=0: {rule}; set data.sources.NAME.eval_fraction of "
