@@ -218,7 +218,7 @@ ACROSS = (
     ("logging", "logging=3", "logging=3: is a section"),
     ("training", "training.max_steps", "training.max_steps: cannot be read"),
     ("training", "training.max_steps=1,2", "training.max_steps=1,2: is several values"),
-    ("hydra", "hydra.run.dir=x", "hydra.run.dir=x: Hydra only composes here"),
+    ("hydra", "hydra.run.dir=x", "hydra.run.dir=x: Hydra is only used for composition"),
     ("config-dir", "--config-dir=nowhere", "--config-dir=nowhere: no such folder"),
 )
 KINDS = (

@@ -191,7 +191,7 @@ def test_model_without_files_refused_in_one_sentence(
         ),
         ("local/user.yaml", "cluster: {nodes: 1}", "run.seed=1", ["local/user.yaml", "`# @package _global_`"]),
         ("network/mine.yaml", "network_env: {A: b}", "network=mine", ["network/mine.yaml", "`# @package cluster`"]),
-        ("model/mine.yaml", "model: {path: x}", "model=mine", ["model/mine.yaml", "leave the line `model:` out"]),
+        ("model/mine.yaml", "model: {path: x}", "model=mine", ["model/mine.yaml", "remove the line `model:`"]),
         ("experiment/b.yaml", "# @package _global_\nlogging: {plot: 1}", "experiment=b", ["plot: must be true or"]),
     ],
 )
@@ -299,7 +299,7 @@ ALL_STAGES = {
     "run.name=a=b": "run.name=a=b: cannot be read",
     "run.dir=/dev/null/run": "run.dir=/dev/null/run: cannot be used",
     "generation.samples=${nowhere}": "generation.samples: Interpolation key 'nowhere' not found",
-    "hydra.run.dir=x": "hydra.run.dir=x: Hydra only composes here",
+    "hydra.run.dir=x": "hydra.run.dir=x: Hydra is only used for composition",
     "--lr=3": "--lr=3: no such option",
     "--config-dir=nowhere": "--config-dir=nowhere: no such folder",
     "peft.rank=8": "peft.rank=8: peft.method=none trains every parameter",

@@ -371,7 +371,7 @@ SLURM = [
     ("cluster=slurm_1node cluster.device=cpu cluster.env.9=x", "cluster.env.9: is not a valid variable name"),
     (
         "cluster=slurm_1node cluster.device=cpu cluster.env.A=???",
-        "cluster.env={'A': '???'}: ??? stands for a value that is missing",
+        "cluster.env={'A': '???'}: ??? marks a missing value",
     ),
 ]
 TWO_SOURCES = "data=mixture +data@data.sources.maths=gsm8k +data@data.sources.docs=pydocs"
@@ -410,8 +410,8 @@ MIXTURES = [
         f"{TWO_SOURCES} +data@data.sources.mine=jsonl data.sources.mine.path=no.csv",
         *("data.sources.mine.path=no.csv: no such file or folder", "set data.sources.mine.path"),
     ),
-    (f"{TWO_SOURCES} +data@data.sources.more=mixture", "data.sources.more.kind=mixture: a mixture is no source"),
-    ("data=mixture data@data.sources.x=gsm8k", "takes a plus: +data@data.sources.x=gsm8k"),
+    (f"{TWO_SOURCES} +data@data.sources.more=mixture", "data.sources.more.kind=mixture: a mixture cannot be a source"),
+    ("data=mixture data@data.sources.x=gsm8k", "write it with a plus: +data@data.sources.x=gsm8k"),
     ("+data@data.sources.x=gsm8k", "data.sources: only a mixture has sources; add data=mixture"),
     ("data.sources.x.weight=2", "data.sources.x.weight=2: only a mixture has sources; add data=mixture"),
 ]
@@ -426,8 +426,8 @@ BATCH = [
     ),
 ]
 NOT_BUILT = [
-    ("training.max_steps=10,20", "training.max_steps=10,20: is several values, a sweep; add -m, give one value, or"),
-    ("parallelism=ddp,fsdp2", "parallelism=ddp,fsdp2: is several values, a sweep; add -m, give one value, or"),
+    ("training.max_steps=10,20", "training.max_steps=10,20: is a sweep over several values; add -m, set one value, or"),
+    ("parallelism=ddp,fsdp2", "parallelism=ddp,fsdp2: is a sweep over several values; add -m, set one value, or"),
 ]
 SWEEPS = [
     ("-m", "a sweep needs a key with several values, such as parallelism=ddp,fsdp2", "leave -m out"),
@@ -441,13 +441,13 @@ SWEEPS = [
     ("-m parallelism=ddp,,fsdp2", "parallelism=ddp,,fsdp2: cannot be read"),
     ("-m optimizer.lr=interval(0,1)", "optimizer.lr=interval(0,1)", "range(START,STOP,STEP)"),
     ("-m run.seed=range(1,9,0)", "run.seed=range(1,9,0)", "a step of 0"),
-    ("-m parallelism=glob(zzz*)", "parallelism=glob(zzz*): is the name of no option", "fsdp2_tp2"),
-    ("-m run.seed=glob(*)", "run.seed=glob(*)", "only groups have"),
+    ("-m parallelism=glob(zzz*)", "parallelism=glob(zzz*): matches no option", "fsdp2_tp2"),
+    ("-m run.seed=glob(*)", "run.seed=glob(*)", "only config groups have options"),
     ("-m run.dir=a,b", "run.dir=a,b", "the folder of the whole sweep"),
-    ("-m run.seed=1,2 run.seed=3", "run.seed=1,2: run.seed is given 2 times"),
+    ("-m run.seed=1,2 run.seed=3", "run.seed=1,2: run.seed is set 2 times"),
     (
         "-m data=mixture +data@data.sources.a=pydocs,gsm8k +data@data.sources.a=pydocs",
-        "+data@data.sources.a=pydocs,gsm8k: data@data.sources.a is given 2 times; give it once",
+        "+data@data.sources.a=pydocs,gsm8k: data@data.sources.a is set 2 times; set it once",
     ),
     ("-m run.dir=/dev/null/sweep run.seed=1,2 cluster.dry_run=true", "run.dir=/dev/null/sweep: cannot be used"),
     ("-m run.dir=/dev/null/sweep run.seed=1,2", "run.dir=/dev/null/sweep: cannot be used"),
@@ -457,10 +457,10 @@ SYNTAX = [
     ("training.max_steps", "training.max_steps: cannot be read", "KEY=VALUE"),
     ("run.name=a=b", "run.name=a=b: cannot be read", "quote"),
     ("run.name=${nowhere}", "run.name", "nowhere", "${...}"),
-    ("data=jsonl data.path=~/x.jsonl", "~ is not expanded there; write data.path=$HOME/x.jsonl", "'data.path=\"~/..."),
-    ("-m run.dir=~/a,~/b", "~ is not expanded there; write run.dir=$HOME/a,$HOME/b, or quote it"),
-    ("hydra.run.dir=x", "hydra.run.dir=x", "Hydra only composes"),
-    ("=3", "=3: has no key"),
+    ("data=jsonl data.path=~/x.jsonl", "~ is not expanded here; write data.path=$HOME/x.jsonl", "'data.path=\"~/..."),
+    ("-m run.dir=~/a,~/b", "~ is not expanded here; write run.dir=$HOME/a,$HOME/b, or quote it"),
+    ("hydra.run.dir=x", "hydra.run.dir=x", "Hydra is only used for composition"),
+    ("=3", "=3: key missing"),
     ("--config-dir nowhere", "--config-dir=nowhere: no such folder"),
 ]
 PLACES = [
