@@ -127,22 +127,22 @@ def secret_problems(cfg: object, arguments: Sequence[str] = (), environ: Mapping
         arguments: Command-line overrides (KEY=VALUE), which are recorded too.
         environ: Environment variables; default: those of this process.
     """
-    held = _secret_values(os.environ if environ is None else environ)
+    secret_variables = _secret_values(os.environ if environ is None else environ)
     run = field_values(cfg).get("run") if is_dataclass(cfg) and not isinstance(cfg, type) else None
     allowed = run.allow_env if isinstance(run, RunConfig) else ()
-    held = {value: name for value, name in held.items() if name not in allowed}
+    secret_variables = {value: name for value, name in secret_variables.items() if name not in allowed}
     found: dict[str, str] = {}
     for key, names, text in _texts(cfg, "", ()):
-        what = _secret(names, text, held)
+        what = _secret(names, text, secret_variables)
         if what is not None:
-            found[key if _is_printable_key(key, names, held) else key.partition(".")[0]] = what
+            found[key if _is_printable_key(key, names, secret_variables) else key.partition(".")[0]] = what
     for argument in arguments:
         key, _, text = argument.partition("=")
         key = key.lstrip("+~")
         names = tuple(key.split("."))
-        what = _secret(names, text, held) or _secret((), argument, held)
-        if what is not None and not any(re.match(rf"{re.escape(key)}([.\[]|$)", known) for known in found):
-            found[key if _is_printable_key(key, names, held) else "the command line"] = what
+        what = _secret(names, text, secret_variables) or _secret((), argument, secret_variables)
+        if what is not None and not any(re.match(rf"{re.escape(key)}([.\[]|$)", other) for other in found):
+            found[key if _is_printable_key(key, names, secret_variables) else "the command line"] = what
     return [f"{key}: {what}, which would be written to the run directory; {REMEDY}" for key, what in found.items()]
 
 
@@ -208,9 +208,9 @@ def _texts(value: Any, key: str, names: tuple[str, ...]) -> Iterator[tuple[str, 
             yield from _texts(nested, f"{key}[{index}]", names)
 
 
-def _secret(names: tuple[str, ...], text: str, held: Mapping[str, str]) -> str | None:
+def _secret(names: tuple[str, ...], text: str, secret_variables: Mapping[str, str]) -> str | None:
     """Return why `text`, found at the path `names`, is a secret, or None."""
-    for value, variable in held.items():
+    for value, variable in secret_variables.items():
         if value in text:
             return f"holds the value of the variable {variable}"
     for what, pattern in _CREDENTIAL:
@@ -241,9 +241,9 @@ def _option_password(text: str) -> str | None:
     return None
 
 
-def _is_printable_key(key: str, names: Sequence[str], held: Mapping[str, str]) -> bool:
+def _is_printable_key(key: str, names: Sequence[str], secret_variables: Mapping[str, str]) -> bool:
     """Return whether a key with the path `names` contains no secret itself, since dicts may have any key."""
-    return all(_secret((), text, held) is None for text in (key, *names))
+    return all(_secret((), text, secret_variables) is None for text in (key, *names))
 
 
 def _assignments(text: str) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ from components.config.schema.recipes import RecipeConfig
 
 _KIND = re.compile(r"/schema/\w+/(?P<header>\w+)@_here_|^kind: *(?P<key>\w+)", re.MULTILINE)
 """Where an option file states its kind: in its defaults list or by the key."""
-_MEANT = re.compile(r"; did you mean ([\w.]+)")
+_SUGGESTION = re.compile(r"; did you mean ([\w.]+)")
 
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ConfigError)
 
@@ -68,7 +68,7 @@ def diagnose(request: Request, error: Exception, check: Check) -> list[str]:
         return [explain_file(error, search.keys, search.accepted_options), *search.override_problems()]
     cfg = search.complete(search.apply_values(base))
     if cfg is not None:
-        search.add_independent(check(cfg, search.refused()))
+        search.add_independent(check(cfg, search.rejected()))
     reported = error.problems if isinstance(error, ConfigError) else []
     return search.problems or reported or [explain_value(error)]
 
@@ -114,7 +114,7 @@ class _Search:
         chosen = [given for given in self.request.overrides if override_parts(given)[0] in self.groups]
         for option in chosen:
             if problem := self._missing(option):
-                self._refuse_option(option, problem)
+                self._reject_option(option, problem)
             else:
                 self.options.append(option)
         try:
@@ -127,7 +127,7 @@ class _Search:
                 self._compose([*self.options, option])
                 self.options.append(option)
             except COMPOSITION_ERRORS as error:
-                self._refuse_option(option, explain_override(option, error, self.keys, self.accepted_options))
+                self._reject_option(option, explain_override(option, error, self.keys, self.accepted_options))
         return self._compose(self.options)
 
     def _missing(self, option: str) -> str | None:
@@ -140,7 +140,7 @@ class _Search:
             return no_such_option(option, name, self.accepted_options[group])
         return None
 
-    def _refuse_option(self, option: str, problem: str) -> None:
+    def _reject_option(self, option: str, problem: str) -> None:
         self.problems.append(problem)
         self.bad_sections.add(override_parts(option)[0])
 
@@ -159,7 +159,7 @@ class _Search:
                 continue
             if key.partition(".")[0] in self.bad_sections and key in self.keys:
                 continue  # unknown whether the intended option has this key
-            if problem := self._refused(override, cfg):
+            if problem := self._override_problem(override, cfg):
                 self.problems.append(problem)
             else:
                 self.values.append(override)
@@ -188,17 +188,17 @@ class _Search:
                 _apply(value, cfg)
         return from_container(cfg, self.request.schema)
 
-    def refused(self) -> set[str]:
+    def rejected(self) -> set[str]:
         """Return the keys with a problem, the keys suggested instead of them, and the sections of rejected options."""
-        meant = {found[1] for problem in self.problems if (found := _MEANT.search(problem))}
-        return {_key(problem) for problem in self.problems} | meant | self.bad_sections
+        suggested = {found[1] for problem in self.problems if (found := _SUGGESTION.search(problem))}
+        return {_key(problem) for problem in self.problems} | suggested | self.bad_sections
 
     def add_independent(self, problems: list[str]) -> None:
         """Add the problems that do not mention a key that already has a problem."""
-        refused = self.refused()
-        self.problems += [problem for problem in problems if not any(_names(problem, key) for key in refused)]
+        rejected = self.rejected()
+        self.problems += [problem for problem in problems if not any(_names(problem, key) for key in rejected)]
 
-    def _refused(self, override: str, cfg: DictConfig) -> str | None:
+    def _override_problem(self, override: str, cfg: DictConfig) -> str | None:
         if problem := _syntax_problem(override):
             return problem
         try:

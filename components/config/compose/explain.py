@@ -66,10 +66,10 @@ def unreadable(override: str) -> str:
     return f"{override}: {UNREADABLE}"
 
 
-def unknown_key(key: str, value: object, known: Iterable[str]) -> str:
+def unknown_key(key: str, value: object, existing: Iterable[str]) -> str:
     """Return the message for a key that does not exist; `value` is None if it was given without a value."""
     shown = key if value is None else f"{key}={value}"
-    names = list(known)
+    names = list(existing)
     if key.startswith(SOURCES) and not any(name.startswith(f"{SOURCES}.") for name in names):
         return f"{shown}: {NOT_A_MIXTURE}"
     return f"{shown}: no such key{did_you_mean(nearest_key(key, names))}"
@@ -86,10 +86,10 @@ def no_kind(key: str, name: object, kinds: Iterable[str]) -> str:
     return f"{key}={name}: must be one of {', '.join(names)}{did_you_mean(nearest(str(name), names))}"
 
 
-def no_option(option: str, known: Iterable[str]) -> str:
+def no_option(option: str, existing: Iterable[str]) -> str:
     """Return the message for a command-line option (--lr) that Hydra does not have."""
     name = option.lstrip("-").partition("=")[0].replace("-", "_")
-    key = nearest_key(name, list(known))
+    key = nearest_key(name, list(existing))
     return f"{option}: no such option, see --help; write settings as KEY=VALUE{did_you_mean(key)}"
 
 
@@ -109,12 +109,12 @@ def did_you_mean(name: str | None) -> str:
     return f"; did you mean {name}?" if name else ""
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def nearest(name: str, existing: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the most similar name, or None if the similarity is below `cutoff`."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+    return next(iter(difflib.get_close_matches(name, list(existing), n=1, cutoff=cutoff)), None)
 
 
-def nearest_key(key: str, known: list[str]) -> str | None:
+def nearest_key(key: str, existing: list[str]) -> str | None:
     """Return the dotted key that was probably intended.
 
     In this order: the key that another tool calls so (learning_rate: optimizer.lr), a sibling with a similar name
@@ -122,14 +122,14 @@ def nearest_key(key: str, known: list[str]) -> str | None:
     optimizer.lr).
     """
     prefix, _, leaf = key.rpartition(".")
-    if synonym := synonym_of(leaf, known):
+    if synonym := synonym_of(leaf, existing):
         return synonym
-    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == prefix}
+    siblings = {name.rpartition(".")[2]: name for name in existing if name.rpartition(".")[0] == prefix}
     if sibling := nearest(leaf, siblings):
         return siblings[sibling]
-    if path := nearest(key, known, cutoff=0.85):
+    if path := nearest(key, existing, cutoff=0.85):
         return path
-    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+    leaves = {name.rpartition(".")[2]: name for name in reversed(existing)}
     namesake = nearest(leaf, leaves, cutoff=0.8)
     return leaves[namesake] if namesake else None
 
@@ -241,9 +241,9 @@ def _unknown_in_file(named: str, key: str, unknown: re.Match[str], keys: list[st
     fitting = [kind for kind, schema in kinds.items() if leaf in get_type_hints(schema)]
     if not fitting:
         return f"{named}: no such key{did_you_mean(nearest_key(key, keys))}"
-    own = next((kind for kind, schema in kinds.items() if schema.__name__ == unknown["schema"]), None)
-    if own is not None:
-        return f"{named}: {key_of_another_kind(section, own, fitting)}"
+    kind_of_schema = next((kind for kind, schema in kinds.items() if schema.__name__ == unknown["schema"]), None)
+    if kind_of_schema is not None:
+        return f"{named}: {key_of_another_kind(section, kind_of_schema, fitting)}"
     if key.startswith(f"{SOURCES}."):
         name = key.split(".")[2]
         return f"{named}: the mixture has no source {name}; add it to the defaults: OPTION@sources.{name}"

@@ -28,15 +28,15 @@ _CHECKSUM = "# sha256 of the lines below: "
 
 def from_container(cfg: DictConfig, schema: type[Config]) -> Config:
     """Resolve interpolations and return the typed config. Raises ConfigError with all problems."""
-    container, refused = resolve(cfg)
+    container, rejected = resolve(cfg)
     # A composed section is a node of its option's class; a frozen file is plain and states its kinds by the key `kind`.
     composed = {name: kind for name in map(str, cfg) if (kind := OmegaConf.get_type(cfg, name)) is not None}
     try:
-        made = typed(container, schema, composed, [key.partition("[")[0] for key in refused])
+        config = typed(container, schema, composed, [key.partition("[")[0] for key in rejected])
     except ConfigError as error:
-        raise ConfigError([*refused.values(), *error.problems]) from error
-    raise_all(list(refused.values()))
-    return made
+        raise ConfigError([*rejected.values(), *error.problems]) from error
+    raise_all(list(rejected.values()))
+    return config
 
 
 def read_frozen(path: Path, schema: type[Config]) -> Config:

@@ -69,8 +69,8 @@ def register_schemas(name: str, schema: type[RecipeConfig]) -> None:
     annotations = [hint for hint in get_type_hints(schema).values() if isinstance(hint, type)]
     for section, kinds in KINDS.items():
         for kind, each in kinds.items():
-            own = next((hint for hint in annotations if issubclass(hint, each)), each)
-            store.store(group=f"schema/{section}", name=str(kind), node=OmegaConf.structured(own))
+            registered = next((hint for hint in annotations if issubclass(hint, each)), each)
+            store.store(group=f"schema/{section}", name=str(kind), node=OmegaConf.structured(registered))
 
 
 @contextmanager
@@ -125,8 +125,8 @@ def config_folders(
     They are `before`, conf/ of this project, ./conf, conf/ beside the recipe, and `after`. Raises ConfigError if none
     holds <name>.yaml, or if the aliases of a YAML file exceed the limits of safe_yaml.py.
     """
-    own = [path.resolve() for path in (Path.cwd() / "conf", recipe_dir / "conf") if path.is_dir()]
-    folders = list(dict.fromkeys([*before, CONF, *own, *after]))
+    nearby = [path.resolve() for path in (Path.cwd() / "conf", recipe_dir / "conf") if path.is_dir()]
+    folders = list(dict.fromkeys([*before, CONF, *nearby, *after]))
     main = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if main is None:
         searched = ", ".join(map(str, folders))

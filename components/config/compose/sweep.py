@@ -49,7 +49,7 @@ class SweepRequest:
 
 
 def expand_sweep(
-    name: str, schema: type[RecipeConfig], recipe_dir: Path, check: Check = lambda cfg, refused: []
+    name: str, schema: type[RecipeConfig], recipe_dir: Path, check: Check = lambda cfg, rejected: []
 ) -> SweepRequest:
     """Return the points of the sweep on the command line (`sys.argv`), without composing them.
 
@@ -66,14 +66,14 @@ def expand_sweep(
     swept = [override for override in parsed if override.is_sweep_override()]
     known = [*known_keys(schema), *groups]
     unknown = [given for given in swept if given.key_or_group not in known and not _is_free(given, schema)]
-    refused = {given.input_line or "": unknown_key(given.key_or_group, given.get_value_string(), known)
+    rejected = {given.input_line or "": unknown_key(given.key_or_group, given.get_value_string(), known)
                for given in unknown}  # fmt: skip
     accepted = accepted_options(request, groups)
     for override, problem in _sweep_problems(parsed, [given for given in swept if given not in unknown], accepted):
-        refused.setdefault(override, problem)
-    problems += [*unparsed.values(), *refused.values()]
+        rejected.setdefault(override, problem)
+    problems += [*unparsed.values(), *rejected.values()]
     if problems:
-        readable = [given for given in parsed if given.input_line not in refused]
+        readable = [given for given in parsed if given.input_line not in rejected]
         first = [_first_value(given) for given in readable]
         raise ConfigError(problems + _problems_of(replace(request, overrides=addable(first, schema)), check, problems))
     products = BasicSweeper.split_arguments(swept, None)[0]
@@ -117,10 +117,10 @@ def compose_point(sweep: SweepRequest, point: PointRequest, check: Check) -> tup
     return cfg, check(cfg, ())
 
 
-def _problems_of(request: Request, check: Check, refused: list[str]) -> list[str]:
+def _problems_of(request: Request, check: Check, rejected: list[str]) -> list[str]:
     """Return the problems of one point of a sweep that cannot be expanded."""
     try:
-        return check(from_container(request.compose(request.overrides), request.schema), refused)
+        return check(from_container(request.compose(request.overrides), request.schema), rejected)
     except COMPOSITION_ERRORS as error:
         return diagnose(request, error, check)
 

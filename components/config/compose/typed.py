@@ -23,7 +23,7 @@ LARGEST = 2**63 - 1
 
 
 def typed(
-    container: Any, schema: type[Schema], composed: Mapping[str, type] | None = None, refused: Collection[str] = ()
+    container: Any, schema: type[Schema], composed: Mapping[str, type] | None = None, rejected: Collection[str] = ()
 ) -> Schema:
     """Return `container` (nested dicts, no interpolations left) as an instance of `schema`.
 
@@ -32,12 +32,12 @@ def typed(
         schema: A dataclass of dataclasses, or the dataclass of one section.
         composed: Section -> class that its option was composed with. Any other section gets the class of the kind that
             its values select.
-        refused: Keys that were rejected before and whose values are not in `container`.
+        rejected: Keys that were rejected before and whose values are not in `container`.
 
     Raises ConfigError with all problems: unknown keys with the nearest existing one, keys of another kind, missing
     values, values of the wrong type, and the problems of each section.
     """
-    builder = _Builder(known_keys(schema), composed or {}, refused)
+    builder = _Builder(known_keys(schema), composed or {}, rejected)
     result = builder.build(container, schema, "")
     if builder.problems:
         raise ConfigError(builder.problems)
@@ -67,9 +67,9 @@ def _keys(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
 class _Builder:
     """Builder of dataclasses that collects problems instead of raising."""
 
-    known: list[str]
+    keys: list[str]
     composed: Mapping[str, type]
-    refused: Collection[str] = ()
+    rejected: Collection[str] = ()
     problems: list[str] = field(default_factory=list)
 
     def build(self, values: Any, annotation: Any, prefix: str) -> Any:
@@ -85,17 +85,17 @@ class _Builder:
             if key not in hints:
                 self._report_unknown(key, values[key], schema, annotation, prefix)
         node = OmegaConf.structured(schema)
-        refused = [name for name in hints if f"{prefix}{name}" in self.refused]
-        refused += self._require(schema, values, prefix)
+        rejected = [name for name in hints if f"{prefix}{name}" in self.rejected]
+        rejected += self._require(schema, values, prefix)
         arguments = {}
         for name, kind in hints.items():
-            if name in values and name not in refused:
+            if name in values and name not in rejected:
                 found = len(self.problems)
                 arguments[name] = self._value(values[name], kind, node, f"{prefix}{name}")
                 if len(self.problems) > found:
-                    refused.append(name)
-        made = self._construct(schema, arguments, refused, prefix)
-        return made if len(self.problems) == before else None
+                    rejected.append(name)
+        built = self._construct(schema, arguments, rejected, prefix)
+        return built if len(self.problems) == before else None
 
     def _class_of(self, annotation: Any, values: dict[str, Any], prefix: str) -> Any:
         """Return the class of a section: that of its option, or of the kind that its values select."""
@@ -114,26 +114,26 @@ class _Builder:
     def _report_unknown(self, key: str, value: Any, schema: Any, annotation: Any, prefix: str) -> None:
         """Report a key that `schema` does not have: it belongs to another kind, or does not exist."""
         kinds = kinds_of(annotation)
-        own = next((kind for kind, each in kinds.items() if each is schema), None)
+        kind_of_schema = next((kind for kind, each in kinds.items() if each is schema), None)
         fitting = [kind for kind, each in kinds.items() if key in get_type_hints(each)]
-        if own is not None and fitting and not isinstance(value, dict):
+        if kind_of_schema is not None and fitting and not isinstance(value, dict):
             section = section_of(annotation) or ""
-            self.problems.append(f"{prefix}{key}={value}: {key_of_another_kind(section, own, fitting)}")
+            self.problems.append(f"{prefix}{key}={value}: {key_of_another_kind(section, kind_of_schema, fitting)}")
         else:
-            self.problems += [unknown_key(*leaf, self.known) for leaf in _leaves(f"{prefix}{key}", value)]
+            self.problems += [unknown_key(*leaf, self.keys) for leaf in _leaves(f"{prefix}{key}", value)]
 
-    def _construct(self, schema: Any, arguments: dict[str, Any], refused: list[str], prefix: str) -> Any:
+    def _construct(self, schema: Any, arguments: dict[str, Any], rejected: list[str], prefix: str) -> Any:
         """Construct a section to collect its problems, with defaults in place of rejected values.
 
         Problems that mention a rejected key are dropped, since they may be consequences.
         """
-        accepted = {name: value for name, value in arguments.items() if name not in refused}
+        accepted = {name: value for name, value in arguments.items() if name not in rejected}
         required = [each.name for each in fields(schema) if each.default is MISSING and each.default_factory is MISSING]
         unset = {name: "unset:unset" for name in required if name not in accepted}
         try:
             return schema(**accepted, **unset)
         except ConfigError as error:
-            about = "|".join(map(re.escape, refused)) or "$."
+            about = "|".join(map(re.escape, rejected)) or "$."
             problems = [each for each in error.problems if not re.search(rf"\.({about})(?!\w|\.\w)", each)]
             section = section_of(schema)
             self.problems += at_key(section, prefix.rstrip("."), problems) if section and prefix else problems
@@ -190,7 +190,7 @@ class _Builder:
             has_default = entry.default is not MISSING or entry.default_factory is not MISSING
             if values.get(entry.name) == UNSET or (entry.name not in values and not has_default):
                 key = f"{prefix}{entry.name}"
-                if key not in self.refused:
+                if key not in self.rejected:
                     self.problems.append(f"{key}: not set, and it has no default; set {key}=...")
                 missing.append(entry.name)
         return missing

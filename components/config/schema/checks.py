@@ -41,11 +41,11 @@ def within(key: str, value: float, low: float, high: float) -> list[str]:
 
 def own_kind(section: str, cfg: Any) -> list[str]:
     """Require `kind` to match the class of the section. A base class, which has no default kind, accepts any."""
-    own = next(each.default for each in fields(cfg) if each.name == "kind")
-    if own is MISSING or cfg.kind is own:
+    expected = next(each.default for each in fields(cfg) if each.name == "kind")
+    if expected is MISSING or cfg.kind is expected:
         return []
     return [
-        f"{section}.kind={cfg.kind}: the chosen option has kind {own}; choose another option of conf/{section}/ "
+        f"{section}.kind={cfg.kind}: the chosen option has kind {expected}; choose another option of conf/{section}/ "
         f"({section}=NAME) instead of setting the kind"
     ]
 
