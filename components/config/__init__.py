@@ -6,7 +6,7 @@ compose/          composition by Hydra, strict conversion to the dataclasses, er
 validate.py       all problems of a whole config: applies rules/ to its sections
 rules/            rules that involve several sections or the mesh, a file per subject
 micro_batches.py  split of the global batch into micro-batches
-layouts.py        distribution of heads, layers and micro-batches over mesh axes
+layouts.py        distribution of attention heads and layers over mesh axes
 shape.py          sizes of a model (heads, layers, ...), read from its files without transformers
 model_files.py    files that model.path refers to
 secrets.py        detection of secrets, which must not be written to a run directory

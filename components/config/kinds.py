@@ -90,8 +90,7 @@ def have_same_keys(first: Any, second: Any) -> bool:
 
 
 def at_key(section: str, key: str, problems: Iterable[str]) -> list[str]:
-    """Return the problems of a section's dataclass with its keys (model.path) rewritten to where they are set
-    (KEY.path)."""
+    """Return the problems of a section's dataclass with its keys (model.path) rewritten to KEY.path."""
     keys = "|".join(sorted({each.name for schema in KINDS[section].values() for each in fields(schema)}))
     return [re.sub(rf"\b{section}\.(?=({keys})\b(?!\.\w))", f"{key}.", problem) for problem in problems]
 

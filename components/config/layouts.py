@@ -1,10 +1,8 @@
-"""Distribution of heads, layers and micro-batches over mesh axes: arithmetic that needs no torch."""
+"""Distribution of attention heads and layers over mesh axes: arithmetic that needs no torch."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-
-from components.config.schema.parallelism import PipelineSchedule
 
 
 class AttentionLayout(StrEnum):
@@ -49,15 +47,3 @@ def stage_layers(layers: int, stages: int) -> list[range]:
     sizes = [base + (stage in middle_first[:extra]) for stage in range(stages)]
     starts = [sum(sizes[:stage]) for stage in range(stages)]
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-
-
-def micro_batch_rule(schedule: PipelineSchedule, pp: int, micro_batches: int) -> str | None:
-    """Return the schedule's requirement on the number of micro-batches per step that is violated, or None."""
-    if schedule == "1F1B" and micro_batches < pp:
-        return f"1F1B needs at least as many micro-batches as stages, {pp}"
-    if schedule == "DualPipeV" and micro_batches < 2 * pp:
-        return f"DualPipeV needs at least as many micro-batches as stages, {2 * pp}"
-    rounds = max(1, micro_batches // pp)
-    if str(schedule).startswith("Interleaved") and micro_batches % rounds:
-        return f"{schedule} runs {rounds} rounds over pp={pp} and needs a multiple of {rounds} micro-batches"
-    return None

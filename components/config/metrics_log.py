@@ -56,8 +56,9 @@ class MetricsLog:
         with _disk_errors_named(self.path), open_append(self.path) as file:
             start = b""
             if self._number is None:
-                self._number = _parse(self._content()).number
-                start = b"" if self._ends_with_newline() else b"\n"
+                content = self._content()
+                self._number = _parse(content).number
+                start = b"" if content[-1:] in (b"", b"\n") else b"\n"
             self._number += 1
             file.write(start + _encode(json.dumps(finite(values), allow_nan=False)[:-1], self._number))
 
@@ -98,9 +99,6 @@ class MetricsLog:
             return b"" if self.path.is_symlink() else read_regular(self.path)
         except (FileNotFoundError, IsADirectoryError):
             return b""
-
-    def _ends_with_newline(self) -> bool:
-        return self._content()[-1:] in (b"", b"\n")
 
     def _has_saved(self, step: int) -> bool:
         """Return whether this run itself, and not the run of a checkpoint that it started from, saved this step."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from components.config.layouts import micro_batch_rule
-from components.config.schema.parallelism import MeshShape, ParallelismConfig
+from components.config.schema.parallelism import MeshShape, ParallelismConfig, PipelineSchedule
 from components.config.schema.recipes import Config, section, with_section
 from components.config.schema.training import TrainingConfig
 
@@ -20,7 +19,7 @@ def batch_problems(training: TrainingConfig, parallelism: ParallelismConfig, mes
             f"set {key}={near}, or change parallelism.dp_shard"
         ]
     if fitting_micro_batch(training, parallelism, mesh) is None:
-        rule = micro_batch_rule(parallelism.pp_schedule, mesh.pp, size // mesh.dp)
+        rule = _schedule_rule(parallelism.pp_schedule, mesh.pp, size // mesh.dp)
         return [
             f"{key}={size}: leaves {size // mesh.dp} micro-batches per step, but {rule}; change {key}, or choose "
             "parallelism.pp_schedule=GPipe"
@@ -34,7 +33,7 @@ def fitting_micro_batch(training: TrainingConfig, parallelism: ParallelismConfig
     rows = training.global_batch_size // mesh.dp
     for size in range(min(training.micro_batch_size, rows), 0, -1):
         fits = rows % size == 0
-        if fits and (mesh.pp == 1 or micro_batch_rule(parallelism.pp_schedule, mesh.pp, rows // size) is None):
+        if fits and (mesh.pp == 1 or _schedule_rule(parallelism.pp_schedule, mesh.pp, rows // size) is None):
             return size
     return None
 
@@ -49,3 +48,15 @@ def fit_micro_batches(cfg: Config, world_size: int) -> Config:
         return cfg
     size = fitting_micro_batch(training, cfg.parallelism, cfg.parallelism.resolve(world_size))
     return with_section(cfg, training, replace(training, micro_batch_size=size or training.micro_batch_size))
+
+
+def _schedule_rule(schedule: PipelineSchedule, pp: int, micro_batches: int) -> str | None:
+    """Return the schedule's requirement on the number of micro-batches per step that is violated, or None."""
+    if schedule == "1F1B" and micro_batches < pp:
+        return f"1F1B needs at least as many micro-batches as stages, {pp}"
+    if schedule == "DualPipeV" and micro_batches < 2 * pp:
+        return f"DualPipeV needs at least as many micro-batches as stages, {2 * pp}"
+    rounds = max(1, micro_batches // pp)
+    if str(schedule).startswith("Interleaved") and micro_batches % rounds:
+        return f"{schedule} runs {rounds} rounds over pp={pp} and needs a multiple of {rounds} micro-batches"
+    return None

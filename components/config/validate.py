@@ -15,9 +15,8 @@ from components.config.rules.compute_rules import (
     loss_problems,
     recompute_problems,
 )
-from components.config.rules.data_rules import data_problems
+from components.config.rules.data_rules import data_problems, preference_problems
 from components.config.rules.mesh_rules import model_problems, row_problems
-from components.config.rules.objective_rules import preference_problems
 from components.config.rules.run_rules import adapter_problems, best_checkpoint_problems, profile_problems
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.objective import PreferenceConfig

@@ -269,7 +269,7 @@ AXES = [
     ("logging.profile.start=0", "logging.profile.start=0: must be at least 1"),
     ("training.gc_every=-1", "training.gc_every=-1: must be at least 0"),
     ("model.loss=fused", "model.loss=fused", "must be one of auto, logits, chunked, liger"),
-    ("parallelism.stages_per_rank=1", "parallelism.stages_per_rank=1: must be 2 or more"),
+    ("parallelism.stages_per_rank=1", "parallelism.stages_per_rank=1: must be at least 2"),
     ("parallelism.cp_attention=ring", "parallelism.cp_attention=ring", "must be one of auto, ulysses, all_gather"),
 ]
 EXPERTS = [

@@ -1,4 +1,4 @@
-"""Rules about data: held-out split, weights of sources, preference pairs."""
+"""Rules about data: held-out split, weights of sources, preference pairs and what they require of the model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from components.config.schema.data import (
     PreferencesDataConfig,
     RowsDataConfig,
 )
+from components.config.schema.model import LossMethod, ModelConfig
 from components.config.schema.objective import PreferenceConfig
+from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import RecipeConfig
 
 
 def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEnum]:
     """Return the kinds of a section that a recipe accepts: those of its field, pairs only with an objective of pairs.
 
-    A field whose class is the recipe's own excludes no kind.
+    A field annotated with a class that is not in the registry of kinds accepts every kind.
     """
     hints = get_type_hints(recipe)
     kinds = set(kinds_of(hints.get(section)) or KINDS[section])
@@ -60,4 +62,17 @@ def data_problems(data: DataConfig, *, takes_pairs: bool) -> list[str]:
     else:
         other = "data.eval_split or data.eval_path" if isinstance(data, RowsDataConfig) else "data.eval_split"
         problems.append(f"data.eval_fraction={data.eval_fraction}: {rule}; set it above 0, or set {other}")
+    return problems
+
+
+def preference_problems(model: ModelConfig, peft: PeftConfig | None) -> list[str]:
+    """Require what DPO with its two forward passes needs: no dropout, and a loss kernel that supports row weights."""
+    problems = []
+    if peft is not None and peft.adapts and peft.dropout:
+        problems.append(
+            f"peft.dropout={peft.dropout}: the two forward passes of objective.kind=dpo would drop different values; "
+            "set peft.dropout=0"
+        )
+    if model.loss == LossMethod.liger:
+        problems.append("model.loss=liger: liger-kernel does not support per-row weights; set model.loss=chunked")
     return problems

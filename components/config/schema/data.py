@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
@@ -163,9 +163,11 @@ class SftDataConfig(RowsDataConfig):
     """System message inserted before every prompt; null: the default of the chat template."""
 
     def _problems(self) -> list[str]:
-        columns = {"prompt_column": self.prompt_column, "response_column": self.response_column}
-        if self.input_column is not None:
-            columns["input_column"] = self.input_column
+        columns = {
+            "prompt_column": self.prompt_column,
+            "response_column": self.response_column,
+            "input_column": self.input_column,
+        }
         return RowsDataConfig._problems(self) + _name_problems(columns)
 
 
@@ -234,11 +236,11 @@ class ChatDataConfig(RowsDataConfig):
             "assistant_role": self.assistant_role,
             "tool_role": self.tool_role,
         }
-        columns = {"messages_column": self.messages_column}
-        if self.tools_column is not None:
-            columns["tools_column"] = self.tools_column
-        if self.template_kwargs_column is not None:
-            columns["template_kwargs_column"] = self.template_kwargs_column
+        columns = {
+            "messages_column": self.messages_column,
+            "tools_column": self.tools_column,
+            "template_kwargs_column": self.template_kwargs_column,
+        }
         return [
             *RowsDataConfig._problems(self),
             *_name_problems(columns),
@@ -328,9 +330,9 @@ def _changed(cfg: DataConfig, keys: Iterable[str]) -> list[tuple[str, object]]:
     return [(key, values[key]) for key in keys if values[key] != defaults[key]]
 
 
-def _name_problems(names: dict[str, str]) -> list[str]:
-    """Require names of columns, keys or roles to be non-empty and different from each other."""
-    problems = [f"data.{key}='': is empty; name it as in the data" for key, name in names.items() if not name]
+def _name_problems(names: Mapping[str, str | None]) -> list[str]:
+    """Require names of columns, keys or roles to be non-empty and different from each other; None: not used."""
+    problems = [f"data.{key}='': is empty; name it as in the data" for key, name in names.items() if name == ""]
     first_key: dict[str, str] = {}
     for key, name in names.items():
         if name and first_key.setdefault(name, key) != key:

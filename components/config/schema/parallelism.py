@@ -199,8 +199,8 @@ class ParallelismConfig:
         problems += self._strategy_problems()
         if self.stages_per_rank < 2 or (self.pp_schedule in V_SHAPED and self.stages_per_rank != 2):
             problems.append(
-                f"parallelism.stages_per_rank={self.stages_per_rank}: must be 2 or more, and 2 under a V schedule; for "
-                "one stage per rank choose parallelism.pp_schedule=1F1B or GPipe"
+                f"parallelism.stages_per_rank={self.stages_per_rank}: must be at least 2, and 2 for ZBVZeroBubble and "
+                "DualPipeV; for one stage per rank set parallelism.pp_schedule=1F1B or GPipe"
             )
         if self.sequence_parallel and self.tp == 1:
             problems.append("parallelism.sequence_parallel=true: needs parallelism.tp > 1")
