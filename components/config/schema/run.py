@@ -33,8 +33,8 @@ class RunConfig:
     """Run directory, name, seed and resume policy."""
 
     dir: str | None = None
-    """Run directory; null: outputs/<recipe>/<time>-<hex>, chosen once by the launching process. If the directory holds
-    a run, it is resumed."""
+    """Run directory; null: outputs/<recipe>/<time>-<hex>, chosen once by the launching process. If it already
+    holds a run, `resume` decides."""
     name: str | None = None
     """Display name in logs, in wandb and of the Slurm job; null: name of the run directory."""
     seed: int = 42
