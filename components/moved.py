@@ -15,6 +15,7 @@ MODULES = {
     "components.checkpoint.stored": "components.checkpoint.reader",
     "components.config.batch": "components.config.micro_batches",
     "components.config.interrupt": "components.protocol.signals",
+    "components.config.rules.objective_rules": "components.config.rules.data_rules",
     "components.config.run_files": "components.protocol.run_files",
     "components.data.files": "components.data.sources.files",
     "components.data.hub": "components.data.sources.hub_rows",

@@ -1,17 +1,16 @@
-"""The typed configuration of a run. Imports no torch, so that submitting and rejecting a run is quick.
+"""Typed configuration of a run. Imports no torch, so that a run is submitted or rejected quickly.
 
-schema/           one dataclass per section; the single source of keys, types and defaults
-kinds.py          the kinds of each section: section -> kind -> dataclass
-compose/          Hydra's composition, merged strictly into the schema, then real dataclasses
-validate.py       every problem of a whole config: the rules of rules/ on the sections that it has
-rules/            rules that several sections share, or that depend on the mesh; a file per subject
-micro_batches.py  the split of a global batch over the mesh
-layouts.py        the split of heads, layers and micro-batches over mesh axes
-shape.py          what decides divisibility in a model (heads, layers, ...), read from files without transformers
-model_files.py    the files that model.path names
-secrets.py        values that look like secrets, which no run directory may hold
-errors.py         ConfigError: an error of the user's
-safe_yaml.py      YAML of other programs, parsed only within bounds of size and depth
-metrics_log.py    metrics.jsonl: its checksums, and what is damaged in it
-interrupt.py      the message a run prints when it receives Ctrl-C
+schema/           one dataclass per section: the single source of keys, types and defaults
+kinds.py          registry of the kinds of each section: section -> kind -> dataclass
+compose/          composition by Hydra, strict conversion to the dataclasses, error messages
+validate.py       all problems of a whole config: applies rules/ to its sections
+rules/            rules that involve several sections or the mesh, a file per subject
+micro_batches.py  split of the global batch into micro-batches
+layouts.py        distribution of attention heads and layers over mesh axes
+shape.py          sizes of a model (heads, layers, ...), read from its files without transformers
+model_files.py    files that model.path refers to
+secrets.py        detection of secrets, which must not be written to a run directory
+errors.py         ConfigError
+safe_yaml.py      YAML parser with limits on expanded size and depth
+metrics_log.py    metrics.jsonl: checksums and detection of damage
 """

@@ -1,13 +1,13 @@
-"""The error of a configuration that is rejected: one message, exit status 2, no traceback."""
+"""ConfigError, which ends a run with exit status 2 and without a traceback."""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """One or more problems with the configuration of a run.
+    """One or more config errors.
 
-    Each problem is one sentence that states the value, the rule and the key to change. The launcher
-    prints them all at once and exits with status `EXIT_INVALID` of components.protocol.exit_codes.
+    Each problem is one sentence that states the value, the rule and the key to change. The launcher prints all problems
+    at once and exits with `EXIT_INVALID` (components.protocol.exit_codes).
     """
 
     def __init__(self, problems: str | list[str]) -> None:

@@ -1,11 +1,11 @@
-"""The kinds of each section: one registry for composition, typing, messages and lists of keys.
+"""Registry of the kinds of each section, used by composition, typing and error messages.
 
-A section with kinds is a base dataclass with a field `kind`, and a subclass per kind. To add a kind: a member of the
-section's enum and a subclass in schema/, a line in `KINDS`, and an option conf/SECTION/NAME.yaml that begins with
-`defaults: [/schema/SECTION/KIND@_here_, _self_]`. What it requires of other sections goes into rules/.
+A section with kinds is a base dataclass with a field `kind` and one subclass per kind. To add a kind, add a member to
+the section's enum, a subclass in schema/, a line in `KINDS`, and an option conf/SECTION/NAME.yaml that begins with
+`defaults: [/schema/SECTION/KIND@_here_, _self_]`. Its requirements on other sections go into rules/.
 
-A recipe's config selects the kinds that it takes by the annotation of its field: the base takes every kind
-(`optimizer: OptimizerConfig`), a subclass its own kind (`objective: NextTokenConfig`).
+The annotation of a recipe's config field selects the kinds that the recipe accepts: the base class accepts all
+(`optimizer: OptimizerConfig`), a subclass only its own (`objective: NextTokenConfig`).
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ WITHOUT_KIND: Mapping[str, StrEnum] = {
     "objective": ObjectiveKind.next_token,
     "optimizer": OptimizerKind.adamw,
 }
-"""Kind of a section whose values name none: frozen configs of older versions do not. `data` must name its kind."""
+"""Default kind of a section without the key `kind`, as in frozen configs of older versions. `data` has no default."""
 
 
 def section_of(schema: object) -> str | None:
-    """Return the section (config group) whose kinds a field annotated with `schema` takes; None: it has no kinds."""
+    """Return the section (config group) of a field annotated with `schema`, or None if the class has no kinds."""
     if not isinstance(schema, type):
         return None
     return next(
@@ -70,7 +70,7 @@ def section_of(schema: object) -> str | None:
 
 
 def kinds_of(schema: Any) -> dict[StrEnum, type[Any]]:
-    """Return the kinds that a field annotated with `schema` takes; empty if its class has no kinds."""
+    """Return the kinds that a field annotated with `schema` accepts; empty if the class has no kinds."""
     section = section_of(schema)
     if section is None:
         return {}
@@ -78,23 +78,23 @@ def kinds_of(schema: Any) -> dict[StrEnum, type[Any]]:
 
 
 def kind_named(values: Mapping[str, Any], schema: type) -> StrEnum | None:
-    """Return the kind of a section from its values, or None if they name none that a field of `schema` takes."""
+    """Return the kind that the values of a section select, or None if a field of type `schema` does not accept it."""
     kinds = kinds_of(schema)
     name = values.get("kind", WITHOUT_KIND.get(section_of(schema) or ""))
     return next((kind for kind in kinds if str(kind) == str(name)), None)
 
 
 def have_same_keys(first: Any, second: Any) -> bool:
-    """Whether two kinds differ in nothing but their rules, so that `kind` may be set without choosing an option."""
+    """Return whether two kinds have the same fields, so that `kind` may be set without choosing another option."""
     return {each.name for each in fields(first)} == {each.name for each in fields(second)}
 
 
 def at_key(section: str, key: str, problems: Iterable[str]) -> list[str]:
-    """Return the problems that a section's dataclass reports, with its keys (model.path) written as KEY.path."""
+    """Return the problems of a section's dataclass with its keys (model.path) rewritten to KEY.path."""
     keys = "|".join(sorted({each.name for schema in KINDS[section].values() for each in fields(schema)}))
     return [re.sub(rf"\b{section}\.(?=({keys})\b(?!\.\w))", f"{key}.", problem) for problem in problems]
 
 
 def of_source(name: str, problems: Iterable[str]) -> list[str]:
-    """Return the problems of a mixture's source with their keys where they are set: data.sources.NAME.path."""
+    """Return the problems of a source of a mixture with its keys (data.path) rewritten to data.sources.NAME.path."""
     return at_key("data", f"data.sources.{name}", problems)

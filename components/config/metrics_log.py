@@ -1,8 +1,8 @@
-"""metrics.jsonl: one strict JSON object per line, with a checksum, so that damage to the history is noticed.
+"""metrics.jsonl: one strict JSON object per line, with a checksum that detects damage.
 
-The last field of a line, `check`, is its number and the CRC-32 of that number and the text before the field. It finds
-lines that were changed, and lines that are missing between two others. Values that are NaN or infinite are null; the
-field `nonfinite` maps their keys to what they were.
+The last field of a line, `check`, is the line number and the CRC-32 of that number and the text before the field. It
+detects modified lines, and missing lines between two others. NaN and infinite values are stored as null; the field
+`nonfinite` maps their keys to the values.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ METRICS, DAMAGED = "metrics.jsonl", "metrics.jsonl.damaged"
 CHECK = "check"
 _CHECK = re.compile(rf', "{CHECK}": "(\d{{1,18}})-([0-9a-f]{{8}})"\}}$')
 _JOINT = re.compile(rb'(?<=\})[^{}"]{0,3}(?=\{)')
-"""Between two lines whose newline was lost, or changed to something else."""
+"""Boundary of two lines whose newline was lost or overwritten."""
 
 
 @dataclass(slots=True)
 class _Line:
     text: str
-    """Without the checksum, and without the closing brace."""
+    """Text without the checksum and the closing brace."""
     values: dict[str, Any]
 
 
@@ -38,57 +38,61 @@ class _Parsed:
     lines: list[_Line] = field(default_factory=list)
     damaged: list[bytes] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What is missing or damaged, as sentences."""
+    """Messages about missing or damaged lines."""
     number: int = 0
-    """Number of the last line."""
+    """Number of the last intact line."""
 
 
 class MetricsLog:
-    """The history of a run. Damaged lines are skipped and reported; `continue_from` moves them to their own file."""
+    """Metrics history of a run. Damaged lines are skipped and reported; `continue_from` moves them to a separate
+    file."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / METRICS
-        self._number: int | None = None  # of the last line; None: the file has not been looked at
+        self._number: int | None = None  # of the last line; None: the file was not read yet
 
     def append(self, values: dict[str, Any]) -> None:
-        """Add a line. Raises OSError that names the file and the bytes that are free."""
-        with _named(self.path), open_append(self.path) as file:
+        """Append a line. Raises OSError, which states the file and the free disk space."""
+        with _disk_errors_named(self.path), open_append(self.path) as file:
             start = b""
             if self._number is None:
-                self._number = _parse(self._content()).number
-                start = b"" if self._ends_with_newline() else b"\n"
+                content = self._content()
+                self._number = _parse(content).number
+                start = b"" if content[-1:] in (b"", b"\n") else b"\n"
             self._number += 1
             file.write(start + _encode(json.dumps(finite(values), allow_nan=False)[:-1], self._number))
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the values of every intact line, NaN and infinities among them."""
+        """Return the values of all intact lines, with NaN and infinities restored."""
         return [_restored(line.values) for line in _parse(self._content()).lines]
 
     def continue_from(self, step: int) -> list[str]:
-        """Drop what is logged of later steps and return what there is to report, as sentences.
+        """Drop the lines of later steps, for a run that resumes from `step`; return messages for the log.
 
-        The steps are done again, and the file stays one curve; so is the evaluation of `step` itself, with which an
-        attempt begins. Damaged lines go to metrics.jsonl.damaged.
+        The run repeats the dropped steps, and also the evaluation at `step`, with which every attempt begins, so that
+        the file remains one curve. Damaged lines are moved to metrics.jsonl.damaged.
         """
         keep_only_file(self.path)
         parsed = _parse(self._content())
         if not (parsed.lines or parsed.damaged) and self._has_saved(step):
             return [f"{METRICS} is missing or empty: the history of steps 1 to {step} is lost"]
         kept = [line for line in parsed.lines if line.values["step"] < step + ("eval_loss" not in line.values)]
-        told = list(parsed.problems)
-        again = [line.values["step"] for line in parsed.lines if "loss" in line.values and line.values["step"] > step]
-        if again:
-            told.append(f"steps {min(again)} to {max(again)} in {METRICS} are dropped: they are done again")
-        told += _missing_end([line.values["step"] for line in kept if "loss" in line.values], step)
+        messages = list(parsed.problems)
+        repeated = [
+            line.values["step"] for line in parsed.lines if "loss" in line.values and line.values["step"] > step
+        ]
+        if repeated:
+            messages.append(f"steps {min(repeated)} to {max(repeated)} in {METRICS} are dropped: the run repeats them")
+        messages += _missing_end([line.values["step"] for line in kept if "loss" in line.values], step)
         if parsed.damaged:
-            with _named(self.path), open_append(self.path.with_name(DAMAGED)) as file:
+            with _disk_errors_named(self.path), open_append(self.path.with_name(DAMAGED)) as file:
                 file.write(b"".join(line + b"\n" for line in parsed.damaged))
         if not self.path.exists():
-            return told
-        with _named(self.path), atomic_file(self.path) as new:
+            return messages
+        with _disk_errors_named(self.path), atomic_file(self.path) as new:
             new.write(b"".join(_encode(line.text, number) for number, line in enumerate(kept, 1)))
         self._number = len(kept)
-        return told
+        return messages
 
     def _content(self) -> bytes:
         try:
@@ -96,11 +100,8 @@ class MetricsLog:
         except (FileNotFoundError, IsADirectoryError):
             return b""
 
-    def _ends_with_newline(self) -> bool:
-        return self._content()[-1:] in (b"", b"\n")
-
     def _has_saved(self, step: int) -> bool:
-        """Whether this run, not another one that it began from, has saved this step."""
+        """Return whether this run itself, and not the run of a checkpoint that it started from, saved this step."""
         return step > 0 and any(self.path.parent.glob(f"checkpoints/step_{step}*"))
 
 
@@ -126,7 +127,10 @@ def _parse(content: bytes) -> _Parsed:
 
 
 def _take(parsed: _Parsed, raw: bytes, unseen: int) -> int:
-    """Add a line to what was parsed; return how many damaged lines came since the last intact one."""
+    """Add a line to `parsed`; return the number of damaged lines since the last intact one.
+
+    `unseen` is that number before this line; a damaged line accounts for one missing line number.
+    """
     values, text = _values_of(raw), raw.decode(errors="replace")
     if values is not None and CHECK not in values and not parsed.number:  # an earlier version wrote no checksums
         parsed.lines.append(_Line(json.dumps(finite(values), allow_nan=False)[:-1], values))
@@ -146,7 +150,7 @@ def _take(parsed: _Parsed, raw: bytes, unseen: int) -> int:
 
 
 def _values_of(raw: bytes) -> dict[str, Any] | None:
-    """Return the values of a line; None unless it is an object with the number of a step."""
+    """Return the values of a line, or None unless it is a JSON object with an integer `step`."""
     try:
         values = json.loads(raw)
     except (ValueError, RecursionError):
@@ -155,13 +159,14 @@ def _values_of(raw: bytes) -> dict[str, Any] | None:
 
 
 def _restored(values: dict[str, Any]) -> dict[str, Any]:
-    odd = values.get(NONFINITE, {})
+    nonfinite = values.get(NONFINITE, {})
     kept = {key: value for key, value in values.items() if key not in (NONFINITE, CHECK)}
-    return kept | {key: float(value) for key, value in odd.items()}
+    return kept | {key: float(value) for key, value in nonfinite.items()}
 
 
 def _missing_end(steps: list[int], resumed: int) -> list[str]:
-    """Report lines missing between the last one and the step that the run resumes from, by their usual distance."""
+    """Return a message if lines are missing between the last one and the resumed step, judged by the logging
+    interval."""
     distance = steps[-1] - steps[-2] if len(steps) > 1 else sum(steps)
     if steps and resumed >= steps[-1] + distance:
         return [f"{METRICS} ends with step {steps[-1]}: the history of the steps up to {resumed} is lost"]
@@ -169,8 +174,8 @@ def _missing_end(steps: list[int], resumed: int) -> list[str]:
 
 
 @contextmanager
-def _named(file: Path) -> Iterator[None]:
-    """Have an error of the disk name the file and the bytes that are free: one in closing a file names nothing."""
+def _disk_errors_named(file: Path) -> Iterator[None]:
+    """Add the file and the free disk space to an OSError, since one raised by closing a file states neither."""
     try:
         yield
     except OSError as error:

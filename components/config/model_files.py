@@ -1,4 +1,4 @@
-"""Where a model's files are, told from `model.path` without importing transformers."""
+"""Files that `model.path` refers to, located without importing transformers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Arguments for transformers' `from_pretrained`: a hub name or folder, and the GGUF file within it if any."""
+    """Arguments of transformers' `from_pretrained`: a hub name or folder, and the GGUF file in it, if any."""
 
     name_or_folder: str
     gguf_file: str | None = None
 
     @property
     def is_local(self) -> bool:
-        """Whether the files are on this machine, so that nothing is asked of a hub."""
+        """Whether the files are in a local folder, so that no hub is contacted."""
         return Path(self.name_or_folder).is_dir()
 
 
 def locate(path: str, key: str = "model.path") -> ModelFiles:
-    """Resolve `package:NAME/FILE`, a .gguf file, a folder or a hub name. Raises ConfigError naming `key`."""
+    """Resolve `package:NAME/FILE`, a .gguf file, a folder or a hub name.
+
+    Raises ConfigError, naming `key`, if a local file, folder or package does not exist.
+    """
     if path.startswith("package:"):
         path = str(_packaged_file(path, key))
     local = Path(os.path.expanduser(path))
@@ -37,14 +40,14 @@ def locate(path: str, key: str = "model.path") -> ModelFiles:
     if local.is_dir():
         return ModelFiles(str(local.resolve()))
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        known_single_names = path.count("/") == 0 and not path.startswith((".", "~"))
-        if not known_single_names:
+        is_single_name = path.count("/") == 0 and not path.startswith((".", "~"))  # hub names such as gpt2
+        if not is_single_name:
             raise ConfigError(f"{key}={path}: no such folder; give a folder, a .gguf file or a hub name (owner/model)")
     return ModelFiles(path)
 
 
 def check_weights(path: str, key: str = "model.path") -> list[str]:
-    """Return what is missing for loading pretrained weights from a local folder; a hub cannot be asked here."""
+    """Return the problems of loading pretrained weights from a local folder. Hub names are not checked here."""
     files = locate(path, key)
     if not files.is_local or files.gguf_file:
         return []

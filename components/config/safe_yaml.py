@@ -1,4 +1,4 @@
-"""YAML of files that a user or another program wrote: parsed only after its expanded size is known."""
+"""YAML parser with limits on the expanded size and depth, for files written by users or other programs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import yaml
 
 MAX_VALUES = 100_000
-"""Values a document may have once its aliases are expanded; a config has a few hundred."""
+"""Maximum number of values of a document with its aliases expanded; a config has a few hundred."""
 MAX_DEPTH = 100
-"""Collections that may be nested in one another."""
+"""Maximum nesting depth of collections."""
 
 
 class YamlLimitError(yaml.YAMLError):
-    """A document that expands to more than the limits above, or that cannot be expanded at all."""
+    """Document that exceeds the limits above, or contains a recursive alias."""
 
 
 def load_yaml(text: str) -> Any:
-    """Return what YAML text holds, as `yaml.safe_load` does. Raises yaml.YAMLError, and nothing else, if it cannot."""
+    """Parse YAML text like `yaml.safe_load`, within the limits above. Raises yaml.YAMLError and nothing else."""
     check_expansion(text)
     try:
         return yaml.safe_load(text)
@@ -26,14 +26,14 @@ def load_yaml(text: str) -> Any:
 
 
 def check_expansion(text: str) -> None:
-    """Reject text whose aliases expand without reasonable bound; the parser's events suffice, nothing is built.
+    """Reject text that exceeds the limits with its aliases expanded, by the parser's events, without building objects.
 
-    An alias costs PyYAML nothing, since it shares the object. Whoever copies or prints the result pays for every value:
-    ten lines of ten aliases each are 10 billion.
+    PyYAML expands an alias for free, by sharing the object, but copying or printing the result visits every value: ten
+    lines of ten aliases each expand to 10 billion.
 
     Raises yaml.YAMLError.
     """
-    sizes: dict[str, int | None] = {}  # by anchor; None: not complete yet
+    sizes: dict[str, int | None] = {}  # by anchor; None: the collection is still open
     open_collections: list[tuple[str | None, int]] = [(None, 0)]  # anchor, values so far
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -41,17 +41,17 @@ def check_expansion(text: str) -> None:
                 sizes[event.anchor] = None
             open_collections.append((event.anchor, 1))
             if len(open_collections) > MAX_DEPTH:
-                raise YamlLimitError(f"more than {MAX_DEPTH} collections are nested in one another")
+                raise YamlLimitError(f"collections are nested more than {MAX_DEPTH} deep")
             continue
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, size = open_collections.pop()
             if anchor is not None:
                 sizes[anchor] = size
         elif isinstance(event, yaml.AliasEvent):
-            known = sizes.get(event.anchor, 1)  # an unknown anchor is an error of its own
-            if known is None:
-                raise YamlLimitError(f"the alias *{event.anchor} is inside of what it stands for")
-            size = known
+            anchored = sizes.get(event.anchor, 1)  # an undefined anchor is reported by yaml.safe_load
+            if anchored is None:
+                raise YamlLimitError(f"the alias *{event.anchor} is inside its own anchor")
+            size = anchored
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
             if event.anchor is not None:
@@ -60,5 +60,5 @@ def check_expansion(text: str) -> None:
             continue
         parent, so_far = open_collections[-1]
         if so_far + size > MAX_VALUES:
-            raise YamlLimitError(f"more than {MAX_VALUES:,} values, with its aliases expanded")
+            raise YamlLimitError(f"more than {MAX_VALUES:,} values with aliases expanded")
         open_collections[-1] = (parent, so_far + size)

@@ -1,6 +1,6 @@
-"""No secret is ever written to a run directory: what looks like one is refused before there is such a directory.
+"""Detection of secrets in a config, so that none is written to a run directory: they are rejected before it exists.
 
-A run inherits the environment of the shell that starts it, under Slurm too, so that no token needs to be in a config.
+A run inherits the environment of the shell that starts it, also under Slurm, so a config never needs to hold a token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from components.config.schema.run import RunConfig
 from components.protocol.role import SCHEDULER_PREFIXES
 
 SHORTEST = 8
-"""Characters from which the value of a secret variable is searched for in the config; below, chance would find it."""
+"""Minimum length of a secret variable's value to search for in the config; shorter ones would match by chance."""
 
 _CREDENTIALS = {
     "a Hugging Face token": r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}",
@@ -46,7 +46,7 @@ _CREDENTIALS = {
     "a bearer token": r"(?i:\bbearer)\s+(?=[\w.~+/-]*\d)[\w.~+/-]{20,}",
 }
 _CREDENTIAL = [(what, re.compile(pattern)) for what, pattern in _CREDENTIALS.items()]
-_HEX_KEY = re.compile(r"[0-9a-f]{40}")  # of wandb; a commit looks the same
+_HEX_KEY = re.compile(r"[0-9a-f]{40}")  # wandb API key; a git commit has the same form
 _LOGIN = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s/:@]*:(?P<password>[^\s/@]+)@", re.IGNORECASE)
 
 _PASSWORD_OPTION = re.compile(
@@ -58,11 +58,11 @@ _PASSWORD_OPTION = re.compile(
     | \bredis-cli\b[^;&|]*?\s-a\s*(?P<a>[^\s;&|]+)
     """
 )
-"""Passwords in options of one letter, which mean something else in other programs (mkdir -p, ssh -p 22)."""
+"""Passwords in one-letter options of specific programs; in others the option is harmless (mkdir -p, ssh -p 22)."""
 _PUBLISHED = re.compile(r"[\d.:]+(?:-\d+)?(?::[\d-]+)?(?:/\w+)?")  # docker run -p 8080:80
 
 _VALUE = r"""(?P<{0}>"[^"]*"|'[^']*'|<[^<>]*>|(?:\$\{{[^}}]*\}}|[^\s;&|,)}}])*)"""
-_SAID = re.compile(
+_ASSIGNMENT = re.compile(
     "|".join(
         (
             rf"(?<![\w${{])(?P<name>[A-Za-z_][\w-]*)(?:\s=\s|=(?!=))(?={_VALUE.format('value')})",  # export NAME=value
@@ -72,7 +72,8 @@ _SAID = re.compile(
         )
     )
 )
-"""Places in a text that give a named thing a value. Values are looked at, not taken: the next name may be in one."""
+"""Assignments of a value to a name in shell, JSON or YAML text. Values are matched by lookahead, since a value may
+contain further assignments."""
 
 _REFERENCE = re.compile(
     r"\\?\$(\w+|\{\w+(:?\?[^}]*|:?[-+=](\$\w+|\$\{\w+)?\}?)?\}|\(.*)|`.*|<[^<>]*>|\[\w+\]", re.DOTALL
@@ -104,57 +105,57 @@ HARMLESS_VARIABLES = {
     *("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "WANDB_PROJECT"),
     *("WANDB_ENTITY", "MASTER_ADDR", "CI_COMMIT_SHA", "GITHUB_SHA"),
 }
-"""Variables whose value an interpolation may bring into the config, besides SLURM_* and PBS_*."""
+"""Variables that an interpolation may copy into the config, besides those of the scheduler (SLURM_*, PBS_*)."""
 _NO_SECRET_LASTS = {"FILE", "PATH", "DIR", "NAME"}
 _VOCABULARY = {"PAD", "BOS", "EOS", "UNK", "SEP", "CLS", "MASK", "IMAGE", "AUDIO", "VIDEO", "SPECIAL", "START",
                "END", "STOP", "PER"}  # fmt: skip
 _OF_A_TOKEN = {"ID", "IDS", "INDEX", "TYPE", "TYPES", "COUNT", "LIMIT", "BUDGET", "LENGTH", "SIZE", "EMBEDDINGS"}
 _COMMITS = {"REVISION", "COMMIT", "SHA"}
 
-MEND = "leave it out and export it in the shell before you start: the run inherits its environment"
+REMEDY = "remove it, and export it in the shell before you start the run, which inherits the environment"
 
 
 def secret_problems(cfg: object, arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return a sentence for every key of `cfg` whose value looks like a secret; it never holds the value.
+    """Return one message, without the value, for each key of `cfg` whose value looks like a secret.
 
-    Refused are credentials of a known form, values whose name says what they are (api_key, HF_TOKEN=... in a line of
-    shell), and whatever contains the value of a secret variable of the environment: an interpolation such as
-    ${oc.env:HF_TOKEN} is resolved by the time a config is typed. A mere reference ($HF_TOKEN) is allowed.
+    Rejected are credentials with a well-known format, values with a secret name (api_key; HF_TOKEN=... in a shell
+    line), and values that contain the value of a secret environment variable, since interpolations such as
+    ${oc.env:HF_TOKEN} are resolved before a config is typed. A reference ($HF_TOKEN) is allowed.
 
     Args:
-        cfg: A config: dataclasses, dicts and lists, nested.
-        arguments: Of the command line, which is recorded too: overrides, KEY=VALUE.
-        environ: Variables; by default those of this process.
+        cfg: Config of nested dataclasses, dicts and lists.
+        arguments: Command-line overrides (KEY=VALUE), which are recorded too.
+        environ: Environment variables; default: those of this process.
     """
-    held = _secret_values(os.environ if environ is None else environ)
+    secret_variables = _secret_values(os.environ if environ is None else environ)
     run = field_values(cfg).get("run") if is_dataclass(cfg) and not isinstance(cfg, type) else None
     allowed = run.allow_env if isinstance(run, RunConfig) else ()
-    held = {value: name for value, name in held.items() if name not in allowed}
+    secret_variables = {value: name for value, name in secret_variables.items() if name not in allowed}
     found: dict[str, str] = {}
     for key, names, text in _texts(cfg, "", ()):
-        what = _secret(names, text, held)
+        what = _secret(names, text, secret_variables)
         if what is not None:
-            found[key if _may_be_told(key, names, held) else key.partition(".")[0]] = what
+            found[key if _is_printable_key(key, names, secret_variables) else key.partition(".")[0]] = what
     for argument in arguments:
         key, _, text = argument.partition("=")
         key = key.lstrip("+~")
         names = tuple(key.split("."))
-        what = _secret(names, text, held) or _secret((), argument, held)
-        if what is not None and not any(re.match(rf"{re.escape(key)}([.\[]|$)", known) for known in found):
-            found[key if _may_be_told(key, names, held) else "the command line"] = what
-    return [f"{key}: {what}, which would be written to the run directory; {MEND}" for key, what in found.items()]
+        what = _secret(names, text, secret_variables) or _secret((), argument, secret_variables)
+        if what is not None and not any(re.match(rf"{re.escape(key)}([.\[]|$)", other) for other in found):
+            found[key if _is_printable_key(key, names, secret_variables) else "the command line"] = what
+    return [f"{key}: {what}, which would be written to the run directory; {REMEDY}" for key, what in found.items()]
 
 
 def variable_problem(key: str, name: str, value: str, allowed: Collection[str]) -> str | None:
-    """Return why the value of the variable `name`, which an interpolation brought to `key`, is not written; or None.
+    """Return the problem of a variable that an interpolation copied to `key` and that may be secret, or None.
 
-    Whatever is as long as a secret could be is refused, since names like DB_PWD or DEPLOY_KEY follow no rule.
+    Every value that is long enough for a secret is rejected, since names like DB_PWD or DEPLOY_KEY follow no pattern.
 
     Args:
-        key: The key that holds the value, or a part of it.
-        name: The variable.
-        value: Its value.
-        allowed: Variables that the user has declared harmless: run.allow_env.
+        key: Config key that contains the value.
+        name: Name of the variable.
+        value: Value of the variable.
+        allowed: Variables declared harmless by the user (run.allow_env).
     """
     listed = name in HARMLESS_VARIABLES or name.startswith(SCHEDULER_PREFIXES)
     if len(value) < SHORTEST or name in allowed or (listed and not is_secret_name(name)):
@@ -163,12 +164,12 @@ def variable_problem(key: str, name: str, value: str, allowed: Collection[str]) 
         return None
     return (
         f"{key}: holds the value of the environment variable {name}, which would be written to the run directory; if "
-        f"it is no secret, set run.allow_env=[{name}]; else {MEND}"
+        f"it is not a secret, set run.allow_env=[{name}]; else {REMEDY}"
     )
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether the name of a variable, key or option says that its value is secret: HF_TOKEN, apiKey, --password."""
+    """Return whether the name of a variable, key or option marks its value as secret: HF_TOKEN, apiKey, --password."""
     parts = [part.upper() for part in _PARTS.findall(name)]
     if not parts or parts[-1] in _NO_SECRET_LASTS:
         return False
@@ -181,18 +182,18 @@ def _is_secret_part(parts: list[str], index: int) -> bool:
     if part in _SECRET_LASTS and not after and (before or part not in _WORKING_DIRS):
         return True
     if part == "TOKEN" and (before in _VOCABULARY or after in _OF_A_TOKEN):
-        return False  # a token of a text
+        return False  # a token of a tokenizer
     return part.endswith(_SECRET_ENDS) or (part == "KEY" and before in _KEYS)
 
 
 def _secret_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """The values of the variables whose names say that they are secret, and these names."""
+    """Return the values of variables with a secret name, mapped to the name."""
     values = {name: value.strip() for name, value in environ.items() if is_secret_name(name)}
     return {value: name for name, value in values.items() if len(value) >= SHORTEST and _is_literal(name, value)}
 
 
 def _texts(value: Any, key: str, names: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Every text below `value`, the keys of dicts too: its dotted key, the names on the way to it, itself."""
+    """Yield each string below `value`, including dict keys: its dotted key, the names of its path, and the string."""
     if isinstance(value, str):
         yield key, names, value
     elif is_dataclass(value) and not isinstance(value, type):
@@ -207,9 +208,9 @@ def _texts(value: Any, key: str, names: tuple[str, ...]) -> Iterator[tuple[str, 
             yield from _texts(nested, f"{key}[{index}]", names)
 
 
-def _secret(names: tuple[str, ...], text: str, held: Mapping[str, str]) -> str | None:
-    """Say why `text`, found under these names, is a secret; None: it is none."""
-    for value, variable in held.items():
+def _secret(names: tuple[str, ...], text: str, secret_variables: Mapping[str, str]) -> str | None:
+    """Return why `text`, found at the path `names`, is a secret, or None."""
+    for value, variable in secret_variables.items():
         if value in text:
             return f"holds the value of the variable {variable}"
     for what, pattern in _CREDENTIAL:
@@ -219,20 +220,20 @@ def _secret(names: tuple[str, ...], text: str, held: Mapping[str, str]) -> str |
         if not _REFERENCE.fullmatch(login["password"]):
             return "holds a URL with a password"
     if any(is_secret_name(name) for name in names) and _is_literal(names[-1], text):
-        return "holds a secret, as its name says"
+        return "holds a secret, according to its name"
     if _HEX_KEY.fullmatch(text.strip()) and not (names and _COMMITS & set(_PARTS.findall(names[-1].upper()))):
         return "holds what looks like a wandb API key (40 hexadecimal digits; shorten a commit)"
-    return _password_of_an_option(text) or _said_secret(text)
+    return _option_password(text) or _assigned_secret(text)
 
 
-def _said_secret(text: str) -> str | None:
-    for name, value in _said(text):
+def _assigned_secret(text: str) -> str | None:
+    for name, value in _assignments(text):
         if is_secret_name(name) and _is_literal(name, value):
-            return f"gives {name} a value"
+            return f"assigns a value to {name}"
     return None
 
 
-def _password_of_an_option(text: str) -> str | None:
+def _option_password(text: str) -> str | None:
     for found in _PASSWORD_OPTION.finditer(text):
         option, value = next((option, value) for option, value in found.groupdict().items() if value)
         if _is_literal("", value) and not _PUBLISHED.fullmatch(value):
@@ -240,20 +241,20 @@ def _password_of_an_option(text: str) -> str | None:
     return None
 
 
-def _may_be_told(key: str, names: Sequence[str], held: Mapping[str, str]) -> bool:
-    """Whether a key, put together from `names`, holds no secret itself: dicts may have any key."""
-    return all(_secret((), text, held) is None for text in (key, *names))
+def _is_printable_key(key: str, names: Sequence[str], secret_variables: Mapping[str, str]) -> bool:
+    """Return whether a key with the path `names` contains no secret itself, since dicts may have any key."""
+    return all(_secret((), text, secret_variables) is None for text in (key, *names))
 
 
-def _said(text: str) -> Iterator[tuple[str, str]]:
-    """Names and values that a text puts together, as a line of shell does."""
-    for found in _SAID.finditer(text):
+def _assignments(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of assignments in a text, such as a shell line."""
+    for found in _ASSIGNMENT.finditer(text):
         groups = [group or "" for group in found.groups()]
         yield from ((name, value) for name, value in zip(groups[::2], groups[1::2], strict=True) if name)
 
 
 def _is_literal(name: str, value: str) -> bool:
-    """Whether `value` itself is the secret: no variable, command or file that gives it, and no switch."""
+    """Return whether `value` is a literal, and not a reference (variable, command, file), a placeholder or a switch."""
     bare = value.strip().strip("\"'").strip()
     if bare.lower() in _SWITCHES or _REFERENCE.fullmatch(bare):
         return False

@@ -1,4 +1,4 @@
-"""The numbers of a model that decide what a mesh can divide, read in milliseconds from its files."""
+"""Sizes of a model that a mesh must divide, read from its files in milliseconds, without transformers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ CONFIG_NAMES = {
     "vocab": ("vocab_size",),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
 }
-"""Our name of a number -> the names under which config.json files hold it."""
+"""Name of a size in Meshbook -> its keys in config.json files."""
 
 PLANNED_MLP = frozenset({
     *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "granite"),
     *("helium", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "qwen2", "qwen3", "seed_oss"),
     "smollm3",
 })  # fmt: skip
-"""Dense model types whose own tp plan divides the features of their MLPs (intermediate_size)."""
+"""Dense model types whose tp plan in transformers shards the MLPs, so that tp must divide intermediate_size."""
 DENSE = PLANNED_MLP | {
     *("bloom", "codegen", "falcon", "falcon_h1", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
     *("hunyuan_v1_dense", "lfm2", "mamba", "mamba2", "mpt", "opt", "persimmon", "phi", "phi3", "stablelm"),
     "starcoder2",
 }
-"""Model types without experts; a config of another type may leave the number of its experts to a default."""
+"""Model types without experts. The config of any other type may omit the number of experts and mean a default."""
 
 GGUF_NAMES = {
     "block_count": "layers",
@@ -45,12 +45,12 @@ GGUF_NAMES = {
     "expert_count": "experts",
     "feed_forward_length": "mlp",
 }
-"""GGUF header key after the architecture -> our name."""
+"""Key of a GGUF header, without the architecture prefix -> name in Meshbook."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What is known of a model before it is loaded; None: unknown."""
+    """Sizes of a model before it is loaded; None: unknown."""
 
     layers: int | None = None
     heads: int | None = None
@@ -58,44 +58,41 @@ class ModelShape:
     hidden: int | None = None
     vocab: int | None = None
     experts: int | None = None
-    """0: a dense model."""
+    """Experts per mixture-of-experts layer; 0: a dense model."""
     mlp: int | None = None
-    """Features of each MLP, where the model's own tp plan divides them."""
+    """Intermediate size of the MLPs, if the model's tp plan shards it."""
 
 
 def read_shape(model: ModelConfig) -> ModelShape:
-    """Return the model's shape: stated in its option, overridden by local files, then by `model.config`."""
+    """Return the sizes of a model: from its config option, overridden by local files, then by `model.config`."""
     stated = field_values(model)
-    known: dict[str, Any] = {field.name: stated.get(field.name) for field in fields(ModelShape)}
+    sizes: dict[str, Any] = {field.name: stated.get(field.name) for field in fields(ModelShape)}
     if model.path is not None:
         files = locate(model.path)
         if files.gguf_file:
-            known |= _read_gguf(Path(files.name_or_folder) / files.gguf_file)
+            sizes |= _read_gguf(Path(files.name_or_folder) / files.gguf_file)
         elif files.is_local and (Path(files.name_or_folder) / "config.json").is_file():
             config = _read_config_json(Path(files.name_or_folder) / "config.json")
-            known |= shape_of_config(config) | _shape_of_family({**config, **model.config})
-            if known["experts"] is None and "expert" not in str(config):
-                known["experts"] = 0
+            sizes |= shape_of_config(config) | _shape_of_family({**config, **model.config})
+            if sizes["experts"] is None and "expert" not in str(config):
+                sizes["experts"] = 0
     else:
-        known |= _shape_of_family(model.config)
-    known |= shape_of_config(model.config)
-    return ModelShape(**known)
+        sizes |= _shape_of_family(model.config)
+    sizes |= shape_of_config(model.config)
+    return ModelShape(**sizes)
 
 
 def shape_of_config(config: dict[str, Any]) -> dict[str, int]:
-    """Pick our numbers out of a Hugging Face config given as a dict; a nested text config wins."""
+    """Return the sizes in a Hugging Face config, given as a dict; those of a nested text_config take precedence."""
     nested = config.get("text_config")
     values = {**config, **nested} if isinstance(nested, dict) else config
     return {
-        ours: values[theirs]
-        for ours, names in CONFIG_NAMES.items()
-        for theirs in names
-        if isinstance(values.get(theirs), int)
+        size: values[key] for size, keys in CONFIG_NAMES.items() for key in keys if isinstance(values.get(key), int)
     }
 
 
 def _shape_of_family(config: dict[str, Any]) -> dict[str, int]:
-    """Return what the type of a model says beyond the numbers in its config."""
+    """Return the sizes that follow from the model type."""
     kind, features, shape = config.get("model_type"), config.get("intermediate_size"), {}
     if kind in DENSE:
         shape["experts"] = 0
@@ -115,7 +112,7 @@ def _read_config_json(path: Path) -> dict[str, Any]:
 
 
 def _read_gguf(path: Path) -> dict[str, int]:
-    """Read the header up to the tokenizer's arrays (the gguf package parses 98,000 strings, 2.6 s).
+    """Read a GGUF header up to the arrays of the tokenizer. The gguf package would parse all 98,000 strings, in 2.6 s.
 
     Layout: the GGUF specification, version 3 (ggml-org/ggml, docs/gguf.md).
     """
@@ -131,9 +128,9 @@ def _read_gguf(path: Path) -> dict[str, int]:
                 if key.startswith("tokenizer."):
                     break
                 value = _read_value(file, struct.unpack("<I", file.read(4))[0])
-                ours = GGUF_NAMES.get(key.partition(".")[2])
-                if ours and isinstance(value, int):
-                    shape[ours] = value
+                size = GGUF_NAMES.get(key.partition(".")[2])
+                if size and isinstance(value, int):
+                    shape[size] = value
                 if key == "general.architecture":
                     architecture = str(value)
             shape.setdefault("experts", 0)

@@ -1,7 +1,7 @@
-"""Every problem of a whole config: the rules of components/config/rules/ on the sections that it has. Imports no torch.
+"""Validation of a whole config: applies components/config/rules/ to the sections that it has. Imports no torch.
 
-To add a rule about an objective, an optimizer or any other section: write a function in the file of its subject in
-rules/ and apply it below to `section(cfg, ITS_CONFIG)`. A rule about one section alone belongs to its dataclass.
+To add a rule that involves several sections, write a function in rules/ and call it below with `section(cfg, CLASS)`.
+A rule about one section alone belongs in its dataclass.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from components.config.rules.compute_rules import (
     loss_problems,
     recompute_problems,
 )
-from components.config.rules.data_rules import data_problems
+from components.config.rules.data_rules import data_problems, preference_problems
 from components.config.rules.mesh_rules import model_problems, row_problems
-from components.config.rules.objective_rules import preference_problems
 from components.config.rules.run_rules import adapter_problems, best_checkpoint_problems, profile_problems
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.objective import PreferenceConfig
@@ -29,11 +28,13 @@ from components.config.shape import ModelShape
 
 
 def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None = None) -> list[str]:
-    """Return every problem of `cfg` on `world_size` processes, each one sentence with value, rule and key.
+    """Return all problems of `cfg` on `world_size` processes, each one sentence with value, rule and key.
 
-    A rule applies where the config has the sections it is about, whatever recipe they are of. Rules that need the mesh
-    are left out where it cannot be resolved, and where `world_size` is None because a key that decides it was refused.
-    `shape` is what is known of the model without loading it; unknown numbers (None) are checked on rank 0 later.
+    Args:
+        cfg: Config of any recipe; a rule applies if the config has the sections that it involves.
+        world_size: Number of processes; None if a key that determines it was rejected. Without it, or if the mesh
+            cannot be resolved, rules that need the mesh are skipped.
+        shape: Sizes of the model that can be read without loading it; unknown sizes (None) are checked on rank 0 later.
     """
     mesh, shape, problems = MeshShape(), shape or ModelShape(), []
     try:

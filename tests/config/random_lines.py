@@ -217,8 +217,8 @@ ACROSS = (
     ("run", "run.name=a=b", "run.name=a=b: cannot be read"),
     ("logging", "logging=3", "logging=3: is a section"),
     ("training", "training.max_steps", "training.max_steps: cannot be read"),
-    ("training", "training.max_steps=1,2", "training.max_steps=1,2: is several values"),
-    ("hydra", "hydra.run.dir=x", "hydra.run.dir=x: Hydra only composes here"),
+    ("training", "training.max_steps=1,2", "training.max_steps=1,2: is a sweep over several values"),
+    ("hydra", "hydra.run.dir=x", "hydra.run.dir=x: Hydra is only used for composition"),
     ("config-dir", "--config-dir=nowhere", "--config-dir=nowhere: no such folder"),
 )
 KINDS = (

@@ -226,7 +226,7 @@ def test_a_folder_that_was_removed_meanwhile_is_told(tmp_path: Path, monkeypatch
     monkeypatch.chdir(gone)
     monkeypatch.setattr("sys.argv", ["finetune.py"])
     gone.rmdir()
-    with pytest.raises(ConfigError, match="the folder of this command was removed"):
+    with pytest.raises(ConfigError, match="the current folder was removed"):
         compose_from_command_line("finetune", FinetuneConfig, tmp_path, lambda cfg, refused: [])
 
 
@@ -277,7 +277,7 @@ def test_a_recipe_of_ones_own_with_a_config_of_ones_own(commands: Commands, tmp_
     recipe.write_text(OWN_RECIPE)
     refused = commands.run(recipe, [], tmp_path)
     assert (refused.status, len(refused.errors.splitlines())) == (2, 1)
-    assert refused.errors.startswith(f"distil.yaml: there is no such config in {CONF}")
+    assert refused.errors.startswith(f"distil.yaml: no such config in {CONF}")
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "distil.yaml").write_text(
         "defaults: [schema/distil, _self_, parallelism: fsdp2, model: tiny, data: pydocs, optimizer: adamw]\n"
@@ -294,8 +294,8 @@ def test_a_recipe_of_ones_own_with_a_config_of_ones_own(commands: Commands, tmp_
     [
         ("learning_rates: 1\n", "optimizer/mine.yaml: optimizer.learning_rates: no such key"),
         ("lr: fast\n", "optimizer/mine.yaml: optimizer.lr: must be a number"),
-        ("lr: [1\n", "mine.yaml, line 2: is not YAML: expected ',' or ']'"),
-        ("lr: 1: 2\n", "mine.yaml, line 1: is not YAML: mapping values are not allowed here"),
+        ("lr: [1\n", "mine.yaml, line 2: is not valid YAML: expected ',' or ']'"),
+        ("lr: 1: 2\n", "mine.yaml, line 1: is not valid YAML: mapping values are not allowed here"),
         ("- lr\n", "mine"),
     ],
 )
@@ -328,15 +328,15 @@ FILES = {
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("experiment=option", "file experiment/option.yaml asks for model=tinny: no such option; did you mean tiny"),
-        ("experiment=group", "conf file experiment/group.yaml asks for modle: no such group; did you mean model?"),
-        ("experiment=slash", "experiment/slash.yaml asks for experiment/model: no such group; did you mean /model?"),
-        ("experiment=kind", "experiment/kind.yaml: data.path: data of the kind docs has no such key (kinds that"),
+        ("experiment=option", "file experiment/option.yaml requests model=tinny: no such option; did you mean tiny"),
+        ("experiment=group", "conf file experiment/group.yaml requests modle: no such group; did you mean model?"),
+        ("experiment=slash", "experiment/slash.yaml requests experiment/model: no such group; did you mean /model?"),
+        ("experiment=kind", "experiment/kind.yaml: data.path: data of kind docs has no such key (kinds with"),
         ("data=mixture +data@data.sources.maths=gsmk8", "+data@data.sources.maths=gsmk8: no such option; did you"),
-        ("data=no_schema", "data.path: the file must open with defaults: [/schema/data/sft@_here_, _self_] (or chat"),
-        ("data=bad_schema", "data/bad_schema.yaml asks for schema/data=sfft: no such option; did you mean sft?"),
+        ("data=no_schema", "data.path: the file must begin with defaults: [/schema/data/sft@_here_, _self_] (or chat"),
+        ("data=bad_schema", "data/bad_schema.yaml requests schema/data=sfft: no such option; did you mean sft?"),
         ("data=other", "data.sources.math.path: the mixture has no source math; add it to the defaults: OPTION@sourc"),
-        ("--config-name main", "conf file main.yaml asks for parallelism=fsdp3: no such option; did you mean fsdp2?"),
+        ("--config-name main", "conf file main.yaml requests parallelism=fsdp3: no such option; did you mean fsdp2?"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_file_is_not_one_of_the_command_line(

@@ -23,23 +23,23 @@ def model(**values: Any) -> ModelConfig:
 MESH = [
     (
         model(attention="sdpa_flash"), {"parallelism": ParallelismConfig(cp=2)}, 2,
-        "model.attention=sdpa_flash: parallelism.cp=2 attends to masks of its own", "set model.attention=sdpa",
+        "model.attention=sdpa_flash: parallelism.cp=2 uses attention masks", "set model.attention=sdpa",
     ),
     (
         model(attention="flex_attention"), {"cluster": LocalClusterConfig(device=Device.cpu)}, 1,
-        "model.attention=flex_attention: torch has no backward of it on CPUs", "set model.attention=sdpa, or cl",
+        "model.attention=flex_attention: torch has no backward for it on CPUs", "set model.attention=sdpa, or cl",
     ),
     (
         model(float8="tensorwise"), {"cluster": LocalClusterConfig(device=Device.cpu)}, 1,
-        "model.float8=tensorwise: CPUs have no float8 products, and cluster.device=cpu", "model.float8_emulate=true",
+        "model.float8=tensorwise: CPUs have no float8 matmuls, but cluster.device=cpu", "model.float8_emulate=true",
     ),
     (
         model(**EIGHT), {"parallelism": ParallelismConfig(tp=2)}, 2,
-        "model.float8=rowwise: layers that parallelism.tp=2 divides", "set model.float8=none, or parallelism.tp=1",
+        "model.float8=rowwise: linear layers sharded by parallelism.tp=2", "set model.float8=none, or parallelism.tp=1",
     ),
     (
         model(**EIGHT), {"peft": PeftConfig(method="lora")}, 1,
-        "model.float8=rowwise: layers with adapters are not computed in float8", "set model.float8=none, or peft=none",
+        "model.float8=rowwise: linear layers with adapters do not run in float8", "set model.float8=none, or peft=none",
     ),
     (
         model(**EIGHT), {"parallelism": ParallelismConfig(pp=2, pp_schedule="ZBVZeroBubble")}, 2,
@@ -47,12 +47,12 @@ MESH = [
     ),
 ]  # fmt: skip
 ALONE = [
-    ({"float8_emulate": True}, "model.float8_emulate=true: there is no float8 to emulate; set model.float8=tensorwise"),
+    ({"float8_emulate": True}, "model.float8_emulate=true: needs float8; set model.float8=tensorwise"),
     (
         {"float8": "tensorwise", "compute_dtype": "float32"},
-        "model.dtype=float32 with model.compute_dtype=float32 is not; set model.compute_dtype=bfloat16 or model.float",
+        "model.dtype=float32 with model.compute_dtype=float32 has none; set model.compute_dtype=bfloat16 or model.floa",
     ),
-    ({"float8": "rowwise", "dtype": "float64"}, "and model.dtype=float64 with model.compute_dtype=auto is not; set"),
+    ({"float8": "rowwise", "dtype": "float64"}, "and model.dtype=float64 with model.compute_dtype=auto has none; set"),
 ]
 
 

@@ -110,7 +110,7 @@ def frozen(section: str, **values: object) -> list[str]:
 
 def test_a_key_of_another_kind_in_a_frozen_config_is_refused() -> None:
     (problem,) = frozen("data", messages_column="messages")
-    assert problem == "data.messages_column=messages: data of the kind sft has no such key (kinds that have it: chat)"
+    assert problem == "data.messages_column=messages: data of kind sft has no such key (kinds with this key: chat)"
     (problem,) = frozen("optimizer", beta=1)
     assert problem == "optimizer.beta=1: no such key; did you mean optimizer.betas?"
 
@@ -181,12 +181,12 @@ def test_the_keys_of_all_kinds_are_known_and_another_kinds_are_refused(folders: 
         "another optimizer=NAME that has it (adam)"  # fmt: skip
     (told,) = problems("optimizer=adam", folders=folders)
     assert told.endswith(
-        "optimizer/adam.yaml: optimizer.eps: optimizer of the kind momentum has no such key (kinds that have it: adamw)"
+        "optimizer/adam.yaml: optimizer.eps: optimizer of kind momentum has no such key (kinds with this key: adamw)"
     )
     (told,) = problems("optimizer=headless", folders=folders)
-    assert told.endswith("optimizer of the kind adamw has no such key (kinds that have it: momentum)")
+    assert told.endswith("optimizer of kind adamw has no such key (kinds with this key: momentum)")
     (told,) = problems("optimizer=nesterov", folders=folders)
-    assert told.endswith("asks for schema/optimizer=nesterov: no such option (there are: adamw, momentum)")
+    assert told.endswith("requests schema/optimizer=nesterov: no such option (there are: adamw, momentum)")
     (told,) = problems("optimizer=sgd", "optimizer.momentun=1", folders=folders)
     assert told == "optimizer.momentun=1: no such key; did you mean optimizer.momentum?"
 
@@ -197,7 +197,7 @@ def test_the_kind_is_chosen_by_an_option_not_by_its_name(folders: tuple[Path, ..
     with pytest.raises(ConfigError) as caught:
         MomentumConfig(kind="adamw")  # type: ignore[arg-type]
     assert caught.value.problems == [
-        "optimizer.kind=adamw: this option is of the kind momentum; choose another option of conf/optimizer/ "
+        "optimizer.kind=adamw: the chosen option has kind momentum; choose another option of conf/optimizer/ "
         "(optimizer=NAME) instead of setting the kind"
     ]
 

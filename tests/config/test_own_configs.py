@@ -206,7 +206,7 @@ def test_a_second_section_of_a_kind_has_its_own_keys() -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["data=pydocs"], "data: an option of the kind docs, which this recipe does not take; choose another"),
+        (["data=pydocs"], "data: has kind docs, which this recipe does not accept; choose another option"),
         (["data=jsonl", "data.stile=x"], "data.stile=x: no such key; did you mean data.style?"),
         (["data=jsonl", "optimizer.amsgrad=2"], "optimizer.amsgrad=2: must be true or false"),
     ],

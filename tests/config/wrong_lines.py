@@ -26,7 +26,12 @@ UNKNOWN_KEY = [
     ),
     (
         "data=pydocs data.prompt_column=q",
-        "add data=jsonl, or another data=NAME that has it (preferences, gsm8k, alpaca)",
+        "add data=jsonl, or another data=NAME that has it (gsm8k, alpaca)",
+    ),
+    ("data.prompt_column=q", "add data=jsonl, or another data=NAME that has it (gsm8k, alpaca)"),
+    (
+        "data.chosen_column=q",
+        "choose another with data=NAME (there are: alpaca, chat_jsonl, custom, gsm8k, jsonl, mixture, pydocs, ",
     ),
     ("data=jsonl data.path=x data.messages_column=q", "data.messages_column=q", "no such key; add data=chat_jsonl"),
     ("data.factory=a:b", "data.factory=a:b: the chosen option of data has no such key; add data=custom"),
@@ -86,6 +91,7 @@ MISSPELT_GROUP_OR_OPTION = [
     ("paralelism=fsdp2", "paralelism=fsdp2: no such key", "did you mean parallelism?"),
     ("parallelism=fsdp3", "no such option", "did you mean fsdp2?", "hsdp"),
     ("data=jsonll", "no such option", "did you mean jsonl?"),
+    ("data=preferencs", "data=preferencs: no such option (there are: alpaca, "),
     ("experiment=smok", "no such option", "did you mean smoke?"),
     ("+training.max_steps=30", "write training.max_steps=30 without the plus"),
     ("+experiment=smoke", "write experiment=smoke without the plus"),
@@ -106,9 +112,13 @@ OUT_OF_RANGE = [
     ("optimizer.lr=-1", "optimizer.lr=-1.0: must be greater than 0"),
     ("training.max_steps=0", "training.max_steps=0: must be at least 1"),
     ("training.stop_after_skipped=-1", "training.stop_after_skipped=-1: must be at least 0"),
-    ("training.step_timeout_seconds=-1", "training.step_timeout_seconds=-1", "must be 0 (wait for ever) or at least 1"),
-    ("training.step_timeout_seconds=0.5", "training.step_timeout_seconds=0.5", "must be 0 (wait for ever)"),
-    ("training.step_timeout_seconds=inf", "training.step_timeout_seconds", "must be 0 (wait for ever) or at least 1"),
+    (
+        "training.step_timeout_seconds=-1",
+        "training.step_timeout_seconds=-1",
+        "must be 0 (never time out) or at least 1",
+    ),
+    ("training.step_timeout_seconds=0.5", "training.step_timeout_seconds=0.5", "must be 0 (never time out)"),
+    ("training.step_timeout_seconds=inf", "training.step_timeout_seconds", "must be 0 (never time out) or at least 1"),
     ("training.step_timeout_seconds=never", "training.step_timeout_seconds=never: must be a number"),
     ("training.step_timeout=60", "no such key", "did you mean training.step_timeout_seconds?"),
     ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),
@@ -130,7 +140,7 @@ OUT_OF_RANGE = [
     (
         "data.eval_split=null data.eval_fraction=0 training.eval_every=0",
         *(
-            "data.eval_fraction=0.0: nothing is held out, but there is always an evaluation at the end",
+            "data.eval_fraction=0.0: nothing is held out, but every run evaluates at the end",
             "set it above 0",
         ),
     ),
@@ -148,7 +158,7 @@ MESH = [
     ("parallelism=single cluster=local_2proc", "1 = 1 process, but there are 2", "cluster.procs_per_node=1"),
     ("parallelism=hsdp cluster.procs_per_node=5", "5 processes cannot be divided by dp_shard 2 = 2"),
     ("parallelism.dp_replicate=-1", "dp_replicate=-1 and parallelism.dp_shard=-1", "only one axis"),
-    ("parallelism.tp=0", "parallelism.tp=0: must be 1 or more"),
+    ("parallelism.tp=0", "parallelism.tp=0: must be at least 1, or -1"),
     (
         "parallelism=ddp parallelism.tp=2",
         "parallelism.tp=2: strategy ddp has no such axis",
@@ -173,24 +183,24 @@ MESH = [
 AXES = [
     (
         "model=tiny parallelism=fsdp2_cp2 cluster=local_2proc training.seq_len=130",
-        *("training.seq_len=130: must be a multiple of 4", "cp 2 cuts a row into 4 chunks"),
+        *("training.seq_len=130: must be a multiple of 4", "cp 2 splits a row into 4 chunks"),
     ),
     (
         "model=tiny parallelism=fsdp2_cp2 parallelism.tp=2 parallelism.sequence_parallel=true training.seq_len=130 "
         "cluster=local_4proc",
-        *("training.seq_len=130: must be a multiple of 4", "sequence parallel cuts what a rank holds into tp 2"),
+        *("training.seq_len=130: must be a multiple of 4", "sequence parallel splits it over tp 2"),
     ),
     (
         "model=tiny parallelism.cp=3 parallelism.cp_attention=ulysses training.seq_len=132",
-        *("cp 3 cannot share the 4 heads and 2 kv heads", "parallelism.cp_attention=all_gather"),
+        *("cp 3 cannot shard the 4 heads and 2 kv heads", "parallelism.cp_attention=all_gather"),
     ),
     ("parallelism=ddp parallelism.cp=2", "parallelism.cp=2: strategy ddp has no such axis"),
     ("parallelism=ddp parallelism.cp=2", "parallelism.cp=2: strategy ddp has no such"),
     (
         "model=tiny parallelism=pp2_1f1b parallelism.pp_schedule=Interleaved1F1B",
-        *("parallelism.pp=2: Interleaved1F1B makes 4 stages of it", "the model has only 2 layers"),
+        *("parallelism.pp=2: Interleaved1F1B needs 4 stages", "the model has only 2 layers"),
     ),
-    ("model=tiny parallelism.pp=4", "parallelism.pp=4: 1F1B makes 4 stages of it", "only 2 layers"),
+    ("model=tiny parallelism.pp=4", "parallelism.pp=4: 1F1B needs 4 stages", "only 2 layers"),
     (
         "model=tiny parallelism=pp2_1f1b training.global_batch_size=1",
         *("leaves 1 micro-batches per step", "1F1B needs at least as many micro-batches as stages, 2"),
@@ -201,7 +211,7 @@ AXES = [
     ),
     (
         "model=smollm2_135m parallelism=pp2_1f1b parallelism.pp_schedule=Interleaved1F1B training.global_batch_size=5",
-        *("leaves 5 micro-batches per step", "in 2 rounds"),
+        *("leaves 5 micro-batches per step", "runs 2 rounds over pp=2"),
     ),
     ("parallelism.pp_schedule=1f1b", "must be one of GPipe, 1F1B"),
     (
@@ -210,31 +220,31 @@ AXES = [
     ),
     (
         "model=smollm2_135m model.loss=liger parallelism=tp3",
-        *("model.loss=liger: liger-kernel needs the whole vocabulary, and parallelism.tp=3", "model.loss=chunked"),
+        *("model.loss=liger: liger-kernel needs the full vocabulary, but parallelism.tp=3", "model.loss=chunked"),
     ),
     (
         "model=smollm2_135m model.loss=liger parallelism=pp2_zbv",
-        *("model.loss=liger: parallelism.pp_schedule=ZBVZeroBubble asks for gradients twice", "model.loss=chunked"),
+        *("model.loss=liger: parallelism.pp_schedule=ZBVZeroBubble runs the backward twice", "model.loss=chunked"),
     ),
     (
         "model.loss=liger cluster.device=cpu",
-        *("model.loss=liger: liger-kernel computes on GPUs only, and cluster.device=cpu", "model.loss=chunked"),
+        *("model.loss=liger: liger-kernel only runs on GPUs, but cluster.device=cpu", "model.loss=chunked"),
     ),
     (
         "model=smollm2_135m parallelism.activation_checkpointing=selective model.compile=true",
-        *("activation_checkpointing=selective: a compiled layer is recomputed as a whole", "model.compile=false"),
+        *("activation_checkpointing=selective: a compiled layer is recomputed as one unit", "model.compile=false"),
     ),
     (
         "model=smollm2_135m parallelism=pp2_zbv parallelism.activation_checkpointing=selective",
         *(
-            "activation_checkpointing=selective: needs the backward of a layer in one piece",
+            "activation_checkpointing=selective: needs an unsplit backward",
             "pp_schedule=ZBVZeroBubble",
         ),
     ),
     ("parallelism=ddp parallelism.cpu_offload=true", "parallelism.cpu_offload=true: only fsdp2 can offload"),
     (
         "model=smollm2_135m parallelism=pp2_1f1b parallelism.cpu_offload=true",
-        *("parallelism.cpu_offload=true: stages exchange", "set parallelism.pp=1, not 2"),
+        *("parallelism.cpu_offload=true: pipeline stages exchange", "set parallelism.pp=1, not 2"),
     ),
     (
         "parallelism=ddp parallelism.reshard_after_forward=false",
@@ -246,10 +256,10 @@ AXES = [
     ),
     ("parallelism.prefetch=-1", "parallelism.prefetch=-1: must be at least 0"),
     ("logging.peak_tflops=0", "logging.peak_tflops=0", "must be greater than 0"),
-    ("logging.profile.enabled=true logging.profile.ranks=[]", "logging.profile.ranks=[]: nobody would record"),
+    ("logging.profile.enabled=true logging.profile.ranks=[]", "logging.profile.ranks=[]: no rank would record"),
     (
         "logging.profile.enabled=true logging.profile.ranks=[0,7]",
-        "there is no rank 7 of ",
+        "rank 7 does not exist, ranks are 0 to ",
         "change logging.profile.ranks",
     ),
     (
@@ -259,7 +269,7 @@ AXES = [
     ("logging.profile.start=0", "logging.profile.start=0: must be at least 1"),
     ("training.gc_every=-1", "training.gc_every=-1: must be at least 0"),
     ("model.loss=fused", "model.loss=fused", "must be one of auto, logits, chunked, liger"),
-    ("parallelism.stages_per_rank=1", "parallelism.stages_per_rank=1: must be 2 or more"),
+    ("parallelism.stages_per_rank=1", "parallelism.stages_per_rank=1: must be at least 2"),
     ("parallelism.cp_attention=ring", "parallelism.cp_attention=ring", "must be one of auto, ulysses, all_gather"),
 ]
 EXPERTS = [
@@ -283,7 +293,7 @@ PEFT = [
     ("peft=lora peft.alpha=0", "peft.alpha=0.0: must be greater than 0"),
     ("peft=lora peft.dropout=1", "peft.dropout=1.0: must be at least 0 and less than 1"),
     ("peft=lora peft.targets=[]", "peft.targets=[]: name at least one layer, or all-linear"),
-    ("peft=lora peft.targets=[all-linear,q_proj]", "all-linear stands alone; leave it or the other names out"),
+    ("peft=lora peft.targets=[all-linear,q_proj]", "all-linear cannot be combined with names; remove either"),
     ("peft=lora peft.export=gguf", "peft.export=gguf: must be one of adapter, merged, both"),
 ]
 KERNELS = [
@@ -308,8 +318,8 @@ UNEVEN_HEADS = [
     ),
 ]
 SLURM = [
-    ("cluster.kind=slurm", "cluster.procs_per_node=auto: the GPUs of a node are unknown here"),
-    ("cluster=slurm_1node cluster.device=cpu cluster.time=soon", "cluster.time='soon': is no time limit", "D-H:M:S"),
+    ("cluster.kind=slurm", "cluster.procs_per_node=auto: auto is for local runs"),
+    ("cluster=slurm_1node cluster.device=cpu cluster.time=soon", "cluster.time='soon': is not a time limit", "D-H:M:S"),
     (
         "cluster=slurm_1node cluster.device=cpu cluster.time=5",
         "cluster.signal_lead_seconds=300",
@@ -320,7 +330,7 @@ SLURM = [
         "cluster.signal_lead_seconds=0: must be at least 1",
     ),
     ("cluster=slurm_1node cluster.device=cpu cluster.cpus_per_proc=0", "cluster.cpus_per_proc=0: must be at least 1"),
-    ("cluster=slurm_1node cluster.device=cpu cluster.mem=2$G", "cluster.mem='2$G': is no Slurm mem"),
+    ("cluster=slurm_1node cluster.device=cpu cluster.mem=2$G", "cluster.mem='2$G': is not a valid Slurm mem"),
     ("cluster=slurm_1node cluster.device=cpu cluster.requeue.max=-1", "cluster.requeue.max=-1: must be at least 0"),
     (
         "cluster=slurm_1node cluster.device=cpu cluster.requeue.maxx=1",
@@ -354,11 +364,14 @@ SLURM = [
         "cluster.srun_extra: 'cores' must begin with a dash",
     ),
     ("cluster=slurm_1node cluster.device=cpu cluster.setup=date", "cluster.setup=date: must be a list"),
-    ("cluster=slurm_1node cluster.device=cpu cluster.env.status=x", "cluster.env.status: is the batch script's own"),
-    ("cluster=slurm_1node cluster.device=cpu cluster.env.9=x", "cluster.env.9: is no name of a variable"),
+    (
+        "cluster=slurm_1node cluster.device=cpu cluster.env.status=x",
+        "cluster.env.status: is reserved by the batch script",
+    ),
+    ("cluster=slurm_1node cluster.device=cpu cluster.env.9=x", "cluster.env.9: is not a valid variable name"),
     (
         "cluster=slurm_1node cluster.device=cpu cluster.env.A=???",
-        "cluster.env={'A': '???'}: ??? stands for a value that is missing",
+        "cluster.env={'A': '???'}: ??? marks a missing value",
     ),
 ]
 TWO_SOURCES = "data=mixture +data@data.sources.maths=gsm8k +data@data.sources.docs=pydocs"
@@ -377,22 +390,28 @@ MIXTURES = [
         f"{TWO_SOURCES} data.sources.web.weight=2",
         "data.sources.web.weight=2: the mixture has no source web; add it: +data@data.sources.web=OPTION",
     ),
-    (f"{TWO_SOURCES} data.path=x", "data.path=x: each source of a mixture has its own; set data.sources.NAME.path"),
+    (f"{TWO_SOURCES} data.path=x", "data.path=x: set per source of a mixture; use data.sources.NAME.path"),
     (f"{TWO_SOURCES} data.max_samples=9", "data.max_samples=9", "set data.sources.NAME.max_samples"),
     (
         f"{TWO_SOURCES} data.sources.maths.eval_split=null data.sources.maths.eval_fraction=0 "
         "data.sources.docs.eval_split=null data.sources.docs.eval_fraction=0",
         *("data.sources: maths, docs have eval_fraction=0", "set data.sources.NAME.eval_fraction of one above 0"),
     ),
-    ("data.weight=2", "data.weight=2.0: only sources of a mixture have weights; leave it out"),
-    (f"{TWO_SOURCES} data.sources.docs.cache=x", "data.sources.docs.cache=x: all sources have one; leave it out"),
-    (f"{TWO_SOURCES} +data@data.sources.code=pysource", "data.sources.code.pack=true: all sources are packed or none"),
+    ("data.weight=2", "data.weight=2.0: only sources of a mixture have weights; remove it"),
+    (
+        f"{TWO_SOURCES} data.sources.docs.cache=x",
+        "data.sources.docs.cache=x: all sources share the cache of the mixture; set data.cache instead",
+    ),
+    (
+        f"{TWO_SOURCES} +data@data.sources.code=pysource",
+        "data.sources.code.pack=true: either all sources are packed or none",
+    ),
     (
         f"{TWO_SOURCES} +data@data.sources.mine=jsonl data.sources.mine.path=no.csv",
         *("data.sources.mine.path=no.csv: no such file or folder", "set data.sources.mine.path"),
     ),
-    (f"{TWO_SOURCES} +data@data.sources.more=mixture", "data.sources.more.kind=mixture: a mixture is no source"),
-    ("data=mixture data@data.sources.x=gsm8k", "takes a plus: +data@data.sources.x=gsm8k"),
+    (f"{TWO_SOURCES} +data@data.sources.more=mixture", "data.sources.more.kind=mixture: a mixture cannot be a source"),
+    ("data=mixture data@data.sources.x=gsm8k", "write it with a plus: +data@data.sources.x=gsm8k"),
     ("+data@data.sources.x=gsm8k", "data.sources: only a mixture has sources; add data=mixture"),
     ("data.sources.x.weight=2", "data.sources.x.weight=2: only a mixture has sources; add data=mixture"),
 ]
@@ -407,8 +426,8 @@ BATCH = [
     ),
 ]
 NOT_BUILT = [
-    ("training.max_steps=10,20", "training.max_steps=10,20: is several values, a sweep; add -m, give one value, or"),
-    ("parallelism=ddp,fsdp2", "parallelism=ddp,fsdp2: is several values, a sweep; add -m, give one value, or"),
+    ("training.max_steps=10,20", "training.max_steps=10,20: is a sweep over several values; add -m, set one value, or"),
+    ("parallelism=ddp,fsdp2", "parallelism=ddp,fsdp2: is a sweep over several values; add -m, set one value, or"),
 ]
 SWEEPS = [
     ("-m", "a sweep needs a key with several values, such as parallelism=ddp,fsdp2", "leave -m out"),
@@ -422,13 +441,13 @@ SWEEPS = [
     ("-m parallelism=ddp,,fsdp2", "parallelism=ddp,,fsdp2: cannot be read"),
     ("-m optimizer.lr=interval(0,1)", "optimizer.lr=interval(0,1)", "range(START,STOP,STEP)"),
     ("-m run.seed=range(1,9,0)", "run.seed=range(1,9,0)", "a step of 0"),
-    ("-m parallelism=glob(zzz*)", "parallelism=glob(zzz*): is the name of no option", "fsdp2_tp2"),
-    ("-m run.seed=glob(*)", "run.seed=glob(*)", "only groups have"),
+    ("-m parallelism=glob(zzz*)", "parallelism=glob(zzz*): matches no option", "fsdp2_tp2"),
+    ("-m run.seed=glob(*)", "run.seed=glob(*)", "only config groups have options"),
     ("-m run.dir=a,b", "run.dir=a,b", "the folder of the whole sweep"),
-    ("-m run.seed=1,2 run.seed=3", "run.seed=1,2: run.seed is given 2 times"),
+    ("-m run.seed=1,2 run.seed=3", "run.seed=1,2: run.seed is set 2 times"),
     (
         "-m data=mixture +data@data.sources.a=pydocs,gsm8k +data@data.sources.a=pydocs",
-        "+data@data.sources.a=pydocs,gsm8k: data@data.sources.a is given 2 times; give it once",
+        "+data@data.sources.a=pydocs,gsm8k: data@data.sources.a is set 2 times; set it once",
     ),
     ("-m run.dir=/dev/null/sweep run.seed=1,2 cluster.dry_run=true", "run.dir=/dev/null/sweep: cannot be used"),
     ("-m run.dir=/dev/null/sweep run.seed=1,2", "run.dir=/dev/null/sweep: cannot be used"),
@@ -438,10 +457,10 @@ SYNTAX = [
     ("training.max_steps", "training.max_steps: cannot be read", "KEY=VALUE"),
     ("run.name=a=b", "run.name=a=b: cannot be read", "quote"),
     ("run.name=${nowhere}", "run.name", "nowhere", "${...}"),
-    ("data=jsonl data.path=~/x.jsonl", "~ is not expanded there; write data.path=$HOME/x.jsonl", "'data.path=\"~/..."),
-    ("-m run.dir=~/a,~/b", "~ is not expanded there; write run.dir=$HOME/a,$HOME/b, or quote it"),
-    ("hydra.run.dir=x", "hydra.run.dir=x", "Hydra only composes"),
-    ("=3", "=3: has no key"),
+    ("data=jsonl data.path=~/x.jsonl", "~ is not expanded here; write data.path=$HOME/x.jsonl", "'data.path=\"~/..."),
+    ("-m run.dir=~/a,~/b", "~ is not expanded here; write run.dir=$HOME/a,$HOME/b, or quote it"),
+    ("hydra.run.dir=x", "hydra.run.dir=x", "Hydra is only used for composition"),
+    ("=3", "=3: key missing"),
     ("--config-dir nowhere", "--config-dir=nowhere: no such folder"),
 ]
 PLACES = [

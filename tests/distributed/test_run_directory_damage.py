@@ -127,4 +127,4 @@ def problem_of(
 
 def reported(path: Path, said: str) -> bool:
     """Whether the output names an entry, its folder, or says that its steps are done again."""
-    return path.name in said or path.parent.name in said or "they are done again" in said
+    return path.name in said or path.parent.name in said or "the run repeats them" in said

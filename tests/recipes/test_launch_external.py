@@ -79,7 +79,7 @@ def test_a_mesh_that_does_not_fit_the_ranks_is_refused_by_all_and_told_by_one(be
     ("arguments", "status", "shown"),
     [
         (["--cfg", "job"], 0, "run:\n"),
-        (["-m", "run.seed=1,2"], 2, "start it with plain python"),
+        (["-m", "run.seed=1,2"], 2, "start it with python"),
         (["--nonsense"], 2, "--nonsense: no such option"),
     ],
 )

@@ -111,28 +111,28 @@ def test_all_problems_are_told_at_once():
     ) == [
         "data.max_samples=0: must be at least 1",
         "data.max_eval_samples=-1: must be at least 1",
-        "data.eval_fraction=1.0: must be at least 0 (nothing held out) and below 1",
+        "data.eval_fraction=1.0: must be at least 0 (nothing held out) and less than 1",
         "data.path='': is empty; set data.path to a file, a folder or a hub name",
         "data.input_column='': is empty; name it as in the data",
-        "data.response_column=text: is data.prompt_column already; the two must differ",
+        "data.response_column=text: is also data.prompt_column; the two must differ",
     ]
 
 
 def test_evaluating_on_the_training_split_is_refused():
     (problem,) = refused(SftDataConfig, path="x.jsonl", eval_split="train")
-    assert problem.startswith("data.eval_split=train: is the split that is trained on; choose another, or null")
+    assert problem.startswith("data.eval_split=train: is also the train split, data.split; choose another, or null")
     SftDataConfig(path="x.jsonl", eval_split="train", eval_path="y.jsonl")
 
 
 def test_the_kind_cannot_be_set():
     (problem,) = refused(SftDataConfig, path="x.jsonl", kind=DataKind.chat)
-    assert problem.startswith("data.kind=chat: this option is of the kind sft; choose another option of conf/data/")
+    assert problem.startswith("data.kind=chat: the chosen option has kind sft; choose another option of conf/data/")
 
 
 def test_roles_and_keys_must_differ():
     assert refused(ChatDataConfig, path="x.jsonl", role_key="content", user_role="assistant") == [
-        "data.content_key=content: is data.role_key already; the two must differ",
-        "data.assistant_role=assistant: is data.user_role already; the two must differ",
+        "data.content_key=content: is also data.role_key; the two must differ",
+        "data.assistant_role=assistant: is also data.user_role; the two must differ",
     ]
 
 

@@ -329,16 +329,16 @@ def test_a_source_may_hold_out_nothing_but_not_all_of_them(tmp_path: Path) -> No
 def test_what_the_section_refuses() -> None:
     docs, web = DocsDataConfig(), TextDataConfig(path="x", pack=True, cache="here")
     for values, problems in (
-        ({}, ["data.sources={}: a mixture needs sources; add each by a name of yours: +data@data.sources.NAME=OPTION"]),
+        ({}, ["data.sources={}: a mixture needs sources; add each as +data@data.sources.NAME=OPTION"]),
         (
             {"sources": {"a": docs}, "split": "b", "max_samples": 3, "overlong": "drop"},
-            [f"data.{said}: each source of a mixture has its own; set data.sources.NAME.{said.partition('=')[0]}"
+            [f"data.{said}: set per source of a mixture; use data.sources.NAME.{said.partition('=')[0]}"
              for said in ("split=b", "max_samples=3", "overlong=drop")],
         ),
         (
             {"sources": {"a": docs, "b": web}},
-            ["data.sources.b.cache=here: all sources have one; leave it out",
-             "data.sources.b.pack=true: all sources are packed or none; set it to false, or the mixture's to true"],
+            ["data.sources.b.cache=here: all sources share the cache of the mixture; set data.cache instead",
+             "data.sources.b.pack=true: either all sources are packed or none; set it to false, or set data.pack=true"],
         ),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as refused:

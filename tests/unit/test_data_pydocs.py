@@ -90,5 +90,5 @@ def test_a_python_without_docstrings_is_told():
 
 @pytest.mark.parametrize("key", ["split", "eval_split"])
 def test_other_splits_are_refused(key):
-    with pytest.raises(ConfigError, match=rf"data.{key}=test: the documentation has the splits train and eval"):
+    with pytest.raises(ConfigError, match=rf"data.{key}=test: must be train or eval"):
         DocsDataConfig(**{key: "test"})

@@ -110,7 +110,7 @@ def test_what_is_done_again_is_reported(tmp_path: Path, capsys: pytest.CaptureFi
     write(tmp_path)
     report = reporter(tmp_path)
     report.continue_from(5)
-    assert "steps 6 to 8 in metrics.jsonl are dropped: they are done again" in capsys.readouterr().out
+    assert "steps 6 to 8 in metrics.jsonl are dropped: the run repeats them" in capsys.readouterr().out
     assert steps(report) == [1, 2, 3, 4, 5]
 
 

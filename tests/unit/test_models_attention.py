@@ -161,7 +161,7 @@ def test_a_model_that_keeps_its_masks_is_refused_the_flash_kernel() -> None:
 def test_flex_attention_has_no_backward_on_cpus() -> None:
     """The rule, and what it rests on."""
     with pytest.raises(
-        ConfigError, match=r"flex_attention: torch has no backward of it on CPUs; set model.attention=sd"
+        ConfigError, match=r"flex_attention: torch has no backward for it on CPUs; set model.attention=sd"
     ):
         told("flex_attention")
     query = torch.randn(1, 2, 16, 8, requires_grad=True)

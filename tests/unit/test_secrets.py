@@ -137,7 +137,7 @@ def problems(cfg: object, **environ: str) -> list[str]:
 def assert_refused(found: list[str], key: str, secret: str) -> None:
     assert len(found) == 1, found
     assert found[0].startswith(f"{key}: ")
-    assert found[0].endswith("the run inherits its environment")
+    assert found[0].endswith("start the run, which inherits the environment")
     assert secret not in found[0]
 
 

@@ -1,4 +1,4 @@
-"""What a person typed, composed by Hydra, typed and checked; or everything that is wrong with it."""
+"""Composition and validation of the command line, with all problems reported at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydra import main
-from hydra._internal.utils import get_args_parser  # the one reader of Hydra's options; hydra-core is held below 1.4
+from hydra._internal.utils import (
+    get_args_parser,
+)  # Hydra has no public parser of its options; hydra-core is pinned below 1.4
 from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, diagnose
@@ -23,22 +25,21 @@ from components.config.schema.checks import raise_all
 
 
 def compose_from_command_line(name: str, schema: type[Config], recipe_dir: Path, check: Check) -> Config | None:
-    """Compose conf/<name>.yaml with the command line (`sys.argv`), and return it typed and checked.
+    """Compose conf/<name>.yaml with the command line (`sys.argv`) and return the typed, validated config.
 
     Args:
-        name: Of the recipe: conf/<name>.yaml.
-        schema: The recipe's dataclass.
-        recipe_dir: Folder of the recipe; its conf/ and ./conf are searched after this project's.
-        check: Returns the problems that only show across sections, given what was refused before.
+        name: Name of the recipe's config: conf/<name>.yaml.
+        schema: Dataclass of the recipe's config.
+        recipe_dir: Folder of the recipe; its conf/ and ./conf are searched after conf/ of this project.
+        check: Returns the problems that involve several sections, given the keys that were rejected before.
 
-    Returns None where Hydra answered the command line itself (`--cfg job`, `--help`, ...). Raises ConfigError with
-    every problem found, and SystemExit for an option that Hydra cannot read (after saying so).
+    Returns None if Hydra handled the command line itself (`--cfg job`, `--help`, ...). Raises ConfigError with all
+    problems, and SystemExit if Hydra's argument parser rejects an option (it prints the reason).
     """
     arguments, problems = read_arguments(schema)
     if arguments.multirun and not _answered_without_config(arguments):
         problems.append(
-            "-m (--multirun): a sweep starts the processes of its points itself; start it with plain python, or leave "
-            "-m out"
+            "-m (--multirun): a sweep starts the processes of its points itself; start it with python, or remove -m"
         )
     try:
         request = read_request(arguments, name, schema, recipe_dir)
@@ -58,48 +59,53 @@ def compose_from_command_line(name: str, schema: type[Config], recipe_dir: Path,
 
 
 def asks_for_sweep() -> bool:
-    """Whether the command line (`sys.argv`) asks for a sweep (-m), and not merely for `--help` and its like."""
+    """Return whether the command line (`sys.argv`) requests a sweep (-m), and not `--help` or the like."""
     arguments = get_args_parser().parse_known_intermixed_args()[0]
     return arguments.multirun and not _answered_without_config(arguments)
 
 
 def read_arguments(schema: type[Config]) -> tuple[Namespace, list[str]]:
-    """Return the command line as Hydra reads it, without what a recipe does not take, and the problems with that.
+    """Return the command line as parsed by Hydra, without arguments that a recipe rejects, and the problems of those.
 
-    Raises SystemExit for an option that Hydra cannot read, and ConfigError in a folder that Hydra cannot bear.
+    Raises SystemExit for an option that Hydra cannot parse, and ConfigError if the current folder was removed or its
+    name breaks Hydra.
     """
     arguments, unread = get_args_parser().parse_known_intermixed_args()
     unknown = [each for each in unread if each.startswith("-")]
-    overrides = {*arguments.overrides, *unread} - {*unknown}  # argparse leaves what follows an unknown option unread
+    overrides = {*arguments.overrides, *unread} - {
+        *unknown
+    }  # argparse does not parse overrides that follow an unknown option
     try:
         folder = os.getcwd()
     except FileNotFoundError as error:
-        raise ConfigError("the folder of this command was removed; cd to one that is there") from error
+        raise ConfigError("the current folder was removed; cd to an existing folder") from error
     if "${" in folder:
-        raise ConfigError(f"{folder!r}: Hydra reads ${{ in the name of a folder as a reference; start from another one")
+        raise ConfigError(
+            f"{folder!r}: Hydra resolves ${{ in the name of the current folder; start from another folder"
+        )
     problems = [no_option(option, known_keys(schema)) for option in unknown]
     if arguments.experimental_rerun:
-        problems.append("--experimental-rerun: a run continues when its run.dir is given again; leave it out")
+        problems.append("--experimental-rerun: to resume a run, set its run.dir again; remove this option")
     arguments.config_path = _existing_folder("--config-path", arguments.config_path, problems)
     arguments.config_dir = _existing_folder("--config-dir", arguments.config_dir, problems)
-    taken = []
+    accepted = []
     for override in [each for each in sys.argv[1:] if each in overrides]:
         key = override_parts(override)[0]
         if not key:
-            problems.append(f"{override}: has no key; write KEY=VALUE")
+            problems.append(f"{override}: key missing; write KEY=VALUE")
         elif key.startswith(("hydra.", "hydra/")):
             problems.append(
-                f"{override}: Hydra only composes here, so its settings have no effect; leave it out "
+                f"{override}: Hydra is only used for composition, so its settings have no effect; remove it "
                 "(--config-dir adds a folder of configs)"
             )
         else:
-            taken.append(override)
-    arguments.overrides = taken
+            accepted.append(override)
+    arguments.overrides = accepted
     return arguments, problems
 
 
 def _existing_folder(option: str, path: str | None, problems: list[str]) -> str | None:
-    """Return the folder that an option names; None, and a problem, where it does not exist."""
+    """Return the folder of an option; if it does not exist, return None and add a problem."""
     if path is None or Path(path).is_dir():
         return path
     problems.append(f"{option}={path}: no such folder")
@@ -107,7 +113,7 @@ def _existing_folder(option: str, path: str | None, problems: list[str]) -> str 
 
 
 def read_request(arguments: Namespace, name: str, schema: type[Config], recipe_dir: Path) -> Request:
-    """Return what is to be composed. Raises ConfigError where the main config is in no folder."""
+    """Return the composition request. Raises ConfigError if no config folder holds the main config."""
     register_schemas(name, schema)
     main_config = arguments.config_name or name
     before, after = ([Path(path).resolve()] if path else [] for path in (arguments.config_path, arguments.config_dir))
@@ -116,7 +122,7 @@ def read_request(arguments: Namespace, name: str, schema: type[Config], recipe_d
 
 
 def addable(overrides: Iterable[str], schema: type[Config]) -> tuple[str, ...]:
-    """Let model.config.x=1 add x: in a free-form section Hydra wants a plus that nobody expects."""
+    """Prefix overrides of free-form sections (model.config.x=1) with ++, which Hydra requires to add a key."""
     free = tuple(start for key in free_keys(schema) for start in (f"{key}.", f"{key}={{"))
     return tuple(f"++{override}" if override.startswith(free) else override for override in overrides)
 
@@ -130,7 +136,7 @@ def _answered_without_config(arguments: Namespace) -> bool:
 
 
 def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
-    """Run Hydra's own main for what only it can answer: it prints, and runs nothing of ours."""
+    """Let Hydra's main handle `--help`, `--cfg` and the like: it prints and does not run the recipe."""
     options = [argument for argument in sys.argv[1:] if argument not in (*typed_overrides, "-m", "--multirun")]
     answer = main(version_base="1.3", config_path=str(request.folders[0]), config_name=request.name)
     with replaceable_kinds(), _hydra_that_raises([*request.overrides, *request.search_path, *options]):
@@ -142,12 +148,12 @@ def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
         except ValueError as error:
             if isinstance(error, OmegaConfBaseException | ConfigError):
                 raise
-            raise ConfigError(str(error)) from error  # two options that exclude one another
+            raise ConfigError(str(error)) from error  # mutually exclusive options
 
 
 @contextmanager
 def _hydra_that_raises(arguments: list[str]) -> Iterator[None]:
-    """Show Hydra this command line, and let it raise instead of printing and exiting."""
+    """Set `sys.argv` to these arguments, and make Hydra raise instead of printing an error and exiting."""
     argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [argv[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"

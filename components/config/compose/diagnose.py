@@ -1,4 +1,4 @@
-"""Everything that is wrong with a command line at once; Hydra stops at the first thing it stumbles over."""
+"""All problems of a command line at once; Hydra stops at the first."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import copy
 import re
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from enum import StrEnum
 from functools import cached_property
 from typing import Any, get_type_hints
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl  # how Hydra applies an override, one at a time
+from hydra._internal.config_loader_impl import ConfigLoaderImpl  # Hydra has no public way to apply a single override
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -34,44 +35,46 @@ from components.config.compose.texts import UNSET
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.kinds import KINDS, WITHOUT_KIND
+from components.config.rules.data_rules import accepted_kinds
 from components.config.schema.recipes import RecipeConfig
 
 _KIND = re.compile(r"/schema/\w+/(?P<header>\w+)@_here_|^kind: *(?P<key>\w+)", re.MULTILINE)
-"""Where an option states its kind: the class that its defaults begin with, or the key."""
-_MEANT = re.compile(r"; did you mean ([\w.]+)")
+"""Where an option file states its kind: in its defaults list or by the key."""
+_SUGGESTION = re.compile(r"; did you mean ([\w.]+)")
 
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ConfigError)
 
 
 Check = Callable[[Any, Collection[str]], list[str]]
-"""Returns the problems of a config that only show across sections, given the keys and sections that were refused: what
-the config holds there is not what was asked for."""
+"""Return the problems of a config that involve several sections, given the rejected keys and sections, for which the
+config does not hold the requested values."""
 
 
 def diagnose(request: Request, error: Exception, check: Check) -> list[str]:
-    """Return every problem of a request that could not be composed, one sentence each.
+    """Return all problems of a request whose composition failed, one sentence each.
 
-    Each override is tried on top of the good ones before it. What is left without the bad ones is checked further,
-    and of that only what names no refused key is reported: the rest could be a mere consequence.
+    Each override is applied on top of the accepted ones before it. The config without the rejected overrides is then
+    validated; of those problems, the ones that mention a rejected key are dropped, since they may be consequences.
 
     Args:
-        error: What stopped the composition; it is all there is to report where no override is to blame.
-        check: Returns the problems that only show across sections.
+        request: Request whose composition failed.
+        error: Error of the composition, reported if no override causes it.
+        check: Returns the problems that involve several sections.
     """
     search = _Search(request)
     try:
         base = search.choose_options()
     except COMPOSITION_ERRORS:
-        return [explain_file(error, search.keys, search.groups), *search.misspelt()]
+        return [explain_file(error, search.keys, search.accepted_options), *search.override_problems()]
     cfg = search.complete(search.apply_values(base))
     if cfg is not None:
-        search.add_independent(check(cfg, search.refused()))
+        search.add_independent(check(cfg, search.rejected()))
     reported = error.problems if isinstance(error, ConfigError) else []
     return search.problems or reported or [explain_value(error)]
 
 
 class _Search:
-    """The problems found so far, and the overrides without one."""
+    """Incremental composition: the problems found so far, and the accepted overrides."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -79,7 +82,7 @@ class _Search:
         self.options: list[str] = []
         self.values: list[str] = []
         self.bad_sections: set[str] = set()
-        """Sections that do not hold what was asked for, since their option or several of their keys were refused."""
+        """Sections that do not hold the requested values, since their option or several of their keys were rejected."""
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
     @cached_property
@@ -87,58 +90,62 @@ class _Search:
         return option_groups(self.request.folders)
 
     @cached_property
+    def accepted_options(self) -> dict[str, list[str]]:
+        return accepted_options(self.request, self.groups)
+
+    @cached_property
     def keys(self) -> list[str]:
         return known_keys(self.request.schema)
 
-    def misspelt(self) -> list[str]:
-        """Return what is wrong with the overrides whatever the files hold."""
+    def override_problems(self) -> list[str]:
+        """Return the problems of the overrides that do not depend on the config files."""
         known, free = [*self.keys, *self.groups], tuple(f"{key}." for key in free_keys(self.request.schema))
         problems = []
         for override in self.request.overrides:
             key, assigned, value = override_parts(override)
-            if problem := _misspelt(override):
+            if problem := _syntax_problem(override):
                 problems.append(problem)
             elif key not in known and not key.startswith(free):
                 problems.append(unknown_key(key, value if assigned else None, known))
         return problems
 
     def choose_options(self) -> DictConfig:
-        """Compose with the options of groups (model=tiny) that exist: they decide which keys there are."""
+        """Compose with the valid group options (model=tiny), which determine the existing keys."""
         chosen = [given for given in self.request.overrides if override_parts(given)[0] in self.groups]
         for option in chosen:
             if problem := self._missing(option):
-                self._refuse_option(option, problem)
+                self._reject_option(option, problem)
             else:
                 self.options.append(option)
         try:
             return self._compose(self.options)
         except COMPOSITION_ERRORS:
-            self._compose([])  # where this is refused, no option is to blame
-        there, self.options = self.options, []
-        for option in there:
+            self._compose([])  # raises if no option causes the error
+        existing, self.options = self.options, []
+        for option in existing:
             try:
                 self._compose([*self.options, option])
                 self.options.append(option)
             except COMPOSITION_ERRORS as error:
-                self._refuse_option(option, explain_override(option, error, self.keys, self.groups))
+                self._reject_option(option, explain_override(option, error, self.keys, self.accepted_options))
         return self._compose(self.options)
 
     def _missing(self, option: str) -> str | None:
-        """Return why an option cannot be used, as far as that needs no composition (0.1 s each); else None."""
-        if problem := _misspelt(option):
+        """Return the problem of an option that can be found without a composition (0.1 s each), or None."""
+        if problem := _syntax_problem(option):
             return problem
         group, _, name = override_parts(option)
         is_a_name = re.fullmatch(r"\w+", name) and isinstance(_parse(option).value(), str)
         if is_a_name and name not in self.groups[group] and option[0] not in "+~":
-            return no_such_option(option, name, self.groups[group])
+            return no_such_option(option, name, self.accepted_options[group])
         return None
 
-    def _refuse_option(self, option: str, problem: str) -> None:
+    def _reject_option(self, option: str, problem: str) -> None:
         self.problems.append(problem)
         self.bad_sections.add(override_parts(option)[0])
 
     def _compose(self, options: list[str]) -> DictConfig:
-        """Compose with these options of groups and no values, once for each choice."""
+        """Compose with these group options and without values; cached, since diagnosis repeats compositions."""
         key = tuple(options)
         if key not in self._composed:
             self._composed[key] = self.request.compose(options)
@@ -151,15 +158,16 @@ class _Search:
             if key in self.groups:
                 continue
             if key.partition(".")[0] in self.bad_sections and key in self.keys:
-                continue  # whether the option that was meant has this key cannot be told
-            if problem := self._refused(override, cfg):
+                continue  # unknown whether the intended option has this key
+            if problem := self._override_problem(override, cfg):
                 self.problems.append(problem)
             else:
                 self.values.append(override)
         return cfg
 
     def complete(self, cfg: DictConfig) -> RecipeConfig | None:
-        """Add what the sections say of themselves; return the config without what they complain of, if it holds."""
+        """Add the problems of the single sections; return the config without the values that cause them, if it is
+        valid."""
         try:
             return from_container(cfg, self.request.schema)
         except ConfigError as error:
@@ -171,7 +179,7 @@ class _Search:
         self.bad_sections |= {_section(problem) for problem in bad}
         with suppress(*COMPOSITION_ERRORS):
             return self._typed_without(lambda given: _concerns(bad, _section(given)))
-        return None  # the trouble is in a file, or a mere consequence: it was reported above
+        return None  # the cause is in a file, or a consequence of problems reported above
 
     def _typed_without(self, is_bad: Callable[[str], bool]) -> RecipeConfig:
         cfg = self._compose([option for option in self.options if not is_bad(option)])
@@ -180,18 +188,18 @@ class _Search:
                 _apply(value, cfg)
         return from_container(cfg, self.request.schema)
 
-    def refused(self) -> set[str]:
-        """Return the keys with a problem, those that were probably meant, and the sections of bad options."""
-        meant = {found[1] for problem in self.problems if (found := _MEANT.search(problem))}
-        return {_key(problem) for problem in self.problems} | meant | self.bad_sections
+    def rejected(self) -> set[str]:
+        """Return the keys with a problem, the keys suggested instead of them, and the sections of rejected options."""
+        suggested = {found[1] for problem in self.problems if (found := _SUGGESTION.search(problem))}
+        return {_key(problem) for problem in self.problems} | suggested | self.bad_sections
 
     def add_independent(self, problems: list[str]) -> None:
-        """Add the problems that name no key which has one already."""
-        refused = self.refused()
-        self.problems += [problem for problem in problems if not any(_names(problem, key) for key in refused)]
+        """Add the problems that do not mention a key that already has a problem."""
+        rejected = self.rejected()
+        self.problems += [problem for problem in problems if not any(_names(problem, key) for key in rejected)]
 
-    def _refused(self, override: str, cfg: DictConfig) -> str | None:
-        if problem := _misspelt(override):
+    def _override_problem(self, override: str, cfg: DictConfig) -> str | None:
+        if problem := _syntax_problem(override):
             return problem
         try:
             _apply(override, cfg)
@@ -200,35 +208,48 @@ class _Search:
             data = _values(cfg, "data")
             sources, name = data.get("sources"), key.removeprefix("data.")
             if sources is not None and key in self.keys and name != key and name not in data:
-                return f"{key}={value}: each source of a mixture has its own; set {SOURCES}.NAME.{name}"
+                return f"{key}={value}: set per source of a mixture; use {SOURCES}.NAME.{name}"
             if sources and key.startswith(f"{SOURCES}.") and key.split(".")[2] not in sources:
                 return no_source(override.lstrip("+"), key.split(".")[2], sources)
             fitting = self._options_with(key, value, cfg)
-            return explain_override(override, error, self.keys, self.groups, fitting)
+            return explain_override(override, error, self.keys, self.accepted_options, fitting)
         return None
 
     def _options_with(self, key: str, value: str, cfg: DictConfig) -> list[str]:
-        """The options of a section that have a key which the chosen one lacks.
+        """Return the options of a section that have a key which the chosen option lacks, likeliest first.
 
-        Those first that wait for values, of them that which the value names (`mine.jsonl`: jsonl).
+        Options with required values come first, of those the one whose name is in the value (`mine.jsonl`: jsonl).
         """
         section, _, name = key.partition(".")
         if section not in KINDS or key not in self.keys or name in _values(cfg, section):
             return []
         texts = option_texts(self.request.folders, section)
-        fitting = [option for option, text in texts.items() if name in _keys_of_option(section, text)]
+        kinds = {option: _kind_of_option(section, texts.get(option, "")) for option in self.accepted_options[section]}
+        fitting = [option for option, kind in kinds.items() if kind and name in get_type_hints(KINDS[section][kind])]
         return sorted(fitting, key=lambda option: (UNSET not in texts[option], option not in value, len(option)))
 
 
-def _keys_of_option(section: str, text: str) -> Collection[str]:
-    """Return the keys of an option of a section with kinds; none where another option decides its kind."""
+def accepted_options(request: Request, groups: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return the options of each group, without those of a kind that the recipe rejects, for use in suggestions."""
+    accepted = dict(groups)
+    for section in KINDS.keys() & groups.keys():
+        kinds = accepted_kinds(request.schema, section)
+        texts = option_texts(request.folders, section)
+        accepted[section] = [
+            option for option in groups[section] if _kind_of_option(section, texts.get(option, "")) in (None, *kinds)
+        ]
+    return accepted
+
+
+def _kind_of_option(section: str, text: str) -> StrEnum | None:
+    """Return the kind of an option of a section with kinds; None if another option decides its kind."""
     if found := _KIND.search(text):
         stated = found["header"] or found["key"]
     elif "defaults:" not in text:
         stated = WITHOUT_KIND.get(section)
     else:
-        return ()
-    return next((get_type_hints(each) for kind, each in KINDS[section].items() if str(kind) == stated), ())
+        return None
+    return next((kind for kind in KINDS[section] if kind == stated), None)
 
 
 def _apply(override: str, cfg: DictConfig) -> None:
@@ -240,8 +261,8 @@ def _parse(override: str) -> Override:
     return OverridesParser.create().parse_override(override)
 
 
-def _misspelt(override: str) -> str | None:
-    """What is wrong with an override whatever the config: it cannot be read, or is several."""
+def _syntax_problem(override: str) -> str | None:
+    """Return the problem of an override that cannot be parsed or is a sweep, or None."""
     try:
         parsed = _parse(override)
     except HydraException:
@@ -255,17 +276,17 @@ def _values(cfg: DictConfig, section: str) -> dict[str, Any]:
 
 
 def _section(text: str) -> str:
-    """The section that an override or a problem is about: what comes before the first dot, sign or colon."""
+    """Return the section that an override or problem starts with: the text before the first dot, sign or colon."""
     return re.split(r"[.=:@ ]", text.lstrip("+~"), maxsplit=1)[0]
 
 
 def _key(text: str) -> str:
-    """The key that a problem or an override is about: what comes before the first sign or colon."""
+    """Return the key that a problem or override starts with: the text before the first sign or colon."""
     return re.split(r"[=:@ ]", text.lstrip("+~"), maxsplit=1)[0]
 
 
 def _names(problem: str, key: str) -> bool:
-    """Whether a problem is about a key; of a section: about any key within it."""
+    """Return whether a problem mentions a key, or, for a section, any key in it."""
     fact = problem.partition("; did you mean")[0]
     ends = r"(?!\w)" if "." in key else "[.=:]"
     return re.search(rf"(?<![\w.]){re.escape(key)}{ends}", fact) is not None

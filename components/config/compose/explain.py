@@ -1,4 +1,4 @@
-"""Hydra's and omegaconf's errors in our words: the value, the rule, the key, and the nearest name that exists."""
+"""Errors of Hydra and omegaconf as config errors: the value, the rule, the key, and the nearest existing name."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from components.config.compose.hydra_messages import (
 from components.config.compose.synonyms import synonym_of
 from components.config.kinds import KINDS
 
-NUMBER_WORDS = {"Integer": "a whole number", "Float": "a number"}
+NUMBER_NAMES = {"Integer": "a whole number", "Float": "a number"}
 
-UNREADABLE = "cannot be read; write KEY=VALUE, and quote a value with special characters: 'KEY=\"a=b\"'"
-SEVERAL_VALUES = "is several values, a sweep; add -m, give one value, or write a list as [a,b]"
+UNREADABLE = "cannot be parsed; write KEY=VALUE, and quote a value with special characters: 'KEY=\"a=b\"'"
+SEVERAL_VALUES = "is a sweep over several values; add -m, set one value, or write a list as [a,b]"
 HOME = re.compile(r"(?<![^,\[])~/")
-"""At the beginning of a value, or of one of several: where a shell would not expand it after KEY= either."""
+"""~ at the start of a value, or of one of several; shells do not expand it after KEY=."""
 SOURCES = "data.sources"
-NOT_A_MIXTURE = "only a mixture has sources; add data=mixture, or another option of data that is one"
+NOT_A_MIXTURE = "only a mixture has sources; add data=mixture, or another option of data with kind mixture"
 
 PACKAGES = {"network": "cluster"}
-"""Groups whose options set keys of a section with another name; those of other such groups set any: _global_."""
+"""Group -> section whose keys its options set, if the names differ; other groups without a section use _global_."""
 
 VALUE_RULES = (
     (NOT_CONVERTIBLE, "must be {wanted}"),
@@ -55,133 +55,133 @@ VALUE_RULES = (
     (NOT_A_SINGLE_VALUE, "must be a single value"),
     (NO_DELETION, "cannot be removed; set it to another value"),
 )
-"""Message of omegaconf or Hydra about a value -> the rule in Meshbook's terms."""
+"""Pattern of a message of omegaconf or Hydra about a value, and the rule in Meshbook's terms."""
 
 
 def unreadable(override: str) -> str:
-    """Return the sentence for an override that Hydra's grammar refuses."""
+    """Return the message for an override that Hydra's grammar rejects."""
     key, _, value = override.partition("=")
-    if (spelt_out := HOME.sub("$HOME/", value)) != value:
-        return f"{override}: ~ is not expanded there; write {key}={spelt_out}, or quote it: '{key}=\"~/...\"'"
+    if (expanded := HOME.sub("$HOME/", value)) != value:
+        return f"{override}: ~ is not expanded here; write {key}={expanded}, or quote it: '{key}=\"~/...\"'"
     return f"{override}: {UNREADABLE}"
 
 
-def unknown_key(key: str, value: object, known: Iterable[str]) -> str:
-    """Return the sentence for a key that does not exist; None: it was named without a value."""
+def unknown_key(key: str, value: object, existing: Iterable[str]) -> str:
+    """Return the message for a key that does not exist; `value` is None if it was given without a value."""
     shown = key if value is None else f"{key}={value}"
-    names = list(known)
+    names = list(existing)
     if key.startswith(SOURCES) and not any(name.startswith(f"{SOURCES}.") for name in names):
         return f"{shown}: {NOT_A_MIXTURE}"
     return f"{shown}: no such key{did_you_mean(nearest_key(key, names))}"
 
 
 def key_of_another_kind(section: str, kind: str, fitting: Sequence[str]) -> str:
-    """Return the rule for a key that other kinds of a section have."""
-    return f"{section} of the kind {kind} has no such key (kinds that have it: {', '.join(fitting)})"
+    """Return the message for a key that only other kinds of a section have."""
+    return f"{section} of kind {kind} has no such key (kinds with this key: {', '.join(fitting)})"
 
 
 def no_kind(key: str, name: object, kinds: Iterable[str]) -> str:
-    """Return the sentence for the name of a kind that a section does not take."""
+    """Return the message for the name of a kind that a section does not accept."""
     names = list(kinds)
     return f"{key}={name}: must be one of {', '.join(names)}{did_you_mean(nearest(str(name), names))}"
 
 
-def no_option(option: str, known: Iterable[str]) -> str:
-    """Return the sentence for an option (--lr) that Hydra does not know."""
+def no_option(option: str, existing: Iterable[str]) -> str:
+    """Return the message for a command-line option (--lr) that Hydra does not have."""
     name = option.lstrip("-").partition("=")[0].replace("-", "_")
-    key = nearest_key(name, list(known))
-    return f"{option}: no such option, see --help; settings are written KEY=VALUE{did_you_mean(key)}"
+    key = nearest_key(name, list(existing))
+    return f"{option}: no such option, see --help; write settings as KEY=VALUE{did_you_mean(key)}"
 
 
 def no_such_option(override: str, option: str, options: list[str]) -> str:
-    """Return the sentence for an option of a group that is in no conf/ folder."""
-    return f"{override}: {_no_option(option, options)}"
+    """Return the message for an option of a group that no config folder holds."""
+    return f"{override}: {_unknown_option(option, options)}"
 
 
-def no_source(said: str, name: str, sources: Iterable[str]) -> str:
-    """Return the sentence for a key of a source that was never added to a mixture."""
+def no_source(subject: str, name: str, sources: Iterable[str]) -> str:
+    """Return the message for a key of a source that was not added to the mixture; `subject` is the key or override."""
     like = did_you_mean(nearest(name, sources))
-    return f"{said}: the mixture has no source {name}{like or f'; add it: +data@{SOURCES}.{name}=OPTION'}"
+    return f"{subject}: the mixture has no source {name}{like or f'; add it: +data@{SOURCES}.{name}=OPTION'}"
 
 
 def did_you_mean(name: str | None) -> str:
-    """Return `; did you mean NAME?`, or nothing for None."""
+    """Return `; did you mean NAME?`, or an empty string for None."""
     return f"; did you mean {name}?" if name else ""
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the name most like `name`, None where none resembles it."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+def nearest(name: str, existing: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the most similar name, or None if the similarity is below `cutoff`."""
+    return next(iter(difflib.get_close_matches(name, list(existing), n=1, cutoff=cutoff)), None)
 
 
-def nearest_key(key: str, known: list[str]) -> str | None:
-    """Return the dotted key that was probably meant.
+def nearest_key(key: str, existing: list[str]) -> str | None:
+    """Return the dotted key that was probably intended.
 
-    The one that another tool calls so (learning_rate: optimizer.lr), else a sibling with a similar name (model.head:
-    model.heads), else the same path with a slip in it (trainig.max_steps), else a key of that name in another section
-    (training.lr: optimizer.lr).
+    In this order: the key that another tool calls so (learning_rate: optimizer.lr), a sibling with a similar name
+    (model.head: model.heads), a similar path (trainig.max_steps), a key with that name in another section (training.lr:
+    optimizer.lr).
     """
     prefix, _, leaf = key.rpartition(".")
-    if synonym := synonym_of(leaf, known):
+    if synonym := synonym_of(leaf, existing):
         return synonym
-    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == prefix}
+    siblings = {name.rpartition(".")[2]: name for name in existing if name.rpartition(".")[0] == prefix}
     if sibling := nearest(leaf, siblings):
         return siblings[sibling]
-    if path := nearest(key, known, cutoff=0.85):
+    if path := nearest(key, existing, cutoff=0.85):
         return path
-    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+    leaves = {name.rpartition(".")[2]: name for name in reversed(existing)}
     namesake = nearest(leaf, leaves, cutoff=0.8)
     return leaves[namesake] if namesake else None
 
 
 def explain_value(error: Exception) -> str:
-    """Return the rule that a value broke, in one line."""
+    """Return the rule that a value violates, in one line."""
     return _rule(str(error.__cause__ or error) if MERGING.search(str(error)) else str(error)) or type(error).__name__
 
 
 def _rule(text: str) -> str:
     for pattern, rule in VALUE_RULES:
         if found := pattern.search(text):
-            words = {key: NUMBER_WORDS.get(word, word) for key, word in found.groupdict().items()}
-            return rule.format(**words) + _nearest_choice(text, words.get("choices"))
+            texts = {key: NUMBER_NAMES.get(name, name) for key, name in found.groupdict().items()}
+            return rule.format(**texts) + _nearest_choice(text, texts.get("choices"))
     return _first_line(text)
 
 
 def explain_resolution(error: Exception) -> str:
-    """Return one sentence for an interpolation (${...}) that leads nowhere, with the key that holds it."""
+    """Return the message for an interpolation (${...}) that cannot be resolved, with the key that holds it."""
     found = FULL_KEY.search(str(error))
     key = f"{found['key']}: " if found else ""
-    return f"{key}{_first_line(str(error))}; correct the ${{...}} in its value, or write \\${{...}} for the text"
+    return f"{key}{_first_line(str(error))}; correct the ${{...}} in its value, or write \\${{...}} for literal text"
 
 
 def explain_override(
     override: str, error: Exception, keys: list[str], groups: dict[str, list[str]], fitting: Sequence[str] = ()
 ) -> str:
-    """Return one sentence for an override that Hydra refused.
+    """Return the message for an override that Hydra rejected.
 
     Args:
         override: As typed, for example `training.max_step=3`.
         error: What Hydra raised.
-        keys: Every dotted key of the schema, those of all kinds of its sections included.
-        groups: Options of every config group.
-        fitting: Where the chosen option of the section lacks the key: those that have it, the likeliest first.
+        keys: All dotted keys of the schema, including those of all kinds of its sections.
+        groups: Accepted options of every config group.
+        fitting: If the chosen option of the section lacks the key, the options that have it, likeliest first.
     """
     text = f"{error} {error.__cause__ or ''}"
     key, assigned, value = override_parts(override)
-    if IN_FILE.search(text) or NOT_YAML.search(text) or _asks_for_another(key, value, text):
+    if IN_FILE.search(text) or NOT_YAML.search(text) or _requested_by_file(key, value, text):
         return explain_file(error, keys, groups, f"{key}/{value}")
     if found := NO_OPTION.search(text):
         return no_such_option(override, found["option"], groups[key])
     if ALREADY_THERE.search(text):
-        return f"{override}: there is one already; write {key}={value} without the plus"
+        return f"{override}: is already set; write {key}={value} without the plus"
     if NOTHING_TO_OVERRIDE.search(text) and f"@{SOURCES}." in override:
-        return f"{override}: adds a source, which takes a plus: +{override}"
+        return f"{override}: adds a source; write it with a plus: +{override}"
     if NO_SUCH_KEY.search(text):
         if key not in keys:
             return unknown_key(key, value if assigned else None, [*keys, *groups])
         section = key.partition(".")[0]
         if section not in groups or value.startswith("{"):
-            return f"{override}: names a key that {key} does not have"
+            return f"{override}: sets a key that {key} does not have"
         lacks = f"{key}={value}: the chosen option of {section} has no such key"
         if not fitting:
             return f"{lacks}; choose another with {section}=NAME (there are: {', '.join(groups[section])})"
@@ -193,46 +193,46 @@ def explain_override(
 
 
 def explain_file(error: Exception, keys: list[str], groups: dict[str, list[str]], chosen: str | None = None) -> str:
-    """Return one sentence for an error that is no override's, but lies in a file of a conf/ folder.
+    """Return the message for an error that is caused by a config file and not by an override.
 
     Args:
         error: What Hydra raised.
-        keys: Every dotted key of the schema.
-        groups: Options of every config group.
-        chosen: The file that was chosen on the command line: Hydra names the main config where that one overrides.
+        keys: All dotted keys of the schema.
+        groups: Accepted options of every config group.
+        chosen: File chosen on the command line, since Hydra names the main config if the error is in its overrides.
     """
     if rejected := REJECTED_KIND.search(str(error)):
         where = chosen.replace("/", "=", 1) if chosen else rejected["section"]
-        return f"{where}: an option of the kind {rejected['kind']}, which this recipe does not take; choose another"
+        return f"{where}: has kind {rejected['kind']}, which this recipe does not accept; choose another option"
     if broken := NOT_YAML.search(str(error)):
-        return f"{broken['file']}, line {broken['line']}: is not YAML: {broken['what']}"
-    if asked := NO_OPTION.search(str(error)) or NO_GROUP.search(str(error)):
-        return _of_defaults(asked, groups, chosen)
+        return f"{broken['file']}, line {broken['line']}: is not valid YAML: {broken['what']}"
+    if requested := NO_OPTION.search(str(error)) or NO_GROUP.search(str(error)):
+        return _explain_defaults(requested, groups, chosen)
     found = IN_FILE.search(str(error))
     if found is None:
         return explain_value(error)
     where, key = f"conf file {found['file']}.yaml", FULL_KEY.search(found["what"])
     named = f"{where}: {key['key']}" if key else where
     if unknown := UNKNOWN_KEY.search(found["what"]):
-        if forgotten := _forgotten_package(found["file"], key["key"] if key else "", keys):
-            return f"{where}: {forgotten}"
+        if missing := _missing_package_header(found["file"], key["key"] if key else "", keys):
+            return f"{where}: {missing}"
         return _unknown_in_file(named, key["key"] if key else "", unknown, keys)
     return f"{named}: {_rule(found['what'])}"
 
 
-def _forgotten_package(file: str, key: str, keys: Sequence[str]) -> str | None:
-    """Say that a file lacks the line that puts its keys where they belong, where that explains an unknown key."""
+def _missing_package_header(file: str, key: str, keys: Sequence[str]) -> str | None:
+    """Return the message for a file without the @package header, if that explains an unknown key; else None."""
     group = file.rpartition("/")[0]
     header = f"`# @package {PACKAGES.get(group, '_global_')}`"
     if group and key == group and group not in keys:
-        return f"its keys are read as {group}.KEY, and there is no section {group}; make {header} its first line"
+        return f"its keys are read as {group}.KEY, but no section {group} exists; make {header} its first line"
     if group in keys and key == f"{group}.{group}":
-        return f"its keys are below {group} already; leave the line `{group}:` out, or make {header} its first line"
+        return f"its keys are already below {group}; remove the line `{group}:`, or make {header} its first line"
     return None
 
 
 def _unknown_in_file(named: str, key: str, unknown: re.Match[str], keys: list[str]) -> str:
-    """Return the sentence for a key that a file sets and its section lacks, perhaps because of the section's kind."""
+    """Return the message for a key in a file that its section lacks, possibly because of the section's kind."""
     leaf = unknown["leaf"]
     if leaf == "sources":
         return f"{SOURCES}: {NOT_A_MIXTURE}"
@@ -241,49 +241,49 @@ def _unknown_in_file(named: str, key: str, unknown: re.Match[str], keys: list[st
     fitting = [kind for kind, schema in kinds.items() if leaf in get_type_hints(schema)]
     if not fitting:
         return f"{named}: no such key{did_you_mean(nearest_key(key, keys))}"
-    own = next((kind for kind, schema in kinds.items() if schema.__name__ == unknown["schema"]), None)
-    if own is not None:
-        return f"{named}: {key_of_another_kind(section, own, fitting)}"
+    kind_of_schema = next((kind for kind, schema in kinds.items() if schema.__name__ == unknown["schema"]), None)
+    if kind_of_schema is not None:
+        return f"{named}: {key_of_another_kind(section, kind_of_schema, fitting)}"
     if key.startswith(f"{SOURCES}."):
         name = key.split(".")[2]
         return f"{named}: the mixture has no source {name}; add it to the defaults: OPTION@sources.{name}"
     others = f" (or {', '.join(fitting[1:])} for {fitting[0]})" if fitting[1:] else ""
-    return f"{named}: the file must open with defaults: [/schema/{section}/{fitting[0]}@_here_, _self_]{others}"
+    return f"{named}: the file must begin with defaults: [/schema/{section}/{fitting[0]}@_here_, _self_]{others}"
 
 
 def _class_names(kinds: Iterable[type]) -> set[str]:
-    """Return the names of the classes of some kinds and of the classes they inherit from."""
+    """Return the names of the given classes and of their base classes."""
     return {base.__name__ for schema in kinds for base in schema.__mro__}
 
 
-def _asks_for_another(key: str, value: str, text: str) -> bool:
-    """Whether Hydra could not find another option or group than the one typed: then a file asks for it."""
+def _requested_by_file(key: str, value: str, text: str) -> bool:
+    """Return whether Hydra misses an option or group that was not typed, so that a config file requests it."""
     option, group = NO_OPTION.search(text), NO_GROUP.search(text)
     if option is not None:
         return option["group"] != key or option["option"] not in re.split(r"[\[\], ]+", value)
     return group is not None and group["group"] != key
 
 
-def _of_defaults(asked: re.Match[str], groups: dict[str, list[str]], chosen: str | None) -> str:
-    """The sentence for a defaults list that asks for what there is not."""
-    file = asked["file"] if chosen is None or "/" in (asked["file"] or "") else chosen
-    where, group, option = f"conf file {file}.yaml", asked["group"], asked.groupdict().get("option")
+def _explain_defaults(requested: re.Match[str], groups: dict[str, list[str]], chosen: str | None) -> str:
+    """Return the message for a defaults list that requests a missing group or option."""
+    file = requested["file"] if chosen is None or "/" in (requested["file"] or "") else chosen
+    where, group, option = f"conf file {file}.yaml", requested["group"], requested.groupdict().get("option")
     named = group if option is None else f"{group}={option}"
     kinds = KINDS.get(group.removeprefix("schema/"), {}) if group.startswith("schema/") else {}
     if options := list(map(str, kinds)) or groups.get(group):
-        return f"{where} asks for {named}: {_no_option(option or '', options)}"
-    inner = group.rpartition("/")[2]  # without a slash before it, a group is looked for in the file's own folder
+        return f"{where} requests {named}: {_unknown_option(option or '', options)}"
+    inner = group.rpartition("/")[2]  # without a leading slash, Hydra looks for a group in the folder of the file
     like = f"/{inner}" if inner != group and inner in groups else nearest(group, groups)
-    return f"{where} asks for {named}: no such group{did_you_mean(like)}"
+    return f"{where} requests {named}: no such group{did_you_mean(like)}"
 
 
 def override_parts(override: str) -> tuple[str, bool, str]:
-    """Return the key of an override without prefix and package, whether it has a value, and the value."""
+    """Return the key of an override (without prefix and package), whether it has a value, and the value."""
     key, assigned, value = override.lstrip("+~").partition("=")
     return key.partition("@")[0].strip(), bool(assigned), value
 
 
-def _no_option(option: str, options: list[str]) -> str:
+def _unknown_option(option: str, options: list[str]) -> str:
     return f"no such option{did_you_mean(nearest(option, options))} (there are: {', '.join(options)})"
 
 

@@ -1,4 +1,4 @@
-"""The config as YAML and back: what was validated is what runs. Needs omegaconf, not Hydra."""
+"""Frozen config: the validated config as YAML and back, so that every rank runs it unchanged. Needs no Hydra."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from components.protocol.run_files import CONFIG, LOGS, read_regular
 Section = TypeVar("Section")
 
 _CHECKSUM = "# sha256 of the lines below: "
-"""First line of a frozen config; YAML takes it for a comment."""
+"""Prefix of the first line of a frozen config, a YAML comment."""
 
 
 def from_container(cfg: DictConfig, schema: type[Config]) -> Config:
-    """Resolve interpolations and return the typed config. Raises ConfigError with every problem."""
-    container, refused = resolve(cfg)
-    # A composed section is a node of its option's class; a frozen file is plain and names its kinds by value.
+    """Resolve interpolations and return the typed config. Raises ConfigError with all problems."""
+    container, rejected = resolve(cfg)
+    # A composed section is a node of its option's class; a frozen file is plain and states its kinds by the key `kind`.
     composed = {name: kind for name in map(str, cfg) if (kind := OmegaConf.get_type(cfg, name)) is not None}
     try:
-        made = typed(container, schema, composed, [key.partition("[")[0] for key in refused])
+        config = typed(container, schema, composed, [key.partition("[")[0] for key in rejected])
     except ConfigError as error:
-        raise ConfigError([*refused.values(), *error.problems]) from error
-    raise_all(list(refused.values()))
-    return made
+        raise ConfigError([*rejected.values(), *error.problems]) from error
+    raise_all(list(rejected.values()))
+    return config
 
 
 def read_frozen(path: Path, schema: type[Config]) -> Config:
-    """Return the config that `frozen_text` or `to_yaml` wrote to `path`, typed and checked again.
+    """Return the config that `frozen_text` or `to_yaml` wrote to `path`, typed and validated again.
 
-    Raises ConfigError where the file cannot be read, is damaged or is no config of `schema`.
+    Raises ConfigError if the file cannot be read, is damaged or does not hold a config of `schema`.
     """
     try:
         return from_yaml(read_intact(path), schema)
@@ -51,9 +51,9 @@ def read_frozen(path: Path, schema: type[Config]) -> Config:
 
 
 def read_section(path: Path, name: str, schema: type[Section]) -> Section:
-    """Return one section of a frozen config, whichever recipe's config it is.
+    """Return one section of the frozen config of any recipe.
 
-    Raises ConfigError where the file cannot be read, has no such section, or it is none of `schema`.
+    Raises ConfigError if the file cannot be read, or lacks the section, or the section is not a valid `schema`.
     """
     try:
         loaded = load_yaml(read_intact(path))
@@ -68,7 +68,7 @@ def read_section(path: Path, name: str, schema: type[Section]) -> Section:
 
 
 def read_intact(path: Path) -> str:
-    """Return the text of a frozen config. Raises ConfigError that names the intact copies if it is not intact."""
+    """Return the text of a frozen config. Raises ConfigError, which names an intact copy, if it is damaged."""
     try:
         text = read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -79,22 +79,22 @@ def read_intact(path: Path) -> str:
 
 
 def damage_of(text: str) -> str:
-    """Return what is wrong with the text of a frozen config, by its checksum; empty if nothing is.
+    """Return the damage of the text of a frozen config, found by its checksum; empty if it is intact.
 
-    Versions before the checksum wrote none: there the text must be an object in YAML.
+    Text without a checksum, written by earlier versions, must be a YAML mapping.
     """
     first, _, below = text.partition("\n")
     if first.startswith(_CHECKSUM):
         by_hand = "damaged, or edited by hand (then remove its first line, the checksum)"
         return "" if first.removeprefix(_CHECKSUM) == _digest(below) else by_hand
     try:
-        return "" if isinstance(load_yaml(text), dict) else "not the config of a run: no keys"
+        return "" if isinstance(load_yaml(text), dict) else "it holds no keys"
     except yaml.YAMLError as error:
         return str(error)
 
 
 def intact_copy(run_dir: Path) -> tuple[Path, str] | None:
-    """Return path and text of the newest intact copy of a run's config: in the logs of an attempt, or a checkpoint."""
+    """Return path and text of the newest intact copy of a run's config, from the logs of an attempt or a checkpoint."""
     attempts = sorted((run_dir / LOGS).glob(f"attempt_*/{CONFIG}"), key=_number, reverse=True)
     states = sorted((run_dir / "checkpoints").glob("step_*/state.json"), key=_number, reverse=True)
     for path in (*attempts, *states):
@@ -116,17 +116,17 @@ def from_yaml(text: str, schema: type[Config]) -> Config:
     except ValueError as error:
         raise yaml.YAMLError(str(error)) from error
     if not isinstance(loaded, DictConfig):
-        raise ConfigError("not the config of a run: no keys")
+        raise ConfigError("not the config of a run: it holds no keys")
     return from_container(loaded, schema)
 
 
 def to_yaml(cfg: RecipeConfig) -> str:
-    """Return the whole config as YAML, every value stated."""
+    """Return the whole config as YAML, including values that equal their defaults."""
     return OmegaConf.to_yaml(OmegaConf.create(literal(asdict(cfg))))
 
 
 def frozen_text(cfg: RecipeConfig) -> str:
-    """Return the text of a run's config.yaml: a checksum, so that damage is noticed, and `to_yaml`."""
+    """Return the text of a run's config.yaml: a checksum, which detects damage, and `to_yaml`."""
     text = to_yaml(cfg)
     return f"{_CHECKSUM}{_digest(text)}\n{text}"
 
@@ -136,12 +136,12 @@ def _digest(text: str) -> str:
 
 
 def _number(path: Path) -> tuple[int, str]:
-    """Sort key: the number in the folder's name."""
+    """Return a sort key: the number in the name of the folder, and the name."""
     digits = path.parent.name.partition("_")[2].partition(".")[0]
     return (int(digits) if digits.isdigit() else -1, path.parent.name)
 
 
 def _unreadable(path: Path, why: object) -> ConfigError:
     copy = intact_copy(path.parent)
-    told = f"an intact copy is in {copy[0]}" if copy else "no copy in logs/attempt_N or checkpoints/step_N is intact"
-    return ConfigError(f"{path}: cannot be read as the config of a run: {why}; {told}")
+    hint = f"an intact copy is in {copy[0]}" if copy else "no copy in logs/attempt_N or checkpoints/step_N is intact"
+    return ConfigError(f"{path}: cannot be read as the config of a run: {why}; {hint}")

@@ -1,8 +1,8 @@
-"""Wording of the errors of Hydra, omegaconf and PyYAML: the only place that depends on it.
+"""Patterns of the error messages of Hydra, omegaconf and PyYAML: the only place that depends on their wording.
 
-The three raise few classes of errors and leave the facts (which key, which file, which rule) to the text. Each pattern
-here finds one text. `tests/config/test_hydra_messages.py` provokes every one of them from the installed versions, so
-that a version with another wording fails there by the name of the pattern.
+These libraries raise few exception classes and put the facts (key, file, rule) only into the message. Each pattern
+matches one message. `tests/config/test_hydra_messages.py` provokes all of them with the installed versions, so that a
+changed wording fails there by the name of the pattern.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NOT_CONVERTIBLE = re.compile(r"could not be converted to (?P<wanted>\w+)")
 NOT_A_BOOL = re.compile(r"is not a valid bool")
 NOT_A_CHOICE = re.compile(r"expected one of \[(?P<choices>.*?)\]")
 GIVEN = re.compile(r"Invalid value '(?P<value>.*?)'")
-"""The value that is none of the choices."""
+"""Value that is not one of the choices."""
 NOT_OPTIONAL = re.compile(r"is not Optional|Incompatible value 'None'")
 NOT_A_LIST = re.compile(r"is not a ListConfig")
 NOT_A_SECTION = re.compile(r"is not a subclass of|Cannot merge|Cannot assign")
@@ -27,7 +27,7 @@ UNKNOWN_KEY = re.compile(r"Key '(?P<leaf>[^']*)' not in '(?P<schema>[^']*)'")
 # Hydra, about an override
 NO_DELETION = re.compile(r"does not support deletion")
 MERGING = re.compile(r"Error merging")
-"""The cause of such an error holds the fact."""
+"""Generic message; `__cause__` holds the details."""
 ALREADY_THERE = re.compile(r"Multiple values for|already at")
 NOTHING_TO_OVERRIDE = re.compile(r"Could not override")
 NO_SUCH_KEY = re.compile(r"Could not (override|append|delete)")
@@ -40,7 +40,7 @@ NO_GROUP = re.compile(r"(In '(?P<file>[^']*)': )?Could not override '(?P<group>[
 REJECTED_KIND = re.compile(
     r"In 'schema/(?P<section>\w+)/(?P<kind>\w+)': ValidationError .*is not a subclass of", re.DOTALL
 )
-"""An option of a kind that the recipe's config does not take."""
+"""Option of a kind that the recipe's config does not accept."""
 
 # PyYAML
 NOT_YAML = re.compile(

@@ -1,5 +1,7 @@
-"""References (${...}) of a composed config, resolved one by one: every one that fails is reported, and none brings a
-value of the environment into the config that could be a secret."""
+"""Resolution of the interpolations (${...}) of a composed config, one by one.
+
+All failures are reported, and environment variables that could hold a secret are not copied into the config.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +22,29 @@ _UNSET: Any = object()
 
 
 def resolve(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return `cfg` as nested dicts with its references resolved, and what is wrong with a reference, by key.
+    """Return `cfg` as nested dicts with its interpolations resolved, and the problems by key.
 
-    A key whose reference fails, or brings a value that could be a secret, is left out.
+    A key whose interpolation fails, or would copy a value that could be a secret, is removed.
     """
     container: Any = OmegaConf.to_container(cfg, resolve=False)
     problems: dict[str, str] = {}
-    brought: dict[str, dict[str, str]] = {}
-    with _recorded_environment() as seen:
-        for key, parent, name, plain in list(_references(cfg, container, "")):
-            seen.clear()
+    read: dict[str, dict[str, str]] = {}
+    with _recorded_environment() as variables_read:
+        for key, parent, name, plain in list(_interpolations(cfg, container, "")):
+            variables_read.clear()
             try:
                 value = parent[name]
                 nested = isinstance(value, DictConfig | ListConfig)
                 plain[name] = OmegaConf.to_container(value, resolve=True) if nested else value
             except OmegaConfBaseException as error:
                 problems[key] = explain_resolution(error)
-            brought[key] = dict(seen)
+            read[key] = dict(variables_read)
     allowed = _allowed(container)
-    for key, variables in brought.items():
+    for key, variables in read.items():
         for variable, value in variables.items():
             if problem := variable_problem(key, variable, value, allowed):
                 problems[key] = problem
-    for key, _, name, plain in list(_references(cfg, container, "")):
+    for key, _, name, plain in list(_interpolations(cfg, container, "")):
         if key in problems and isinstance(plain, dict):
             del plain[name]
         elif key in problems:
@@ -50,8 +52,9 @@ def resolve(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     return container, problems
 
 
-def _references(node: Any, plain: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield the references below a node: the key, the node and the plain container that hold it, and its name there."""
+def _interpolations(node: Any, plain: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield each interpolation below a node: its key, the node and the plain container that hold it, and its name
+    there."""
     if node._is_none() or node._is_missing() or node._is_interpolation():
         return
     is_list = isinstance(node, ListConfig)
@@ -61,7 +64,7 @@ def _references(node: Any, plain: Any, prefix: str) -> Iterator[tuple[str, Any, 
         if child._is_interpolation():
             yield key, node, name, plain
         elif isinstance(child, DictConfig | ListConfig):
-            yield from _references(child, plain[name], key)
+            yield from _interpolations(child, plain[name], key)
 
 
 def _allowed(container: Any) -> list[str]:
@@ -72,7 +75,7 @@ def _allowed(container: Any) -> list[str]:
 
 @contextmanager
 def _recorded_environment() -> Iterator[dict[str, str]]:
-    """Record the variables that references read, in the dict, for the time of the block."""
+    """Record in the yielded dict the environment variables that interpolations read within the block."""
     seen: dict[str, str] = {}
 
     def recording(name: str, default: Any = _UNSET) -> Any:

@@ -1,4 +1,4 @@
-"""Where a config comes from: this project's conf/, the conf/ folders beside it, the dataclasses, the command line."""
+"""Inputs of a composition: conf/ of this project, further config folders, the dataclasses and the command line."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from components.config.safe_yaml import YamlLimitError, check_expansion
 from components.config.schema.recipes import RecipeConfig
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
-"""This project's conf/, absolute, so that a copied recipe finds it."""
+"""conf/ of this project; absolute, so that a copied recipe finds it."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asked for."""
+    """Composition request: main config, schema, config folders and overrides."""
 
     name: str
-    """Of the main config: conf/<name>.yaml."""
+    """Name of the main config: conf/<name>.yaml."""
     schema: type[RecipeConfig]
     folders: tuple[Path, ...]
-    """Folders with configs; the first holds the main config."""
+    """Config folders in search order; the first holds the main config."""
     overrides: tuple[str, ...]
 
     @property
     def search_path(self) -> list[str]:
-        """The override that makes Hydra search the other folders after the first."""
+        """Override that adds all folders but the first to Hydra's search path."""
         escaped = [str(folder).replace("\\", "\\\\").replace("'", "\\'") for folder in self.folders[1:]]
         return ["hydra.searchpath=[" + ",".join(f"'file://{path}'" for path in escaped) + "]"] if escaped else []
 
     def compose(self, overrides: Iterable[str]) -> DictConfig:
-        """Let Hydra compose the main config with `overrides`. Raises HydraException or OmegaConfBaseException."""
+        """Compose the main config with `overrides`. Raises HydraException or OmegaConfBaseException."""
         GlobalHydra.instance().clear()
         try:
             folder = str(self.folders[0])
@@ -55,29 +55,29 @@ class Request:
                 return compose(self.name, overrides=[*self.search_path, *overrides])
         except OmegaConfBaseException:
             raise
-        except (ValueError, YAMLError) as error:  # what Hydra says of parallelism=3; a file that is no YAML
+        except (ValueError, YAMLError) as error:  # Hydra's error for parallelism=3; an invalid YAML file
             raise HydraException(str(error)) from error
 
 
 def register_schemas(name: str, schema: type[RecipeConfig]) -> None:
-    """Put the dataclasses where defaults lists find them: schema/<name>, and schema/<section>/<kind> for options.
+    """Register the dataclasses for defaults lists: schema/<name>, and schema/<section>/<kind> for options.
 
-    A recipe's own subclass of a kind is registered in its place, so that the kind's options fill it.
+    If a recipe's config uses a subclass of a kind, the subclass is registered, so that the kind's options apply to it.
     """
     store = ConfigStore.instance()
     store.store(group="schema", name=name, node=OmegaConf.structured(schema), package="_global_")
     annotations = [hint for hint in get_type_hints(schema).values() if isinstance(hint, type)]
     for section, kinds in KINDS.items():
         for kind, each in kinds.items():
-            own = next((hint for hint in annotations if issubclass(hint, each)), each)
-            store.store(group=f"schema/{section}", name=str(kind), node=OmegaConf.structured(own))
+            registered = next((hint for hint in annotations if issubclass(hint, each)), each)
+            store.store(group=f"schema/{section}", name=str(kind), node=OmegaConf.structured(registered))
 
 
 @contextmanager
 def strict_booleans() -> Iterator[None]:
-    """Let no boolean of omegaconf be set by a number: `plot: 2` is a mistake, which it would take for true.
+    """Make omegaconf reject numbers for booleans; it would read `plot: 2` as true.
 
-    For all of its booleans, because it makes those of a section anew whenever another config is merged into it.
+    Patches the class, because omegaconf recreates the nodes of a section whenever another config is merged into it.
     """
     convert = BooleanNode._validate_and_convert_impl
 
@@ -95,10 +95,11 @@ def strict_booleans() -> Iterator[None]:
 
 @contextmanager
 def replaceable_kinds() -> Iterator[None]:
-    """Let an option replace the kind that a section has by default, with the keys of its own kind only.
+    """Let an option replace the default kind of a section, including its keys.
 
-    A section with a default is merged into by the option (`defaults: [/schema/optimizer/KIND@_here_, _self_]`).
-    omegaconf only merges a dataclass into its own base, and keeps the keys of what it merges into.
+    Hydra merges the option (`defaults: [/schema/optimizer/KIND@_here_, _self_]`) into the section's default. omegaconf
+    only allows to merge a dataclass into its base class, and keeps the keys of the target. The patched check first
+    replaces the target by an instance of the option's class.
     """
     validate = DictConfig._validate_merge
 
@@ -119,17 +120,17 @@ def replaceable_kinds() -> Iterator[None]:
 def config_folders(
     name: str, recipe_dir: Path, before: Iterable[Path] = (), after: Iterable[Path] = ()
 ) -> tuple[Path, ...]:
-    """Return the folders to search, the one that holds <name>.yaml first.
+    """Return the config folders in search order, with the folder that holds <name>.yaml first.
 
-    They are those `before`, this project's conf/, ./conf and the conf/ beside the recipe where they exist, and
-    those `after`. Raises ConfigError where none holds <name>.yaml, or a file expands without reasonable bound.
+    They are `before`, conf/ of this project, ./conf, conf/ beside the recipe, and `after`. Raises ConfigError if none
+    holds <name>.yaml, or if the aliases of a YAML file exceed the limits of safe_yaml.py.
     """
-    own = [path.resolve() for path in (Path.cwd() / "conf", recipe_dir / "conf") if path.is_dir()]
-    folders = list(dict.fromkeys([*before, CONF, *own, *after]))
+    nearby = [path.resolve() for path in (Path.cwd() / "conf", recipe_dir / "conf") if path.is_dir()]
+    folders = list(dict.fromkeys([*before, CONF, *nearby, *after]))
     main = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if main is None:
-        places = ", ".join(map(str, folders))
-        raise ConfigError(f"{name}.yaml: there is no such config in {places}; add it, or see --config-dir")
+        searched = ", ".join(map(str, folders))
+        raise ConfigError(f"{name}.yaml: no such config in {searched}; add it, or set --config-dir")
     for folder in folders:
         if folder != CONF:
             _check_aliases(folder)
@@ -137,7 +138,7 @@ def config_folders(
 
 
 def _check_aliases(folder: Path) -> None:
-    """Reject a folder one of whose files Hydra could not read in any time; other errors are left to Hydra."""
+    """Reject a folder with a file whose aliases Hydra would expand without limit; other errors are left to Hydra."""
     for file in sorted(folder.rglob("*.yaml")):
         with suppress(OSError, UnicodeDecodeError, YAMLError):
             text = file.read_text()
@@ -145,11 +146,13 @@ def _check_aliases(folder: Path) -> None:
                 try:
                     check_expansion(text)
                 except YamlLimitError as error:
-                    raise ConfigError(f"{file}: {error}; write the values out, or remove the file") from error
+                    raise ConfigError(
+                        f"{file}: {error}; write the values without aliases, or remove the file"
+                    ) from error
 
 
 def option_groups(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Return the options of every config group under `folders`, by group."""
+    """Return the names of the options of every config group in `folders`, by group."""
     groups: dict[str, list[str]] = {}
     for folder in folders:
         for file in sorted(folder.glob("*/**/*.yaml")):
@@ -160,7 +163,7 @@ def option_groups(folders: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def option_texts(folders: Iterable[Path], group: str) -> dict[str, str]:
-    """Return the text of each option of a group, by its name; of several files with one name that of the first."""
+    """Return the file content of each option of a group by name; the first folder takes precedence."""
     texts: dict[str, str] = {}
     for folder in folders:
         for file in sorted((folder / group).glob("*.yaml")):

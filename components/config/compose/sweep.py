@@ -1,4 +1,4 @@
-"""A command line with -m: its points, each a command line of its own, expanded by Hydra's own sweeper."""
+"""Expansion of a command line with -m into the points of a sweep, by Hydra's sweeper."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # the one place that knows how points multiply
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # Hydra has no public function that expands a sweep
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString, RangeSweep
@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from components.config.compose.command_line import addable, read_arguments, read_request
-from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, diagnose
+from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, accepted_options, diagnose
 from components.config.compose.explain import override_parts, unknown_key, unreadable
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import Request, option_groups
@@ -26,35 +26,35 @@ from components.config.schema.recipes import RecipeConfig
 
 @dataclass(frozen=True, slots=True)
 class PointRequest:
-    """One point of a sweep."""
+    """Overrides of one point of a sweep."""
 
     overrides: tuple[str, ...]
-    """As a person would type them for this point alone, without run.dir, which is the sweep's."""
+    """Command line of this point alone, without run.dir, which the sweep sets."""
     values: dict[str, str]
-    """Of the swept keys."""
+    """Swept key -> its value at this point."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRequest:
-    """What a person asked for with -m."""
+    """Sweep requested with -m."""
 
     request: Request
     run_dir: str | None
-    """The override of run.dir: the folder of the whole sweep."""
+    """Override of run.dir, the folder of the whole sweep, if any."""
     points: list[PointRequest]
     options: tuple[str, ...]
-    """Hydra's options that each point needs too, such as --config-dir."""
+    """Hydra's options that also apply to each point, such as --config-dir."""
     shown: tuple[str, ...]
-    """--cfg and what belongs to it; empty where the points are to run."""
+    """--cfg, --package and --resolve, which print configs; empty if the points are to run."""
 
 
 def expand_sweep(
-    name: str, schema: type[RecipeConfig], recipe_dir: Path, check: Check = lambda cfg, refused: []
+    name: str, schema: type[RecipeConfig], recipe_dir: Path, check: Check = lambda cfg, rejected: []
 ) -> SweepRequest:
-    """Return the points that the command line (`sys.argv`) stands for; nothing is composed yet.
+    """Return the points of the sweep on the command line (`sys.argv`), without composing them.
 
-    Choices (a,b), range(...), glob(...), and sorted or shuffled ones multiply in the order of the command line.
-    Raises ConfigError with every problem of the syntax, and with those of the first point besides.
+    The points are the product of all choices (a,b), range(...) and glob(...), in the order of the command line. Raises
+    ConfigError with all problems of the syntax and, if there are any, also those of the first point.
     """
     arguments, problems = read_arguments(schema)
     try:
@@ -66,40 +66,43 @@ def expand_sweep(
     swept = [override for override in parsed if override.is_sweep_override()]
     known = [*known_keys(schema), *groups]
     unknown = [given for given in swept if given.key_or_group not in known and not _is_free(given, schema)]
-    refused = {given.input_line or "": unknown_key(given.key_or_group, given.get_value_string(), known)
+    rejected = {given.input_line or "": unknown_key(given.key_or_group, given.get_value_string(), known)
                for given in unknown}  # fmt: skip
-    for override, problem in _sweep_problems(parsed, [given for given in swept if given not in unknown], groups):
-        refused.setdefault(override, problem)
-    problems += [*unparsed.values(), *refused.values()]
+    accepted = accepted_options(request, groups)
+    for override, problem in _sweep_problems(parsed, [given for given in swept if given not in unknown], accepted):
+        rejected.setdefault(override, problem)
+    problems += [*unparsed.values(), *rejected.values()]
     if problems:
-        readable = [given for given in parsed if given.input_line not in refused]
+        readable = [given for given in parsed if given.input_line not in rejected]
         first = [_first_value(given) for given in readable]
         raise ConfigError(problems + _problems_of(replace(request, overrides=addable(first, schema)), check, problems))
     products = BasicSweeper.split_arguments(swept, None)[0]
-    typed = [(_place_of(given), given) for given in arguments.overrides]
+    typed = [(_target_of(given), given) for given in arguments.overrides]
     return SweepRequest(
         request=request,
         run_dir=next((given for key, given in reversed(typed) if key == "run.dir"), None),
         points=[_point(typed, product) for product in products],
-        options=_given(
+        options=_as_arguments(
             {
                 "--config-path": arguments.config_path,
                 "--config-name": arguments.config_name,
                 "--config-dir": arguments.config_dir,
             }
         ),
-        shown=_given({"--cfg": arguments.cfg, "--package": arguments.package})
+        shown=_as_arguments({"--cfg": arguments.cfg, "--package": arguments.package})
         + (("--resolve",) if arguments.resolve else ()),
     )
 
 
 def compose_point(sweep: SweepRequest, point: PointRequest, check: Check) -> tuple[RecipeConfig | None, list[str]]:
-    """Return the point's config (None where there is none) and what is wrong with it.
+    """Return the config of a point, or None if it is invalid, and its problems.
 
     Args:
-        check: Returns the problems that only show across sections.
+        sweep: The sweep.
+        point: One of its points.
+        check: Returns the problems that involve several sections.
 
-    Raises ConfigError for what no other value could make right: an unknown key or option, a value of a wrong type.
+    Raises ConfigError for problems that concern the whole sweep: an unknown key or option, a value of a wrong type.
     """
     schema, common = sweep.request.schema, [sweep.run_dir] if sweep.run_dir else []
     request = replace(sweep.request, overrides=addable((*point.overrides, *common), schema))
@@ -114,16 +117,16 @@ def compose_point(sweep: SweepRequest, point: PointRequest, check: Check) -> tup
     return cfg, check(cfg, ())
 
 
-def _problems_of(request: Request, check: Check, refused: list[str]) -> list[str]:
-    """Return what is wrong with one point of a sweep that cannot be expanded."""
+def _problems_of(request: Request, check: Check, rejected: list[str]) -> list[str]:
+    """Return the problems of one point of a sweep that cannot be expanded."""
     try:
-        return check(from_container(request.compose(request.overrides), request.schema), refused)
+        return check(from_container(request.compose(request.overrides), request.schema), rejected)
     except COMPOSITION_ERRORS as error:
         return diagnose(request, error, check)
 
 
 def _first_value(override: Override) -> str:
-    """Return the override of the first point."""
+    """Return an override with its value at the first point."""
     if not override.is_sweep_override():
         return override.input_line or ""
     return BasicSweeper.split_arguments([override], None)[0][0][0]
@@ -135,7 +138,7 @@ def override_of(key: str, text: str) -> str:
 
 
 def _parse(overrides: list[str], groups: dict[str, list[str]]) -> tuple[list[Override], dict[str, str]]:
-    """Return the overrides that Hydra can read, and the problems of the others."""
+    """Return the overrides that Hydra can parse, and the problems of the others by override."""
     parser, parsed, problems = OverridesParser.create(cast(ConfigLoader, _Options(groups))), [], {}
     for override in overrides:
         try:
@@ -148,38 +151,41 @@ def _parse(overrides: list[str], groups: dict[str, list[str]]) -> tuple[list[Ove
 def _sweep_problems(
     parsed: list[Override], swept: list[Override], groups: dict[str, list[str]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the swept overrides that cannot be expanded, each with its problem."""
-    places = [_place_of(override.input_line or "") for override in parsed]
+    """Yield each swept override that cannot be expanded, with its problem."""
+    targets = [_target_of(override.input_line or "") for override in parsed]
     for override in swept:
         key, typed = override.key_or_group, override.input_line or ""
         if key == "run.dir":
-            yield typed, f"{typed}: is the folder of the whole sweep, with a folder for each point in it; give one"
-        if (count := places.count(_place_of(typed))) > 1:
-            yield typed, f"{typed}: {_place_of(typed)} is given {count} times; give it once"
+            yield typed, f"{typed}: is the folder of the whole sweep, which holds a folder per point; set one folder"
+        if (count := targets.count(_target_of(typed))) > 1:
+            yield typed, f"{typed}: {_target_of(typed)} is set {count} times; set it once"
         if isinstance(override.value(), RangeSweep) and not override.value().step:  # type: ignore[union-attr]
             yield typed, f"{typed}: a range with a step of 0 never ends; write range(START,STOP,STEP)"
         elif not override.is_discrete_sweep():
             yield typed, f"{typed}: an interval has no values to list; write a,b or range(START,STOP,STEP)"
         elif not any(True for _ in override.sweep_string_iterator()):
-            options = f" (there are: {', '.join(groups[key])})" if key in groups else ", which only groups have"
-            yield typed, f"{typed}: is the name of no option{options}"
+            options = (
+                f" (there are: {', '.join(groups[key])})" if key in groups else ": only config groups have options"
+            )
+            yield typed, f"{typed}: matches no option{options}"
 
 
 def _point(typed: list[tuple[str, str]], product: list[str]) -> PointRequest:
-    """Put one value of each swept key in its place; what is not swept stays as it was typed."""
-    chosen = {_place_of(override): override for override in product}
+    """Replace each swept override by its value at one point; the others stay as typed."""
+    chosen = {_target_of(override): override for override in product}
     return PointRequest(
         overrides=tuple(chosen.get(key, given) for key, given in typed if key != "run.dir"),
         values={key: override_parts(override)[2] for key, override in chosen.items()},
     )
 
 
-def _place_of(override: str) -> str:
-    """The key of an override, or its group with the package: a mixture has one group in several places."""
+def _target_of(override: str) -> str:
+    """Return the key of an override, or its group with the package, since a mixture uses one group in several
+    packages."""
     return override.partition("=")[0].lstrip("+~").strip()
 
 
-def _given(options: dict[str, str | None]) -> tuple[str, ...]:
+def _as_arguments(options: dict[str, str | None]) -> tuple[str, ...]:
     return tuple(part for option, value in options.items() if value is not None for part in (option, value))
 
 
@@ -188,7 +194,7 @@ def _is_free(override: Override, schema: type[RecipeConfig]) -> bool:
 
 
 class _Options:
-    """What glob(...) asks Hydra's loader for; the loader itself does not search the folders that are added later."""
+    """Replacement for Hydra's config loader in glob(...), which would not search the folders that are added later."""
 
     def __init__(self, groups: dict[str, list[str]]) -> None:
         self._groups = groups

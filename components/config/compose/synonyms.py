@@ -1,4 +1,4 @@
-"""What other tools (Trainer, TRL, PEFT, torchrun, DeepSpeed, Megatron, axolotl) call the keys of this schema."""
+"""Names of this schema's keys in other tools: Trainer, TRL, PEFT, torchrun, DeepSpeed, Megatron, axolotl."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _KEYS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def synonym_of(name: str, known: Collection[str]) -> str | None:
-    """Return the key, or the setting (peft=lora), that other tools call `name`, of those that are `known`."""
-    meant = _KEYS_OF.get(name.lower().replace("-", "_"), ())
-    return next((key for key in meant if key.partition("=")[0] in known), None)
+def synonym_of(name: str, keys: Collection[str]) -> str | None:
+    """Return the key, or the setting (peft=lora), that other tools call `name` and whose key is in `keys`; or None."""
+    candidates = _KEYS_OF.get(name.lower().replace("-", "_"), ())
+    return next((key for key in candidates if key.partition("=")[0] in keys), None)

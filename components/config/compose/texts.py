@@ -1,4 +1,4 @@
-"""Texts that omegaconf or YAML would take for something else than text."""
+"""Strings that omegaconf or YAML would misread: ${, ??? and characters that YAML cannot store."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 UNSET = "???"
-"""How omegaconf spells a value that must be given."""
+"""omegaconf's marker of a required value."""
 
 _MARK = re.compile(r"(\\*)\$\{")
 _LOST = re.compile("[\x85\ud800-\udfff]")
-"""NEL, which YAML takes for the end of a line, and bytes that are no UTF-8."""
+"""NEL, which YAML reads as a line break, and surrogates, which stand for bytes that are not UTF-8."""
 
 
 def literal(value: Any) -> Any:
-    r"""Return `value` with `${` written `\${` in its texts: what omegaconf then reads is the text that was there."""
+    r"""Return `value` with `${` escaped as `\${` in its strings, so that omegaconf reads them literally."""
     if isinstance(value, str):
         return _MARK.sub(r"\1\1\\${", value)
     if isinstance(value, list):
@@ -26,12 +26,12 @@ def literal(value: Any) -> Any:
 
 
 def unstorable(value: Any) -> str | None:
-    """Return what keeps `value` from coming back from a file as it is, None where nothing does."""
+    """Return why a config file cannot store `value`, or None."""
     for text in _texts(value):
         if text == UNSET:
-            return f"{text} stands for a value that is missing; it cannot be one"
+            return f"{text} marks a missing value and cannot be used as a value"
         if found := _LOST.search(text):
-            return f"holds {found[0]!r}, which no config file can hold; leave it out"
+            return f"holds {found[0]!r}, which a config file cannot store; remove it"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Build dataclasses from nested dicts, strictly: unknown keys, missing values and wrong types are collected."""
+"""Strict conversion of nested dicts to dataclasses, which collects unknown keys, missing values and wrong types."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from components.config.schema.data import DataConfig, DataKind
 Schema = TypeVar("Schema")
 
 LARGEST = 2**63 - 1
-"""The largest whole number that torch and safetensors take."""
+"""Largest integer that torch and safetensors accept."""
 
 
 def typed(
-    container: Any, schema: type[Schema], composed: Mapping[str, type] | None = None, refused: Collection[str] = ()
+    container: Any, schema: type[Schema], composed: Mapping[str, type] | None = None, rejected: Collection[str] = ()
 ) -> Schema:
     """Return `container` (nested dicts, no interpolations left) as an instance of `schema`.
 
     Args:
         container: Values by section and key.
         schema: A dataclass of dataclasses, or the dataclass of one section.
-        composed: Section -> class that its option was composed with. A section that is not in it, or whose class has no
-            kinds, gets the class of the kind that its values name.
-        refused: Keys that were refused before, whose values are not in `container`.
+        composed: Section -> class that its option was composed with. Any other section gets the class of the kind that
+            its values select.
+        rejected: Keys that were rejected before and whose values are not in `container`.
 
-    Raises ConfigError with every problem: unknown keys with the nearest known one, keys of another kind, values that
-    are missing or of the wrong type, and the problems that each section reports.
+    Raises ConfigError with all problems: unknown keys with the nearest existing one, keys of another kind, missing
+    values, values of the wrong type, and the problems of each section.
     """
-    builder = _Builder(known_keys(schema), composed or {}, refused)
+    builder = _Builder(known_keys(schema), composed or {}, rejected)
     result = builder.build(container, schema, "")
     if builder.problems:
         raise ConfigError(builder.problems)
@@ -45,17 +45,17 @@ def typed(
 
 
 def known_keys(schema: type, prefix: str = "") -> list[str]:
-    """Return every dotted key of `schema`, sections included, with the keys of all kinds that a section takes."""
+    """Return all dotted keys of `schema`, including sections and the keys of all kinds that a section accepts."""
     return list(dict.fromkeys(key for key, _ in _keys(schema, prefix)))
 
 
 def free_keys(schema: type, prefix: str = "") -> list[str]:
-    """Return the dotted keys of `schema` under which any name may be set, such as model.config."""
+    """Return the dotted keys of `schema` below which any key may be set, such as model.config."""
     return list(dict.fromkeys(key for key, hint in _keys(schema, prefix) if get_origin(hint) is dict))
 
 
 def _keys(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys below `schema` with their type hints; the kinds of a section may repeat keys."""
+    """Yield the dotted keys below `schema` with their type hints; keys shared by several kinds are repeated."""
     for variant in kinds_of(schema).values() or (schema,):
         for name, hint in get_type_hints(variant).items():
             yield prefix + name, hint
@@ -65,15 +65,15 @@ def _keys(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
 
 @dataclass
 class _Builder:
-    """Builds dataclasses and collects what is wrong with them on the way."""
+    """Builder of dataclasses that collects problems instead of raising."""
 
-    known: list[str]
+    keys: list[str]
     composed: Mapping[str, type]
-    refused: Collection[str] = ()
+    rejected: Collection[str] = ()
     problems: list[str] = field(default_factory=list)
 
     def build(self, values: Any, annotation: Any, prefix: str) -> Any:
-        """Build one dataclass, of the kind that `annotation` and `values` select; None where it cannot be built."""
+        """Build a dataclass of the kind that `annotation` and `values` select; None if there are problems."""
         if not isinstance(values, dict):
             self.problems.append(f"{prefix.rstrip('.')}={values}: is a section with keys, not a value")
             return None
@@ -85,62 +85,63 @@ class _Builder:
             if key not in hints:
                 self._report_unknown(key, values[key], schema, annotation, prefix)
         node = OmegaConf.structured(schema)
-        refused = [name for name in hints if f"{prefix}{name}" in self.refused]
-        refused += self._require(schema, values, prefix)
+        rejected = [name for name in hints if f"{prefix}{name}" in self.rejected]
+        rejected += self._require(schema, values, prefix)
         arguments = {}
         for name, kind in hints.items():
-            if name in values and name not in refused:
+            if name in values and name not in rejected:
                 found = len(self.problems)
                 arguments[name] = self._value(values[name], kind, node, f"{prefix}{name}")
                 if len(self.problems) > found:
-                    refused.append(name)
-        made = self._construct(schema, arguments, refused, prefix)
-        return made if len(self.problems) == before else None
+                    rejected.append(name)
+        built = self._construct(schema, arguments, rejected, prefix)
+        return built if len(self.problems) == before else None
 
     def _class_of(self, annotation: Any, values: dict[str, Any], prefix: str) -> Any:
-        """Return the class of a section: the kind of its option, or the kind that its values name."""
+        """Return the class of a section: that of its option, or of the kind that its values select."""
         kinds = kinds_of(annotation)
         if not kinds:
             return annotation
         kind = kind_named(values, annotation)
         composed = self.composed.get(prefix.rstrip("."))
         if composed in kinds.values() and (kind is None or not have_same_keys(composed, kinds[kind])):
-            return composed  # its own rule rejects the name of another kind
+            return composed  # `own_kind` rejects a `kind` that does not match
         if kind is None and values.get("kind", UNSET) != UNSET:
             self.problems.append(no_kind(f"{prefix}kind", values["kind"], kinds))
             return None
         return annotation if kind is None else kinds[kind]
 
     def _report_unknown(self, key: str, value: Any, schema: Any, annotation: Any, prefix: str) -> None:
-        """Report a key that `schema` does not have: another kind's, or nobody's."""
+        """Report a key that `schema` does not have: it belongs to another kind, or does not exist."""
         kinds = kinds_of(annotation)
-        own = next((kind for kind, each in kinds.items() if each is schema), None)
+        kind_of_schema = next((kind for kind, each in kinds.items() if each is schema), None)
         fitting = [kind for kind, each in kinds.items() if key in get_type_hints(each)]
-        if own is not None and fitting and not isinstance(value, dict):
+        if kind_of_schema is not None and fitting and not isinstance(value, dict):
             section = section_of(annotation) or ""
-            self.problems.append(f"{prefix}{key}={value}: {key_of_another_kind(section, own, fitting)}")
+            self.problems.append(f"{prefix}{key}={value}: {key_of_another_kind(section, kind_of_schema, fitting)}")
         else:
-            self.problems += [unknown_key(*leaf, self.known) for leaf in _leaves(f"{prefix}{key}", value)]
+            self.problems += [unknown_key(*leaf, self.keys) for leaf in _leaves(f"{prefix}{key}", value)]
 
-    def _construct(self, schema: Any, arguments: dict[str, Any], refused: list[str], prefix: str) -> Any:
-        """Construct a section to collect the problems that it reports, with defaults for what was refused.
+    def _construct(self, schema: Any, arguments: dict[str, Any], rejected: list[str], prefix: str) -> Any:
+        """Construct a section to collect its problems, with defaults in place of rejected values.
 
-        Problems that concern a refused value are left out: they could be mere consequences.
+        Problems that mention a rejected key are dropped, since they may be consequences.
         """
-        accepted = {name: value for name, value in arguments.items() if name not in refused}
+        accepted = {name: value for name, value in arguments.items() if name not in rejected}
         required = [each.name for each in fields(schema) if each.default is MISSING and each.default_factory is MISSING]
         unset = {name: "unset:unset" for name in required if name not in accepted}
         try:
             return schema(**accepted, **unset)
         except ConfigError as error:
-            about = "|".join(map(re.escape, refused)) or "$."
+            about = "|".join(map(re.escape, rejected)) or "$."
             problems = [each for each in error.problems if not re.search(rf"\.({about})(?!\w|\.\w)", each)]
             section = section_of(schema)
             self.problems += at_key(section, prefix.rstrip("."), problems) if section and prefix else problems
         return None
 
     def _value(self, value: Any, kind: Any, node: DictConfig, key: str) -> Any:
-        """Build a section, or convert a value by omegaconf's rules for the field (the same that Hydra applies)."""
+        """Build a nested section, or convert a value to the type of its field by the rules of omegaconf, as Hydra
+        does."""
         if value == UNSET:
             return None
         if is_dataclass(kind):
@@ -158,7 +159,7 @@ class _Builder:
             return None
         name = key.rpartition(".")[2]
         try:
-            node[name] = literal(value)  # references were followed before: what looks like one is text
+            node[name] = literal(value)  # interpolations are already resolved: a remaining ${ is text
             converted = node[name]
         except OmegaConfBaseException as error:
             self.problems.append(f"{key}={value}: {explain_value(error)}")
@@ -166,14 +167,14 @@ class _Builder:
         return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
 
     def _source(self, name: str, values: Any, sources: dict[str, Any]) -> Any:
-        """Build one source of a mixture; what is wrong with it is told by the keys that it has there."""
+        """Build a source of a mixture; its problems are reported with the keys below data.sources.NAME."""
         key = f"data.sources.{name}"
         kind = values.get("kind", UNSET) if isinstance(values, dict) else None
         if kind == UNSET:
             self.problems.append(no_source(key, name, [other for other in sources if other != name]))
             return None
         if kind == DataKind.mixture:
-            self.problems.append(f"{key}.kind=mixture: a mixture is no source of another; add its sources to this one")
+            self.problems.append(f"{key}.kind=mixture: a mixture cannot be a source; add its sources to this mixture")
             return None
         named = kind_named(values, DataConfig)
         schema = DataConfig if named is None else kinds_of(DataConfig)[named]
@@ -183,20 +184,21 @@ class _Builder:
         return source
 
     def _require(self, schema: type, values: dict[str, Any], prefix: str) -> list[str]:
-        """Report the values that must be given and are not, and return their names."""
+        """Report required values that are not set, and return their names."""
         missing = []
         for entry in fields(schema):
             has_default = entry.default is not MISSING or entry.default_factory is not MISSING
             if values.get(entry.name) == UNSET or (entry.name not in values and not has_default):
                 key = f"{prefix}{entry.name}"
-                if key not in self.refused:
+                if key not in self.rejected:
                     self.problems.append(f"{key}: not set, and it has no default; set {key}=...")
                 missing.append(entry.name)
         return missing
 
 
 def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
-    """The values below `key` with their dotted keys; of an unknown section each is told, as it was typed."""
+    """Return the values below `key` by dotted key, so that each key of an unknown section is reported as it was
+    typed."""
     if not isinstance(value, dict) or not value:
         return [(key, value)]
     return [leaf for name, nested in value.items() for leaf in _leaves(f"{key}.{name}", nested)]

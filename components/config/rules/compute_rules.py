@@ -1,4 +1,4 @@
-"""Rules about how layers and the loss are computed."""
+"""Rules about kernels: attention, loss, float8, torch.compile and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -11,66 +11,67 @@ from components.config.shape import ModelShape
 def compile_problems(
     model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape
 ) -> list[str]:
-    """Return why the layers cannot be compiled."""
+    """Return the problems of compiled layers (model.compile)."""
     if not model.compile:
         return []
     problems = []
     if mesh.pp > 1 and parallelism.pp_schedule in SPLIT_BACKWARD:
         problems.append(
-            f"parallelism.pp_schedule={parallelism.pp_schedule}: splits the backward, which compiled layers do in "
-            "one piece; set model.compile=false or parallelism.pp_schedule=Interleaved1F1B"
+            f"parallelism.pp_schedule={parallelism.pp_schedule}: splits the backward, which compiled layers do "
+            "not support; set model.compile=false or parallelism.pp_schedule=Interleaved1F1B"
         )
     if shape.experts and mesh.ep == 1 and DType.float64 in (model.dtype, model.compute_dtype):
         problems.append(
-            "model.compile=true: experts in float64 are computed in a loop over those that got tokens, which cannot be "
-            "compiled; set model.compile=false, or model.dtype=float32"
+            "model.compile=true: experts in float64 run in a loop over the experts that received tokens, which "
+            "cannot be compiled; set model.compile=false, or model.dtype=float32"
         )
     return problems
 
 
 def loss_problems(model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshShape, device: Device) -> list[str]:
-    """Return why the requested kernel cannot compute the loss."""
+    """Return the problems of liger-kernel's fused loss (model.loss=liger)."""
     if model.loss != LossMethod.liger:
         return []
     problems = []
     if device == Device.cpu:
         problems.append(
-            "model.loss=liger: liger-kernel computes on GPUs only, and cluster.device=cpu; set model.loss=chunked"
+            "model.loss=liger: liger-kernel only runs on GPUs, but cluster.device=cpu; set model.loss=chunked"
         )
     if mesh.tp > 1:
         problems.append(
-            f"model.loss=liger: liger-kernel needs the whole vocabulary, and parallelism.tp={mesh.tp} shares it out; "
+            f"model.loss=liger: liger-kernel needs the full vocabulary, but parallelism.tp={mesh.tp} shards it; "
             "set model.loss=chunked"
         )
     if mesh.pp > 1 and parallelism.pp_schedule in SPLIT_BACKWARD:
         problems.append(
-            f"model.loss=liger: parallelism.pp_schedule={parallelism.pp_schedule} asks for gradients twice, and "
-            "liger-kernel gives them once; set model.loss=chunked"
+            f"model.loss=liger: parallelism.pp_schedule={parallelism.pp_schedule} runs the backward twice, but "
+            "liger-kernel supports it once; set model.loss=chunked"
         )
     return problems
 
 
 def recompute_problems(model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshShape) -> list[str]:
-    """Return why selective recompute is impossible: it needs a layer's backward in one piece, and not compiled."""
+    """Return the problems of selective activation checkpointing, which needs uncompiled layers and an unsplit
+    backward."""
     if parallelism.activation_checkpointing != ActivationCheckpointing.selective:
         return []
     problems = []
     if model.compile:
         problems.append(
-            "parallelism.activation_checkpointing=selective: a compiled layer is recomputed as a whole (by itself it "
-            "keeps what is dear to recompute); set it to none, full or alternate, or model.compile=false"
+            "parallelism.activation_checkpointing=selective: a compiled layer is recomputed as one unit (the compiler "
+            "already stores what is expensive); set it to none, full or alternate, or set model.compile=false"
         )
     if mesh.pp > 1 and parallelism.pp_schedule in SPLIT_BACKWARD:
         problems.append(
-            "parallelism.activation_checkpointing=selective: needs the backward of a layer in one piece, which "
-            f"parallelism.pp_schedule={parallelism.pp_schedule} splits; set full, or "
+            "parallelism.activation_checkpointing=selective: needs an unsplit backward, but "
+            f"parallelism.pp_schedule={parallelism.pp_schedule} splits it; set it to full, or set "
             "parallelism.pp_schedule=Interleaved1F1B"
         )
     return problems
 
 
 def attention_problems(model: ModelConfig, mesh: MeshShape, device: Device, *, packs: bool, trains: bool) -> list[str]:
-    """Return why the requested attention cannot do what the run needs: packed rows, cp, a backward."""
+    """Return the problems of model.attention with packed rows, cp or training on a CPU."""
     problems = []
     if packs and model.attention not in (Attention.sdpa, Attention.sdpa_flash):
         problems.append(
@@ -79,8 +80,8 @@ def attention_problems(model: ModelConfig, mesh: MeshShape, device: Device, *, p
         )
     if model.attention == Attention.sdpa_flash and mesh.cp > 1:
         problems.append(
-            f"model.attention=sdpa_flash: parallelism.cp={mesh.cp} attends to masks of its own, which the flash kernel "
-            "does not take; set model.attention=sdpa"
+            f"model.attention=sdpa_flash: parallelism.cp={mesh.cp} uses attention masks, which the flash kernel does "
+            "not support; set model.attention=sdpa"
         )
     if model.attention == Attention.flex_attention and device == Device.cpu and trains:
         problems.append(NO_FLEX_BACKWARD)
@@ -90,26 +91,26 @@ def attention_problems(model: ModelConfig, mesh: MeshShape, device: Device, *, p
 def float8_problems(
     model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshShape, device: Device, *, adapts: bool
 ) -> list[str]:
-    """Return why linear layers cannot be computed in float8 by torchao's modules."""
+    """Return the problems of float8 linear layers (torchao)."""
     if model.float8 == Float8.none:
         return []
     key = f"model.float8={model.float8}"
     problems = []
     if device == Device.cpu and not model.float8_emulate:
         problems.append(
-            f"{key}: CPUs have no float8 products, and cluster.device=cpu; set model.float8=none "
-            "(model.float8_emulate=true shows its rounding, slowly)"
+            f"{key}: CPUs have no float8 matmuls, but cluster.device=cpu; set model.float8=none "
+            "(model.float8_emulate=true emulates its rounding, slowly)"
         )
     if mesh.tp > 1:
         problems.append(
-            f"{key}: layers that parallelism.tp={mesh.tp} divides are computed from their weights alone; set "
+            f"{key}: linear layers sharded by parallelism.tp={mesh.tp} do not run torchao's float8 matmuls; set "
             "model.float8=none, or parallelism.tp=1"
         )
     if adapts:
-        problems.append(f"{key}: layers with adapters are not computed in float8; set model.float8=none, or peft=none")
+        problems.append(f"{key}: linear layers with adapters do not run in float8; set model.float8=none, or peft=none")
     if mesh.pp > 1 and parallelism.pp_schedule in SPLIT_BACKWARD:
         problems.append(
             f"{key}: parallelism.pp_schedule={parallelism.pp_schedule} splits the backward, which float8 layers do "
-            "in one piece; set model.float8=none or parallelism.pp_schedule=Interleaved1F1B"
+            "not support; set model.float8=none or parallelism.pp_schedule=Interleaved1F1B"
         )
     return problems

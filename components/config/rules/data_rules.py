@@ -1,31 +1,59 @@
-"""Rules about the data as a whole."""
+"""Rules about data: held-out split, weights of sources, preference pairs and what they require of the model."""
 
 from __future__ import annotations
 
-from components.config.schema.data import DataConfig, MixtureDataConfig, PreferencesDataConfig, RowsDataConfig
+from collections.abc import Collection
+from enum import StrEnum
+from typing import get_type_hints
+
+from components.config.kinds import KINDS, kinds_of
+from components.config.schema.data import (
+    DataConfig,
+    DataKind,
+    MixtureDataConfig,
+    PreferencesDataConfig,
+    RowsDataConfig,
+)
+from components.config.schema.model import LossMethod, ModelConfig
+from components.config.schema.objective import PreferenceConfig
+from components.config.schema.peft import PeftConfig
+from components.config.schema.recipes import RecipeConfig
+
+
+def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEnum]:
+    """Return the kinds of a section that a recipe accepts: those of its field, pairs only with an objective of pairs.
+
+    A field annotated with a class that is not in the registry of kinds accepts every kind.
+    """
+    hints = get_type_hints(recipe)
+    kinds = set(kinds_of(hints.get(section)) or KINDS[section])
+    objective = hints.get("objective", object)
+    if not (issubclass(objective, PreferenceConfig) or PreferenceConfig in kinds_of(objective).values()):
+        kinds.discard(DataKind.preferences)
+    return kinds
 
 
 def data_problems(data: DataConfig, *, takes_pairs: bool) -> list[str]:
-    """Require held-out samples, weights of sources of a mixture only, and an objective of pairs for pairs."""
+    """Require a held-out split, weights only on sources of a mixture, and preference pairs only if `takes_pairs`."""
     problems = []
     parts = {"data": data}
     if isinstance(data, MixtureDataConfig):
         parts |= {f"data.sources.{name}": source for name, source in data.sources.items()}
     problems += [
-        f"{key}.kind={part.kind}: holds pairs of answers, and this recipe trains on single ones; use recipes/dpo.py, "
+        f"{key}.kind={part.kind}: holds preference pairs, which this recipe does not train on; use recipes/dpo.py, "
         f"or choose another option of {key}"
         for key, part in parts.items()
         if isinstance(part, PreferencesDataConfig) and not takes_pairs
     ]
     if data.weight is not None:
-        problems.append(f"data.weight={data.weight}: only sources of a mixture have weights; leave it out")
+        problems.append(f"data.weight={data.weight}: only sources of a mixture have weights; remove it")
     sources = data.sources if isinstance(data, MixtureDataConfig) else {"": data}
     if any(
         each.eval_fraction or each.eval_split is not None or (isinstance(each, RowsDataConfig) and each.eval_path)
         for each in sources.values()
     ):
         return problems
-    rule = "nothing is held out, but there is always an evaluation at the end"
+    rule = "nothing is held out, but every run evaluates at the end"
     if isinstance(data, MixtureDataConfig):
         problems.append(
             f"data.sources: {', '.join(sources)} have eval_fraction=0: {rule}; set data.sources.NAME.eval_fraction of "
@@ -34,4 +62,17 @@ def data_problems(data: DataConfig, *, takes_pairs: bool) -> list[str]:
     else:
         other = "data.eval_split or data.eval_path" if isinstance(data, RowsDataConfig) else "data.eval_split"
         problems.append(f"data.eval_fraction={data.eval_fraction}: {rule}; set it above 0, or set {other}")
+    return problems
+
+
+def preference_problems(model: ModelConfig, peft: PeftConfig | None) -> list[str]:
+    """Require what DPO with its two forward passes needs: no dropout, and a loss kernel that supports row weights."""
+    problems = []
+    if peft is not None and peft.adapts and peft.dropout:
+        problems.append(
+            f"peft.dropout={peft.dropout}: the two forward passes of objective.kind=dpo would drop different values; "
+            "set peft.dropout=0"
+        )
+    if model.loss == LossMethod.liger:
+        problems.append("model.loss=liger: liger-kernel does not support per-row weights; set model.loss=chunked")
     return problems

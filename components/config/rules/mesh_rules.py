@@ -1,4 +1,4 @@
-"""Rules about what the mesh must divide: heads, features, layers, experts and rows."""
+"""Rules about what the mesh must divide: attention heads, MLP features, layers, experts and rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from components.config.shape import ModelShape
 
 
 def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: ModelShape) -> list[str]:
-    """Return what of the model's shape the mesh cannot divide. Checked before loading and again after."""
+    """Return the sizes of the model that the mesh cannot divide. Checked before loading the model and again after
+    it."""
     problems: list[str] = []
     if shape.heads is not None and mesh.tp > 1 and parallelism.uneven_heads == UnevenHeads.refuse:
         kv_heads = shape.kv_heads or shape.heads
         if attention_layout(shape.heads, kv_heads, mesh.tp) == AttentionLayout.replicated:
             problems.append(
                 f"parallelism.tp={mesh.tp}: the model has {shape.heads} attention heads and {kv_heads} kv heads, "
-                f"which {mesh.tp} ranks cannot share evenly; change parallelism.tp, or set "
+                f"which cannot be sharded evenly over {mesh.tp} ranks; change parallelism.tp, or set "
                 "parallelism.uneven_heads=replicate to compute attention on every tp rank"
             )
     if shape.mlp is not None and shape.mlp % mesh.tp and parallelism.tp_plan is None:
@@ -25,20 +26,20 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
         )
     stages = len(parallelism.stage_places(mesh.pp))
     if shape.layers is not None and shape.layers < stages:
-        fewer = ", or parallelism.pp_schedule=1F1B, a stage per rank" if stages > mesh.pp else ""
+        fewer = ", or parallelism.pp_schedule=1F1B (one stage per rank)" if stages > mesh.pp else ""
         problems.append(
-            f"parallelism.pp={mesh.pp}: {parallelism.pp_schedule} makes {stages} stages of it, but the model has only "
+            f"parallelism.pp={mesh.pp}: {parallelism.pp_schedule} needs {stages} stages, but the model has only "
             f"{shape.layers} layers; set a smaller parallelism.pp{fewer}"
         )
     if shape.heads is not None and mesh.cp > 1 and parallelism.cp_attention == ContextAttention.ulysses:
         heads, kv_heads = local_heads(shape.heads, shape.kv_heads or shape.heads, mesh.tp)
         if not ulysses_divides(heads, kv_heads, mesh.cp):
             problems.append(
-                f"parallelism.cp_attention=ulysses: cp {mesh.cp} cannot share the {heads} heads and {kv_heads} kv "
+                f"parallelism.cp_attention=ulysses: cp {mesh.cp} cannot shard the {heads} heads and {kv_heads} kv "
                 "heads of a rank evenly; set parallelism.cp_attention=all_gather, or another parallelism.cp"
             )
     if mesh.ep > 1 and shape.experts == 0:
-        problems.append(f"parallelism.ep={mesh.ep}: the model is dense, it has no experts; set parallelism.ep=1")
+        problems.append(f"parallelism.ep={mesh.ep}: the model is dense (no experts); set parallelism.ep=1")
     elif shape.experts is not None and shape.experts % mesh.ep:
         problems.append(
             f"parallelism.ep={mesh.ep}: does not divide the model's {shape.experts} experts; change parallelism.ep"
@@ -47,15 +48,16 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
 
 
 def row_problems(key: str, seq_len: int, parallelism: ParallelismConfig, mesh: MeshShape) -> list[str]:
-    """Return why rows of `seq_len` tokens (the value of `key`) cannot be cut over cp and sequence-parallel ranks."""
+    """Return the problem of rows of `seq_len` tokens (the value of `key`) that cp and sequence parallel cannot
+    shard."""
     multiple = parallelism.sequence_multiple(mesh)
     if seq_len % multiple == 0:
         return []
     why = " and ".join(
         text
         for text, applies in (
-            (f"cp {mesh.cp} cuts a row into {2 * mesh.cp} chunks", mesh.cp > 1),
-            (f"sequence parallel cuts what a rank holds into tp {mesh.tp}", parallelism.sequence_parallel),
+            (f"cp {mesh.cp} splits a row into {2 * mesh.cp} chunks", mesh.cp > 1),
+            (f"sequence parallel splits it over tp {mesh.tp}", parallelism.sequence_parallel),
         )
         if applies
     )

@@ -1,4 +1,4 @@
-"""Rules about what a run does besides its steps."""
+"""Rules about best checkpoints, profiler traces and the evaluation of adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from components.config.schema.training import EvaluationConfig, TrainingConfig
 
 
 def best_checkpoint_problems(checkpoint: CheckpointConfig, training: TrainingConfig) -> list[str]:
-    """Require an evaluation at the step of every checkpoint that is due, so that each can be the best one."""
+    """Require an evaluation at every checkpoint step, so that each checkpoint has a loss to compare."""
     if not checkpoint.keep_best:
         return []
     if training.eval_every == 0:
@@ -27,7 +27,7 @@ def best_checkpoint_problems(checkpoint: CheckpointConfig, training: TrainingCon
 
 
 def profile_problems(profile: ProfileConfig, max_steps: int, world_size: int | None) -> list[str]:
-    """Require a trace to end within the run and to be of ranks that exist; `world_size` None: unknown."""
+    """Require profiled steps and ranks to exist; `world_size` is None if unknown."""
     if not profile.enabled:
         return []
     problems = []
@@ -38,17 +38,17 @@ def profile_problems(profile: ProfileConfig, max_steps: int, world_size: int | N
         )
     if world_size is not None and (absent := [rank for rank in profile.ranks if rank >= world_size]):
         problems.append(
-            f"logging.profile.ranks={profile.ranks}: there is no rank {absent[0]} of {world_size}; change "
-            "logging.profile.ranks"
+            f"logging.profile.ranks={profile.ranks}: rank {absent[0]} does not exist, ranks are 0 to "
+            f"{world_size - 1}; change logging.profile.ranks"
         )
     return problems
 
 
 def adapter_problems(peft: PeftConfig, evaluation: EvaluationConfig) -> list[str]:
-    """Require a checkpoint that holds the adapters to evaluate."""
+    """Require a checkpoint to load the adapters from."""
     if not peft.adapts or evaluation.checkpoint is not None:
         return []
     return [
-        f"peft.method={peft.method}: without evaluation.checkpoint there are no trained adapters to evaluate; set "
+        f"peft.method={peft.method}: evaluation.checkpoint=null provides no trained adapters to evaluate; set "
         "it to a checkpoint (.../checkpoints/step_N), or set peft=none"
     ]

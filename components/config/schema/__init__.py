@@ -1,7 +1,8 @@
-"""The schema of every run: pure dataclasses, one file per section, importable by every part.
+"""Schema of the config: plain dataclasses, one file per section.
 
-`recipes.py` puts the sections together; a recipe names its schema in the annotation of `main(cfg: FinetuneConfig)`.
-Every field is documented by the line below it; `conf/` holds values for these fields and nothing else.
+`recipes.py` combines the sections into one class per recipe; a recipe selects its class by the annotation of
+`main(cfg: FinetuneConfig)`. Each field is documented by the docstring below it. The YAML files in `conf/` only set
+values of these fields.
 """
 
 from components.config.schema.checkpoint import CheckpointConfig

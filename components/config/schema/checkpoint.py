@@ -1,4 +1,4 @@
-"""`checkpoint`: what is kept of a run."""
+"""`checkpoint`: save intervals, retention policy and export."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from components.config.schema.checks import at_least, raise_all
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """When the state is saved, how many saves are kept, and the final export."""
+    """When to save, which checkpoints to keep, and whether to export the model at the end."""
 
     every: int = 0
-    """Optimizer steps between checkpoints; 0: only at the end of the run or when it is told to stop."""
+    """Optimizer steps between checkpoints; 0: save only at the end of the run or when it is asked to stop."""
     every_minutes: float = 0
-    """Minutes after which one is saved besides, which goes as soon as a newer one is complete; 0: none."""
+    """Additionally save when this many minutes have passed since the last save; such a checkpoint is deleted once a
+    newer one is complete. 0: never."""
     last: bool = True
-    """Save after the last step. A run that is told to stop before it always saves."""
+    """Save after the last step. A run that is asked to stop earlier always saves."""
     keep: int = 2
-    """Complete checkpoints kept; older ones are removed after a newer one is complete."""
+    """Number of newest complete checkpoints to keep, at least 1; older ones are deleted after a newer one is
+    complete."""
     keep_every: int = 0
-    """Checkpoints whose step is a multiple of it are kept for good; 0: none."""
+    """Keep every checkpoint whose step is a multiple of this number forever; must be a multiple of every. 0: none."""
     keep_best: bool = False
-    """The one with the lowest evaluation loss is kept too."""
+    """Also keep the checkpoint with the lowest evaluation loss; every must be a multiple of training.eval_every."""
     async_save: bool = False
-    """Write in the background: training stops for a copy of each rank's state only. Costs host memory of that size."""
+    """Write checkpoints in the background: training only waits while each rank copies its state to host memory, which
+    takes that much host memory."""
     export: bool = True
-    """At the end, write export/: a folder that transformers loads."""
+    """Export the model to RUN_DIR/export at the end, a folder that transformers loads."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -38,6 +41,6 @@ class CheckpointConfig:
         if self.keep_every > 0 and (self.every <= 0 or self.keep_every % self.every):
             problems.append(
                 f"checkpoint.keep_every={self.keep_every}: must be a multiple of checkpoint.every={self.every}, the "
-                "steps that are saved; change checkpoint.keep_every or checkpoint.every"
+                "interval of saves; change checkpoint.keep_every or checkpoint.every"
             )
         raise_all(problems)

@@ -1,6 +1,6 @@
-"""The one-line rules that sections share. Each returns its problem as a sentence, or nothing.
+"""Range checks shared by the sections. Each returns a list with one message, or an empty list.
 
-Values that are not finite (inf, nan, 1e400) are out of every range.
+Non-finite values (inf, nan, 1e400) fail every check.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ if TYPE_CHECKING:
 
 
 def field_values(section: DataclassInstance) -> dict[str, Any]:
-    """Return the values of a dataclass by field name, nested dataclasses as they are."""
+    """Return the values of a dataclass by field name, without converting nested dataclasses."""
     return {each.name: getattr(section, each.name) for each in fields(section)}
 
 
 def at_least(key: str, value: float | None, minimum: float) -> list[str]:
-    """Require `value` to be `minimum` or more; None (not given) is left to others."""
+    """Require `value` >= `minimum`; None passes."""
     if value is None or (value >= minimum and _is_finite(value)):
         return []
     return [f"{key}={value}: must be at least {minimum:g}{_and_finite(value)}"]
 
 
 def above(key: str, value: float, bound: float) -> list[str]:
-    """Require `value` to be greater than `bound`."""
+    """Require `value` > `bound`."""
     if value > bound and _is_finite(value):
         return []
     return [f"{key}={value}: must be greater than {bound:g}{_and_finite(value)}"]
 
 
 def within(key: str, value: float, low: float, high: float) -> list[str]:
-    """Require `value` to lie in [low, high]."""
+    """Require `low` <= `value` <= `high`."""
     return [] if low <= value <= high else [f"{key}={value}: must lie between {low:g} and {high:g}"]
 
 
 def own_kind(section: str, cfg: Any) -> list[str]:
-    """Require the `kind` of a section to be that of its class; a base class has none of its own."""
-    own = next(each.default for each in fields(cfg) if each.name == "kind")
-    if own is MISSING or cfg.kind is own:
+    """Require `kind` to match the class of the section. A base class, which has no default kind, accepts any."""
+    expected = next(each.default for each in fields(cfg) if each.name == "kind")
+    if expected is MISSING or cfg.kind is expected:
         return []
     return [
-        f"{section}.kind={cfg.kind}: this option is of the kind {own}; choose another option of conf/{section}/ "
+        f"{section}.kind={cfg.kind}: the chosen option has kind {expected}; choose another option of conf/{section}/ "
         f"({section}=NAME) instead of setting the kind"
     ]
 
 
 def raise_all(problems: list[str]) -> None:
-    """Raise one ConfigError with every problem of a section, or return when there is none."""
+    """Raise one ConfigError with all problems, if there are any."""
     if problems:
         raise ConfigError(problems)
 

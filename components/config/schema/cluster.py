@@ -1,4 +1,4 @@
-"""`cluster`: which processes a run gets, and how they are asked for."""
+"""`cluster`: nodes, processes, devices, timeouts and the Slurm job."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _NUMBER = re.compile(r"0*[1-9][0-9]{0,8}", re.ASCII)
 _RESOURCE = re.compile(r"[\w.,:;&|*()\[\]+=@%/-]+")
 LONGEST_TIMEOUT = 525_600.0
-"""Minutes of a year: an upper bound of timeouts, so that they fit what torch and the OS take."""
+"""Upper bound of timeouts, in minutes: a year, which torch and the OS accept."""
 _RESOURCE_KEYS = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation", "mem")
 
 
 class ClusterKind(StrEnum):
-    """local: this machine, now; slurm: submitted with sbatch."""
+    """local: start the run on this machine; slurm: submit it with sbatch."""
 
     local = "local"
     slurm = "slurm"
 
 
 class Device(StrEnum):
-    """auto: CUDA where there is one, else the CPU."""
+    """auto: CUDA if a GPU is visible, else CPU."""
 
     auto = "auto"
     cpu = "cpu"
@@ -45,79 +45,84 @@ class Device(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    """Nodes, processes and devices; from `launcher` on, what only Slurm reads.
+    """Nodes, processes and devices; the keys from `launcher` on only affect Slurm jobs.
 
-    Slurm's keys are legal for every kind: conf/local/user.yaml sets a partition for all runs, local ones included, and
-    `cluster.kind=slurm` may be set over any option.
-    """
+    Every kind accepts Slurm's keys, so that conf/local/user.yaml can set a partition for all runs, including local
+    ones, and `cluster.kind=slurm` can be set on any option."""
 
     kind: ClusterKind
     """local or slurm; selects one of the subclasses below."""
     nodes: int = 1
-    """Machines of the run."""
+    """Number of nodes; 1 for a local run."""
     procs_per_node: str = "auto"
-    """Processes per node: a number, or (local only) auto: the visible GPUs, on CPU the product of the mesh degrees."""
+    """Processes (ranks) per node: a number, or, only for local runs, auto: one per visible GPU; on CPU the product of
+    the mesh degrees."""
     oversubscribe: bool = False
-    """Allow a local run on CPUs more than four processes per core, or more than the free memory holds. A GPU is never
-    shared: NCCL refuses two ranks on one."""
+    """Allow a local CPU run to start more than four processes per core, or more than fit into the free memory. GPUs are
+    never shared, since NCCL rejects two ranks on one GPU."""
     device: Device = Device.auto
-    """auto, cpu or cuda. Under Slurm auto asks for a GPU per process, cpu for none."""
+    """auto (CUDA if a GPU is visible, else CPU), cpu or cuda. Under Slurm, auto and cuda request one GPU per process,
+    cpu requests none."""
     dry_run: bool = False
-    """Check all that can be checked without writing a file, show what would start, and start nothing."""
+    """Run all checks, print what would be started, and exit without starting anything or writing a file."""
     startup_timeout_minutes: float = 10.0
-    """How long a process waits for the others to appear."""
+    """Minutes that a process waits for the others to start, 0.01 to a year; then the run fails."""
     collective_timeout_minutes: float = 30.0
-    """How long a process waits for the others in one collective; afterwards the run ends."""
+    """Minutes that a process waits for the others in a collective, 0.01 to a year; then the run fails."""
     launcher: Launcher = Launcher.srun
-    """srun or torchrun."""
+    """How to start the ranks of a job: srun (one task per rank) or torchrun (one agent per node)."""
     partition: str | None = None
-    """Partition; null: the cluster's default."""
+    """Slurm partition; null: the default partition."""
     account: str | None = None
-    """Account that pays; null: yours."""
+    """Slurm account to charge; null: your default account."""
     qos: str | None = None
-    """Quality of service; null: the account's."""
+    """Slurm quality of service (QOS); null: the account's default."""
     time: str | None = None
-    """Time limit in Slurm's notation, such as 24:00:00 or 2-12; null: the partition's."""
+    """Time limit in Slurm's notation, such as 24:00:00 (hours) or 2-12 (days-hours); null: the partition's default."""
     constraint: str | None = None
-    """Features that nodes must have."""
+    """Node features that the job requires (sbatch --constraint)."""
     exclude: str | None = None
-    """Nodes not to use, such as n[3,7]."""
+    """Nodes to exclude, such as n[3,7]."""
     nodelist: str | None = None
-    """Nodes to use."""
+    """Nodes that the job must include (sbatch --nodelist)."""
     reservation: str | None = None
-    """Reservation to run in."""
+    """Slurm reservation to run in."""
     mem: str | None = None
-    """Memory per node, such as 200G; "0": all of it; null: the partition's."""
+    """Memory per node, such as 200G; "0": all memory of the node; null: the partition's default."""
     exclusive: bool = False
-    """Share the nodes with nobody."""
+    """Allocate whole nodes, not shared with other jobs."""
     cpus_per_proc: int | None = None
-    """CPU cores per process; null: the partition's."""
+    """CPU cores per process, at least 1; null: the partition's default."""
     gpu_request: GpuRequest = GpuRequest.gpus_per_node
-    """How GPUs are asked for: gpus_per_node, gres or none."""
+    """sbatch option that requests GPUs: gpus_per_node (--gpus-per-node), gres (--gres=gpu:N) or none."""
     python: str | None = None
-    """Python on the nodes; null: the one that submits (a shared file system), in a container `python`."""
+    """Python executable on the nodes; null: the one that submits the job, which must be on a shared file system; in a
+    container `python`."""
     setup: list[str] = field(default_factory=list)
-    """Shell lines that run on the first node before everything else, such as `module load cuda`."""
+    """Shell lines that the batch script runs on the first node before anything else, such as `module load cuda`."""
     env: dict[str, str] = field(default_factory=dict)
-    """Variables of the job, over those of your shell, which it inherits. No secrets: export these in your shell."""
+    """Environment variables of the job; they override those inherited from your shell. Do not put secrets here: export
+    them in your shell instead."""
     network_env: dict[str, str] = field(default_factory=dict)
-    """Variables that an option of the group `network` sets; cluster.env wins."""
+    """Environment variables set by the option of the group `network`; cluster.env overrides them."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
-    """An image in which the ranks run."""
+    """Container that the ranks run in."""
     signal_lead_seconds: int = 300
-    """How long before the time limit a run is told to save and stop: one step, one evaluation and one save."""
+    """Seconds before the time limit at which the run receives the signal to save and stop; must cover one step, one
+    evaluation and one save."""
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
-    """When the job starts again by itself."""
+    """When the job is requeued automatically."""
     health_check: bool = True
-    """Look at every node (Python, run directory, GPUs, disk) before the ranks start; a bad one is named."""
+    """Check Python, the run directory, GPUs and disk space on every node before the ranks start; report a bad node by
+    name."""
     snapshot: bool = True
-    """Run a copy of the code, so that an edit after submission does not change a queued job."""
+    """Copy the code into the run directory and run the copy, so that edits do not affect a queued job."""
     sbatch_extra: dict[str, str] = field(default_factory=dict)
-    """Further sbatch options, such as {mail-type: FAIL}; an empty value makes a flag."""
+    """Additional long sbatch options by name, such as {mail-type: FAIL}; an empty value passes the option as a flag."""
     srun_extra: list[str] = field(default_factory=list)
-    """Further srun arguments, such as [--cpu-bind=cores]."""
+    """Additional srun arguments, such as [--cpu-bind=cores]."""
     template: str | None = None
-    """Path of your own script template; null: slurm/train.sbatch.j2."""
+    """Path of a custom Jinja template of the batch script; null: slurm/train.sbatch.j2."""
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -139,18 +144,18 @@ class ClusterConfig:
 
     @property
     def startup_timeout(self) -> timedelta:
-        """How long a process waits for the others to appear."""
+        """`startup_timeout_minutes` as a timedelta."""
         return timedelta(minutes=self.startup_timeout_minutes)
 
     @property
     def collective_timeout(self) -> timedelta:
-        """How long a process waits for the others in one collective."""
+        """`collective_timeout_minutes` as a timedelta."""
         return timedelta(minutes=self.collective_timeout_minutes)
 
 
 @dataclass(kw_only=True, slots=True)
 class LocalClusterConfig(ClusterConfig):
-    """This machine, now."""
+    """Processes on this machine."""
 
     kind: ClusterKind = ClusterKind.local
     """local."""
@@ -167,7 +172,7 @@ class LocalClusterConfig(ClusterConfig):
 
 @dataclass(kw_only=True, slots=True)
 class SlurmClusterConfig(ClusterConfig):
-    """A job that is submitted with sbatch."""
+    """Job submitted with sbatch."""
 
     kind: ClusterKind = ClusterKind.slurm
     """slurm."""
@@ -175,14 +180,14 @@ class SlurmClusterConfig(ClusterConfig):
     def _problems(self) -> list[str]:
         problems = ClusterConfig._problems(self)
         if self.procs_per_node == "auto":
-            problems.append(
-                "cluster.procs_per_node=auto: the GPUs of a node are unknown here; set the number of processes per node"
-            )
+            problems.append("cluster.procs_per_node=auto: auto is for local runs; set the number of processes per node")
         values = field_values(self)
         for key in _RESOURCE_KEYS:
             value = values[key]
             if value is not None and not _RESOURCE.fullmatch(value):
-                problems.append(f"cluster.{key}={value!r}: is no Slurm {key}: it has spaces or quotes; change it")
+                problems.append(
+                    f"cluster.{key}={value!r}: is not a valid Slurm {key}; remove spaces, quotes and special characters"
+                )
         return problems + self._time_problems() + self._variable_problems() + self._text_problems()
 
     def _time_problems(self) -> list[str]:
@@ -190,11 +195,11 @@ class SlurmClusterConfig(ClusterConfig):
             return []
         limit = seconds_of(self.time)
         if limit is None:
-            return [f"cluster.time={self.time!r}: is no time limit; write minutes, H:M:S, D-H or D-H:M:S"]
+            return [f"cluster.time={self.time!r}: is not a time limit; write minutes, H:M:S, D-H or D-H:M:S"]
         if self.signal_lead_seconds >= limit:
             return [
-                f"cluster.signal_lead_seconds={self.signal_lead_seconds}: the job would be told to stop before it "
-                f"starts: cluster.time={self.time} is {limit} s; lower the lead, or raise cluster.time"
+                f"cluster.signal_lead_seconds={self.signal_lead_seconds}: the stop signal would arrive before "
+                f"the job starts: cluster.time={self.time} is {limit} s; lower the lead, or raise cluster.time"
             ]
         return []
 
@@ -203,20 +208,20 @@ class SlurmClusterConfig(ClusterConfig):
         for section, variables in (("env", self.env), ("network_env", self.network_env)):
             for name, value in variables.items():
                 if not _VARIABLE.fullmatch(name):
-                    problems.append(f"cluster.{section}.{name}: is no name of a variable; change it")
+                    problems.append(f"cluster.{section}.{name}: is not a valid variable name; rename it")
                 if name in SCRIPT_VARIABLES:
-                    problems.append(f"cluster.{section}.{name}: is the batch script's own; choose another name")
+                    problems.append(f"cluster.{section}.{name}: is reserved by the batch script; choose another name")
                 if "\0" in value:
-                    problems.append(f"cluster.{section}.{name}: holds a null character; change it")
+                    problems.append(f"cluster.{section}.{name}: holds a null character; remove it")
         return problems
 
     def _text_problems(self) -> list[str]:
         problems = []
         for line in self.setup:
             if not _is_one_line(line):
-                problems.append(f"cluster.setup={line!r}: must be one shell line each; write several as a list")
+                problems.append(f"cluster.setup={line!r}: must be one shell line per entry; write several as a list")
         for name, value in self.sbatch_extra.items():
-            # sbatch takes any unambiguous beginning of a long option for the option.
+            # sbatch accepts any unambiguous prefix of a long option.
             refused = next((why for option, why in NOT_A_SUBMISSION.items() if name and option.startswith(name)), None)
             if refused is not None:
                 problems.append(f"cluster.sbatch_extra.{name}={value}: {refused}")
@@ -226,7 +231,9 @@ class SlurmClusterConfig(ClusterConfig):
                 problems.append(f"cluster.sbatch_extra.{name}={value!r}: must be a long option of sbatch, on one line")
         for value in self.srun_extra:
             if not value.startswith("-") or not value.strip("-"):
-                problems.append(f"cluster.srun_extra: {value!r} must begin with a dash; write --name=value as one")
+                problems.append(
+                    f"cluster.srun_extra: {value!r} must begin with a dash; write --name=value as one entry"
+                )
         for value in (*self.srun_extra, *self.container.args, *self.container.mounts, self.container.image or ""):
             if not _is_one_line(value):
                 problems.append(f"cluster: {value!r} must be on one line; change srun_extra or container")

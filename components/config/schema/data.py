@@ -1,21 +1,21 @@
-"""`data`: what is learned from. One class per kind of source; an option of conf/data/ opens with its own."""
+"""`data`: datasets, splits and columns. One class per kind of source; an option of conf/data/ selects one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from components.config.schema.checks import at_least, field_values, own_kind, raise_all
 
 IGNORED = -100
-"""Label or target of a position that has no loss: the `ignore_index` of PyTorch and Hugging Face."""
+"""Label or target of a position without loss: the `ignore_index` of PyTorch and Hugging Face."""
 
 
 class DataKind(StrEnum):
-    """docs: Python's documentation; sft: prompt and response; chat: messages; text: documents; custom: your function;
-    mixture: several of these; preferences: prompts with a chosen and a rejected answer."""
+    """docs: Python's documentation; sft: prompts and responses; chat: conversations; text: plain documents; custom:
+    your own function; mixture: several sources; preferences: prompts with a chosen and a rejected answer."""
 
     docs = "docs"
     sft = "sft"
@@ -27,7 +27,7 @@ class DataKind(StrEnum):
 
 
 class Overlong(StrEnum):
-    """What becomes of a sample longer than seq_len: cut on the right, left out, or refused."""
+    """Handling of samples longer than seq_len. truncate: cut the right end; drop: skip; refuse: fail."""
 
     truncate = "truncate"
     drop = "drop"
@@ -35,14 +35,14 @@ class Overlong(StrEnum):
 
 
 class UnusedKeys(StrEnum):
-    """What becomes of data that would not reach the model: reported by name, or refused."""
+    """Handling of columns and message keys that are not used. report: log their names; refuse: fail."""
 
     report = "report"
     refuse = "refuse"
 
 
 class BadRows(StrEnum):
-    """What becomes of a row without a prompt or without a response: refused, or left out and counted."""
+    """Handling of rows without a prompt or a response. refuse: fail; drop: skip and count."""
 
     refuse = "refuse"
     drop = "drop"
@@ -50,30 +50,32 @@ class BadRows(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """What every kind has. Samples are read and tokenized at the start, and kept on disk or in memory as integers."""
+    """Keys of every kind. Samples are read and tokenized at the start; token ids are stored on disk or in memory."""
 
     kind: DataKind
-    """Which of the classes below this is; set by the option of conf/data/."""
+    """Selects one of the subclasses below; set by the option of conf/data/."""
     split: str = "train"
-    """Split that is trained on; a single file is one split, whatever its name."""
+    """Train split. A single file is one split, and its name is ignored."""
     eval_split: str | None = None
-    """Split that is evaluated on; null: `eval_fraction` of `split` is held out."""
+    """Held-out split for evaluation; null: hold out `eval_fraction` of `split`."""
     eval_fraction: float = 0.05
-    """Share of `split` that is held out where there is no eval_split, chosen by a hash of the prompt (of a text: of the
-    document; of fewer documents than 1 / eval_fraction: the end of each)."""
+    """Share of `split` to hold out if eval_split is null, in [0, 1). Samples are selected by a hash of the prompt; of
+    plain text, by a hash of the document, or the end of each document if there are fewer than 1 / eval_fraction."""
     max_samples: int | None = None
-    """At most this many training samples, the first of the source; null: all."""
+    """Use only the first this many training samples of the source, at least 1; null: all."""
     max_eval_samples: int | None = None
-    """At most this many held-out samples, the first of the source; null: all."""
+    """Use only the first this many held-out samples of the source, at least 1; null: all."""
     overlong: Overlong = Overlong.truncate
-    """Samples of more than seq_len tokens: truncate cuts the right end, drop omits them, refuse stops."""
+    """Samples of more than seq_len tokens: truncate (cut the right end), drop (skip them) or refuse (fail the run)."""
     pack: bool = False
-    """Several samples per row of seq_len tokens, each seeing only itself; sizes in sequences then count rows."""
+    """Pack several samples into each row of seq_len tokens. Samples do not attend to each other, and batch sizes count
+    rows. Requires model.attention=sdpa or sdpa_flash."""
     cache: str | None = "~/.cache/meshbook"
-    """Folder that keeps tokenized samples for the next run and for other processes, until none has read them for 30
-    days; null: they are kept in memory."""
+    """Folder that stores tokenized samples, shared by processes and later runs; entries not read for 30 days are
+    deleted. null: keep them in memory."""
     weight: float | None = None
-    """Of a source of a mixture: its share of the rows, relative to the weights of the others; null: 1."""
+    """Only for a source of a mixture: its share of the rows relative to the other sources' weights, greater than 0;
+    null: 1."""
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -86,15 +88,15 @@ class DataConfig:
         ]
         if not 0 <= self.eval_fraction < 1:
             problems.append(
-                f"data.eval_fraction={self.eval_fraction}: must be at least 0 (nothing held out) and below 1"
+                f"data.eval_fraction={self.eval_fraction}: must be at least 0 (nothing held out) and less than 1"
             )
         if self.weight is not None and not 0 < self.weight < math.inf:
             problems.append(f"data.weight={self.weight}: must be a number greater than 0")
         if self.cache == "":
-            problems.append("data.cache='': is empty; set it to a folder, or to null to keep nothing")
+            problems.append("data.cache='': is empty; set it to a folder, or to null for no cache")
         if self.eval_split == self.split and not (isinstance(self, RowsDataConfig) and self.eval_path is not None):
             problems.append(
-                f"data.eval_split={self.eval_split}: is the split that is trained on; choose another, or "
+                f"data.eval_split={self.eval_split}: is also the train split, data.split; choose another, or "
                 "null to hold out data.eval_fraction of it"
             )
         return problems
@@ -102,38 +104,40 @@ class DataConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DocsDataConfig(DataConfig):
-    """Questions and answers made from the interpreter's standard library: no file, no network, seconds."""
+    """Questions and answers generated from the docstrings of Python's standard library in seconds; needs no file and no
+    network."""
 
     kind: DataKind = DataKind.docs
     """docs."""
     eval_split: str | None = "eval"
-    """Splits are by module: `train`, and `eval` for the modules that are held out."""
+    """train or eval, which cover different modules; null: hold out `eval_fraction` of `split`."""
 
     def _problems(self) -> list[str]:
         problems = DataConfig._problems(self)
         for key, split in (("split", self.split), ("eval_split", self.eval_split)):
             if split not in ("train", "eval", None):
-                problems.append(f"data.{key}={split}: the documentation has the splits train and eval")
+                problems.append(f"data.{key}={split}: must be train or eval, the splits of the documentation")
         return problems
 
 
 @dataclass(kw_only=True, slots=True)
 class RowsDataConfig(DataConfig):
-    """Rows of a file, a folder of files or a hub data set: the common part of `sft`, `chat` and `text`."""
+    """Keys shared by `sft`, `chat`, `text` and `preferences`: rows of a file, a folder of files or a hub dataset."""
 
     path: str
-    """JSONL, JSON, CSV, TSV or Parquet file, a folder of them (train.jsonl, test.jsonl), or a hub name."""
+    """JSONL, JSON, CSV, TSV or Parquet file, a folder with a file per split (train.jsonl, test.jsonl), or the name of a
+    hub dataset."""
     eval_path: str | None = None
-    """Where held-out rows come from, if not from path; its split is eval_split, or split without one."""
+    """File, folder or hub dataset with the held-out rows, split eval_split (or split if that is null); null: path."""
     subset: str | None = None
-    """Configuration of a hub data set, such as main; local files have none."""
+    """Configuration of a hub dataset, such as main; null for local files."""
     revision: str | None = None
-    """Branch, tag or commit of a hub data set; null: its newest. Local files have none."""
+    """Branch, tag or commit of a hub dataset; null: the newest commit, or local files."""
     bad_rows: BadRows = BadRows.refuse
-    """Rows without prompt or response: refuse names them and stops, drop leaves them out and counts them."""
+    """Rows without a prompt or a response: refuse (fail with the row numbers) or drop (skip and count them)."""
     unused_keys: UnusedKeys = UnusedKeys.report
-    """Columns, and keys of messages, that neither the chat template nor Meshbook uses: report names them, refuse
-    stops."""
+    """Columns and message keys that neither the chat template nor Meshbook uses: report (log their names) or refuse
+    (fail the run)."""
 
     def _problems(self) -> list[str]:
         problems = DataConfig._problems(self)
@@ -145,40 +149,42 @@ class RowsDataConfig(DataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class SftDataConfig(RowsDataConfig):
-    """One prompt and one response per row. The loss is taken on the response."""
+    """One prompt and one response per row. Only response tokens have a loss."""
 
     kind: DataKind = DataKind.sft
     """sft."""
     prompt_column: str = "prompt"
-    """Column with the prompt (question, instruction)."""
+    """Column that holds the prompt (question, instruction)."""
     input_column: str | None = None
-    """Column whose text, where a row has any, follows the prompt after an empty line (Alpaca's input)."""
+    """Column whose text, if not empty, is appended to the prompt after a blank line (Alpaca's input); null: none."""
     response_column: str = "response"
-    """Column with the response (answer, output)."""
+    """Column that holds the response (answer, output)."""
     system_prompt: str | None = None
-    """System message put before every prompt; null: what the chat template does without one."""
+    """System message inserted before every prompt; null: the default of the chat template."""
 
     def _problems(self) -> list[str]:
-        columns = {"prompt_column": self.prompt_column, "response_column": self.response_column}
-        if self.input_column is not None:
-            columns["input_column"] = self.input_column
+        columns = {
+            "prompt_column": self.prompt_column,
+            "response_column": self.response_column,
+            "input_column": self.input_column,
+        }
         return RowsDataConfig._problems(self) + _name_problems(columns)
 
 
 @dataclass(kw_only=True, slots=True)
 class PreferencesDataConfig(RowsDataConfig):
-    """One prompt with a chosen and a rejected answer per row. Batch sizes count pairs."""
+    """One prompt with a chosen and a rejected answer per row, for recipes/dpo.py. Batch sizes count pairs."""
 
     kind: DataKind = DataKind.preferences
     """preferences."""
     prompt_column: str = "prompt"
-    """Column with the prompt."""
+    """Column that holds the prompt."""
     chosen_column: str = "chosen"
-    """Column with the preferred answer."""
+    """Column that holds the preferred answer."""
     rejected_column: str = "rejected"
-    """Column with the other answer."""
+    """Column that holds the rejected answer."""
     system_prompt: str | None = None
-    """System message put before every prompt; null: what the chat template does without one."""
+    """System message inserted before every prompt; null: the default of the chat template."""
 
     def _problems(self) -> list[str]:
         columns = {
@@ -188,7 +194,7 @@ class PreferencesDataConfig(RowsDataConfig):
         }
         problems = RowsDataConfig._problems(self) + _name_problems(columns)
         if self.pack:
-            problems.append("data.pack=true: pairs are not packed; set data.pack=false")
+            problems.append("data.pack=true: preference pairs cannot be packed; set data.pack=false")
         if self.bad_rows is not BadRows.refuse:
             problems.append(f"data.bad_rows={self.bad_rows}: a pair needs both answers; set data.bad_rows=refuse")
         return problems
@@ -196,30 +202,31 @@ class PreferencesDataConfig(RowsDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ChatDataConfig(RowsDataConfig):
-    """One conversation per row: a list of messages, given to the chat template as they are. The loss is taken on every
-    turn of the assistant (text, tool calls, reasoning) but those with `train: false` or `weight: 0`."""
+    """One conversation per row: a list of messages, passed unchanged to the chat template. All assistant turns (text,
+    tool calls, reasoning) have a loss, except messages with `train: false` or `weight: 0`."""
 
     kind: DataKind = DataKind.chat
     """chat."""
     messages_column: str = "messages"
-    """Column with the list of messages."""
+    """Column that holds the list of messages."""
     role_key: str = "role"
-    """Key of a message that holds who speaks (ShareGPT: from)."""
+    """Message key that holds the role (ShareGPT: from)."""
     content_key: str = "content"
-    """Key of a message that holds the text (ShareGPT: value)."""
+    """Message key that holds the text (ShareGPT: value)."""
     system_role: str = "system"
-    """Name of the system's role in the data."""
+    """Value of role_key in system messages."""
     user_role: str = "user"
-    """Name of the user's role in the data (ShareGPT: human)."""
+    """Value of role_key in user messages (ShareGPT: human)."""
     assistant_role: str = "assistant"
-    """Name of the assistant's role in the data (ShareGPT: gpt)."""
+    """Value of role_key in assistant messages (ShareGPT: gpt)."""
     tool_role: str = "tool"
-    """Name of the role in the data that holds what a tool returned."""
+    """Value of role_key in messages with the result of a tool call."""
     tools_column: str | None = "tools"
-    """Column, where there is one, with the tools of a conversation: a list of JSON schemas, or JSON text of it."""
+    """Optional column with the tools of a conversation: a list of JSON schemas, or the same as JSON text; null:
+    none."""
     template_kwargs_column: str | None = "chat_template_kwargs"
-    """Column, where there is one, with further variables of the chat template: an object such as
-    {"enable_thinking": false}, or JSON text of it."""
+    """Optional column with further variables for the chat template: an object such as {"enable_thinking": false}, or
+    the same as JSON text; null: none."""
 
     def _problems(self) -> list[str]:
         keys = {"role_key": self.role_key, "content_key": self.content_key}
@@ -229,11 +236,11 @@ class ChatDataConfig(RowsDataConfig):
             "assistant_role": self.assistant_role,
             "tool_role": self.tool_role,
         }
-        columns = {"messages_column": self.messages_column}
-        if self.tools_column is not None:
-            columns["tools_column"] = self.tools_column
-        if self.template_kwargs_column is not None:
-            columns["template_kwargs_column"] = self.template_kwargs_column
+        columns = {
+            "messages_column": self.messages_column,
+            "tools_column": self.tools_column,
+            "template_kwargs_column": self.template_kwargs_column,
+        }
         return [
             *RowsDataConfig._problems(self),
             *_name_problems(columns),
@@ -244,31 +251,32 @@ class ChatDataConfig(RowsDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class TextDataConfig(RowsDataConfig):
-    """Documents to continue, cut into samples of seq_len tokens. Every token but a document's first carries loss."""
+    """Plain documents, cut into samples of seq_len tokens. Every token except the first of a document has a loss."""
 
     kind: DataKind = DataKind.text
     """text."""
     text_column: str = "text"
-    """Column with a document's text. A .txt file is one document; path=python:stdlib is the interpreter's source."""
+    """Column that holds the text of a document. A .txt file is one document; path=python:stdlib reads the source of
+    Python's standard library."""
 
     def _problems(self) -> list[str]:
         problems = RowsDataConfig._problems(self) + _name_problems({"text_column": self.text_column})
         if self.overlong is not Overlong.truncate:
             problems.append(
-                f"data.overlong={self.overlong}: documents are cut into samples of training.seq_len tokens, none is "
-                "longer; leave data.overlong out"
+                f"data.overlong={self.overlong}: documents are cut into samples of training.seq_len tokens, so none "
+                "is longer; remove data.overlong"
             )
         return problems
 
 
 @dataclass(kw_only=True, slots=True)
 class CustomDataConfig(DataConfig):
-    """Your own function: factory(tokenizer, seq_len, split) returns a sequence of components.data.Example."""
+    """Your own function factory(tokenizer, seq_len, split), which returns a sequence of components.data.Example."""
 
     kind: DataKind = DataKind.custom
     """custom."""
     factory: str
-    """Import path of the function, such as my_package.my_data:build."""
+    """Import path of the function, MODULE:FUNCTION, such as my_package.my_data:build."""
 
     def _problems(self) -> list[str]:
         problems = DataConfig._problems(self)
@@ -283,21 +291,19 @@ _OF_A_SOURCE = ("split", "eval_split", "eval_fraction", "max_samples", "max_eval
 
 @dataclass(kw_only=True, slots=True)
 class MixtureDataConfig(DataConfig):
-    """Several sources, each an option of conf/data/ under a name of yours, mixed row by row in shares by weight."""
+    """Several sources, each an option of conf/data/ under a name that you choose, sampled row by row by weight."""
 
     kind: DataKind = DataKind.mixture
     """mixture."""
     sources: dict[str, DataConfig] = field(default_factory=dict)
-    """By name: +data@data.sources.NAME=OPTION; then data.sources.NAME.weight and the option's other keys."""
+    """Sources by name. Add one with +data@data.sources.NAME=OPTION; set its keys as data.sources.NAME.KEY."""
 
     def _problems(self) -> list[str]:
         problems = DataConfig._problems(self)
         if not self.sources:
-            problems.append(
-                "data.sources={}: a mixture needs sources; add each by a name of yours: +data@data.sources.NAME=OPTION"
-            )
+            problems.append("data.sources={}: a mixture needs sources; add each as +data@data.sources.NAME=OPTION")
         problems += [
-            f"data.{key}={value}: each source of a mixture has its own; set data.sources.NAME.{key}"
+            f"data.{key}={value}: set per source of a mixture; use data.sources.NAME.{key}"
             for key, value in _changed(self, _OF_A_SOURCE)
         ]
         for name, source in self.sources.items():
@@ -305,29 +311,30 @@ class MixtureDataConfig(DataConfig):
         return problems
 
     def _problems_of(self, key: str, source: DataConfig) -> list[str]:
-        """Return what is wrong with the source at `key` as part of this mixture."""
+        """Return the problems of the source at `key` that concern the mixture as a whole."""
         problems = [
-            f"{key}.cache={value}: all sources have one; leave it out" for _, value in _changed(source, ["cache"])
+            f"{key}.cache={value}: all sources share the cache of the mixture; set data.cache instead"
+            for _, value in _changed(source, ["cache"])
         ]
         if source.pack and not self.pack:
             problems.append(
-                f"{key}.pack=true: all sources are packed or none; set it to false, or the mixture's to true"
+                f"{key}.pack=true: either all sources are packed or none; set it to false, or set data.pack=true"
             )
         return problems
 
 
 def _changed(cfg: DataConfig, keys: Iterable[str]) -> list[tuple[str, object]]:
-    """Of some keys that every kind has, those with another value than their default."""
+    """Return the given keys of `DataConfig` whose value differs from the default, with their values."""
     defaults = {each.name: each.default for each in fields(DataConfig)}
     values = field_values(cfg)
     return [(key, values[key]) for key in keys if values[key] != defaults[key]]
 
 
-def _name_problems(names: dict[str, str]) -> list[str]:
-    """Names in the data must be given, and differ from one another."""
-    problems = [f"data.{key}='': is empty; name it as in the data" for key, name in names.items() if not name]
+def _name_problems(names: Mapping[str, str | None]) -> list[str]:
+    """Require names of columns, keys or roles to be non-empty and different from each other; None: not used."""
+    problems = [f"data.{key}='': is empty; name it as in the data" for key, name in names.items() if name == ""]
     first_key: dict[str, str] = {}
     for key, name in names.items():
         if name and first_key.setdefault(name, key) != key:
-            problems.append(f"data.{key}={name}: is data.{first_key[name]} already; the two must differ")
+            problems.append(f"data.{key}={name}: is also data.{first_key[name]}; the two must differ")
     return problems

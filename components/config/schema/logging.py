@@ -1,4 +1,4 @@
-"""`logging`: what a person sees, and where else it goes."""
+"""`logging`: console output, loss plot, profiler traces and wandb."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from components.config.schema.checks import above, at_least, raise_all
 
 
 class WandbMode(StrEnum):
-    """disabled: wandb is not imported; offline: files only, no account; online: synchronised."""
+    """disabled: do not import wandb; offline: write local files only, needs no account; online: upload."""
 
     disabled = "disabled"
     offline = "offline"
@@ -18,36 +18,37 @@ class WandbMode(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class WandbConfig:
-    """Weights & Biases. A failing wandb never stops a run."""
+    """Weights & Biases. Errors of wandb never stop a run."""
 
     mode: WandbMode = WandbMode.disabled
-    """disabled, offline or online."""
+    """disabled, offline (local files, no account) or online (upload)."""
     project: str = "meshbook"
-    """Project that the run is filed under."""
+    """wandb project."""
     entity: str | None = None
-    """Team or user; null: the account's default."""
+    """wandb team or user; null: the account's default."""
     tags: list[str] = field(default_factory=list)
-    """Labels of the run."""
+    """wandb tags of the run."""
     group: str | None = None
-    """Runs that are shown together; a sweep sets it for its runs."""
+    """wandb group that the run is shown in; a sweep sets it for its runs. null: none."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ProfileConfig:
-    """Traces by torch.profiler of some optimizer steps, in RUN_DIR/profile/; without `enabled` they cost nothing."""
+    """torch.profiler traces of some optimizer steps, written to RUN_DIR/profile/; no overhead unless enabled."""
 
     enabled: bool = False
-    """Record a trace."""
+    """Record traces."""
     start: int = 10
-    """The first step that is recorded, counted from the start or the resume of the run: the first ones also set up."""
+    """First step to record, at least 1, counted from the start or resume of the run; the very first steps include
+    setup."""
     steps: int = 3
-    """How many steps are recorded."""
+    """Number of steps to record, at least 1."""
     ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks that record."""
+    """Ranks that record a trace."""
     memory: bool = False
-    """Record allocations too."""
+    """Also record memory allocations."""
     stacks: bool = False
-    """Record where in the code operations were called: slower."""
+    """Also record the Python stack of each operation; slower."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -57,26 +58,28 @@ class ProfileConfig:
         for rank in self.ranks:
             problems += at_least("logging.profile.ranks", rank, 0)
         if self.enabled and not self.ranks:
-            problems.append("logging.profile.ranks=[]: nobody would record; name a rank, such as [0]")
+            problems.append("logging.profile.ranks=[]: no rank would record; set it to a list of ranks, such as [0]")
         raise_all(problems)
 
 
 @dataclass(kw_only=True, slots=True)
 class LoggingConfig:
-    """Console, plot and wandb."""
+    """Console output, loss plot, profiler traces and wandb."""
 
     comm: bool = False
-    """Record the second optimizer step and print what its collectives moved: group, operation, calls, MiB of rank 0."""
+    """Record the collectives of the second optimizer step on rank 0 and print them by process group and operation:
+    number of calls and MiB."""
     examples: int = 2
-    """Decoded training examples shown at the start, with their loss mask."""
+    """Number of decoded training examples to print at the start, with their loss mask; 0: none."""
     progress: bool = True
-    """A progress bar on rank 0's terminal; without a terminal there are plain lines either way."""
+    """Show a progress bar on rank 0 if the output is a terminal; otherwise plain lines are printed."""
     plot: bool = True
-    """Write loss.png at the end; needs the extra `plot`, skipped with one line where it is absent."""
+    """Write RUN_DIR/loss.png at the end; if the optional dependency `plot` is not installed, skip it with a message."""
     peak_tflops: float | None = None
-    """Peak of one device in TFLOP/s, in the type of the run's products, for the MFU; null: that of known GPUs."""
+    """Peak throughput of one device in TFLOP/s for the compute dtype, to compute the MFU, greater than 0; null: from a
+    table of common GPUs."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    """Traces of some steps."""
+    """Profiler traces of some steps."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     """Weights & Biases."""
 

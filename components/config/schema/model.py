@@ -1,4 +1,4 @@
-"""`model`: which Hugging Face model, in which precision. One class per kind of model."""
+"""`model`: a Hugging Face model, its precision and its kernels. One class per kind of model."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from components.config.schema.checks import above, at_least, field_values, own_kind, raise_all
 
 CAUSAL_SDPA = "causal_sdpa"
-"""What model.attention=sdpa is called within transformers once it needs no mask; never written to a config.json."""
+"""Name registered with transformers for model.attention=sdpa without a mask; never written to a config.json."""
 CAUSAL_FLASH = "causal_one_kernel"
-"""The same of model.attention=sdpa_flash; transformers takes names with flash in them for packages."""
+"""The same for model.attention=sdpa_flash; transformers treats a name that contains "flash" as a package."""
 NO_FLEX_BACKWARD = (
-    "model.attention=flex_attention: torch has no backward of it on CPUs; set model.attention=sdpa, or "
+    "model.attention=flex_attention: torch has no backward for it on CPUs; set model.attention=sdpa, or "
     "cluster.device=cuda"
 )
 DOCUMENTS = "documents"
-"""Of packed rows: where their documents are. A tensor of a micro-batch and the keyword by which it gets to attention:
-(batch, documents + 1) int32 of 0, each document's end in the row, and the row's length as often as needed."""
+"""Document bounds of packed rows: a tensor of the micro-batch, passed to attention under this keyword. Shape
+(batch, max documents + 1), int32: 0, then the end of each document in the row, padded with the row length."""
 LONGEST_DOCUMENT = "longest_document"
-"""Keyword beside it: an int, the host's bound on the length in tokens of those documents."""
+"""Keyword that accompanies it: host-side upper bound on the length of those documents in tokens, an int."""
 
 
 class ModelKind(StrEnum):
@@ -30,7 +30,7 @@ class ModelKind(StrEnum):
 
 
 class DType(StrEnum):
-    """Floating-point types; auto: bfloat16 where the device computes it natively, else float32."""
+    """Floating-point types. auto: bfloat16 if the device supports it natively, else float32."""
 
     auto = "auto"
     bfloat16 = "bfloat16"
@@ -39,18 +39,19 @@ class DType(StrEnum):
 
 
 class WeightInit(StrEnum):
-    """pretrained: weights are loaded from model.path; random: initialised from run.seed."""
+    """pretrained: load the weights from model.path; random: initialize them from run.seed."""
 
     pretrained = "pretrained"
     random = "random"
 
 
 class Attention(StrEnum):
-    """How a model attends.
+    """Attention implementations.
 
-    sdpa: torch's scaled_dot_product_attention, which chooses its kernel by what there is; sdpa_flash: its flash kernel
-    or none, so that a run ends where it would be slow; the others are transformers' own, with its masks and its host
-    sync: eager, flash_attention_2 (an optional package), flex_attention (no backward on CPUs).
+    sdpa: torch's scaled_dot_product_attention, which picks a kernel by device, dtype and mask; sdpa_flash: only its
+    flash kernel, so that a run fails instead of falling back to a slower one; eager, flash_attention_2 (an optional
+    package) and flex_attention (no backward on CPUs): transformers' implementations, which build masks and
+    synchronize the host with the device.
     """
 
     sdpa = "sdpa"
@@ -61,7 +62,7 @@ class Attention(StrEnum):
 
 
 class Float8(StrEnum):
-    """Products of linear layers in float8: none; tensorwise or rowwise: how many scales an operand has."""
+    """Float8 matmuls of linear layers. none; tensorwise: one scale per operand; rowwise: one scale per row."""
 
     none = "none"
     tensorwise = "tensorwise"
@@ -69,12 +70,12 @@ class Float8(StrEnum):
 
 
 class LossMethod(StrEnum):
-    """How logits become a loss.
+    """Ways to compute the cross-entropy from the last hidden states.
 
-    logits: those of all tokens are made, tokens x vocabulary values; chunked: some tokens at a time, forward and
-    gradients in one pass, in plain PyTorch on any device; liger: liger-kernel's fused kernel on a GPU (an optional
-    package; it makes the host wait once per micro-batch); auto: chunked where the model allows it and its logits are
-    large, else logits. It never picks liger.
+    logits: materialize the logits of all tokens (tokens x vocabulary); chunked: project and differentiate a chunk of
+    tokens at a time, in plain PyTorch on any device; liger: liger-kernel's fused kernel on a GPU (an optional package;
+    synchronizes the host with the device once per micro-batch); auto: chunked if the model supports it and its logits
+    are large, else logits. auto never selects liger.
     """
 
     auto = "auto"
@@ -84,10 +85,10 @@ class LossMethod(StrEnum):
 
 
 class RouterAux(StrEnum):
-    """The load-balancing loss of a mixture of experts: none, or sequence: per layer and sequence.
+    """Load-balancing loss of a mixture of experts. none; sequence: computed per layer and sequence.
 
-    Hugging Face's own form pools the tokens of a micro-batch and of all layers: its value changes with the size of
-    the micro-batch, and pipeline parallelism has no place where all layers are. It is left out on purpose.
+    Hugging Face's form is left out on purpose. It pools the tokens of a micro-batch over all layers, so its value
+    depends on the micro-batch size, and under pipeline parallelism no rank holds all layers.
     """
 
     none = "none"
@@ -96,54 +97,63 @@ class RouterAux(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """A model from the hub, a local folder, a GGUF file, a package that carries one, or from scratch."""
+    """A model from the Hugging Face Hub, a local folder, a GGUF file or an installed package, or one from scratch."""
 
     kind: ModelKind = ModelKind.causal_lm
-    """Selects one of the subclasses below; a config that names no kind is a causal LM."""
+    """Selects one of the subclasses below; default: causal_lm."""
     path: str | None = None
-    """Hub name, local folder, .gguf file, or package:NAME/FILE for a file inside an installed package."""
+    """Hub name (owner/model), local folder, .gguf file, or package:NAME/FILE for a file in an installed package; null:
+    a model from scratch, described by model.config."""
     revision: str | None = None
-    """Branch, tag or commit of a hub model."""
+    """Branch, tag or commit of a hub model; null: the default branch."""
     init: WeightInit = WeightInit.pretrained
-    """pretrained or random."""
+    """pretrained: load the weights from model.path; random: initialize them from run.seed."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Values that replace those of the model's own config; with path=null the whole config, model_type included."""
+    """Overrides of the model's config.json, any key; if model.path is null, the whole config, including model_type."""
     tokenizer: str | None = None
     """Where the tokenizer comes from: like path; bytes: one token per byte, nothing to load; null: from path."""
     dtype: DType = DType.float32
-    """Type of the stored parameters, gradients and optimizer state: float32, or bfloat16 for all (pure bfloat16)."""
+    """Dtype of the stored parameters, gradients and optimizer state: float32, bfloat16 (pure bfloat16) or float64."""
     compute_dtype: DType = DType.auto
-    """Type of matrix products; losses, norms of gradients and updates are never below float32."""
+    """Dtype of matmuls: auto (bfloat16 if the device supports it natively, else float32), bfloat16, float32 or float64.
+    Losses, gradient norms and optimizer updates are computed in float32 or wider."""
     attention: Attention = Attention.sdpa
-    """sdpa, sdpa_flash, eager, flash_attention_2 or flex_attention; the banner says what that comes to here."""
+    """sdpa, sdpa_flash, eager, flash_attention_2 or flex_attention. The banner prints the kernel that runs."""
     float8: Float8 = Float8.none
-    """Compute linear layers but the output head in float8, by torchao: none, tensorwise (fastest) or rowwise."""
+    """Compute all linear layers except the output head in float8 with torchao: none, tensorwise (fastest) or rowwise
+    (more accurate)."""
     float8_emulate: bool = False
-    """Only round as float8 does and compute as usual: slow, on any device, to see what it costs in quality."""
+    """Round operands to float8 but compute in bfloat16: slow, runs on any device; shows the effect of float8 on the
+    loss."""
     float8_bound: float = 0.01
-    """A run ends at its start when float8 changes the loss of its first micro-batch by more, relatively."""
+    """Largest relative change of the loss of the first micro-batch that float8 may cause; above it, the run fails at
+    its start."""
     loss: LossMethod = LossMethod.auto
-    """How the loss is computed from the last hidden states: auto, logits, chunked or liger."""
+    """How to compute the loss from the last hidden states: auto, logits (all logits at once), chunked (less memory) or
+    liger (fused GPU kernel, an optional package)."""
     compile: bool = False
-    """torch.compile each decoder layer."""
+    """Apply torch.compile to each decoder layer."""
     router_aux: RouterAux = RouterAux.sequence
-    """Load-balancing loss of a mixture of experts, part of the training loss and not of eval_loss: sequence or none."""
+    """Load-balancing loss of a mixture of experts: sequence (per layer and sequence) or none. Part of the training
+    loss, not of eval_loss."""
     router_aux_coef: float | None = None
-    """Its coefficient; null: router_aux_loss_coef of the model's own config (models without one take no such loss)."""
+    """Coefficient of the load-balancing loss, at least 0; null: router_aux_loss_coef of the model's config, or no such
+    loss if the config lacks it."""
     trust_remote_code: bool = False
-    """Allow code from the model's repository to run; read that code first."""
+    """Allow transformers to run Python code from the model's repository; read that code first."""
     layers: int | None = None
-    """Decoder layers, for checks before anything is loaded; a local config.json or GGUF header overrides it."""
+    """Number of decoder layers. This and the numbers below are only used to check the mesh before the model is loaded;
+    a local config.json or GGUF header overrides them. null: unknown."""
     heads: int | None = None
-    """Attention heads."""
+    """Number of attention (query) heads."""
     kv_heads: int | None = None
-    """Key and value heads."""
+    """Number of key/value heads."""
     hidden: int | None = None
     """Hidden size."""
     vocab: int | None = None
     """Vocabulary size."""
     experts: int | None = None
-    """Experts per mixture-of-experts layer; null: none, or not known before the model is read."""
+    """Number of experts per mixture-of-experts layer; null: a dense model, or unknown."""
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -165,19 +175,21 @@ class ModelConfig:
                 "model.config.model_type=llama"
             )
         if self.path is None and self.tokenizer is None:
-            problems.append("model.tokenizer=null: without model.path name one, or bytes for one token per byte")
+            problems.append(
+                "model.tokenizer=null: required without model.path; set a tokenizer, or bytes (a token per byte)"
+            )
         problems += above("model.float8_bound", self.float8_bound, 0)
         if self.float8_emulate and self.float8 == Float8.none:
-            problems.append("model.float8_emulate=true: there is no float8 to emulate; set model.float8=tensorwise")
+            problems.append("model.float8_emulate=true: needs float8; set model.float8=tensorwise")
         computed = DType.float64 if self.dtype == DType.float64 else self.compute_dtype
         if self.float8 != Float8.none and not self.float8_emulate and computed not in (DType.auto, DType.bfloat16):
             problems.append(
-                f"model.float8={self.float8}: rounds what is computed in bfloat16, and model.dtype={self.dtype} with "
-                f"model.compute_dtype={self.compute_dtype} is not; set "
+                f"model.float8={self.float8}: replaces bfloat16 matmuls, but model.dtype={self.dtype} with "
+                f"model.compute_dtype={self.compute_dtype} has none; set "
                 "model.compute_dtype=bfloat16 or model.float8=none"
             )
         if self.dtype == DType.auto:
-            problems.append("model.dtype=auto: the stored type must be stated: float32, bfloat16 or float64")
+            problems.append("model.dtype=auto: must be float32, bfloat16 or float64 (auto is a compute dtype)")
         return problems
 
 

@@ -1,4 +1,4 @@
-"""`objective`: what is optimized. One class per kind of objective."""
+"""`objective`: the training loss. One class per kind of objective."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ObjectiveKind(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class ObjectiveConfig:
-    """Base of every objective. A recipe takes the kinds that it can compute, by the annotation in its config."""
+    """Base of every objective. A recipe accepts the kinds that the annotation of its config field admits."""
 
     kind: ObjectiveKind
     """Selects one of the subclasses below."""
@@ -31,14 +31,15 @@ class ObjectiveConfig:
 
 @dataclass(kw_only=True, slots=True)
 class NextTokenConfig(ObjectiveConfig):
-    """Cross-entropy of the next token. Held-out losses are the plain cross-entropy, whatever is set here."""
+    """Cross-entropy of the next token. The held-out loss is always the plain cross-entropy, without the terms below."""
 
     kind: ObjectiveKind = ObjectiveKind.next_token
     """next_token."""
     label_smoothing: float = 0.0
-    """Share of each target that is spread evenly over the vocabulary."""
+    """Share of each target distribution that is spread evenly over the vocabulary, in [0, 1)."""
     z_loss: float = 0.0
-    """Factor of the squared log of the softmax's denominator; 1e-4 is usual in pretraining, 0 leaves it out."""
+    """Coefficient of the z-loss, the squared log of the softmax denominator (logsumexp of the logits); 1e-4 is common
+    in pretraining; 0: none."""
 
     def _problems(self) -> list[str]:
         problems = [*ObjectiveConfig._problems(self), *at_least("objective.z_loss", self.z_loss, 0)]
@@ -49,14 +50,15 @@ class NextTokenConfig(ObjectiveConfig):
 
 @dataclass(kw_only=True, slots=True)
 class PreferenceConfig(ObjectiveConfig):
-    """Direct preference optimization (Rafailov et al. 2023) of pairs of a chosen and a rejected answer."""
+    """Direct preference optimization (Rafailov et al. 2023) on pairs of a chosen and a rejected answer."""
 
     kind: ObjectiveKind = ObjectiveKind.dpo
     """dpo."""
     beta: float = 0.1
-    """Strength of the pull towards the reference model; smaller values let the policy move further from it."""
+    """Strength of the implicit KL penalty towards the reference model, greater than 0; smaller values let the policy
+    move further away."""
     label_smoothing: float = 0.0
-    """Share of the preferences that is taken to be the wrong way round (cDPO)."""
+    """Assumed share of pairs whose preference label is flipped (conservative DPO), in [0, 0.5)."""
 
     def _problems(self) -> list[str]:
         problems = [*ObjectiveConfig._problems(self), *above("objective.beta", self.beta, 0)]

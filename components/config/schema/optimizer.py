@@ -1,4 +1,4 @@
-"""`optimizer`: the update rule and the learning-rate schedule. One class per kind of optimizer."""
+"""`optimizer`: update rule and learning-rate schedule. One class per kind of optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class OptimizerKind(StrEnum):
 
 
 class Schedule(StrEnum):
-    """How the learning rate moves after the warmup."""
+    """Learning-rate schedules after the warmup."""
 
     constant = "constant"
     linear = "linear"
@@ -25,22 +25,23 @@ class Schedule(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """Learning rate, weight decay and schedule: the keys of every optimizer."""
+    """Keys of every optimizer: learning rate, weight decay and schedule."""
 
     kind: OptimizerKind
     """Selects one of the subclasses below."""
     lr: float = 2e-5
-    """Peak learning rate."""
+    """Peak learning rate, greater than 0."""
     weight_decay: float = 0.01
-    """Decoupled weight decay of parameters with two or more dims; norms and biases are never decayed."""
+    """Decoupled weight decay, applied to parameters with two or more dims; norms and biases are not decayed."""
     schedule: Schedule = Schedule.cosine
-    """constant, linear, cosine, or wsd (warmup, stable, linear decay)."""
+    """Learning rate after the warmup: constant, linear or cosine (decay over all remaining steps), or wsd (constant,
+    then linear decay over decay_steps)."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    """Optimizer steps over which the learning rate rises linearly to lr; 0: no warmup."""
     decay_steps: int = 0
-    """Steps of the final decay under wsd; 0: a tenth of training.max_steps. Other schedules decay over all steps."""
+    """Optimizer steps of the final decay under wsd; 0: a tenth of training.max_steps. Other schedules ignore it."""
     min_lr_ratio: float = 0.1
-    """Learning rate at the last step, as a fraction of lr."""
+    """Learning rate of the last step as a fraction of lr, in [0, 1]; ignored by the constant schedule."""
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -58,14 +59,14 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class AdamWConfig(OptimizerConfig):
-    """AdamW (Loshchilov and Hutter 2019) with decay on matrices only."""
+    """torch.optim.AdamW (Loshchilov and Hutter 2019), with weight decay on matrices only."""
 
     kind: OptimizerKind = OptimizerKind.adamw
     """adamw."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay of the first and of the second moment."""
+    """Decay rates of the first and the second moment, each in [0, 1)."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Term added to the square root of the second moment, greater than 0."""
 
     def _problems(self) -> list[str]:
         problems = [*OptimizerConfig._problems(self), *above("optimizer.eps", self.eps, 0)]

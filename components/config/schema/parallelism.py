@@ -1,11 +1,11 @@
-"""`parallelism`: the device mesh and how a model is laid over it.
+"""`parallelism`: the device mesh and how the model is sharded over it.
 
-The mesh has six axes, each a factor of the number of processes, in this order (tp innermost):
+The mesh has six axes whose sizes multiply to the number of processes, in this order (tp innermost):
 
     world = pp x dp_replicate x dp_shard x ep x cp x tp
 
-Flattened views: `dp` = dp_replicate x dp_shard x ep (ranks that see different samples), `dp_cp` = dp x cp (where
-token counts, losses and gradients are summed), `fsdp` = dp_shard x ep x cp (what dense parameters shard over).
+Flattened views: `dp` = dp_replicate x dp_shard x ep (ranks with different samples), `dp_cp` = dp x cp (over which
+token counts, losses and gradients are summed), `fsdp` = dp_shard x ep x cp (over which dense parameters are sharded).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 
 
 class Strategy(StrEnum):
-    """single: one process; ddp: replicate; fsdp2: shard with FSDP2."""
+    """single: one process; ddp: replicated parameters; fsdp2: parameters sharded with FSDP2."""
 
     single = "single"
     ddp = "ddp"
@@ -41,31 +41,31 @@ PipelineSchedule = StrEnum(
         "DualPipeV": "DualPipeV",
     },
 )
-"""Orders of forwards and backwards over pipeline stages, by torch's names.
+"""Pipeline schedules, by torch's names.
 
-GPipe: all forwards, then all backwards: most memory. 1F1B: a backward as soon as there is one. Interleaved1F1B,
-LoopedBFS, InterleavedZeroBubble: several stages per rank, shorter idle times, more traffic. ZBVZeroBubble, DualPipeV:
-two stages per rank that lie on the ranks as a V, so that one rank holds the first and the last.
+GPipe: all forwards, then all backwards; most memory. 1F1B: each backward as early as possible. Interleaved1F1B,
+LoopedBFS, InterleavedZeroBubble: several stages per rank; smaller bubble, more communication. ZBVZeroBubble,
+DualPipeV: two stages per rank, assigned in a V, so that the first rank holds the first and the last stage.
 """
 
 ONE_F_ONE_B = PipelineSchedule("1F1B")
-"""The default."""
+"""Default schedule; a constant because 1F1B is no Python identifier."""
 
 SINGLE_STAGE = ("GPipe", "1F1B")
 """Schedules with one stage per rank."""
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules whose second half of the stages runs back over the ranks."""
+"""Schedules that assign the second half of the stages to the ranks in reverse order."""
 
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Schedules that compute the gradients of inputs and of weights apart."""
+"""Schedules that compute input gradients and weight gradients separately."""
 
 
 class ContextAttention(StrEnum):
-    """How the ranks of the cp axis attend to one another's part of the sequence.
+    """Attention over a sequence that is sharded over cp.
 
-    ulysses: an all-to-all gives each rank all tokens of some heads (Jacobs et al. 2023); all_gather: each rank gathers
-    keys and values, some heads at a time; auto: ulysses where cp divides the heads that a rank has, else all_gather.
+    ulysses: all-to-all so that each rank holds all tokens of some heads (Jacobs et al. 2023); all_gather: all-gather
+    keys and values, some heads at a time; auto: ulysses if cp divides the heads of a rank, else all_gather.
     """
 
     auto = "auto"
@@ -74,17 +74,18 @@ class ContextAttention(StrEnum):
 
 
 class UnevenHeads(StrEnum):
-    """What happens where tp does not divide the attention heads."""
+    """Behavior if tp does not divide the attention heads: replicate: every tp rank computes all heads; refuse:
+    error."""
 
     replicate = "replicate"
     refuse = "refuse"
 
 
 class ActivationCheckpointing(StrEnum):
-    """What of a decoder layer is computed again in the backward instead of being kept.
+    """Activations of a decoder layer that are recomputed in the backward instead of stored.
 
-    none; selective: all but matrix products and attention; full: everything; alternate: everything of every other
-    layer; auto: none, selective or full, the first whose estimated memory fits the device.
+    none; selective: all but the outputs of matmuls and attention; full: all; alternate: all of every other layer;
+    auto: the first of none, selective and full whose estimated memory fits the device.
     """
 
     none = "none"
@@ -101,7 +102,7 @@ def describe_processes(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Degrees of the six axes with nothing left to infer."""
+    """Sizes of the six axes, none left to infer."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -117,11 +118,11 @@ class MeshShape:
 
     @property
     def dp(self) -> int:
-        """Processes that see different samples."""
+        """Data-parallel size: number of ranks with different samples."""
         return self.dp_replicate * self.dp_shard * self.ep
 
     def degree(self, axis: str) -> int:
-        """Return the degree of an axis."""
+        """Return the size of an axis."""
         return field_values(self)[axis]
 
     def __str__(self) -> str:
@@ -129,68 +130,77 @@ class MeshShape:
 
     @property
     def summary(self) -> str:
-        """The axes larger than 1, and the number of processes: `dp_shard=2 x tp=2 = 4 processes`."""
+        """Axes larger than 1 and the number of processes: `dp_shard=2 x tp=2 = 4 processes`."""
         axes = " x ".join(f"{axis}={degree}" for axis, degree in asdict(self).items() if degree > 1)
         return f"{axes} = {describe_processes(self.world)}" if axes else describe_processes(self.world)
 
 
 @dataclass(kw_only=True, slots=True)
 class ParallelismConfig:
-    """Degrees of the mesh axes (one may be -1: what is left of the processes), and how the model uses them."""
+    """Sizes of the mesh axes, one of which may be -1 (inferred from the number of processes), and how they are used."""
 
     strategy: Strategy = Strategy.fsdp2
-    """single, ddp or fsdp2."""
+    """single (one process), ddp (replicated parameters) or fsdp2 (parameters sharded with FSDP2; required by pp,
+    dp_shard, ep, cp and tp)."""
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline parallel: number of ranks that the layers are distributed over."""
     dp_replicate: int = 1
-    """Replicas of the parameters: data parallel, gradients all-reduced."""
+    """Data parallel: number of replicas of the parameters; gradients are all-reduced."""
     dp_shard: int = -1
-    """Shards of the parameters: data parallel, parameters gathered layer by layer."""
+    """Data parallel: number of shards of the parameters, which are all-gathered layer by layer."""
     ep: int = 1
-    """Shards of the experts of a mixture-of-experts model."""
+    """Expert parallel: number of ranks that the experts of a mixture-of-experts model are distributed over."""
     cp: int = 1
-    """Shards of the sequence: each rank computes its part of every row."""
+    """Context parallel: number of ranks that each sequence is sharded over; seq_len must be a multiple of 2 x cp."""
     tp: int = 1
-    """Shards of the matrices within a layer."""
+    """Tensor parallel: number of ranks that the matrices of a layer are sharded over."""
     pp_schedule: PipelineSchedule = ONE_F_ONE_B
-    """Order of the micro-batches over the pipeline stages."""
+    """Pipeline schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.
+    The last three split the backward, which excludes model.compile and selective activation checkpointing."""
     stages_per_rank: int = 2
-    """Pipeline stages of each rank under a schedule that has several (two under the V schedules)."""
+    """Pipeline stages per rank, at least 2; ignored by GPipe and 1F1B (one stage per rank), must be 2 for ZBVZeroBubble
+    and DualPipeV."""
     cp_attention: ContextAttention = ContextAttention.auto
-    """auto, ulysses or all_gather."""
+    """Attention over cp: ulysses (all-to-all, cp must divide the heads of a rank), all_gather (of keys and values) or
+    auto (ulysses if possible)."""
     sequence_parallel: bool = False
-    """Shard the activations between the tp regions along the sequence; needs tp > 1."""
+    """Also shard activations between tensor-parallel layers along the sequence; requires tp > 1."""
     uneven_heads: UnevenHeads = UnevenHeads.replicate
-    """replicate: attention is computed by every tp rank where tp does not divide the heads; refuse: an error."""
+    """If tp does not divide the attention heads: replicate (every tp rank computes all heads) or refuse (error)."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
-    """none, selective, full, alternate or auto."""
+    """Activations to recompute in the backward: none, selective (all but outputs of matmuls and attention), full,
+    alternate (full, every other layer) or auto (the first of none, selective and full that fits the memory)."""
     defer_grad_sync: bool = True
-    """Reduce gradients once per optimizer step instead of once per micro-batch: less traffic, more memory."""
+    """Reduce gradients once per optimizer step instead of per micro-batch: less communication, more memory."""
     reshard_after_forward: bool = True
-    """Free gathered parameters after the forward and gather them again for the backward: less memory, more traffic."""
+    """Free all-gathered parameters after the forward and gather them again in the backward: less memory, more
+    communication. false requires fsdp2."""
     prefetch: int = 0
-    """Layers whose parameters are gathered ahead of the one at work, in forward and backward: hides traffic, takes the
-    memory of as many layers (fsdp2); 0: FSDP2's own order, one ahead where the host is fast enough."""
+    """Number of layers whose parameters are all-gathered ahead of the current one, in forward and backward (fsdp2):
+    overlaps more communication, costs the memory of that many layers; 0: FSDP2's default, one layer if the host runs
+    ahead of the device."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory (fsdp2)."""
+    """Keep parameters, gradients and optimizer state in host memory: less device memory, slower; requires fsdp2 and
+    pp=1."""
     tp_plan: str | None = None
-    """Import path of a tp plan, module.path:name: a dict, or a function that returns one; null: the model's own."""
+    """Import path (package.module:name) of a custom tensor-parallel plan, a dict or a function that returns one; null:
+    the model's plan."""
 
     def __post_init__(self) -> None:
         problems = [
-            f"parallelism.{axis}={self.degree(axis)}: must be 1 or more, or -1 to take what is left"
+            f"parallelism.{axis}={self.degree(axis)}: must be at least 1, or -1 to infer it"
             for axis in AXES
             if self.degree(axis) < 1 and self.degree(axis) != -1
         ]
         inferred = [axis for axis in AXES if self.degree(axis) == -1]
         if len(inferred) > 1:
             keys = " and ".join(f"parallelism.{axis}=-1" for axis in inferred)
-            problems.append(f"{keys}: only one axis can take what is left; give the others a number")
+            problems.append(f"{keys}: only one axis can be inferred; set the others to a number")
         problems += self._strategy_problems()
         if self.stages_per_rank < 2 or (self.pp_schedule in V_SHAPED and self.stages_per_rank != 2):
             problems.append(
-                f"parallelism.stages_per_rank={self.stages_per_rank}: must be 2 or more, and 2 under a V schedule; for "
-                "one stage per rank choose parallelism.pp_schedule=1F1B or GPipe"
+                f"parallelism.stages_per_rank={self.stages_per_rank}: must be at least 2, and 2 for ZBVZeroBubble and "
+                "DualPipeV; for one stage per rank set parallelism.pp_schedule=1F1B or GPipe"
             )
         if self.sequence_parallel and self.tp == 1:
             problems.append("parallelism.sequence_parallel=true: needs parallelism.tp > 1")
@@ -200,8 +210,8 @@ class ParallelismConfig:
             )
         if self.cpu_offload and self.pp > 1:
             problems.append(
-                f"parallelism.cpu_offload=true: stages exchange their embedding on the device; set parallelism.pp=1, "
-                f"not {self.pp}, or parallelism.cpu_offload=false"
+                "parallelism.cpu_offload=true: pipeline stages exchange tied embeddings on the device; set "
+                f"parallelism.pp=1, not {self.pp}, or parallelism.cpu_offload=false"
             )
         problems += at_least("parallelism.prefetch", self.prefetch, 0)
         if self.tp_plan is not None and not _is_import_path(self.tp_plan):
@@ -211,29 +221,29 @@ class ParallelismConfig:
             )
         if not self.reshard_after_forward and self.strategy != Strategy.fsdp2:
             problems.append(
-                "parallelism.reshard_after_forward=false: only fsdp2 gathers parameters and frees them; set it "
-                f"to true, or another strategy than parallelism.strategy={self.strategy}"
+                "parallelism.reshard_after_forward=false: only fsdp2 gathers and frees parameters; set it to "
+                f"true, or replace parallelism.strategy={self.strategy} by fsdp2"
             )
         if self.prefetch > 0 and self.strategy != Strategy.fsdp2:
             problems.append(
                 f"parallelism.prefetch={self.prefetch}: only fsdp2 gathers parameters; set parallelism.prefetch=0, or "
-                f"another strategy than parallelism.strategy={self.strategy}"
+                f"replace parallelism.strategy={self.strategy} by fsdp2"
             )
         raise_all(problems)
 
     def degree(self, axis: str) -> int:
-        """The stated degree of an axis; -1 where it is to be inferred."""
+        """Return the configured size of an axis; -1 if it is to be inferred."""
         return field_values(self)[axis]
 
     def sequence_multiple(self, mesh: MeshShape) -> int:
-        """Rows are padded to a multiple of this many tokens, so that cp and sequence parallel can cut them evenly.
+        """Return the number of tokens of which each row length must be a multiple, so that it can be sharded evenly.
 
-        cp cuts a row into 2 x cp chunks, two for each rank; sequence parallel cuts what a rank of cp holds into tp.
+        cp splits a row into 2 x cp chunks, two per rank; sequence parallel splits the tokens of a cp rank over tp.
         """
         return mesh.cp * math.lcm(2 if mesh.cp > 1 else 1, mesh.tp if self.sequence_parallel else 1)
 
     def stage_places(self, pp: int) -> list[int]:
-        """Return which place on the pp axis holds each pipeline stage, first stage first."""
+        """Return the pp rank of each pipeline stage, in the order of the stages."""
         if pp == 1 or self.pp_schedule in SINGLE_STAGE:
             return list(range(pp))
         if self.pp_schedule in V_SHAPED:
@@ -255,9 +265,9 @@ class ParallelismConfig:
         ]
 
     def resolve(self, world_size: int) -> MeshShape:
-        """Return the degrees for `world_size` processes, the -1 filled in.
+        """Return the axis sizes for `world_size` processes, with -1 replaced.
 
-        Raises ConfigError where their product cannot be `world_size`.
+        Raises ConfigError if they cannot multiply to `world_size`.
         """
         stated = {axis: self.degree(axis) for axis in AXES}
         inferred = [axis for axis, degree in stated.items() if degree == -1]
@@ -279,7 +289,7 @@ class ParallelismConfig:
 
 
 def _is_import_path(path: str) -> bool:
-    """Whether `path` has the form package.module:name or package.module.Name."""
+    """Return whether `path` has the form package.module:name or package.module.Name."""
     module, colon, name = path.partition(":")
     parts = [*module.split("."), *(name.split(".") if colon else ())]
     return len(parts) > 1 and all(part.isidentifier() for part in parts)

@@ -1,4 +1,4 @@
-"""`peft`: train small matrices beside the model's own (LoRA), which stay as they are."""
+"""`peft`: adapters (LoRA). Low-rank matrices are trained next to frozen base weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from enum import StrEnum
 from components.config.schema.checks import above, at_least, field_values, raise_all
 
 ALL_LINEAR = "all-linear"
-"""Every linear layer but the output head."""
+"""Target that selects every linear layer except the output head."""
 
 
 class PeftMethod(StrEnum):
-    """none: every parameter is trained; lora: a pair of matrices of low rank beside each target (Hu et al. 2021).
+    """none: train every parameter; lora: train a pair of low-rank matrices per target layer (Hu et al. 2021).
 
-    qlora: lora, with the targets' own weights, which are frozen, in 4 bits (NF4, Dettmers et al. 2023).
+    qlora: lora with the frozen weights of the target layers stored in 4 bits (NF4, Dettmers et al. 2023).
     """
 
     none = "none"
@@ -24,7 +24,7 @@ class PeftMethod(StrEnum):
 
 
 class PeftExport(StrEnum):
-    """adapter: what was trained, in PEFT's own format; merged: the model with it added in; both."""
+    """adapter: the adapters in PEFT's format; merged: the model with the adapters added to its weights; or both."""
 
     adapter = "adapter"
     merged = "merged"
@@ -33,38 +33,41 @@ class PeftExport(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class PeftConfig:
-    """Which layers get adapters, and of what size: y = W x + alpha / rank B A x, with W frozen."""
+    """Layers that get adapters, and their size: y = W x + (alpha / rank) B A x, with W frozen."""
 
     method: PeftMethod = PeftMethod.none
-    """none, lora or qlora; the other keys are theirs."""
+    """none (train every parameter), lora or qlora (lora over 4-bit base weights). With none, the other keys must keep
+    their defaults."""
     rank: int = 16
-    """Rows of A and columns of B."""
+    """Rank of the update: number of rows of A and of columns of B."""
     alpha: float = 32.0
-    """What A and B give is scaled by alpha / rank."""
+    """Numerator of the scaling alpha / rank of the update B A x; greater than 0."""
     dropout: float = 0.0
-    """Probability with which an input of A is dropped in training; 0: none."""
+    """Dropout probability of the inputs of A in training, in [0, 1)."""
     targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """all-linear (every linear layer but the output head), or ends of module names, such as q_proj or mlp.up_proj."""
+    """Layers that get adapters: [all-linear] for every linear layer except the output head, or suffixes of module
+    names, such as [q_proj, mlp.up_proj]."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead (rank-stabilised, Kalajdzievski 2023): for large ranks."""
+    """Scale by alpha / sqrt(rank) instead (rank-stabilized LoRA, Kalajdzievski 2023); useful for large ranks."""
     dora: bool = False
-    """Train the length of each row of W + alpha / rank B A as well (weight-decomposed, Liu et al. 2024)."""
+    """Also train the norm of each row of W + (alpha / rank) B A (weight-decomposed LoRA, Liu et al. 2024); slower."""
     export: PeftExport = PeftExport.both
-    """adapter: RUN/adapter, for PEFT; merged: RUN/export, for transformers; or both."""
+    """What to export at the end: adapter (RUN_DIR/adapter, loaded by PEFT), merged (RUN_DIR/export, loaded by
+    transformers) or both."""
 
     @property
     def adapts(self) -> bool:
-        """Whether there are adapters, and the model's own weights are frozen."""
+        """Whether adapters are trained and the base weights are frozen."""
         return self.method != PeftMethod.none
 
     @property
     def quantizes(self) -> bool:
-        """Whether weights that have adapters are held in 4 bits."""
+        """Whether the weights of the target layers are stored in 4 bits."""
         return self.method == PeftMethod.qlora
 
     @property
     def scaling(self) -> float:
-        """By what the product of B and A is multiplied."""
+        """Factor of the update B A x."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def __post_init__(self) -> None:
@@ -74,7 +77,7 @@ class PeftConfig:
         if not self.targets:
             problems.append(f"peft.targets=[]: name at least one layer, or {ALL_LINEAR}")
         elif ALL_LINEAR in self.targets and len(self.targets) > 1:
-            problems.append(f"peft.targets={self.targets}: {ALL_LINEAR} stands alone; leave it or the other names out")
+            problems.append(f"peft.targets={self.targets}: {ALL_LINEAR} cannot be combined with names; remove either")
         if not self.adapts:
             problems += [
                 f"peft.{name}={value}: peft.method=none trains every parameter, without adapters; add peft=lora"
@@ -83,6 +86,6 @@ class PeftConfig:
         raise_all(problems)
 
     def _changed(self) -> dict[str, object]:
-        """Return the values of the fields that are not at their default."""
+        """Return the fields whose value differs from the default, by name."""
         defaults = {each.name: [ALL_LINEAR] if each.default is MISSING else each.default for each in fields(self)}
         return {name: value for name, value in field_values(self).items() if value != defaults[name]}

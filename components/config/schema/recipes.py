@@ -1,4 +1,4 @@
-"""The sections put together: one class per recipe. `main(cfg: FinetuneConfig)` is how a recipe names its schema."""
+"""One config class per recipe, combined from the sections; a recipe selects it by `main(cfg: FinetuneConfig)`."""
 
 from __future__ import annotations
 
@@ -24,77 +24,77 @@ Config = TypeVar("Config", bound="RecipeConfig")
 
 @dataclass(kw_only=True, slots=True)
 class RecipeConfig:
-    """What every recipe has."""
+    """Sections that every recipe has."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    """Identity of the run."""
+    """Run directory, name, seed and resume policy."""
     cluster: ClusterConfig = field(default_factory=LocalClusterConfig)
-    """Nodes, processes and devices."""
+    """Nodes, processes and devices, and the Slurm job."""
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-    """The mesh and how the model is laid over it."""
+    """Device mesh and how the model is sharded over it."""
     model: ModelConfig
-    """The model."""
+    """Model, precision and kernels."""
     data: DataConfig
-    """The data set."""
+    """Dataset, its splits and its columns."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """Sample texts."""
+    """Texts generated before and after training."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    """Console, plot and wandb."""
+    """Console output, loss plot, profiler traces and wandb."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig(RecipeConfig):
-    """What every recipe that trains has; each names its objective."""
+    """Sections that every training recipe has; each adds its objective."""
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    """Sizes and policy of the loop."""
+    """Batch sizes, number of steps, logging and evaluation intervals."""
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
-    """The update rule and its schedule."""
+    """Optimizer and learning-rate schedule."""
     peft: PeftConfig = field(default_factory=PeftConfig)
-    """Adapters in place of full fine-tuning."""
+    """Adapters (LoRA), instead of training every parameter."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Saves and export."""
+    """Save intervals, retention policy and export."""
 
 
 @dataclass(kw_only=True, slots=True)
 class FinetuneConfig(TrainConfig):
-    """`recipes/finetune.py`."""
+    """Config of `recipes/finetune.py`."""
 
     objective: NextTokenConfig = field(default_factory=NextTokenConfig)
-    """What is optimized."""
+    """Training loss."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DpoConfig(TrainConfig):
-    """`recipes/dpo.py`."""
+    """Config of `recipes/dpo.py`."""
 
     data: PreferencesDataConfig
-    """The pairs."""
+    """Preference pairs."""
     objective: PreferenceConfig = field(default_factory=PreferenceConfig)
-    """What is optimized."""
+    """Training loss."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PretrainConfig(FinetuneConfig):
-    """`recipes/pretrain.py`: the sections of fine-tuning."""
+    """Config of `recipes/pretrain.py`: the same sections as fine-tuning."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EvaluateConfig(RecipeConfig):
-    """`recipes/evaluate.py`."""
+    """Config of `recipes/evaluate.py`."""
 
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """What is measured."""
+    """Checkpoint to evaluate, and the sizes of the forward passes."""
     peft: PeftConfig = field(default_factory=PeftConfig)
-    """Adapters of the checkpoint that is evaluated."""
+    """Adapters of the evaluated checkpoint; must match the run that trained them."""
 
 
 def section(cfg: RecipeConfig, schema: type[Section]) -> Section | None:
-    """Return the section of `cfg` that is a `schema` or a subclass of it, the first of several; None: it has none."""
+    """Return the first section of `cfg` that is an instance of `schema`, or None."""
     return next((value for value in field_values(cfg).values() if isinstance(value, schema)), None)
 
 
 def with_section(cfg: Config, old: object, new: object) -> Config:
-    """Return a copy of `cfg` with `new` in place of its section `old`."""
+    """Return a copy of `cfg` in which the section `old` is replaced by `new`."""
     changed: dict[str, Any] = {name: new for name, value in field_values(cfg).items() if value is old}
     return replace(cfg, **changed)

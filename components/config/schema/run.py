@@ -1,4 +1,4 @@
-"""`run`: the identity of a run."""
+"""`run`: directory, name, seed and resume policy of a run."""
 
 from __future__ import annotations
 
@@ -11,42 +11,45 @@ DEFINING_KEYS = (
     "run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data",
     "peft.method", "peft.rank", "peft.alpha", "peft.targets", "peft.rslora", "peft.dora",
 )  # fmt: skip
-"""Keys, and one whole section, whose change makes another run of one that goes on."""
+"""Keys, and one whole section, whose change would make a resumed run a different experiment. Resuming rejects it."""
 HARMLESS_KEYS = ("data.cache", "data.unused_keys")
-"""Keys within that section whose change does not."""
+"""Keys within `data` that may change on resume."""
 
 
 def is_defining(key: str) -> bool:
-    """Whether a change of `key` makes another run of one that goes on."""
+    """Return whether a change of `key` makes a resumed run a different experiment."""
     return key not in HARMLESS_KEYS and any(
         key == defining or key.startswith(f"{defining}.") for defining in DEFINING_KEYS
     )
 
 
 def accepts(accepted: Collection[str], key: str) -> bool:
-    """Whether a change of `key` is accepted by itself, or with its whole section."""
+    """Return whether `accepted` (run.accept_changes) lists `key` or its section."""
     return key in accepted or key.partition(".")[0] in accepted
 
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """Where a run lives, what it is called, and whether it continues an earlier one."""
+    """Run directory, name, seed and resume policy."""
 
     dir: str | None = None
-    """Run directory; null: outputs/<recipe>/<time>-<hex>, chosen once by the launching process."""
+    """Run directory; null: outputs/<recipe>/<time>-<hex>, chosen once by the launching process. If it already
+    holds a run, `resume` decides."""
     name: str | None = None
-    """Display name in logs and wandb; null: the run directory's name."""
+    """Display name in logs, in wandb and of the Slurm job; null: name of the run directory."""
     seed: int = 42
-    """Seed of initialisation, sample order and dropout."""
+    """Seed of weight initialization, sample order and dropout, in [0, 2**32 - 1]."""
     resume: str = "auto"
-    """auto: continue the newest complete checkpoint of run.dir; never: start over; or a checkpoint's path."""
+    """auto: resume from the newest complete checkpoint in run.dir, if any; never: start from step 0; or the path of a
+    checkpoint to resume from."""
     private: bool = False
-    """New files are for their owner only (umask 077); false: the user's umask decides. Either way only the owner reads
-    what holds samples, the environment or addresses of ranks: logs, environment.json, job.sbatch."""
+    """true: create all files readable by the owner only (umask 077); false: use the umask of the user. Files that hold
+    samples, environment variables or addresses (logs, environment.json, job.sbatch) are always private."""
     accept_changes: list[str] = field(default_factory=list)
-    """Keys, or `data` as a whole, that may differ from what the run began with although that makes it another run."""
+    """Keys that may change on resume although they define the experiment (run.seed, training.global_batch_size,
+    training.seq_len, model.path, ...); `data` accepts every change below data."""
     allow_env: list[str] = field(default_factory=list)
-    """Environment variables whose values may be written to the run directory where ${oc.env:NAME} brings them here."""
+    """Environment variables that ${oc.env:NAME} may copy into the config, and so into the run directory."""
 
     def __post_init__(self) -> None:
         problems = within("run.seed", self.seed, 0, 2**32 - 1)
@@ -57,7 +60,8 @@ class RunConfig:
         if self.name is not None and not (self.name.strip() and self.name.isprintable()):
             problems.append(f"run.name={self.name!r}: must be printable text on one line")
         problems += [
-            f"run.accept_changes=[{key}]: may name {', '.join(DEFINING_KEYS)} and keys within; others may change anyway"
+            f"run.accept_changes=[{key}]: may name {', '.join(DEFINING_KEYS)} and keys below them; "
+            "other keys may always change"
             for key in self.accept_changes
             if not is_defining(key)
         ]

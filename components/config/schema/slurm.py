@@ -1,4 +1,4 @@
-"""The parts of `cluster` that only Slurm reads."""
+"""Parts of `cluster` that only affect Slurm jobs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ NAMED_ELSEWHERE = {
     "no-requeue": "cluster.requeue.node_failure",
     "output": "run.dir",
     "error": "run.dir",
-    "chdir": "the folder",
-    "open-mode": "nothing: logs are appended to",
+    "chdir": "the folder of the command",
+    "open-mode": "Meshbook, which appends to logs",
     "export": "cluster.env",
-    "array": "-m, a sweep",
+    "array": "-m (a sweep)",
 }
-"""sbatch options that have a key of their own, and that key."""
+"""sbatch options that Meshbook sets -> the key or setting that controls them."""
 
 NOT_A_SUBMISSION = {
     "test-only": "would check the job and submit nothing; use cluster.dry_run=true",
@@ -47,7 +47,7 @@ NOT_A_SUBMISSION = {
     "wrap": "would replace the batch script; use cluster.setup or cluster.template",
     "parsable": "is already passed to sbatch; leave it out",
 }
-"""sbatch options with which nothing would be submitted, or not the run, and why. Also refused abbreviated."""
+"""sbatch options that would prevent the submission of the run -> why. Abbreviations are rejected too."""
 
 SCRIPT_VARIABLES = {
     *("run_dir", "attempt", "restarts", "logs", "cancelled", "threads", "python", "container", "here", "status"),
@@ -55,20 +55,20 @@ SCRIPT_VARIABLES = {
     *("MASTER_ADDR", "MASTER_PORT", WORKER, RUN_DIR, ATTEMPT),
     *("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO"),
 }
-"""Variables that the batch script sets for itself and for the ranks, and those that bash lets nobody set."""
+"""Variables that the batch script sets for itself or for the ranks, and read-only variables of bash."""
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 
 
 class Launcher(StrEnum):
-    """srun: one task per rank; torchrun: one agent per node, for clusters that ask for it."""
+    """srun: one task per rank; torchrun: one agent per node, for clusters that require it."""
 
     srun = "srun"
     torchrun = "torchrun"
 
 
 class GpuRequest(StrEnum):
-    """How GPUs are asked for: --gpus-per-node, --gres=gpu:N, or not at all."""
+    """sbatch options that request GPUs: --gpus-per-node, --gres=gpu:N, or none."""
 
     gpus_per_node = "gpus_per_node"
     gres = "gres"
@@ -76,7 +76,7 @@ class GpuRequest(StrEnum):
 
 
 class ContainerRuntime(StrEnum):
-    """none, pyxis (srun --container-image) or apptainer (apptainer exec)."""
+    """none; pyxis: srun --container-image; apptainer: apptainer exec."""
 
     none = "none"
     pyxis = "pyxis"
@@ -85,19 +85,22 @@ class ContainerRuntime(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class RequeueConfig:
-    """When Slurm starts a job again: in the same run directory, from the last checkpoint."""
+    """When a job is requeued; it resumes in the same run directory from the last checkpoint."""
 
     max: int = 20
-    """How often a run that was asked to stop (time limit, preemption) and has saved is put back into the queue."""
+    """Maximum number of times that a job is requeued after it was asked to stop (time limit, preemption) and has saved;
+    0: never."""
     node_failure: bool = True
-    """Let Slurm itself put the job back when a node fails, or when a preempted job did not end in its grace time."""
+    """Let Slurm requeue the job when a node fails, or when a preempted job exceeds its grace time (sbatch
+    --requeue)."""
     without_progress: int = 3
-    """Consecutive attempts that took steps but published no newer checkpoint, after which the job is not requeued."""
+    """Stop requeueing after this many consecutive attempts, at least 1, that ran steps but published no newer
+    checkpoint."""
     before_first_step: int = 10
-    """Consecutive attempts that were stopped before their first step, after which the job is not requeued."""
+    """Stop requeueing after this many consecutive attempts, at least 1, that were stopped before their first step."""
     hang: int = 3
-    """How often a run that hung (status 75) is requeued without the node of the rank that hung, as long as each attempt
-    publishes a newer checkpoint; 0: never."""
+    """Maximum number of times that a hung run (exit status 75) is requeued, excluding the node of the rank that hung,
+    as long as each attempt publishes a newer checkpoint; 0: never."""
 
     def __post_init__(self) -> None:
         raise_all(
@@ -112,16 +115,16 @@ class RequeueConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ContainerConfig:
-    """An image in which the ranks run. The run directory and the folder of the command are mounted too."""
+    """Container that the ranks run in. The run directory and the folder of the command are always mounted."""
 
     runtime: ContainerRuntime = ContainerRuntime.none
-    """none, pyxis or apptainer."""
+    """none, pyxis (srun --container-image) or apptainer (apptainer exec)."""
     image: str | None = None
-    """Image, in the runtime's own notation."""
+    """Image in the notation of the runtime; required unless runtime is none."""
     mounts: list[str] = field(default_factory=list)
-    """Further folders to mount: SOURCE or SOURCE:TARGET."""
+    """Additional folders to mount, each SOURCE or SOURCE:TARGET."""
     args: list[str] = field(default_factory=list)
-    """Further arguments: of srun under pyxis, of `apptainer exec` under apptainer."""
+    """Additional arguments: of srun for pyxis, of `apptainer exec` for apptainer."""
 
     def __post_init__(self) -> None:
         inside = self.runtime != ContainerRuntime.none
@@ -130,14 +133,14 @@ class ContainerConfig:
             problems.append(f"cluster.container.runtime={self.runtime}: needs an image; set cluster.container.image")
         if not inside and (self.image or self.mounts or self.args):
             problems.append(
-                "cluster.container.runtime=none: no container is used, yet its image, mounts or args are set; set "
+                "cluster.container.runtime=none: no container is used, but image, mounts or args are set; set "
                 "cluster.container.runtime to pyxis or apptainer"
             )
         raise_all(problems)
 
 
 def seconds_of(time: str) -> int | None:
-    """Return the seconds of Slurm's time notation (minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S); None: it is none."""
+    """Return a time in Slurm's notation (minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S) in seconds, or None if invalid."""
     found = _TIME.fullmatch(time)
     if found is None:
         return None

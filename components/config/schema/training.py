@@ -1,4 +1,4 @@
-"""`training`, `evaluation` and `generation`: the loop's sizes and its policy."""
+"""`training`, `evaluation` and `generation`: batch sizes, intervals and limits."""
 
 from __future__ import annotations
 
@@ -7,34 +7,39 @@ from dataclasses import dataclass, field
 from components.config.schema.checks import above, at_least, raise_all
 
 LONGEST_STEP = 31_536_000.0
-"""Seconds of a year."""
+"""Upper bound of step timeouts: a year, in seconds."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainingConfig:
-    """Sizes of an optimizer step, and when the loop logs and evaluates. Sizes are counted in sequences."""
+    """Batch sizes, number of steps, and the intervals of logging and evaluation. Batch sizes count sequences (pairs in
+    DPO); with data.pack they count packed rows."""
 
     max_steps: int = 100
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run, at least 1."""
     global_batch_size: int = 16
-    """Sequences per optimizer step, over all processes."""
+    """Sequences per optimizer step over all processes; must be a multiple of the data-parallel size dp."""
     micro_batch_size: int = 4
-    """Sequences per forward of one process, at most: a run takes the largest number that divides its share of the
-    global batch and leaves its pipeline schedule enough of them; accumulation = global / (micro x dp)."""
+    """Upper bound of the sequences per forward pass of one process. The run uses the largest size up to it that divides
+    global_batch_size / dp and gives the pipeline schedule enough micro-batches. Gradient accumulation steps =
+    global_batch_size / (micro-batch size x dp). Affects speed and memory, not results."""
     seq_len: int = 256
-    """Longest sequence in tokens; longer samples are cut."""
+    """Maximum sequence length in tokens, at least 2; data.overlong decides what happens to longer samples."""
     log_every: int = 1
     """Optimizer steps between log lines."""
     eval_every: int = 20
-    """Optimizer steps between evaluations; 0: only at the start and the end."""
+    """Optimizer steps between evaluations on the held-out split; 0: evaluate only at the start and the end."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global L2 norm; 0: no clipping."""
+    """Clip gradients to this global L2 norm; 0: no clipping."""
     stop_after_skipped: int = 10
-    """End the run when the gradients of so many steps in a row were not finite, and so not applied; 0: never."""
+    """Fail the run after this many consecutive steps whose gradients were not finite; such steps leave the weights
+    unchanged. 0: never."""
     gc_every: int = 50
-    """Optimizer steps between collections of Python's garbage, none of which falls into a step; 0: Python decides."""
+    """Optimizer steps between runs of Python's garbage collector, on all ranks at the same step and never within a
+    step; 0: leave it to Python."""
     step_timeout_seconds: float = 600.0
-    """End the run when no process makes progress for so long, twice as long around the first steps; 0: never."""
+    """Seconds without progress of any process after which the run fails as hung; doubled around the first steps. 0
+    (never) or 1 to a year."""
 
     def __post_init__(self) -> None:
         raise_all(
@@ -57,23 +62,24 @@ def _timeout_problems(section: str, seconds: float) -> list[str]:
     if seconds == 0 or 1 <= seconds <= LONGEST_STEP:
         return []
     return [
-        f"{section}.step_timeout_seconds={seconds}: must be 0 (wait for ever) or at least 1, and at most "
+        f"{section}.step_timeout_seconds={seconds}: must be 0 (never time out) or at least 1, and at most "
         f"{LONGEST_STEP:g}, a year"
     ]
 
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
-    """What `recipes/evaluate.py` measures."""
+    """Checkpoint and sizes of `recipes/evaluate.py`."""
 
     checkpoint: str | None = None
-    """A checkpoint of a run (.../checkpoints/step_N) whose weights replace the model's; null: the model as it is."""
+    """Checkpoint (RUN_DIR/checkpoints/step_N) whose weights to evaluate; null: the weights of model.path."""
     micro_batch_size: int = 8
-    """Sequences per forward of one process."""
+    """Sequences per forward pass of one process, at least 1."""
     seq_len: int = 256
-    """Longest sequence in tokens; longer samples are cut."""
+    """Maximum sequence length in tokens, at least 2; data.overlong decides what happens to longer samples."""
     step_timeout_seconds: float = 600.0
-    """End the run when no process makes progress for twice as long; 0: never. Each forward is progress."""
+    """The run fails as hung after twice this many seconds in which no process completes a forward pass; 0 (never) or 1
+    to a year."""
 
     def __post_init__(self) -> None:
         raise_all(
@@ -87,14 +93,14 @@ class EvaluationConfig:
 
 @dataclass(kw_only=True, slots=True)
 class GenerationConfig:
-    """Sample texts shown before and after training."""
+    """Texts generated greedily and printed before and after training."""
 
     samples: int = 1
-    """How many prompts of the held-out set are answered; 0: none."""
+    """Number of held-out prompts to generate an answer for; 0: none."""
     max_new_tokens: int = 48
-    """Longest answer in tokens."""
+    """Maximum length of a generated answer in tokens, greater than 0."""
     prompts: list[str] = field(default_factory=list)
-    """Own prompts, answered besides those of the held-out set."""
+    """Additional prompts to generate answers for."""
 
     def __post_init__(self) -> None:
         raise_all(
