@@ -138,7 +138,7 @@ def _merged(model: Any, cfg: FinetuneConfig, stored: Any) -> Callable[..., Any]:
     from components import models
 
     base = models.weight_reader(model, cfg.model, cfg.run.seed)
-    stored.check_frozen({name: each for name, each in model.named_parameters() if not each.requires_grad}, base)
+    stored.check_base_weights({name: each for name, each in model.named_parameters() if not each.requires_grad}, base)
     merge = models.Merge(model)
     for name, whole in _adapters(model, stored).items():
         merge.take(name, whole)
