@@ -167,7 +167,7 @@ def test_the_card_says_how_it_was_trained_and_no_secret(plain: Path, tmp_path: P
         "| mesh | 1 process |",
         "| versions | torch 2.0 |",
         "beef with uncommitted changes |",
-        "left out: it looks like it holds a secret",
+        "left out: it looks like it contains a secret",
     ):
         assert said in card
     assert "hf_abc" not in card
