@@ -1,11 +1,11 @@
-"""What each mesh axis does to the memory of a rank, measured on gloo processes of this machine.
+"""Measure how each mesh axis changes the memory of a rank, on gloo processes of this machine.
 
-python scripts/memory.py                                    # a Llama and a Qwen3-MoE of 100 MB, made from scratch
-python scripts/memory.py model=smollm2_135m --degrees 2     # a model of yours, two ranks of each axis
+python scripts/memory.py                                    # a Llama and a Qwen3-MoE of 100 MB with random weights
+python scripts/memory.py model=smollm2_135m --degrees 2     # any model, two ranks on each axis
 python scripts/memory.py model=tiny --seq 512 --out memory.md
 
-Takes the model options of recipes/finetune.py. Trains two steps in float32 per mesh, in processes that only this
-script starts, and prints a Markdown table per model. Each figure is the largest over the ranks.
+Takes the model options of recipes/finetune.py. For each mesh, it starts the processes, trains two steps in float32 and
+measures the second. It prints a Markdown table per model; each figure is the maximum over the ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from scripts._memory.options import models_to_measure, read_options
 from scripts._memory.table import shapes_of, table
 
 STATE_SEQ, STATE_MICRO_BATCHES = 128, 4
-"""Tokens and rows of a step for every axis but cp, which is measured on rows of --seq tokens, one at a time."""
+"""Tokens per row and rows per step for all axes but cp, which is measured on one row of --seq tokens."""
 
 
 def main() -> int:
-    """Compose, measure, print; config errors are reported before torch is imported."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the allocator warns of what was there before it was watched
+    """Compose the configs, measure and print the tables. Config errors are reported before torch is imported."""
+    # The allocator warns about frees of memory that was allocated before profiling started.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         options, overrides = read_options(sys.argv[1:], __doc__)
@@ -39,7 +40,12 @@ def main() -> int:
             shapes = shapes_of(options.degrees, options.seq, bool(read_shape(cfg).experts))
             loads = {True: Load(options.seq), False: Load(STATE_SEQ, STATE_MICRO_BATCHES)}
             figures = measure_all(cfg, {each.name: (each.parallelism, loads[each.long], each.world) for each in shapes})
-            lines += [f"{name}, MiB of the rank that has most (part of one process):", "", *table(shapes, figures), ""]
+            lines += [
+                f"{name}, MiB, maximum over the ranks (fraction of a single process):",
+                "",
+                *table(shapes, figures),
+                "",
+            ]
             print_text("\n".join(lines[-len(shapes) - 5 :]), flush=True)
     except ConfigError as error:
         tell_problems(error.problems)

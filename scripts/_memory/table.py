@@ -1,4 +1,4 @@
-"""The meshes that scripts/memory.py measures, and the table of their figures."""
+"""The meshes that scripts/memory.py measures, and the table of results."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Shape:
     parallelism: ParallelismConfig
     world: int
     long: bool
-    """Whether it computes rows of --seq tokens."""
+    """Measured on a row of --seq tokens (the cp meshes and their baseline)."""
 
 
 def shapes_of(degrees: list[int], seq: int, experts: bool) -> list[Shape]:
-    """Return the meshes: one process, then each axis alone, `ep` only for a mixture of experts."""
+    """Return the meshes: a single process, then each axis alone with each degree; `ep` only for MoE models."""
     single = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
     short: dict[str, dict[str, Any]] = {"dp_shard": {}, "tp": {}, "tp with sequence_parallel": {}, "pp": {}}
     short["tp with sequence_parallel"] = {"sequence_parallel": True}
     if experts:
         short["ep"] = {}
-    long = {f"cp by {way}": {"cp_attention": way} for way in (ContextAttention.ulysses, ContextAttention.all_gather)}
+    long = {f"cp by {each}": {"cp_attention": each} for each in (ContextAttention.ulysses, ContextAttention.all_gather)}
     found = []
     for name, axes, is_long in (("single", short, False), (f"single, rows of {seq}", long, True)):
         found.append(Shape(name, single, 1, is_long))
@@ -43,20 +43,20 @@ def shapes_of(degrees: list[int], seq: int, experts: bool) -> list[Shape]:
 
 
 def table(shapes: list[Shape], figures: dict[str, Usage | str]) -> list[str]:
-    """Return a model's table in Markdown: MiB, and in brackets the fraction of what one process needs."""
+    """Return the lines of a Markdown table: MiB, and in parentheses the fraction of the single process's figure."""
     lines = [
         "| mesh | parameters | gradients | optimizer | saved for the backward | peak of a step |",
         "|---|---|---|---|---|---|",
     ]
     for shape in shapes:
         usage = figures[shape.name]
-        alone = figures[next(each.name for each in shapes if each.world == 1 and each.long == shape.long)]
-        if isinstance(usage, str) or isinstance(alone, str):
+        baseline = figures[next(each.name for each in shapes if each.world == 1 and each.long == shape.long)]
+        if isinstance(usage, str) or isinstance(baseline, str):
             lines.append(f"| {shape.name} | refused: {usage} | | | | |")
             continue
-        parts = [
-            f"{value / MIB:.1f}" + (f" ({value / whole:.2f})" if shape.world > 1 else "")
-            for value, whole in zip(astuple(usage), astuple(alone), strict=True)
+        cells = [
+            f"{value / MIB:.1f}" + (f" ({value / single:.2f})" if shape.world > 1 else "")
+            for value, single in zip(astuple(usage), astuple(baseline), strict=True)
         ]
-        lines.append(f"| {shape.name} | {' | '.join(parts)} |")
+        lines.append(f"| {shape.name} | {' | '.join(cells)} |")
     return lines
