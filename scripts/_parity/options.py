@@ -28,7 +28,7 @@ DTYPES = {
     "float64": {"model.dtype": "float64", "model.compute_dtype": "float64"},
     "bfloat16": {"model.dtype": "float32", "model.compute_dtype": "bfloat16"},
 }
-"""--dtype -> the overrides it sets. bfloat16 keeps parameters, gradients and optimizer in float32, as the recipes do."""
+"""--dtype -> the overrides it sets. bfloat16 keeps parameters, gradients and optimizer in float32, like the recipes."""
 
 
 class _Parser(ArgumentParser):
