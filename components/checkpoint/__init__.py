@@ -10,7 +10,6 @@ listing.py           the checkpoints of a run directory, without torch
 tensors.py           model and optimizer state as named tensors, stored as safetensors by torch.distributed.checkpoint
 planners.py          the blocks of each tensor that a rank writes and reads
 base_fingerprint.py  fingerprint of the base weights of a LoRA run, which are not saved
-disk_space.py        required and free bytes, for the error about a failed write
 random_state.py      random number generator states as JSON
 folders.py           names in run_dir/checkpoints
 checkpoint_error.py  CheckpointError, raised on all ranks if one of them fails

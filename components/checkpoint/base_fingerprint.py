@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from components.checkpoint.tensors import this_rank
 from components.config.errors import ConfigError
 from components.models.lora import adapted_layers
 from components.models.weights.names import saved_tensors
@@ -38,7 +39,7 @@ def base_fingerprint(model: nn.Module) -> str | None:
     for name, parameter in saved_tensors(model).items():
         if parameter.requires_grad or not isinstance(parameter, nn.Parameter):
             continue
-        if is_first_holder(parameter) if isinstance(parameter, DTensor) else _rank() == 0:
+        if is_first_holder(parameter) if isinstance(parameter, DTensor) else this_rank() == 0:
             for block in local_blocks(parameter, name):
                 total += fingerprint_of_block(name, local_part(parameter)[block.local], block)
     if dist.is_initialized():
@@ -91,7 +92,3 @@ def _mix(positions: torch.Tensor) -> torch.Tensor:
 
 def _hash_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from components.checkpoint.tensors import (
     model_tensors,
     read_shapes,
     read_tensors,
+    this_rank,
 )
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
@@ -75,7 +77,7 @@ def verify(path: Path) -> list[str]:
     """
     problems: list[str] = []
     body: dict[str, Any] = {}
-    if _rank() == 0:
+    if this_rank() == 0:
         try:
             manifest = Manifest.read(path)
             body, problems = manifest.body(), manifest.check_sizes(path)
@@ -85,7 +87,7 @@ def verify(path: Path) -> list[str]:
     if problems:
         return problems
     world = dist.get_world_size() if dist.is_initialized() else 1
-    mine = Manifest.from_body(body).check_hashes(path, _rank(), world)
+    mine = Manifest.from_body(body).check_hashes(path, this_rank(), world)
     return [problem for part in all_gather_json(mine) for problem in part]
 
 
@@ -118,8 +120,8 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizers) -
         read_tensors(path, tensors)
         mesh = mesh_of(parameters)
         if manifest.mesh == mesh:
-            set_random_state(json.loads((path / random_file(_rank())).read_text()))
-        elif _rank() == 0:
+            set_random_state(json.loads((path / random_file(this_rank())).read_text()))
+        elif this_rank() == 0:
             logger.info(
                 "random states are not restored: they were saved on the mesh %s, this run has %s", manifest.mesh, mesh
             )
@@ -151,7 +153,7 @@ def load_model_weights(path: Path | str, model: nn.Module) -> None:
 
 def _newest_first(folder: Path, resume: str) -> list[Path]:
     """Return rank 0's candidates for resuming, newest first; warn about those without a valid manifest."""
-    if _rank() != 0:
+    if this_rank() != 0:
         return []
     usable: list[tuple[int, Path]] = []
     for path in candidates(folder):
@@ -180,18 +182,25 @@ def _same_path(earlier: str | None, resume: str) -> bool:
     return Path(str(earlier)).expanduser().resolve() == Path(resume).expanduser().resolve()
 
 
+def compare_names(path: Path, expected: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Return an error if the checkpoint lacks tensors of the model, and one if it holds unexpected ones."""
+    differences = {
+        "lacks tensors of this model": [name for name in expected if name not in saved],
+        "holds tensors that this model does not have": [name for name in saved if name not in expected],
+    }
+    return [
+        f"checkpoint {path} {problem}: {', '.join(name.removeprefix(MODEL) for name in names[:SHOWN])}"
+        f"{', ...' if len(names) > SHOWN else ''}"
+        for problem, names in differences.items()
+        if names
+    ]
+
+
 def _check_model(path: Path, local: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:
     """Compare the stored names, shapes and dtypes with the tensors of all ranks; every rank raises the same error."""
     tensors = merge_over_ranks({name: (list(tensor.shape) or [1], str(tensor.dtype)) for name, tensor in local.items()})
     saved = {name: described for name, described in stored.items() if name.startswith(MODEL)}
-    problems = []
-    for problem, names in (
-        ("lacks tensors of this model", [name for name in tensors if name not in saved]),
-        ("holds tensors that this model does not have", [name for name in saved if name not in tensors]),
-    ):
-        if names:
-            listed = ", ".join(name.removeprefix(MODEL) for name in names[:SHOWN])
-            problems.append(f"checkpoint {path} {problem}: {listed}{', ...' if len(names) > SHOWN else ''}")
+    problems = compare_names(path, tensors, saved)
     for name in saved.keys() & tensors.keys():
         saved_as = (tuple(saved[name].size), str(saved[name].properties.dtype))
         shape, dtype = tensors[name]
@@ -207,9 +216,5 @@ def _check_model(path: Path, local: Tensors, stored: dict[str, TensorStorageMeta
 
 
 def _warn(path: Path, problems: list[str]) -> None:
-    if _rank() == 0:
+    if this_rank() == 0:
         logger.warning("checkpoint %s is skipped: %s", path, "; ".join(problems))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

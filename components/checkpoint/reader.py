@@ -16,12 +16,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from components.checkpoint.base_fingerprint import check_base_weights, fingerprint_by_blocks
 from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, PUBLISHED, STATE, TEMPORARY, candidates
-from components.checkpoint.load import SHOWN, verify
+from components.checkpoint.load import SHOWN, compare_names, verify
 from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
 from components.checkpoint.tensors import MODEL
 from components.config.errors import ConfigError
-
-Index = tuple[slice, ...]
+from components.models.weights.shards import Index
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +89,7 @@ class StoredWeights:
     def check(self, expected: Mapping[str, torch.Tensor]) -> None:
         """Compare the stored names and shapes with the tensors of a model. Raises ConfigError."""
         saved = self._tensors
-        problems = [
-            f"checkpoint {self._path} {problem}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
-            for problem, names in (
-                ("lacks tensors of this model", [name for name in expected if name not in saved]),
-                ("holds tensors that this model does not have", [name for name in saved if name not in expected]),
-            )
-            if names
-        ]
+        problems = compare_names(self._path, expected, saved)
         for name in saved.keys() & expected.keys():
             saved_shape, shape = saved[name].shape, tuple(expected[name].shape) or (1,)
             stored = sum(math.prod(block.sizes) for block in saved[name].blocks)

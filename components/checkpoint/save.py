@@ -22,12 +22,19 @@ from torch.distributed.tensor import DTensor
 
 from components.checkpoint.base_fingerprint import base_fingerprint
 from components.checkpoint.checkpoint_error import fail_together
-from components.checkpoint.disk_space import write_failure
 from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, STATE, TEMPORARY, leftovers, published, random_file
 from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_json
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
-from components.checkpoint.tensors import Optimizers, Tensors, model_tensors, optimizer_tensors, write_tensors
+from components.checkpoint.tensors import (
+    Optimizers,
+    Tensors,
+    merge_over_ranks,
+    model_tensors,
+    optimizer_tensors,
+    this_rank,
+    write_tensors,
+)
 from components.config.schema.checkpoint import CheckpointConfig
 from components.exchange import all_gather_json, broadcast_json
 from components.protocol.run_files import CONFIG
@@ -126,7 +133,7 @@ def write_snapshot(
     """
     folder = Path(run_dir) / FOLDER
     tmp = folder / broadcast_json(f"step_{snapshot.step}{TEMPORARY}{secrets.token_hex(4)}", group=group)
-    failure = partial(write_failure, tmp, snapshot.tensors, group)
+    failure = partial(_write_failure, tmp, snapshot.tensors, group)
     try:
         with fail_together(failure, group):
             tmp.mkdir(parents=True, exist_ok=True)
@@ -134,19 +141,19 @@ def write_snapshot(
         with fail_together(failure, group):
             written = write_tensors(tmp, snapshot.tensors, group)
             fault_point("after_shards")
-            written |= write_json(tmp / random_file(_rank()), snapshot.random)
+            written |= write_json(tmp / random_file(this_rank()), snapshot.random)
             fault_point("after_random")
         by_rank = all_gather_json({name: asdict(record) for name, record in written.items()}, group)
         records = {name: FileRecord(**record) for listed in by_rank for name, record in listed.items()}
         final = folder
         with fail_together(failure, group):
-            if _rank() == 0:
+            if this_rank() == 0:
                 final = _publish(tmp, snapshot, records)
     except BaseException:
-        if _rank() == 0:
+        if this_rank() == 0:
             shutil.rmtree(tmp, ignore_errors=True)
         raise
-    if _rank() == 0:
+    if this_rank() == 0:
         _prune(folder, policy)
     return Path(broadcast_json(str(final), group=group))
 
@@ -159,6 +166,27 @@ def mesh_of(tensors: Tensors) -> dict[str, int]:
         root = mesh._get_root_mesh()
         axes |= dict(zip(root.mesh_dim_names or (), root.shape, strict=False))
     return {"world": dist.get_world_size() if dist.is_initialized() else 1, **axes}
+
+
+def _write_failure(tmp: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> str:
+    """Return the start of the message about a failed write, with the required and the free bytes; a collective.
+
+    The required bytes are those of all ranks' tensors, without the small random state file of each rank. The free bytes
+    are measured by rank 0 and include what the failed attempt occupies, which is removed.
+    """
+    sizes = merge_over_ranks({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}, group)
+    free = broadcast_json(_free_bytes(tmp), group=group)
+    free_text = "" if free is None else f", {tmp.parent} has room for {free:,}"
+    return f"checkpoint {tmp} could not be written (its tensors are {sum(sizes.values()):,} bytes{free_text})"
+
+
+def _free_bytes(tmp: Path) -> int | None:
+    """Return the bytes that are free without the failed attempt; None if the file system cannot be queried."""
+    existing = next((folder for folder in (tmp, *tmp.parents) if folder.exists()), tmp)
+    try:
+        return shutil.disk_usage(existing).free + sum(file.stat().st_blocks * 512 for file in tmp.glob("*"))
+    except OSError:
+        return None
 
 
 def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord]) -> Path:
@@ -227,7 +255,3 @@ def _check_json(value: Any, where: str) -> None:
             _check_json(inner, f"{where}[{index}]")
     elif value is not None and type(value) not in (str, int, float, bool):
         raise TypeError(f"{where} is a {type(value).__name__}: only JSON values can be saved")
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

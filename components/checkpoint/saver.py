@@ -107,7 +107,7 @@ class Saver:
             self._allocating.join()
         with fail_together(f"the state of step {step} could not be copied to host memory"):
             snapshot = replace(snapshot, tensors=self.buffers.fill(snapshot.tensors))
-        self._writing = _Writing(step, lambda: self._write(snapshot))
+        self._writing = _Writing(step, lambda: self._write(snapshot, self._group))
         paused = f"saving step {step} in the background, training paused for {time.perf_counter() - began:.2f} s"
         self._report(f"{paused}, {waited:.2f} s of it for the previous checkpoint" if waited > 0.1 else paused)
 
@@ -132,8 +132,7 @@ class Saver:
         self._allocating.start()
 
     def _save_now(self, step: int, extra: dict[str, Any], mark: Mark | None) -> None:
-        path = write_snapshot(self._run_dir, self._snapshot(step, extra, mark), self._policy)
-        self._report(f"saved {path}")
+        self._write(self._snapshot(step, extra, mark), group=None)
 
     def _snapshot(self, step: int, extra: dict[str, Any], mark: Mark | None) -> Snapshot:
         return take_snapshot(step, self._model, self._optimizer, extra, mark, self._base_fingerprint)
@@ -142,8 +141,8 @@ class Saver:
     def _base_fingerprint(self) -> str | None:
         return base_fingerprint(self._model)
 
-    def _write(self, snapshot: Snapshot) -> Path:
-        path = write_snapshot(self._run_dir, snapshot, self._policy, self._group)
+    def _write(self, snapshot: Snapshot, group: dist.ProcessGroup | None) -> Path:
+        path = write_snapshot(self._run_dir, snapshot, self._policy, group)
         self._report(f"saved {path}")
         return path
 
