@@ -49,9 +49,8 @@ def _problems_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, where: s
     # A recipe's main keeps its training loop in one piece; the limit of the file applies to it.
     if length > FUNCTION_LINES and not in_recipe and node.name not in SEED_SIGNATURES:
         found.append(f"{where}: {length} lines, at most {FUNCTION_LINES}")
-    arguments = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
-    own = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
-    arguments = len(node.args.posonlyargs) + len(own) + len(node.args.kwonlyargs)
+    positional = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
+    arguments = len(node.args.posonlyargs) + len(positional) + len(node.args.kwonlyargs)
     if arguments > ARGUMENTS and node.name not in SEED_SIGNATURES:
         found.append(f"{where}: {arguments} arguments, at most {ARGUMENTS}")
     deepest = _nesting(node)

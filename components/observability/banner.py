@@ -43,15 +43,8 @@ class BannerFacts:
 
 def print_banner(console: Console, facts: BannerFacts) -> None:
     """Gather the ranks' values and print the banner on `console`; a collective."""
-    ranks = _gather(
-        (
-            socket.gethostname(),
-            os.environ.get("LOCAL_RANK", "0"),
-            str(facts.device),
-            facts.coordinates,
-            facts.local_bytes,
-        )
-    )
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    ranks = all_gather_json([socket.gethostname(), local_rank, str(facts.device), facts.coordinates, facts.local_bytes])
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -81,7 +74,3 @@ def _rows(facts: BannerFacts) -> list[tuple[str, str]]:
     ]
     rows += [("" if index else "process groups", line) for index, line in enumerate(facts.groups)]
     return rows + [("note", str(note)) for note in facts.notes if note]
-
-
-def _gather(mine: tuple[str, str, str, str, int]) -> list[tuple[str, str, str, str, int]]:
-    return [tuple(each) for each in all_gather_json(mine)]

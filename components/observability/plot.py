@@ -54,7 +54,16 @@ class LossPlot:
         return self._draw()
 
     def _draw(self) -> str | None:
-        return plot_losses(self._read(), self._file, self._title)
+        metrics = self._read()
+        if importlib.util.find_spec("matplotlib") is None:
+            return "no plot: matplotlib is not installed (pip install 'meshbook[plot]')"
+        training = [(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None]
+        held_out = [(line["step"], line["eval_loss"]) for line in metrics if line.get("eval_loss") is not None]
+        if not training and not held_out:
+            return "no plot: no loss was logged"
+        with atomic_file(self._file) as image:
+            _figure(training, held_out, self._title).savefig(image, dpi=120, format="png")
+        return None
 
 
 def run_title(model: ModelConfig, data: DataConfig, mesh: MeshShape) -> str:
@@ -66,24 +75,6 @@ def run_title(model: ModelConfig, data: DataConfig, mesh: MeshShape) -> str:
     )
     source = Path(str((data.path if isinstance(data, RowsDataConfig) else None) or data.kind)).name
     return f"{model_name} on {source}, {mesh.summary}"
-
-
-def plot_losses(metrics: list[dict[str, Any]], file: Path, title: str) -> str | None:
-    """Draw training and held-out loss over the optimizer steps; return why nothing was drawn, or None.
-
-    Args:
-        metrics: The objects of metrics.jsonl.
-        file: Path of the PNG.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        return "no plot: matplotlib is not installed (pip install 'meshbook[plot]')"
-    training = [(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None]
-    held_out = [(line["step"], line["eval_loss"]) for line in metrics if line.get("eval_loss") is not None]
-    if not training and not held_out:
-        return "no plot: no loss was logged"
-    with atomic_file(file) as image:
-        _figure(training, held_out, title).savefig(image, dpi=120, format="png")
-    return None
 
 
 def _figure(training: list[tuple[int, float]], held_out: list[tuple[int, float]], title: str) -> Figure:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,9 +19,9 @@ from components.config.metrics_log import MetricsLog
 from components.config.schema.logging import LoggingConfig
 from components.console import PlainConsole
 from components.observability.plot import LossPlot
-from components.observability.result import Result, summary, write_result
+from components.observability.result import Result, summary
 from components.observability.wandb import WandbRun
-from components.protocol.run_files import FIRST_STEP, create_marker
+from components.protocol.run_files import FIRST_STEP, RESULT, atomic_write_json, create_marker
 from components.terminal import print_text
 
 TRAINING = "training"
@@ -312,7 +312,7 @@ class Reporter:
         if self._second_batch_at:
             started = time.perf_counter() - result.wall_seconds
             result.seconds_to_first_step = round(self._second_batch_at - started, 1)
-        write_result(self._run_dir, result)
+        atomic_write_json(self._run_dir / RESULT, asdict(result))
         if self._plot is not None and (why_not := self._plot.finish()):
             self.say(why_not)
         self.say(summary(result, self._run_dir))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from components.config.schema.parallelism import describe_processes
-from components.protocol.run_files import RESULT, atomic_write_json
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,11 +50,6 @@ class Result:
     """Held-out loss before the first step."""
     skipped_steps: int = 0
     """Steps whose update was skipped because the gradients were not finite."""
-
-
-def write_result(run_dir: Path, result: Result) -> None:
-    """Write RUN_DIR/result.json atomically, as strict JSON."""
-    atomic_write_json(run_dir / RESULT, asdict(result))
 
 
 def summary(result: Result, run_dir: Path) -> str:

@@ -27,7 +27,7 @@ from scripts._memory.ranks import (
     measure,
     measure_all,
 )
-from scripts._memory.table import shapes_of, table
+from scripts.memory import shapes_of, table
 from tests.harness import run_ranks
 
 HIDDEN, VOCAB, LAYERS, EXPERTS, EXPERT_SIZE = 128, 512, 4, 8, 96
