@@ -8,10 +8,11 @@ from types import ModuleType
 
 MODULES = {
     "components.anatomy": "components.models.anatomy",
+    "components.checkpoint.disk_space": "components.checkpoint.save",
     "components.checkpoint.errors": "components.checkpoint.checkpoint_error",
     "components.checkpoint.faults": "components.resilience.faults",
     "components.checkpoint.frozen": "components.checkpoint.base_fingerprint",
-    "components.checkpoint.room": "components.checkpoint.disk_space",
+    "components.checkpoint.room": "components.checkpoint.save",
     "components.checkpoint.stored": "components.checkpoint.reader",
     "components.config.batch": "components.config.micro_batches",
     "components.config.interrupt": "components.protocol.signals",
@@ -109,6 +110,7 @@ NAMES = {
     "components.training.generate_samples": "components.training.show_generations",
     "components.training.next_tokens": "components.batch.Batch.from_labels",
     "components.training.token_loss_sum": "components.training.CrossEntropy.of_logits",
+    "components.observability.Facts": "components.observability.BannerFacts",
     "components.data.MicroBatch": "components.batch.Batch",
     "components.data.eval_batches": "components.data.EvalBatches",
 }

@@ -1,4 +1,4 @@
-"""Size budgets of recipes, files, functions and folders. Exits with status 1 and names whatever is over its budget.
+"""Check the size limits of recipes, files, functions and folders. Exit with status 1 and a line for each violation.
 
 python scripts/check_sizes.py
 """
@@ -17,19 +17,21 @@ from scripts.measure_code import own_names, shared_share
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE_LINES, FILE_LINES, FUNCTION_LINES, NESTING, ARGUMENTS = 120, 500, 80, 5, 7
 FOLDER_FILES = 15
-"""Python files in a folder of code."""
+"""Maximum number of Python files in a folder."""
 OWN_NAMES = 30
-"""Names of Meshbook's own that a recipe may use."""
+"""Maximum number of Meshbook's names that a recipe uses."""
 SHARED = 0.4
-"""Share of its lines that a recipe may have in common with another one."""
+"""Maximum fraction of lines that two recipes have in common."""
 ALIKE = {("finetune.py", "pretrain.py")}
-"""Recipes that do nearly the same job: a test states how they differ."""
+"""Pairs of nearly identical recipes, exempt from SHARED; a test checks their differences instead."""
 SEED_SIGNATURES = {"fsdp2_strategy_parallelize", "nvfsdp_strategy_parallelize"}
+"""Functions with the signatures of NeMo AutoModel's `nemo_automodel.components.distributed.parallelizer`, exempt from
+the limits of length and arguments."""
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.AsyncFor, ast.AsyncWith)
 
 
 def problems_of(file: Path) -> list[str]:
-    """Return what of `file` is over a budget, one line each."""
+    """Return the violations in `file`, one line each."""
     text = file.read_text()
     name = file.relative_to(ROOT)
     limit = RECIPE_LINES if name.parts[0] == "recipes" else FILE_LINES
@@ -44,12 +46,11 @@ def problems_of(file: Path) -> list[str]:
 def _problems_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, where: str, in_recipe: bool) -> list[str]:
     found = []
     length = (node.end_lineno or node.lineno) - node.lineno + 1
-    # A recipe's main is the recipe: its outer loop stays in sight, and the file's own budget holds.
+    # A recipe's main keeps its training loop in one piece; the limit of the file applies to it.
     if length > FUNCTION_LINES and not in_recipe and node.name not in SEED_SIGNATURES:
         found.append(f"{where}: {length} lines, at most {FUNCTION_LINES}")
-    arguments = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
-    own = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
-    arguments = len(node.args.posonlyargs) + len(own) + len(node.args.kwonlyargs)
+    positional = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
+    arguments = len(node.args.posonlyargs) + len(positional) + len(node.args.kwonlyargs)
     if arguments > ARGUMENTS and node.name not in SEED_SIGNATURES:
         found.append(f"{where}: {arguments} arguments, at most {ARGUMENTS}")
     deepest = _nesting(node)
@@ -59,11 +60,11 @@ def _problems_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, where: s
 
 
 def problems_of_recipes(folder: Path) -> Iterator[str]:
-    """Return what recipes have too much of: names of Meshbook's own, and lines of one another."""
+    """Yield the recipes with too many names of Meshbook, and the pairs with too many lines in common."""
     recipes = {file.name: file.read_text() for file in sorted(folder.glob("*.py")) if file.name != "__init__.py"}
     for name, text in recipes.items():
         if len(own := own_names(ast.parse(text))) > OWN_NAMES:
-            yield f"recipes/{name}: {len(own)} names of Meshbook's own, at most {OWN_NAMES}"
+            yield f"recipes/{name}: {len(own)} names of Meshbook, at most {OWN_NAMES}"
     stripped = {name: [line.strip() for line in text.splitlines() if line.strip()] for name, text in recipes.items()}
     for one, other in combinations(stripped, 2):
         share = shared_share(stripped[one], stripped[other])
@@ -89,11 +90,11 @@ def _nesting(node: ast.AST, depth: int = 0) -> int:
 
 
 def main() -> int:
-    """Check every Python file of the project but its tests."""
+    """Check every Python file outside tests; return the exit status."""
     files = [file for folder in ("recipes", "components", "scripts") for file in (ROOT / folder).rglob("*.py")]
     problems = [line for file in sorted(files) for line in problems_of(file)]
     problems += [*problems_of_folders(files), *problems_of_recipes(ROOT / "recipes")]
-    print("\n".join(problems) or f"{len(files)} files within their budgets")
+    print("\n".join(problems) or f"{len(files)} files within the limits")
     return 1 if problems else 0
 
 

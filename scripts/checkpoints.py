@@ -1,13 +1,14 @@
-"""The checkpoints of a run: which there are and why they stay, whether they are whole, and removing the others.
+"""List, verify and prune the checkpoints of a run.
 
-python scripts/checkpoints.py list outputs/finetune/RUN             # a table; files are compared by their sizes
-python scripts/checkpoints.py verify outputs/finetune/RUN           # every bit is read; status 1 where one is wrong
-python scripts/checkpoints.py prune outputs/finetune/RUN            # what the run's own policy does not keep
+python scripts/checkpoints.py list outputs/finetune/RUN             # a table, with the reason each one is kept
+python scripts/checkpoints.py verify outputs/finetune/RUN           # verify all hashes; status 1 if one differs
+python scripts/checkpoints.py prune outputs/finetune/RUN            # show what the run's retention policy removes
 python scripts/checkpoints.py prune outputs/finetune/RUN --keep 1   # the same with checkpoint.keep=1
 python scripts/checkpoints.py prune outputs/finetune/RUN --yes      # remove it
 
-Pruning removes complete checkpoints and what killed attempts left, never the newest complete one (every bit of it is
-read first) nor one that is damaged, and nothing while a run or a job uses the directory. Status 2 for a mistake.
+`list` and `prune` check the sizes of files; `prune` also verifies the newest checkpoint. Pruning removes complete
+checkpoints and leftovers of killed attempts. It never removes the newest complete checkpoint or a damaged one, and does
+nothing while a run or a job uses the directory. Exit status 2 for an invalid command line or run directory.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ COLUMNS = ("checkpoint", "step", "saved", "size", "mesh", "eval loss", "kept bec
 
 
 def main(arguments: list[str]) -> int:
-    """List, verify or prune; return the exit status."""
+    """List, verify or prune checkpoints; return the exit status."""
     parser = ArgumentParser(
         prog="scripts/checkpoints.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
     parser.add_argument("action", choices=("list", "verify", "prune"))
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run, with its config.yaml")
-    parser.add_argument("--keep", type=int, metavar="N", help="list and prune: instead of the run's checkpoint.keep")
-    parser.add_argument("--yes", action="store_true", help="prune: remove what is shown without it")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory, which contains config.yaml")
+    parser.add_argument("--keep", type=int, metavar="N", help="list and prune: replaces the run's checkpoint.keep")
+    parser.add_argument("--yes", action="store_true", help="prune: remove the checkpoints instead of showing them")
     options = parser.parse_args(arguments)
     run_dir: Path = options.run_dir
     try:
         if not (run_dir / CONFIG).is_file():
-            raise ConfigError(f"{run_dir}: is not the directory of a run, it holds no {CONFIG}; give one that does")
+            raise ConfigError(f"{run_dir}: not a run directory, it has no {CONFIG}; give the directory of a run")
         if options.action == "verify":
             return verify(run_dir)
         policy = read_section(run_dir / CONFIG, "checkpoint", CheckpointConfig)
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
 
 def show(run_dir: Path, policy: CheckpointConfig) -> int:
-    """Print the table."""
+    """Print a table of the checkpoints."""
     entries = list_checkpoints(run_dir, policy)
     if not entries:
         print_text(f"{run_dir}: no checkpoints")
@@ -76,36 +77,36 @@ def show(run_dir: Path, policy: CheckpointConfig) -> int:
 
 
 def verify(run_dir: Path) -> int:
-    """Compare every block of every checkpoint with its hash; return 1 where something is wrong."""
+    """Verify every checkpoint and print the result; return 1 if one is incomplete or damaged."""
     entries = list_checkpoints(run_dir, CheckpointConfig())
     for entry in entries:
-        print_text(f"{entry.path.name}: {'; '.join(check_contents(entry)) or 'whole'}", flush=True)
+        print_text(f"{entry.path.name}: {'; '.join(check_contents(entry)) or 'complete'}", flush=True)
     if not entries:
         print_text(f"{run_dir}: no checkpoints")
     return 1 if any(entry.problems for entry in entries) else 0
 
 
-def prune(run_dir: Path, policy: CheckpointConfig, agreed: bool) -> int:
-    """Show what the policy does not keep; where that is agreed to, remove it."""
-    if not agreed:
-        _tell("would remove", *removable(run_dir, policy))
+def prune(run_dir: Path, policy: CheckpointConfig, confirmed: bool) -> int:
+    """Remove the checkpoints that the policy does not keep; without confirmation, only list them."""
+    if not confirmed:
+        _print_removals("would remove", *removable(run_dir, policy))
         return 0
     with held(run_dir):
-        entries, left = removable(run_dir, policy)
-        remove([*(entry.path for entry in entries), *left])
-    _tell("removed", entries, left)
+        entries, leftovers = removable(run_dir, policy)
+        remove([*(entry.path for entry in entries), *leftovers])
+    _print_removals("removed", entries, leftovers)
     return 0
 
 
-def _tell(verb: str, entries: list[Entry], left: list[Path]) -> None:
+def _print_removals(verb: str, entries: list[Entry], leftovers: list[Path]) -> None:
     for entry in entries:
         print_text(f"{verb} {entry.path.name} ({_size(entry)})")
-    for path in left:
-        print_text(f"{verb} {path.name}, which a killed attempt left")
-    if not entries and not left:
+    for path in leftovers:
+        print_text(f"{verb} {path.name}, left by a killed attempt")
+    if not entries and not leftovers:
         print_text("nothing to remove")
     elif verb != "removed":
-        print_text("--yes removes it")
+        print_text("add --yes to remove")
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
@@ -115,7 +116,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
         return (entry.path.name, *[""] * (len(COLUMNS) - 2), state)
     mesh = " ".join(f"{axis} {size}" for axis, size in manifest.mesh.items() if size > 1 or axis == "world")
     loss = "" if manifest.eval_loss is None else f"{manifest.eval_loss:.4f}"
-    kept = ", ".join(entry.reasons) or ("goes next" if not entry.problems else "")
+    kept = ", ".join(entry.reasons) or ("not kept" if not entry.problems else "")
     return entry.path.name, str(manifest.step), manifest.saved, _size(entry), mesh, loss, kept, state
 
 

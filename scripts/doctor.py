@@ -1,9 +1,10 @@
-"""Check whether this machine, environment, cluster and cache can run: one line per check, with what fixes it.
+"""Check that the machine, the Python environment, the cluster and the caches are ready for a run.
 
-python scripts/doctor.py           # status 0: a run can start; 1: a problem would stop one
-python scripts/doctor.py --json    # the same for programs
+python scripts/doctor.py           # exit status 0: a run can start; 1: a problem would prevent it
+python scripts/doctor.py --json    # one JSON object
 
-ok: fine. note: a run works, but not everything does. problem: it stops a run. Nothing is changed, no token is shown.
+Each check prints a line, with a fix if there is a problem. Verdicts: ok; note: runs work, but something optional does
+not; problem: runs fail. Nothing is changed, and no access token is printed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Callable, Iterator  # noqa: UP035  (an old Python must get as far as reporting that it is old)
+from typing import Callable, Iterator  # noqa: UP035  (so that an old Python can import this file and report itself)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,11 +29,11 @@ from scripts._doctor.machine import check_disk, check_driver, check_machine, che
 from scripts._doctor.services import check_hub, check_slurm, check_wandb
 
 SECONDS, TORCH_SECONDS = 60.0, 180.0
-"""Limits of a check; importing torch from a slow disk takes longest."""
+"""Time limits of a check, and of the one that imports torch, which is slow from a network disk."""
 
 
 def check_torch() -> list[Check]:
-    """Run the checks that need torch, in a process of their own."""
+    """Run the checks that need torch in a subprocess, which may crash or hang."""
     if importlib.util.find_spec("torch") is None:
         return [Check("torch", PROBLEM, "is not installed", INSTALL)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -42,8 +43,8 @@ def check_torch() -> list[Check]:
     checks = [Check(**json.loads(line)) for line in answer.output.splitlines() if line.startswith('{"topic"')]
     if answer.status != 0:
         ended = [] if answer.status is None else [f"ended with status {answer.status}"]
-        told = ": ".join([*ended, *filter(None, [last_line(answer.errors)])])
-        checks.append(Check("torch", PROBLEM, told, f"{INSTALL}; python -c 'import torch'"))
+        text = ": ".join([*ended, *filter(None, [last_line(answer.errors)])])
+        checks.append(Check("torch", PROBLEM, text, f"{INSTALL}; python -c 'import torch'"))
     return checks
 
 
@@ -54,26 +55,26 @@ CHECKS: tuple[Callable[[], list[Check]], ...] = (
 
 
 def examine() -> Iterator[list[Check]]:
-    """Yield the results of each check in order. All run at the same time, so that none holds up the others for long."""
+    """Run all checks concurrently, and yield the results of each in the order of CHECKS."""
     began, pool = time.monotonic(), ThreadPoolExecutor(len(CHECKS))
     for check, future in [(check, pool.submit(check)) for check in CHECKS]:
         topic = check.__name__[len("check_") :]
         limit = TORCH_SECONDS + 10 if check is check_torch else SECONDS
         try:
             yield future.result(timeout=max(began + limit - time.monotonic(), 0.01))
-        except Exception as error:  # of a machine that nobody has thought of: the other lines are still worth printing
+        except Exception as error:  # an unforeseen failure of one check must not hide the results of the others
             if future.done():
-                told = f"could not be checked: {type(error).__name__}: {shorten(str(error))}"
-                yield [Check(topic, NOTE, told)]
+                text = f"could not be checked: {type(error).__name__}: {shorten(str(error))}"
+                yield [Check(topic, NOTE, text)]
             else:
-                told = f"no answer in {limit:g} s; a run would wait too (a network disk that is gone?)"
-                yield [Check(topic, PROBLEM, told)]
+                text = f"timed out after {limit:g} s; a run would hang too (is a network disk unreachable?)"
+                yield [Check(topic, PROBLEM, text)]
 
 
 def main() -> int:
     """Print the report and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     options = parser.parse_args()
     checks: list[Check] = []
     for found in examine():
@@ -85,13 +86,13 @@ def main() -> int:
     if options.json:
         print(json.dumps({"runnable": not problems, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
-        mended = f"{problems} problem{'s' * (problems > 1)} to mend before a run can start"
-        print_text(mended if problems else f"A run can start ({notes} note{'s' * (notes != 1)}).")
+        to_fix = f"{problems} problem{'s' * (problems > 1)} to fix before a run can start"
+        print_text(to_fix if problems else f"A run can start ({notes} note{'s' * (notes != 1)}).")
     return int(problems > 0)
 
 
 if __name__ == "__main__":
-    if sys.stdout is None:  # closed by the shell
+    if sys.stdout is None:  # started with stdout closed (>&-)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         status = main()
@@ -101,4 +102,4 @@ if __name__ == "__main__":
     except OSError as error:  # doctor.py | head, or a full disk
         status = 1
         os.write(2, f"the report cannot be written: {error.strerror}\n".encode())
-    os._exit(status)  # the interpreter's own end would wait for a check that hangs
+    os._exit(status)  # a normal exit would wait for the thread of a check that hangs

@@ -1,13 +1,13 @@
-"""A checkpoint of any mesh as a folder that transformers loads.
+"""Export a checkpoint, written on any mesh, to a folder that transformers can load.
 
-python scripts/export.py outputs/finetune/RUN                                  # its newest checkpoint
-python scripts/export.py outputs/finetune/RUN/checkpoints/step_200 --out mine  # that one, into the folder mine
+python scripts/export.py outputs/finetune/RUN                                  # the newest checkpoint of the run
+python scripts/export.py outputs/finetune/RUN/checkpoints/step_200 --out mine  # this checkpoint, to the folder mine
 python scripts/export.py outputs/finetune/RUN --dtype bfloat16 --shard-size 2GB
-python scripts/export.py outputs/finetune/RUN --adapter                        # LoRA alone, in PEFT's own format
+python scripts/export.py outputs/finetune/RUN --adapter                        # only the LoRA adapters, in PEFT format
 
-One process, no GPU. Every bit of the checkpoint is verified first; then the weights go from file to file block by
-block, so that the model is never in memory; adapters are merged into the weights of model.path on the way. The folder
-appears once it is complete. Ends with status 0, or 2 for a mistake or a checkpoint that is damaged.
+Runs in one process without a GPU. The checkpoint is verified first. The weights are then copied block by block, so that
+the model need not fit into memory, and LoRA adapters are merged into the base weights from model.path. The folder
+appears once it is complete. Exit status 0, or 2 for an invalid command line or a damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -37,18 +37,16 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 def read_options(arguments: list[str]) -> Namespace:
-    """Return the options, checked as far as they can be without looking at the checkpoint. Raises ConfigError."""
+    """Parse the options, and validate those that do not depend on the checkpoint. Raises ConfigError."""
     parser = ArgumentParser(
         prog="scripts/export.py", description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
     parser.add_argument("--out", type=Path, help="new folder (default: RUN_DIR/export-step_N)")
-    parser.add_argument(
-        "--adapter", action="store_true", help="write the adapters alone, for PeftModel.from_pretrained"
-    )
-    parser.add_argument("--shard-size", default="4GB", help="largest weight file, such as 500MB (default: 4GB)")
-    parser.add_argument("--dtype", help=f"type to write: {', '.join(DTYPES)} (default: as stored)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
+    parser.add_argument("--adapter", action="store_true", help="write only the adapters, for PeftModel.from_pretrained")
+    parser.add_argument("--shard-size", default="4GB", help="maximum size of a weight file (default: 4GB)")
+    parser.add_argument("--dtype", help=f"dtype to write: {', '.join(DTYPES)} (default: as stored)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's repository")
     options = parser.parse_args(arguments)
     if options.dtype not in (None, *DTYPES):
         raise ConfigError(f"--dtype {options.dtype}: must be one of {', '.join(DTYPES)}")
@@ -60,7 +58,7 @@ def read_options(arguments: list[str]) -> Namespace:
 
 
 def export(options: Namespace) -> Path:
-    """Write the folder and return it. Raises ConfigError."""
+    """Export the checkpoint and return the new folder. Raises ConfigError."""
     import torch
 
     from components import models, observability
@@ -75,8 +73,8 @@ def export(options: Namespace) -> Path:
     tokenizer = models.load_tokenizer(cfg.model)
     model = models.build_on_meta(cfg.model, len(tokenizer))
     models.add_adapters(model, dataclasses.replace(cfg.peft, export=PeftExport.both), exports=options.adapter)
-    held = saved_tensors(model)
-    stored.check({name: each for name, each in held.items() if each.requires_grad or not cfg.peft.adapts})
+    expected = saved_tensors(model)
+    stored.check({name: each for name, each in expected.items() if each.requires_grad or not cfg.peft.adapts})
     state = {"step": stored.manifest.step, **stored.extra.get("state", {})}
     axes = dict(stored.manifest.mesh)
     world = axes.pop("world", 1)
@@ -105,7 +103,7 @@ def export(options: Namespace) -> Path:
 
 
 def _new_folder(folder: Path) -> Path:
-    """Return where to write. Raises ConfigError where something is there already."""
+    """Return the absolute path of the output folder. Raises ConfigError if it exists and is not empty."""
     folder = folder.expanduser().resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--out {folder}: exists and is not an empty folder; choose another one, or remove it")
@@ -113,40 +111,40 @@ def _new_folder(folder: Path) -> Path:
 
 
 def _config_of(run_dir: Path, options: Namespace) -> FinetuneConfig:
-    """Return the config of the run. Raises ConfigError."""
+    """Read the frozen config of the run and validate the options against it. Raises ConfigError."""
     cfg = read_frozen(run_dir / "config.yaml", FinetuneConfig)
     if cfg.model.trust_remote_code and not options.trust_remote_code:
         raise ConfigError(
-            f"{run_dir}: its model runs code of its own ({cfg.model.path}); read that code, then add "
+            f"{run_dir}: the model {cfg.model.path} runs Python code from its repository; read that code, then add "
             "--trust-remote-code"
         )
     if options.adapter and not cfg.peft.adapts:
-        raise ConfigError(f"--adapter: {run_dir} trained every parameter (peft.method=none); leave --adapter out")
-    # Nothing is computed here, so that no kernel of the run's has to be installed.
+        raise ConfigError(f"--adapter: {run_dir} trained all parameters (peft.method=none); leave --adapter out")
+    # The export runs no forward, so the run's attention and float8 kernels need not be installed.
     cfg.model = dataclasses.replace(cfg.model, attention=Attention.eager, float8=Float8.none, float8_emulate=False)
     return cfg
 
 
 def _adapters(model: Any, stored: Any) -> dict[str, Any]:
-    """Return the adapters of a checkpoint, whole."""
+    """Read the adapters of a checkpoint as full tensors, by parameter name."""
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     return {name: stored.read(name, tuple(slice(0, size) for size in each.shape)) for name, each in trained.items()}
 
 
 def _merged(model: Any, cfg: FinetuneConfig, stored: Any) -> Callable[..., Any]:
-    """Return what reads a block of the run's model with the adapters merged into it. Raises ConfigError."""
+    """Return a function that reads a block of the weights with the adapters merged. Raises ConfigError."""
     from components import models
 
     base = models.weight_reader(model, cfg.model, cfg.run.seed)
-    stored.check_frozen({name: each for name, each in model.named_parameters() if not each.requires_grad}, base)
+    stored.check_base_weights({name: each for name, each in model.named_parameters() if not each.requires_grad}, base)
     merge = models.Merge(model)
-    for name, whole in _adapters(model, stored).items():
-        merge.take(name, whole)
+    for name, adapter in _adapters(model, stored).items():
+        merge.take(name, adapter)
     return lambda name, index: merge.reader(name, partial(base, name))(index)
 
 
 def main(arguments: list[str]) -> int:
-    """Export; return the exit status."""
+    """Export the checkpoint, and print the folder and its size; return the exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         folder = export(read_options(arguments))

@@ -1,9 +1,9 @@
-"""Measure the structure of the code, of this checkout or of another: sizes, repeated lines, imports, reflection.
+"""Measure the code of this or another checkout: sizes, repeated lines, imports, reflection.
 
 python scripts/measure_code.py                    # this checkout
 python scripts/measure_code.py ../meshbook-old    # another one, to compare
 
-Statements are counted in the syntax tree, so that formatting and comments make no difference.
+Statements are counted in the syntax tree: formatting, comments and docstrings make no difference.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def recipe_lines(root: Path) -> Iterator[str]:
-    """Lines and own names of each recipe, and the share of lines that two have in common."""
+    """Yield the lines and own names of each recipe, and the fraction of lines that two recipes have in common."""
     recipes = [path for path in sorted((root / "recipes").glob("*.py")) if path.name != "__init__.py"]
     stripped = {}
     for path in recipes:
@@ -49,21 +49,21 @@ def recipe_lines(root: Path) -> Iterator[str]:
         stripped[path.name] = [line.strip() for line in lines if line.strip()]
         names = own_names(ast.parse(path.read_text()))
         listed = ", ".join(sorted(names))
-        yield f"{path.relative_to(root)}: {len(lines)} lines, {len(names)} names of Meshbook's own ({listed})"
+        yield f"{path.relative_to(root)}: {len(lines)} lines, {len(names)} names of Meshbook ({listed})"
     for a, b in combinations(stripped, 2):
         yield f"recipes {a} and {b}: {shared_share(stripped[a], stripped[b]):.0%} of the lines are the same"
 
 
 def shared_share(a: list[str], b: list[str]) -> float:
-    """Return the share of the shorter file's lines that are in both, in the same order."""
+    """Return the fraction of the shorter file's lines that are in both files in the same order."""
     matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
     return sum(block.size for block in matcher.get_matching_blocks()) / max(1, min(len(a), len(b)))
 
 
 def own_names(recipe: ast.Module) -> set[str]:
-    """Return the names of Meshbook that a reader of a recipe meets.
+    """Return the names of Meshbook that a recipe uses.
 
-    They are what it imports, and attributes of that and of `run` and `step`; keys of cfg are not counted.
+    These are its imports from components, and attributes of those and of `run` and `step`; config keys do not count.
     """
     ours: set[str] = set()
     for node in ast.walk(recipe):
@@ -80,7 +80,7 @@ def _root(node: ast.expr) -> str:
 
 
 def size_lines(root: Path, files: dict[Path, ast.Module]) -> Iterator[str]:
-    """Sizes of folders, files and functions."""
+    """Yield the sizes of folders, files and functions, and the number of statements."""
     folders: dict[Path, int] = defaultdict(int)
     for path in files:
         folders[path.parent] += 1
@@ -110,7 +110,7 @@ def size_lines(root: Path, files: dict[Path, ast.Module]) -> Iterator[str]:
 
 
 def statements(tree: ast.Module) -> int:
-    """Return the number of statements, docstrings and other bare texts left out."""
+    """Return the number of statements, without docstrings and other bare constants."""
     return sum(
         isinstance(node, ast.stmt) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         for node in ast.walk(tree)
@@ -118,7 +118,7 @@ def statements(tree: ast.Module) -> int:
 
 
 def code_lines(root: Path, components: dict[Path, ast.Module]) -> Iterator[str]:
-    """Reflection, names with two definitions, and imports within components."""
+    """Yield the uses of reflection, the public names with several definitions, and the imports within components."""
     lines = sum(len((root / path).read_text().splitlines()) for path in components)
     uses = sum(_is_reflection(node) for tree in components.values() for node in ast.walk(tree))
     yield f"components: {uses} uses of {', '.join(sorted(REFLECTION))}: {1000 * uses / lines:.2f} per thousand lines"
@@ -140,7 +140,7 @@ def code_lines(root: Path, components: dict[Path, ast.Module]) -> Iterator[str]:
         others.discard("components.distributed")
     yield (
         f"components/distributed: {sum(map(len, inner.values()))} imports between its {len(inner)} files, "
-        f"{floors(inner)} floors"
+        f"{layers(inner)} layers"
     )
 
 
@@ -151,7 +151,7 @@ def _is_reflection(node: ast.AST) -> bool:
 
 
 def import_edges(files: dict[Path, ast.Module]) -> dict[str, set[str]]:
-    """Return the modules that each module imports, lazily or under TYPE_CHECKING too."""
+    """Return the modules that each module imports, including imports in functions and under TYPE_CHECKING."""
     names = {_module(path): tree for path, tree in files.items()}
     edges: dict[str, set[str]] = {}
     for name, tree in names.items():
@@ -172,12 +172,12 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def floors(edges: dict[str, set[str]]) -> int:
-    """Return the number of modules on the longest chain of imports; a circle counts once."""
+def layers(edges: dict[str, set[str]]) -> int:
+    """Return the number of modules on the longest chain of imports; each module of a cycle counts once."""
 
-    def height(name: str, above: frozenset[str]) -> int:
-        below = [other for other in edges.get(name, ()) if other not in above]
-        return 1 + max((height(other, above | {name}) for other in below), default=0)
+    def height(name: str, importers: frozenset[str]) -> int:
+        imported = [other for other in edges.get(name, ()) if other not in importers]
+        return 1 + max((height(other, importers | {name}) for other in imported), default=0)
 
     return max((height(name, frozenset()) for name in edges), default=0)
 

@@ -1,33 +1,93 @@
-"""What each mesh axis does to the memory of a rank, measured on gloo processes of this machine.
+"""Measure how each mesh axis changes the memory of a rank, on gloo processes of this machine.
 
-python scripts/memory.py                                    # a Llama and a Qwen3-MoE of 100 MB, made from scratch
-python scripts/memory.py model=smollm2_135m --degrees 2     # a model of yours, two ranks of each axis
+python scripts/memory.py                                    # a Llama and a Qwen3-MoE of 100 MB with random weights
+python scripts/memory.py model=smollm2_135m --degrees 2     # any model, two ranks on each axis
 python scripts/memory.py model=tiny --seq 512 --out memory.md
 
-Takes the model options of recipes/finetune.py. Trains two steps in float32 per mesh, in processes that only this
-script starts, and prints a Markdown table per model. Each figure is the largest over the ranks.
+Takes the model options of recipes/finetune.py. For each mesh, it starts the processes, trains two steps in float32 and
+measures the second. It prints a Markdown table per model; each figure is the maximum over the ranks.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any
 
 from components.config.errors import ConfigError
+from components.config.schema.parallelism import ContextAttention, ParallelismConfig, Strategy
 from components.config.shape import read_shape
 from components.protocol.exit_codes import EXIT_INVALID
 from components.protocol.failures import print_problems
 from components.terminal import print_text
 from scripts._memory.options import models_to_measure, read_options
-from scripts._memory.table import shapes_of, table
 
+if TYPE_CHECKING:
+    from scripts._memory.ranks import Usage
+
+MIB = 2**20
 STATE_SEQ, STATE_MICRO_BATCHES = 128, 4
-"""Tokens and rows of a step for every axis but cp, which is measured on rows of --seq tokens, one at a time."""
+"""Tokens per row and rows per step for all axes but cp, which is measured on one row of --seq tokens."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A mesh to measure."""
+
+    name: str
+    parallelism: ParallelismConfig
+    world: int
+    long: bool
+    """Measured on a row of --seq tokens (the cp meshes and their baseline)."""
+
+
+def shapes_of(degrees: list[int], seq: int, experts: bool) -> list[Shape]:
+    """Return the meshes: a single process, then each axis alone with each degree; `ep` only for MoE models."""
+    single = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
+    short: dict[str, dict[str, Any]] = {
+        "dp_shard": {},
+        "tp": {},
+        "tp with sequence_parallel": {"sequence_parallel": True},
+        "pp": {},
+    }
+    if experts:
+        short["ep"] = {}
+    long = {f"cp by {each}": {"cp_attention": each} for each in (ContextAttention.ulysses, ContextAttention.all_gather)}
+    found = []
+    for name, axes, is_long in (("single", short, False), (f"single, rows of {seq}", long, True)):
+        found.append(Shape(name, single, 1, is_long))
+        for axis, options in axes.items():
+            for degree in degrees:
+                degrees_of = {"dp_shard": 1, axis.split()[0]: degree}
+                found.append(Shape(f"{axis} {degree}", ParallelismConfig(**degrees_of, **options), degree, is_long))
+    return found
+
+
+def table(shapes: list[Shape], figures: dict[str, Usage | str]) -> list[str]:
+    """Return the lines of a Markdown table: MiB, and in parentheses the fraction of the single process's figure."""
+    lines = [
+        "| mesh | parameters | gradients | optimizer | saved for the backward | peak of a step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for shape in shapes:
+        usage = figures[shape.name]
+        baseline = figures[next(each.name for each in shapes if each.world == 1 and each.long == shape.long)]
+        if isinstance(usage, str) or isinstance(baseline, str):
+            lines.append(f"| {shape.name} | refused: {usage} | | | | |")
+            continue
+        cells = [
+            f"{value / MIB:.1f}" + (f" ({value / single:.2f})" if shape.world > 1 else "")
+            for value, single in zip(astuple(usage), astuple(baseline), strict=True)
+        ]
+        lines.append(f"| {shape.name} | {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> int:
-    """Compose, measure, print; config errors are reported before torch is imported."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the allocator warns of what was there before it was watched
+    """Compose the configs, measure and print the tables. Config errors are reported before torch is imported."""
+    # The allocator warns about frees of memory that was allocated before profiling started.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         options, overrides = read_options(sys.argv[1:], __doc__)
@@ -39,7 +99,12 @@ def main() -> int:
             shapes = shapes_of(options.degrees, options.seq, bool(read_shape(cfg).experts))
             loads = {True: Load(options.seq), False: Load(STATE_SEQ, STATE_MICRO_BATCHES)}
             figures = measure_all(cfg, {each.name: (each.parallelism, loads[each.long], each.world) for each in shapes})
-            lines += [f"{name}, MiB of the rank that has most (part of one process):", "", *table(shapes, figures), ""]
+            lines += [
+                f"{name}, MiB, maximum over the ranks (fraction of a single process):",
+                "",
+                *table(shapes, figures),
+                "",
+            ]
             print_text("\n".join(lines[-len(shapes) - 5 :]), flush=True)
     except ConfigError as error:
         print_problems(error.problems)

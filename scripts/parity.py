@@ -1,13 +1,13 @@
-"""One loss curve on every mesh, shown on your own model and data: each mesh against one process in plain PyTorch.
+"""Compare training on every mesh with one process in plain PyTorch, for any model and data: losses, norms, gradients.
 
-python scripts/parity.py                                             # the default job on every mesh of 4 processes
+python scripts/parity.py                                             # the default config on every mesh of 4 processes
 python scripts/parity.py model=tiny data=jsonl data.path=mine.jsonl --processes 2
-python scripts/parity.py --meshes fsdp2,fsdp2_tp2,pp2_dp_shard2      # options of conf/parallelism, names of the table
+python scripts/parity.py --meshes fsdp2,fsdp2_tp2,pp2_dp_shard2      # options of conf/parallelism or names in the table
 python scripts/parity.py --meshes fsdp2_tp2 --recompute all          # with every policy of activation checkpointing
 python scripts/parity.py model=tiny --dtype float64 --steps 3 --out outputs/parity/mine
 
-Takes what recipes/finetune.py takes, and trains --steps optimizer steps without dropout. Ends with status 0 where every
-mesh agrees, 1 where one does not, and 2 where nothing could be started.
+Takes the options of recipes/finetune.py, and trains --steps optimizer steps without dropout. Exit status 0: all meshes
+agree; 1: at least one differs; 2: invalid options, or a named mesh cannot run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from scripts._parity.options import compose, plan, read_options
 
 
 def main() -> int:
-    """Compose, plan, compare, report; config errors are reported before torch is imported."""
+    """Compose the config, compare the meshes and write the report. Config errors come before torch is imported."""
     try:
         options, overrides = read_options(sys.argv[1:], __doc__)
         gpus = visible_gpus(environ)
@@ -39,7 +39,7 @@ def main() -> int:
         options.processes = options.processes or (gpus if on_gpus else 4)
         raise_all(device_problems(cfg, options.processes, gpus))
         plans = plan(options, overrides, cfg)
-        cfg = fit_micro_batches(cfg, 1)  # for the reference
+        cfg = fit_micro_batches(cfg, 1)  # the reference runs in one process
     except ConfigError as error:
         print_problems(error.problems)
         return EXIT_INVALID
@@ -53,7 +53,7 @@ def main() -> int:
     try:
         for row in parity.compare(comparison, plans, report.log):
             report.add(row)
-    except ConfigError as error:  # found only once the model or the data was loaded
+    except ConfigError as error:  # some can be detected only after loading the model or the data
         print_problems(error.problems)
         return EXIT_INVALID
     status = report.finish()

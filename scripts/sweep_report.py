@@ -1,12 +1,12 @@
-"""How a sweep stands: its table, printed and written to SWEEP_DIR/report.md, report.csv and report.png.
+"""Report the state of a sweep as a table, printed and written to SWEEP_DIR/report.md, report.csv and report.png.
 
-python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP                      # the table as of now
-python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP --watch              # until every point has ended
-python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP --retry              # every point that is not ok, again
-python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP --retry failed,oom   # those in these states
+python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP                      # the current state
+python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP --watch              # update until every point has ended
+python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP --retry              # run every point that is not ok again
+python scripts/sweep_report.py outputs/sweeps/finetune/SWEEP --retry failed,oom   # only the points in these states
 
-A point that is tried again keeps its run directory: where its run has saved, it continues. Ends with status 0 where
-every point is ok or on its way and the losses of one curve agree, 1 where not, and 2 for a mistake.
+A retried point keeps its run directory and resumes from its last checkpoint. Exit status 0: all points are ok, running
+or submitted, and losses that must be equal agree; 1: otherwise; 2: invalid options.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from components.protocol.failures import print_problems
 
 
 def main(arguments: list[str]) -> int:
-    """Report, watch or retry; return the exit status."""
+    """Report, watch or retry a sweep; return the exit status."""
     parser = ArgumentParser(
         prog="scripts/sweep_report.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
-    parser.add_argument("sweep_dir", type=Path, metavar="SWEEP_DIR", help="folder of the sweep, with its sweep.json")
-    parser.add_argument("--watch", action="store_true", help="show the table until nothing runs or waits any more")
+    parser.add_argument("sweep_dir", type=Path, metavar="SWEEP_DIR", help="sweep directory, which contains sweep.json")
+    parser.add_argument("--watch", action="store_true", help="update the table until no point is running or waiting")
     parser.add_argument(
         "--retry",
         nargs="?",
         const="",
         metavar="STATES",
-        help="run again: states separated by commas, such as failed,oom (default: all but ok, running, submitted)",
+        help="run the points in these states again, such as failed,oom (default: all but ok, running, submitted)",
     )
     options = parser.parse_args(arguments)
     try:

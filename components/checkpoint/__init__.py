@@ -1,20 +1,21 @@
-"""Checkpoints that survive a kill at any moment, resume bit for bit, and move between meshes.
+"""Checkpoints that survive a kill at any moment, resume bit for bit, and can be loaded on another mesh.
 
-save.py       save_checkpoint: written aside, verified, published by one rename; old ones removed
-saver.py      Saver: the saves of a run, at once or in the background
-retention.py  which of them stay, and how the others go
-load.py       find_checkpoint, load_checkpoint, load_model_weights; verify
-reader.py     choose_checkpoint, StoredWeights: the weights alone, block by block in one process, for the export
-manifest.py   which files, which sizes, which hashes: written last, trusted alone
-listing.py    what a run directory holds, told without torch
-tensors.py    model and optimizer as named tensors, through torch.distributed.checkpoint, in safetensors
-base_fingerprint.py  the fingerprint of weights that are not trained, and so not in it
-planners.py   which blocks of them a rank writes and reads
-disk_space.py what a checkpoint takes and what is free, for the message about one that could not be written
-random_state.py, folders.py, checkpoint_error.py
+save.py              save_checkpoint: write to a temporary folder, publish by one rename, apply the retention policy
+saver.py             Saver: the saves of a run, synchronous or in the background
+retention.py         the retention policy, and safe removal
+load.py              find_checkpoint, load_checkpoint, load_model_weights, verify
+reader.py            choose_checkpoint, StoredWeights: the weights in one process, block by block, for the export
+manifest.py          the manifest: files, sizes and hashes; written last
+listing.py           the checkpoints of a run directory, without torch
+tensors.py           model and optimizer state as named tensors, stored as safetensors by torch.distributed.checkpoint
+planners.py          the blocks of each tensor that a rank writes and reads
+base_fingerprint.py  fingerprint of the base weights of a LoRA run, which are not saved
+random_state.py      random number generator states as JSON
+folders.py           names in run_dir/checkpoints
+checkpoint_error.py  CheckpointError, raised on all ranks if one of them fails
 
-Files are safetensors and JSON: nothing is ever unpickled. Names are imported at
-first use: scripts look at checkpoints without torch.
+Files are safetensors and JSON: nothing is ever unpickled. Names are imported at first use, so that scripts can inspect
+checkpoints without torch.
 """
 
 from __future__ import annotations

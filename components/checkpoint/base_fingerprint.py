@@ -1,4 +1,4 @@
-"""What a checkpoint says of the weights that it does not hold: a fingerprint of those that adapters stand beside."""
+"""Fingerprint of the base weights of a LoRA run: a checkpoint stores it in place of those weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from components.checkpoint.tensors import this_rank
 from components.config.errors import ConfigError
 from components.models.lora import adapted_layers
 from components.models.weights.names import saved_tensors
@@ -18,77 +19,76 @@ from components.models.weights.shards import Block, Index, is_first_holder, loca
 from components.models.weights.weight_files import row_blocks
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of a value -> the integers that have the same bits."""
+"""Bytes per element -> integer dtype of that size, to reinterpret the bits."""
 
 
 @torch.no_grad()
-def frozen_fingerprint(model: nn.Module) -> str | None:
-    """Return what identifies the weights of a model beside its adapters, or None where it has none; a collective.
+def base_fingerprint(model: nn.Module) -> str | None:
+    """Return the fingerprint of the base weights of a model with adapters, or None without adapters; a collective.
 
-    The same on every mesh: values are added up as integers, each times a number that its name and its place give, and
-    integers add up to the same in any order. It finds that weights are others, not who wants to deceive.
+    It is a sum of the weights' bits, read as integers and multiplied by a hash of parameter name and position. Integer
+    sums do not depend on the order, so the result is the same on every mesh. It detects a different base model, not
+    deliberate tampering.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
     if not adapted_layers(model):
         return None
     total = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device)
-    for name, parameter in saved_tensors(model).items():  # in shards: after a forward they may be whole, and rounded
+    # saved_tensors returns the sharded parameters: after a forward, FSDP2's may be all-gathered and in low precision.
+    for name, parameter in saved_tensors(model).items():
         if parameter.requires_grad or not isinstance(parameter, nn.Parameter):
             continue
-        if is_first_holder(parameter) if isinstance(parameter, DTensor) else _rank() == 0:
+        if is_first_holder(parameter) if isinstance(parameter, DTensor) else this_rank() == 0:
             for block in local_blocks(parameter, name):
                 total += fingerprint_of_block(name, local_part(parameter)[block.local], block)
     if dist.is_initialized():
         dist.all_reduce(total)
-    return text_of(total)
+    return to_hex(total)
 
 
-def fingerprint_of(tensors: Mapping[str, torch.Tensor], read: Callable[[str, Index], torch.Tensor]) -> str:
-    """Return the fingerprint of parameters that are read block by block; only the shapes of `tensors` count."""
+def fingerprint_by_blocks(tensors: Mapping[str, torch.Tensor], read: Callable[[str, Index], torch.Tensor]) -> str:
+    """Return the fingerprint of parameters that `read` loads block by block; only the shapes of `tensors` are used."""
     total = torch.zeros((), dtype=torch.int64)
     for name, tensor in tensors.items():
         for index in row_blocks(tensor):
             total += fingerprint_of_block(name, read(name, index), Block(index, index))
-    return text_of(total)
+    return to_hex(total)
 
 
 def fingerprint_of_block(name: str, values: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return the part of a fingerprint that a block of the parameter `name` makes, an int64 scalar."""
+    """Return the contribution of one block of the parameter `name` to the fingerprint, an int64 scalar."""
     bits = values.contiguous().view(_BITS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for dim, place in enumerate(block.full):
-        others = [other for other in range(bits.ndim) if other != dim]
-        sums = bits.sum(others, dtype=torch.int64) if others else bits.to(torch.int64)
-        places = torch.arange(place.start, place.stop, device=values.device)
-        total += (sums * _mixed(places + _number(f"{name}/{dim}"))).sum()
+    for dim, span in enumerate(block.full):
+        other_dims = [other for other in range(bits.ndim) if other != dim]
+        sums = bits.sum(other_dims, dtype=torch.int64) if other_dims else bits.to(torch.int64)
+        positions = torch.arange(span.start, span.stop, device=values.device)
+        total += (sums * _mix(positions + _hash_of(f"{name}/{dim}"))).sum()
     return total
 
 
-def text_of(total: torch.Tensor) -> str:
-    """Return the sum of all parts as it is stored."""
+def to_hex(total: torch.Tensor) -> str:
+    """Return the sum over all blocks as the stored text: 16 hex digits."""
     return f"{int(total) % 2**64:016x}"
 
 
-def check_frozen(path: object, stored: str | None, here: str | None) -> None:
-    """Compare the fingerprint in a checkpoint with that of the weights that are here now. Raises ConfigError."""
-    if stored != here:
+def check_base_weights(path: object, stored: str | None, current: str | None) -> None:
+    """Compare the fingerprint in a checkpoint with that of the current base weights. Raises ConfigError."""
+    if stored != current:
         raise ConfigError(
-            f"checkpoint {path}: its adapters were trained beside other weights ({stored}) than model.path, "
-            f"model.config, model.dtype and run.seed give now ({here}); set them back, or begin anew (run.resume=never)"
+            f"checkpoint {path}: its adapters were trained on other base weights (fingerprint {stored}) than the ones "
+            f"from model.path, model.config, model.dtype and run.seed (fingerprint {current}); restore those settings, "
+            "or set run.resume=never to start over"
         )
 
 
-def _mixed(places: torch.Tensor) -> torch.Tensor:
-    """Well-spread odd integers for consecutive ones (the finalizer of splitmix64, without its unsigned shifts)."""
-    places = places * -7046029254386353131
-    places = places ^ (places >> 27)
-    return (places * -7723592293110705685) | 1
+def _mix(positions: torch.Tensor) -> torch.Tensor:
+    """Hash consecutive integers to odd int64 values (the finalizer of splitmix64, without its unsigned shifts)."""
+    positions = positions * -7046029254386353131
+    positions = positions ^ (positions >> 27)
+    return (positions * -7723592293110705685) | 1
 
 
-def _number(text: str) -> int:
+def _hash_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

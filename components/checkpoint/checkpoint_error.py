@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints while a run is running."""
+"""CheckpointError, and the context that raises it on all ranks if one of them fails."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ class CheckpointError(RuntimeError):
 
 
 @contextlib.contextmanager
-def agreed(what: str | Callable[[], str], group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Do something on all ranks; when it failed on any of them, raise CheckpointError on all.
+def fail_together(summary: str | Callable[[], str], group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Run the body on all ranks of `group`; if it raises on any of them, raise CheckpointError on all.
 
-    A CheckpointError from within is one that all ranks have already.
+    A CheckpointError from the body must be one that every rank raises: it is passed on without a collective.
 
     Args:
-        what: The beginning of the sentence, such as "checkpoint PATH could not be read", or a function that returns
-            it, called on all ranks when something has failed.
-        group: The ranks agree through it; None: through that of all processes.
+        summary: Start of the message, such as "checkpoint PATH could not be read", or a function that returns it. The
+            function is called on all ranks, after a failure only, and may use collectives.
+        group: Process group for the exchange of errors; None: the default group.
     """
     problem: Exception | None = None
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{_said(what)}: {error}") from error
-    except Exception as error:  # told below, on every rank
+        raise CheckpointError(f"{_text(summary)}: {error}") from error
+    except Exception as error:  # raised below, on every rank
         problem = error
     mine = None if problem is None else f"{type(problem).__name__}: {problem}"
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(mine, group)) if text is not None]
-    if told:
-        raise CheckpointError(f"{_said(what)}: {'; '.join(told)}") from problem
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(mine, group)) if text is not None]
+    if failures:
+        raise CheckpointError(f"{_text(summary)}: {'; '.join(failures)}") from problem
 
 
-def _said(what: str | Callable[[], str]) -> str:
-    return what if isinstance(what, str) else what()
+def _text(summary: str | Callable[[], str]) -> str:
+    return summary if isinstance(summary, str) else summary()

@@ -1,4 +1,4 @@
-"""Names under `run_dir/checkpoints`."""
+"""Names of the folders and files in `run_dir/checkpoints`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from components.checkpoint.manifest import Manifest, ManifestError
 
 FOLDER = "checkpoints"
 STATE = "state.json"
-FROZEN = "frozen"
-"""In the state: the fingerprint of the weights that are not trained, and not saved."""
+BASE_FINGERPRINT = "frozen"
+"""Key in state.json of the fingerprint of a LoRA run's base weights, which are neither trained nor saved."""
 TEMPORARY = ".tmp-"
+"""Part of the name of a folder that is being written or removed."""
 PUBLISHED = re.compile(r"step_\d+(\.\d+)?")
 """step_40, or step_40.1 for a step that was saved a second time."""
 
 
 def random_file(rank: int) -> str:
-    """Name of the file with a rank's random state."""
+    """Return the name of the file with the random state of `rank`."""
     return f"random-{rank:05}.json"
 
 
 def published(folder: Path) -> list[tuple[Path, Manifest]]:
-    """Return the checkpoints of a folder whose manifest is there and whole."""
+    """Return the checkpoints of a folder that have a valid manifest; the files it lists are not checked."""
     found = []
     for path in candidates(folder):
         try:
@@ -33,12 +34,12 @@ def published(folder: Path) -> list[tuple[Path, Manifest]]:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Return what attempts that were killed left behind, while they wrote or while they removed."""
+    """Return the temporary folders of saves and removals that were killed."""
     return sorted(folder.glob(f"*{TEMPORARY}*"))
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return what has the name of a published checkpoint; what is no folder is reported when its manifest is read."""
+    """Return the paths that are named like a published checkpoint; Manifest.read rejects those that are not one."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if PUBLISHED.fullmatch(path.name))

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run directory are, and what is wrong with them. Imports no torch."""
+"""The checkpoints of a run directory, their problems, and which ones the retention policy keeps. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from components.config.schema.checkpoint import CheckpointConfig
 
 @dataclass(slots=True)
 class Entry:
-    """One folder with the name of a checkpoint."""
+    """A folder that is named like a checkpoint."""
 
     path: Path
     manifest: Manifest | None
-    """None where it is missing or damaged."""
+    """None if it is missing or damaged."""
     problems: list[str]
-    """What is wrong with it; nothing: complete."""
+    """Missing or damaged files; empty if the checkpoint is complete."""
     reasons: list[str]
-    """Why it stays. Nothing: it is not complete, so that nobody removes it, or it may go."""
+    """Why the policy keeps it. Empty: it may be removed, or it is incomplete and so never removed."""
 
 
 def list_checkpoints(run_dir: Path, policy: CheckpointConfig) -> list[Entry]:
-    """Return what has the name of a checkpoint, the oldest first; files are compared by their sizes alone."""
-    entries = [_look(path) for path in candidates(run_dir / FOLDER)]
+    """Return an entry for each checkpoint folder, oldest first; only the sizes of files are checked."""
+    entries = [_entry(path) for path in candidates(run_dir / FOLDER)]
     entries.sort(key=lambda entry: (entry.manifest.serial if entry.manifest else 0, entry.path.name))
-    judge(entries, policy)
+    apply_policy(entries, policy)
     return entries
 
 
-def judge(entries: list[Entry], policy: CheckpointConfig) -> None:
-    """Set `reasons` of each entry: only complete ones are counted."""
+def apply_policy(entries: list[Entry], policy: CheckpointConfig) -> None:
+    """Set `reasons` of each entry; only complete checkpoints count."""
     complete = [(entry, entry.manifest) for entry in entries if entry.manifest and not entry.problems]
     reasons = reasons_to_keep([manifest for _, manifest in complete], policy)
     for entry in entries:
@@ -43,27 +43,27 @@ def judge(entries: list[Entry], policy: CheckpointConfig) -> None:
 
 
 def check_contents(entry: Entry) -> list[str]:
-    """Compare every block of a checkpoint with its hash, and return (and remember) its problems by file name."""
+    """Compare every block of a checkpoint with its hash; store the problems in the entry and return them."""
     if entry.manifest and not entry.problems:
         entry.problems = entry.manifest.check_hashes(entry.path, rank=0, world=1)
     return entry.problems
 
 
 def removable(run_dir: Path, policy: CheckpointConfig) -> tuple[list[Entry], list[Path]]:
-    """Return the complete checkpoints that `policy` does not keep, and what killed attempts left.
+    """Return the complete checkpoints that `policy` does not keep, and the leftovers of killed attempts.
 
-    The newest one that is kept has been verified, block by block: one that is damaged counts for nothing, and the one
-    before it is the newest.
+    The newest checkpoint is verified block by block before the policy is applied. A damaged one is not counted, and the
+    one before it is verified as the newest.
     """
     entries = list_checkpoints(run_dir, policy)
     for entry in reversed(entries):
         if entry.manifest and not check_contents(entry):
             break
-    judge(entries, policy)
+    apply_policy(entries, policy)
     return [e for e in entries if not e.problems and not e.reasons], leftovers(run_dir / FOLDER)
 
 
-def _look(path: Path) -> Entry:
+def _entry(path: Path) -> Entry:
     try:
         manifest = Manifest.read(path)
     except ManifestError as error:

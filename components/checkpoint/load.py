@@ -1,9 +1,10 @@
-"""Find a checkpoint that is whole, and put its state back."""
+"""Choose a complete checkpoint, and restore its state."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import yaml
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from components.checkpoint.base_fingerprint import check_frozen, frozen_fingerprint
-from components.checkpoint.checkpoint_error import agreed
-from components.checkpoint.folders import FOLDER, FROZEN, STATE, candidates, random_file
+from components.checkpoint.base_fingerprint import base_fingerprint, check_base_weights
+from components.checkpoint.checkpoint_error import fail_together
+from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, STATE, candidates, random_file
 from components.checkpoint.manifest import Manifest, ManifestError
 from components.checkpoint.random_state import set_random_state
 from components.checkpoint.save import mesh_of
@@ -23,10 +24,11 @@ from components.checkpoint.tensors import (
     Optimizers,
     Tensors,
     make_optimizer_state,
+    merge_over_ranks,
     model_tensors,
-    over_all_ranks,
     read_shapes,
     read_tensors,
+    this_rank,
 )
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
@@ -37,21 +39,21 @@ logger = logging.getLogger(__name__)
 
 AUTO, NEVER = "auto", "never"
 SHOWN = 8
-"""Names told in an error."""
+"""Names listed in an error."""
 
 
 def find_checkpoint(run_dir: Path | str, resume: str) -> Path | None:
-    """Return the checkpoint to resume from, the same on every rank, with every bit of it verified; or None.
+    """Return the checkpoint to resume from, fully verified and the same on every rank; None to start from scratch.
 
-    Rank 0 chooses, by manifests alone; the ranks share the reading. Call it on all ranks.
+    Rank 0 orders the candidates by their manifests; the ranks share the work of verifying the hashes. A collective.
 
     Args:
-        resume: auto: the newest whole one of `run_dir`; one that is damaged is refused by the name of its file, with a
-            warning, and the one before it is taken. never: None. Else the path of a checkpoint to begin from: what
-            `run_dir` has saved since it did so goes before it, so that a job that is requeued does not begin again.
+        resume: "auto": the newest complete checkpoint of `run_dir`; a damaged one is skipped with a warning that names
+            the file. "never": None. Otherwise the path of a checkpoint to start from; checkpoints that `run_dir` has
+            saved since it started from that path take precedence, so that a requeued job continues.
 
     Raises:
-        ConfigError: `resume` is a path and there is no whole checkpoint.
+        ConfigError: `resume` is the path of something that is not a complete checkpoint.
     """
     if resume == NEVER:
         return None
@@ -64,15 +66,18 @@ def find_checkpoint(run_dir: Path | str, resume: str) -> Path | None:
         return None
     path = Path(resume).expanduser()
     if problems := verify(path):
-        raise ConfigError(f"run.resume={resume}: not a whole checkpoint: {'; '.join(problems)}")
+        raise ConfigError(f"run.resume={resume}: not a complete checkpoint: {'; '.join(problems)}")
     return path
 
 
 def verify(path: Path) -> list[str]:
-    """Return what is wrong with a checkpoint, file by file; the same on every rank, which share the reading."""
+    """Return the missing or damaged files of a checkpoint, the same list on every rank; a collective.
+
+    The ranks share the work: each verifies every world-size-th block of the files.
+    """
     problems: list[str] = []
     body: dict[str, Any] = {}
-    if _rank() == 0:
+    if this_rank() == 0:
         try:
             manifest = Manifest.read(path)
             body, problems = manifest.body(), manifest.check_sizes(path)
@@ -82,25 +87,25 @@ def verify(path: Path) -> list[str]:
     if problems:
         return problems
     world = dist.get_world_size() if dist.is_initialized() else 1
-    mine = Manifest.from_body(body).check_hashes(path, _rank(), world)
+    mine = Manifest.from_body(body).check_hashes(path, this_rank(), world)
     return [problem for part in all_gather_json(mine) for problem in part]
 
 
 def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
-    """Put back the state that `save_checkpoint` wrote, and return its `extra`.
+    """Restore the state that `save_checkpoint` wrote, and return its `extra`; a collective.
 
-    Any mesh can load what any mesh wrote, with pipeline stages or without. Parameters, optimizer state and counters
-    come back bit for bit; the random states too, where the mesh is the one that wrote them (else the ranks keep their
-    own, and it is said). Hyper-parameters are not state: they are those of the optimizer given. Call it on all ranks
-    with a path from `find_checkpoint`, which verifies the contents; here only sizes are compared.
+    A checkpoint can be loaded on any mesh, with or without pipeline stages. Parameters, optimizer state and counters
+    are restored bit for bit. Random states are restored only on the mesh that wrote them; otherwise the ranks keep
+    theirs, and that is logged. Hyperparameters are not restored: those of `optimizer` apply. Only file sizes are
+    checked here: take the path from `find_checkpoint`, which verifies the contents.
 
     Raises:
-        ConfigError: The checkpoint is not of this model: tensors missing, too many, of another shape or type, or
-            adapters of other weights than the model has.
-        CheckpointError: On every rank, when one of them could not read.
+        ConfigError: The checkpoint does not match this model: missing or unexpected tensors, other shapes or dtypes, or
+            adapters that were trained on other base weights.
+        CheckpointError: On every rank, if one of them could not read.
     """
     path = Path(path)
-    with agreed(f"checkpoint {path} could not be read"):
+    with fail_together(f"checkpoint {path} could not be read"):
         fault_point("at_load")
         manifest = Manifest.read(path)
         if problems := manifest.check_sizes(path):
@@ -109,57 +114,60 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizers) -
         stored = read_shapes(path)
     parameters = model_tensors(model)
     _check_model(path, parameters, stored)
-    check_frozen(path, saved.get(FROZEN), frozen_fingerprint(model))
+    check_base_weights(path, saved.get(BASE_FINGERPRINT), base_fingerprint(model))
     tensors = parameters | make_optimizer_state(optimizer, parameters, stored)
-    with agreed(f"checkpoint {path} could not be read"):
+    with fail_together(f"checkpoint {path} could not be read"):
         read_tensors(path, tensors)
         mesh = mesh_of(parameters)
         if manifest.mesh == mesh:
-            set_random_state(json.loads((path / random_file(_rank())).read_text()))
-        elif _rank() == 0:
-            logger.info("random states are not resumed: %s wrote them, this is %s", manifest.mesh, mesh)
+            set_random_state(json.loads((path / random_file(this_rank())).read_text()))
+        elif this_rank() == 0:
+            logger.info(
+                "random states are not restored: they were saved on the mesh %s, this run has %s", manifest.mesh, mesh
+            )
     return saved["extra"]
 
 
 def load_model_weights(path: Path | str, model: nn.Module) -> None:
-    """Set parameters and buffers to those of a checkpoint, every bit verified; for evaluation. Call it on all ranks.
+    """Verify a checkpoint and load its parameters and buffers into `model`, for evaluation; a collective.
 
-    A model with adapters has its own weights already: the checkpoint holds the adapters.
+    For a model with adapters, the checkpoint holds the adapters only; the base weights must be loaded already.
 
     Raises:
-        ConfigError: Not a whole checkpoint, or one of another model, or of adapters of another one.
-        CheckpointError: On every rank, when one of them could not read.
+        ConfigError: Not a complete checkpoint, or one of another model, or its adapters were trained on other base
+            weights.
+        CheckpointError: On every rank, if one of them could not read.
     """
     path = Path(path).expanduser()
     if problems := verify(path):
-        raise ConfigError(f"{path}: not a whole checkpoint: {'; '.join(problems)}")
+        raise ConfigError(f"{path}: not a complete checkpoint: {'; '.join(problems)}")
     parameters = model_tensors(model)
-    with agreed(f"checkpoint {path} could not be read"):
+    with fail_together(f"checkpoint {path} could not be read"):
         stored = read_shapes(path)
-        frozen = json.loads((path / STATE).read_text()).get(FROZEN)
+        fingerprint = json.loads((path / STATE).read_text()).get(BASE_FINGERPRINT)
     _check_model(path, parameters, stored)
-    check_frozen(path, frozen, frozen_fingerprint(model))
-    with agreed(f"checkpoint {path} could not be read"):
+    check_base_weights(path, fingerprint, base_fingerprint(model))
+    with fail_together(f"checkpoint {path} could not be read"):
         read_tensors(path, parameters)
 
 
 def _newest_first(folder: Path, resume: str) -> list[Path]:
-    """Rank 0's choice; folders without a readable manifest are told and left out."""
-    if _rank() != 0:
+    """Return rank 0's candidates for resuming, newest first; warn about those without a valid manifest."""
+    if this_rank() != 0:
         return []
-    whole: list[tuple[int, Path]] = []
+    usable: list[tuple[int, Path]] = []
     for path in candidates(folder):
         try:
             serial = Manifest.read(path).serial
-            if resume == AUTO or _same_place(_began_from(path), resume):
-                whole.append((serial, path))
+            if resume == AUTO or _same_path(_began_from(path), resume):
+                usable.append((serial, path))
         except ManifestError as error:
             _warn(path, [str(error)])
-    return [path for _, path in sorted(whole, reverse=True)]
+    return [path for _, path in sorted(usable, reverse=True)]
 
 
 def _began_from(path: Path) -> str | None:
-    """What run.resume was for the run that saved a checkpoint; None where that is not known."""
+    """Return the run.resume of the run that saved a checkpoint; None if its state does not contain it."""
     try:
         config = json.loads((path / STATE).read_text())["config"]
         return load_yaml(config or "")["run"]["resume"]
@@ -167,42 +175,46 @@ def _began_from(path: Path) -> str | None:
         return None
 
 
-def _same_place(begun: str | None, resume: str) -> bool:
-    """Whether both name one folder, however each is written: with a slash at its end, from here or from the root."""
-    if begun in (None, AUTO, NEVER):
+def _same_path(earlier: str | None, resume: str) -> bool:
+    """Compare two values of run.resume as resolved paths; "auto" and "never" are not paths."""
+    if earlier in (None, AUTO, NEVER):
         return False
-    return Path(str(begun)).expanduser().resolve() == Path(resume).expanduser().resolve()
+    return Path(str(earlier)).expanduser().resolve() == Path(resume).expanduser().resolve()
 
 
-def _check_model(path: Path, mine: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:
-    """Compare what is stored with the tensors of all ranks together, so that all come to the same end."""
-    tensors = over_all_ranks({name: (list(tensor.shape) or [1], str(tensor.dtype)) for name, tensor in mine.items()})
-    held = {name: described for name, described in stored.items() if name.startswith(MODEL)}
-    problems = []
-    for what, names in (
-        ("lacks tensors of this model", [name for name in tensors if name not in held]),
-        ("holds tensors that this model does not have", [name for name in held if name not in tensors]),
-    ):
-        if names:
-            listed = ", ".join(name.removeprefix(MODEL) for name in names[:SHOWN])
-            problems.append(f"checkpoint {path} {what}: {listed}{', ...' if len(names) > SHOWN else ''}")
-    for name in held.keys() & tensors.keys():
-        there = (tuple(held[name].size), str(held[name].properties.dtype))
+def compare_names(path: Path, expected: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Return an error if the checkpoint lacks tensors of the model, and one if it holds unexpected ones."""
+    differences = {
+        "lacks tensors of this model": [name for name in expected if name not in saved],
+        "holds tensors that this model does not have": [name for name in saved if name not in expected],
+    }
+    return [
+        f"checkpoint {path} {problem}: {', '.join(name.removeprefix(MODEL) for name in names[:SHOWN])}"
+        f"{', ...' if len(names) > SHOWN else ''}"
+        for problem, names in differences.items()
+        if names
+    ]
+
+
+def _check_model(path: Path, local: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:
+    """Compare the stored names, shapes and dtypes with the tensors of all ranks; every rank raises the same error."""
+    tensors = merge_over_ranks({name: (list(tensor.shape) or [1], str(tensor.dtype)) for name, tensor in local.items()})
+    saved = {name: described for name, described in stored.items() if name.startswith(MODEL)}
+    problems = compare_names(path, tensors, saved)
+    for name in saved.keys() & tensors.keys():
+        saved_as = (tuple(saved[name].size), str(saved[name].properties.dtype))
         shape, dtype = tensors[name]
-        here = (tuple(shape), dtype)
-        if there != here:
+        expected = (tuple(shape), dtype)
+        if saved_as != expected:
             problems.append(
-                f"checkpoint {path}: {name.removeprefix(MODEL)} is {there[0]} {there[1]} there and {here[0]} "
-                f"{here[1]} in this model (model.path, model.config, model.dtype)"
+                f"checkpoint {path}: {name.removeprefix(MODEL)} is {saved_as[0]} {saved_as[1]} in the checkpoint and "
+                f"{expected[0]} {expected[1]} in this model; set model.path, model.config and model.dtype as in the "
+                "run that saved it"
             )
     if problems:
         raise ConfigError(sorted(problems)[:SHOWN])
 
 
 def _warn(path: Path, problems: list[str]) -> None:
-    if _rank() == 0:
-        logger.warning("checkpoint %s is not used: %s", path, "; ".join(problems))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    if this_rank() == 0:
+        logger.warning("checkpoint %s is skipped: %s", path, "; ".join(problems))

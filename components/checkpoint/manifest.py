@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files it consists of, down to their bits. Written last, trusted alone."""
+"""The manifest of a checkpoint: its files with sizes and hashes. It is written last, once all files are on disk."""
 
 from __future__ import annotations
 
@@ -17,74 +17,76 @@ from components.protocol.run_files import read_regular
 MANIFEST = "manifest.json"
 FORMAT = 2
 BLOCK_BYTES = 64 * 1024**2
-"""Bytes per hash: the unit in which ranks share the work of verifying."""
+"""Bytes per hash, and the unit in which ranks share the work of verifying."""
 READ_BYTES = 1024**2
-"""Read at once to verify."""
+"""Bytes per read while verifying."""
 
 
 class ManifestError(ValueError):
-    """A folder whose manifest is missing or damaged: not a complete checkpoint."""
+    """A missing or damaged manifest: the folder is not a complete checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file of a checkpoint."""
+    """Size and hashes of one file."""
 
     bytes: int
     xxh3: list[str]
-    """One hash of 128 bits per block of 64 MiB. It finds what happened to a file, not who wants to deceive; whoever can
-    write the file can write the manifest too, so that a cryptographic hash would promise no more, and cost half a save.
+    """A 128-bit xxh3 hash per block of 64 MiB. It detects corruption, not tampering: whoever can change a file can
+    change the manifest too. A cryptographic hash would add no protection and take half the time of a save.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint consists of, and where it comes from."""
+    """Contents and origin of a checkpoint."""
 
     step: int
     serial: int
-    """Checkpoints of a run in the order of their publication; the highest is the newest."""
+    """Position of the checkpoint in the run's order of publication; the highest is the newest."""
     mesh: dict[str, int]
-    """Axes of the device mesh that wrote it, and the number of processes as `world`."""
+    """Size of each axis of the device mesh that wrote it, and the number of processes as `world`."""
     versions: dict[str, str]
+    """Versions of python and torch."""
     files: dict[str, FileRecord]
+    """Every file but the manifest, by name."""
     saved: str = ""
-    """When, in UTC."""
+    """UTC time of the save, in ISO 8601."""
     eval_loss: float | None = None
-    """Evaluation loss of this very step; None where it was not evaluated."""
+    """Held-out loss at this step; None if this step was not evaluated."""
     ephemeral: bool = False
-    """Saved because time had passed: not needed once there is a newer one."""
+    """Saved by checkpoint.every_minutes: removed once a newer checkpoint is complete."""
 
     @property
     def bytes(self) -> int:
-        """Size of all files but the manifest."""
+        """Total size of the files, without the manifest."""
         return sum(record.bytes for record in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write it to `folder`, durably."""
+        """Write the manifest to `folder` and fsync it."""
         body = {"format": FORMAT, **self.body()}
         write_json(folder / MANIFEST, {"sha256": _digest(body), "body": body})
 
     def body(self) -> dict[str, Any]:
-        """Return it as JSON values, of which `from_body` makes an equal one."""
+        """Return the fields as JSON values; `from_body` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_body(cls, body: dict[str, Any]) -> Manifest:
-        """Return the manifest with these values. Raises KeyError or TypeError where they are not a manifest's."""
+        """Return the manifest with these fields. Raises KeyError or TypeError for missing or unknown fields."""
         files = {name: FileRecord(**record) for name, record in body["files"].items()}
         return cls(**{**body, "files": files})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read that of `folder`. Raises ManifestError."""
+        """Read and validate the manifest of `folder`. Raises ManifestError."""
         try:
             written = json.loads(read_regular(folder / MANIFEST))
             body = written["body"]
             if written["sha256"] != _digest(body):
                 raise ManifestError(f"{MANIFEST} does not match its own hash")
             if body.pop("format") != FORMAT:
-                raise ManifestError(f"{MANIFEST} has a format that this version does not know")
+                raise ManifestError(f"{MANIFEST} has a format that this version of Meshbook cannot read")
             manifest = cls.from_body(body)
         except FileNotFoundError as error:
             missing = f"{MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
@@ -94,11 +96,11 @@ class Manifest:
                 raise
             raise ManifestError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
         if any(Path(name).name != name for name in manifest.files):
-            raise ManifestError(f"{MANIFEST} names files outside the folder")
+            raise ManifestError(f"{MANIFEST} lists files outside the folder")
         return manifest
 
     def check_sizes(self, folder: Path) -> list[str]:
-        """Return what is wrong with the files of `folder` without reading them, file by file."""
+        """Return a line for each file of `folder` that is missing, unlisted or of another size; nothing is read."""
         problems = []
         for name, record in self.files.items():
             path = folder / name
@@ -106,16 +108,16 @@ class Manifest:
                 problems.append(f"{name} is missing")
             elif path.stat().st_size != record.bytes:
                 problems.append(f"{name} has {path.stat().st_size} bytes instead of {record.bytes}")
-        known = {MANIFEST, *self.files}
-        strangers = sorted(
+        listed = {MANIFEST, *self.files}
+        unlisted = sorted(
             path.name
             for path in folder.iterdir()
-            if path.suffix in (".safetensors", ".json") and path.name not in known
+            if path.suffix in (".safetensors", ".json") and path.name not in listed
         )
-        return problems + [f"{name} does not belong to it" for name in strangers]
+        return problems + [f"{name} is not listed in {MANIFEST}" for name in unlisted]
 
     def check_hashes(self, folder: Path, rank: int, world: int) -> list[str]:
-        """Return which files of `folder` have other contents, looking at every `world`-th block from `rank` on."""
+        """Return the damaged files of `folder`; verify every `world`-th block, starting at block `rank`."""
         blocks = [
             (name, index, digest) for name, record in self.files.items() for index, digest in enumerate(record.xxh3)
         ]
@@ -134,50 +136,51 @@ class Manifest:
 
 
 class HashedFile(io.BufferedWriter):
-    """A new file that is hashed on its way to the disk, and recorded when it is closed.
+    """New file that hashes the data as it is written, and adds its record to `records` when it is closed.
 
-    What is recorded is what was meant to be written, not what can be read back right after (from the same memory: the
-    page cache answers). So a write that went wrong anywhere below is found by whoever verifies, and costs no reading.
+    The hashes are those of the intended data, so that a later verification detects a write that went wrong on its way
+    to the disk. Reading the file back right after the write would only return the page cache.
     """
 
     def __init__(self, path: Path, records: dict[str, FileRecord]) -> None:
-        super().__init__(io.FileIO(path, "xb"))  # x: never through a link that somebody planted
+        super().__init__(io.FileIO(path, "xb"))  # x: fails if the path exists, so no planted symlink is followed
         self._records, self._file_name = records, path.name
         self._size = 0
         self._hashes: list[xxhash.xxh3_128] = []
 
     def write(self, data: Any) -> int:
-        """Write bytes, like any file."""
+        """Write and hash bytes; return their number."""
         view = memoryview(data).cast("B")
         count = super().write(view)
         self._hash(view)
         return count
 
     def fileno(self) -> int:
-        """Return the descriptor; what was written is with the system by then, not in Python's buffer.
+        """Flush Python's buffer and return the file descriptor.
 
-        torch asks for it to fsync and does not flush before: of a file shorter than the buffer nothing was there yet.
+        torch calls os.fsync(file.fileno()) without flushing first: a file shorter than the buffer would be synced
+        empty.
         """
         self.flush()
         return super().fileno()
 
-    def _hash(self, left: memoryview) -> None:
-        while left:
+    def _hash(self, data: memoryview) -> None:
+        while data:
             if self._size % BLOCK_BYTES == 0:
                 self._hashes.append(xxhash.xxh3_128())
-            part = left[: BLOCK_BYTES - self._size % BLOCK_BYTES]
-            self._hashes[-1].update(part)
-            self._size += len(part)
-            left = left[len(part) :]
+            chunk = data[: BLOCK_BYTES - self._size % BLOCK_BYTES]
+            self._hashes[-1].update(chunk)
+            self._size += len(chunk)
+            data = data[len(chunk) :]
 
     def close(self) -> None:
-        """Close and record it."""
+        """Close the file and add its record."""
         super().close()
         self._records[self._file_name] = FileRecord(self._size, [each.hexdigest() for each in self._hashes])
 
 
 def write_json(path: Path, value: Any) -> dict[str, FileRecord]:
-    """Write a file of JSON, wait until it is on disk, and return its record by its name."""
+    """Write a JSON file, fsync it, and return its record by file name."""
     records: dict[str, FileRecord] = {}
     with HashedFile(path, records) as file:
         file.write(json.dumps(value).encode())
@@ -186,7 +189,7 @@ def write_json(path: Path, value: Any) -> dict[str, FileRecord]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on disk."""
+    """fsync a folder, so that new names in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -195,11 +198,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def _hash_of(file: BinaryIO, count: int) -> str:
-    """Hash the next `count` bytes, or what is left, without holding them all."""
+    """Hash the next `count` bytes, or fewer at the end of the file, READ_BYTES at a time."""
     digest = xxhash.xxh3_128()
-    while count and (part := file.read(min(count, READ_BYTES))):
-        digest.update(part)
-        count -= len(part)
+    while count and (chunk := file.read(min(count, READ_BYTES))):
+        digest.update(chunk)
+        count -= len(chunk)
     return digest.hexdigest()
 
 

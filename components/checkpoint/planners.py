@@ -1,7 +1,7 @@
-"""Which blocks of which tensors a rank writes and reads, for torch.distributed.checkpoint.
+"""The blocks of each tensor that a rank writes and reads, as planners for torch.distributed.checkpoint.
 
-Its own planners know one block per rank. That is wrong for fused projections under tensor parallelism, of which a rank
-holds several, and for FSDP over a tensor-parallel shard of uneven size, whose offsets they get wrong.
+torch's default planners assume one block per rank. That fails for fused projections under tensor parallelism, where a
+rank holds several blocks, and for FSDP over an uneven tensor-parallel shard, where they compute wrong offsets.
 """
 
 from __future__ import annotations
@@ -36,98 +36,109 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What this rank holds of a tensor: the shape of the whole, and blocks as views with their offsets in it."""
+class LocalShard:
+    """This rank's blocks of a tensor."""
 
     shape: torch.Size
+    """Global shape."""
     chunks: list[ChunkStorageMetadata]
+    """Offset in the global tensor and size of each block."""
     values: list[torch.Tensor]
+    """Each block, as a view of the local tensor."""
 
 
-def held_of(tensors: Tensors) -> dict[str, Held]:
-    """Return this rank's blocks of each tensor. Raises NotImplementedError for layouts that are no blocks."""
-    held = {}
+def local_shards(tensors: Tensors) -> dict[str, LocalShard]:
+    """Return this rank's blocks of each tensor. Raises NotImplementedError for layouts that are not block-wise."""
+    shards = {}
     for name, tensor in tensors.items():
-        # Blocks have offsets, and a scalar has none: it is stored as one value in one dim.
+        # A scalar has no offsets; it is stored with shape (1,).
         tensor = tensor.detach().view(1) if tensor.ndim == 0 else tensor.detach()
         local, blocks = local_part(tensor), local_blocks(tensor, name)
         offsets = [torch.Size(each.start for each in block.full) for block in blocks]
         values = [local[block.local] for block in blocks]
         chunks = [ChunkStorageMetadata(start, each.size()) for start, each in zip(offsets, values, strict=True)]
-        held[name] = Held(tensor.size(), chunks, values)
-    return held
+        shards[name] = LocalShard(tensor.size(), chunks, values)
+    return shards
 
 
 class SaveBlocks(dcp.DefaultSavePlanner):
-    """Writes the blocks of `held`; of a block that several ranks hold, one writes it."""
+    """Save planner for a rank's blocks; a block that several ranks hold is written by one of them."""
 
-    def __init__(self, held: dict[str, Held]) -> None:
+    def __init__(self, shards: dict[str, LocalShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._held = held
+        self._shards = shards
 
     def create_local_plan(self) -> SavePlan:
-        """Return an item for each block."""
+        """Return a plan with one write item per block."""
         self.plan = SavePlan(
             [
                 WriteItem(
                     MetadataIndex(name, chunk.offsets),
                     WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(values), held.shape),
+                    tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(values), shard.shape),
                 )
-                for name, held in self._held.items()
-                for chunk, values in zip(held.chunks, held.values, strict=True)
+                for name, shard in self._shards.items()
+                for chunk, values in zip(shard.chunks, shard.values, strict=True)
             ]
         )
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """Return the values of a block."""
-        held = self._held[write_item.index.fqn]
-        place = next(i for i, chunk in enumerate(held.chunks) if chunk.offsets == write_item.index.offset)
-        return held.values[place].contiguous()
+        shard = self._shards[write_item.index.fqn]
+        number = next(i for i, chunk in enumerate(shard.chunks) if chunk.offsets == write_item.index.offset)
+        return shard.values[number].contiguous()
 
 
 class LoadBlocks(dcp.DefaultLoadPlanner):
-    """Fills the blocks of `held` in place from whatever blocks were written."""
+    """Load planner that fills a rank's blocks in place from the stored blocks that overlap them."""
 
-    def __init__(self, held: dict[str, Held]) -> None:
+    def __init__(self, shards: dict[str, LocalShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._held = held
+        self._shards = shards
 
     def create_local_plan(self) -> LoadPlan:
-        """Return an item for each pair of a block here and one there that have values in common."""
+        """Return a plan with one read item per overlap of a local and a stored block."""
         stored = self.metadata.state_dict_metadata if self.metadata is not None else {}
         items: list[ReadItem] = []
-        for name, held in self._held.items():
+        for name, shard in self._shards.items():
             described = stored[name]
             if isinstance(described, TensorStorageMetadata):
-                items += create_read_items_for_chunk_list(name, described, held.chunks)
+                items += create_read_items_for_chunk_list(name, described, shard.chunks)
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the values to be filled, as a view."""
-        values = self._held[read_item.dest_index.fqn].values[read_item.dest_index.index or 0]
+        """Return the destination of a read item, as a view of the local tensor."""
+        values = self._shards[read_item.dest_index.fqn].values[read_item.dest_index.index or 0]
         starts = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         return values[tuple(slice(start, start + length) for start, length in starts)]
 
 
 class BlockWriter(dcp.HuggingFaceStorageWriter):
-    """Writes a rank's blocks to safetensors files; `records` says then which ones, as they were meant to be."""
+    """Storage writer for a rank's blocks: safetensors files, hashed as they are written.
+
+    `files` maps each tensor name to the number of its file, starting at 1.
+    """
 
     def __init__(self, folder: Path, files: dict[str, int]) -> None:
         super().__init__(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+        # The base class opens every file through `fs`.
         self.fs = self._files = _HashingFileSystem()
         self._count = max(files.values(), default=1)
 
     @property
     def records(self) -> dict[str, FileRecord]:
-        """The files written by this rank."""
+        """Sizes and hashes of the files written by this rank, by name."""
         return self._files.records
 
     def _split_by_storage_plan(
         self, storage_plan: dict[str, int] | None, items: list[WriteItem]
     ) -> dict[int, list[WriteItem]]:
-        """A file holds one block of a name; further ones go to files of their own, numbered behind the others."""
+        """Map file numbers to write items.
+
+        Overrides a private method of torch: a safetensors file stores one entry per name, so further blocks of a tensor
+        go to additional files, numbered after the regular ones.
+        """
         seen: dict[str, int] = {}
         files: dict[int, list[WriteItem]] = {}
         for item in items:
@@ -140,11 +151,11 @@ class BlockWriter(dcp.HuggingFaceStorageWriter):
 
 
 class _HashingFileSystem(FileSystem):
-    """torch's, with files that are hashed on their way."""
+    """torch's FileSystem with files that are hashed as they are written."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
 
     def create_stream(self, path: Any, mode: str) -> Any:
-        """Return a context manager that opens a file; on leaving it the file is recorded."""
+        """Return a new file, whose record is added to `records` when it is closed."""
         return HashedFile(Path(path), self.records)

@@ -1,4 +1,4 @@
-"""A checkpoint's weights, whichever mesh wrote them, read block by block in one process that never holds them all."""
+"""The weights of a checkpoint, read block by block in one process; any mesh may have written them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from components.checkpoint.base_fingerprint import check_frozen, fingerprint_of
-from components.checkpoint.folders import FOLDER, FROZEN, PUBLISHED, STATE, TEMPORARY, candidates
-from components.checkpoint.load import SHOWN, verify
+from components.checkpoint.base_fingerprint import check_base_weights, fingerprint_by_blocks
+from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, PUBLISHED, STATE, TEMPORARY, candidates
+from components.checkpoint.load import SHOWN, compare_names, verify
 from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
 from components.checkpoint.tensors import MODEL
 from components.config.errors import ConfigError
-
-Index = tuple[slice, ...]
+from components.models.weights.shards import Index
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A block of a tensor that one rank wrote."""
+class _StoredBlock:
+    """A block of a tensor: its file, and its offset and size in each dim of the global tensor."""
 
     file: str
     offsets: tuple[int, ...]
@@ -34,118 +33,125 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _StoredTensor:
+    """Global shape, dtype and blocks of a tensor."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[_Piece]
+    blocks: list[_StoredBlock]
 
 
 def choose_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that `path` is, or the newest one of the run directory that it is.
+    """Return `path` if it is a checkpoint, or the newest checkpoint if it is a run directory.
 
     Raises:
-        ConfigError: There is none, or one of the run directory's cannot be read: which is the newest is not known.
+        ConfigError: There is no checkpoint, or one of the run directory has no valid manifest: it might be the newest.
     """
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a run directory, or a checkpoint: RUN_DIR/checkpoints/step_N")
     if TEMPORARY in path.name:
-        raise ConfigError(f"{path}: a save that did not come to its end; give a complete checkpoint")
+        raise ConfigError(f"{path}: an unfinished save; give a complete checkpoint: RUN_DIR/checkpoints/step_N")
     if (path / MANIFEST).exists() or PUBLISHED.fullmatch(path.name):
         return path
     if not (path / FOLDER).is_dir():
-        raise ConfigError(f"{path}: neither a checkpoint ({MANIFEST}) nor a run directory ({FOLDER}/)")
+        raise ConfigError(
+            f"{path}: neither a checkpoint (it has no {MANIFEST}) nor a run directory (it has no {FOLDER}/); give one "
+            "of them"
+        )
     serials: dict[Path, int] = {}
     problems = []
     for candidate in candidates(path / FOLDER):
         try:
             serials[candidate] = Manifest.read(candidate).serial
         except ManifestError as error:
-            problems.append(f"{candidate}: not a whole checkpoint: {error}; give the path of another one")
+            problems.append(f"{candidate}: not a complete checkpoint: {error}; give the path of another one")
     if problems:
         raise ConfigError(problems)
     if not serials:
-        raise ConfigError(f"{path}: no complete checkpoint in {FOLDER}/")
+        raise ConfigError(f"{path}: no complete checkpoint in {FOLDER}/; give a run directory that has one")
     return max(serials, key=lambda candidate: serials[candidate])
 
 
 class StoredWeights:
-    """Parameters and buffers of a checkpoint under the model's names."""
+    """Parameters and buffers of a checkpoint, by their names in the model."""
 
     def __init__(self, path: Path) -> None:
-        """Verify every bit of the checkpoint, and read the heads of its files. Raises ConfigError naming files."""
+        """Verify every file of the checkpoint and read the safetensors headers. Raises ConfigError."""
         if problems := verify(path):
-            raise ConfigError(f"{path}: not a whole checkpoint: {'; '.join(problems)}")
+            raise ConfigError(f"{path}: not a complete checkpoint: {'; '.join(problems)}")
         self.manifest = Manifest.read(path)
         state = json.loads((path / STATE).read_text())
         self.extra: dict[str, Any] = state["extra"]
-        self._frozen: str | None = state.get(FROZEN)
+        self._base_fingerprint: str | None = state.get(BASE_FINGERPRINT)
         self._path = path
-        self._tensors = _read_heads(path)
+        self._tensors = _read_headers(path)
 
     def check(self, expected: Mapping[str, torch.Tensor]) -> None:
-        """Compare with the tensors that a model has, by names and shapes. Raises ConfigError."""
-        held = self._tensors
-        problems = [
-            f"checkpoint {self._path} {what}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
-            for what, names in (
-                ("lacks tensors of this model", [name for name in expected if name not in held]),
-                ("holds tensors that this model does not have", [name for name in held if name not in expected]),
-            )
-            if names
-        ]
-        for name in held.keys() & expected.keys():
-            there, here = held[name].shape, tuple(expected[name].shape) or (1,)
-            stored = sum(math.prod(piece.sizes) for piece in held[name].pieces)
-            if there != here:
-                problems.append(f"checkpoint {self._path}: {name} is {there} there and {here} in this model")
-            elif stored != math.prod(here):
-                problems.append(f"checkpoint {self._path}: {name} has {stored} of its {math.prod(here)} values")
+        """Compare the stored names and shapes with the tensors of a model. Raises ConfigError."""
+        saved = self._tensors
+        problems = compare_names(self._path, expected, saved)
+        for name in saved.keys() & expected.keys():
+            saved_shape, shape = saved[name].shape, tuple(expected[name].shape) or (1,)
+            stored = sum(math.prod(block.sizes) for block in saved[name].blocks)
+            if saved_shape != shape:
+                problems.append(
+                    f"checkpoint {self._path}: {name} is {saved_shape} in the checkpoint and {shape} in this model"
+                )
+            elif stored != math.prod(shape):
+                problems.append(f"checkpoint {self._path}: {name} has {stored} of its {math.prod(shape)} values")
         if problems:
             raise ConfigError(sorted(problems)[:SHOWN])
 
-    def check_frozen(self, frozen: Mapping[str, torch.Tensor], read: Callable[[str, Index], torch.Tensor]) -> None:
-        """Compare the parameters that it was trained beside with what `read` reads of them now. Raises ConfigError."""
-        check_frozen(self._path, self._frozen, fingerprint_of(frozen, read))
+    def check_base_weights(self, base: Mapping[str, torch.Tensor], read: Callable[[str, Index], torch.Tensor]) -> None:
+        """Compare the stored fingerprint with that of the base weights that `read` loads. Raises ConfigError.
+
+        Args:
+            base: The base parameters; only names and shapes are used.
+        """
+        check_base_weights(self._path, self._base_fingerprint, fingerprint_by_blocks(base, read))
 
     def read(self, name: str, index: Index) -> torch.Tensor:
-        """Return a block of a tensor, as stored; only its bytes are read. Raises OSError."""
+        """Return the block `index` of a tensor in the stored dtype; nothing else is read. Raises OSError."""
 
         tensor = self._tensors[name]
-        wanted = index or (slice(0, 1),)  # a scalar is stored as one value in one dim
-        block = torch.empty([each.stop - each.start for each in wanted], dtype=tensor.dtype)
-        for piece in tensor.pieces:
-            common = [
+        wanted = index or (slice(0, 1),)  # a scalar is stored with shape (1,)
+        values = torch.empty([each.stop - each.start for each in wanted], dtype=tensor.dtype)
+        for block in tensor.blocks:
+            overlap = [
                 (max(each.start, offset), min(each.stop, offset + size))
-                for each, offset, size in zip(wanted, piece.offsets, piece.sizes, strict=True)
+                for each, offset, size in zip(wanted, block.offsets, block.sizes, strict=True)
             ]
-            if any(start >= stop for start, stop in common):
+            if any(start >= stop for start, stop in overlap):
                 continue
-            there = tuple(
+            source = tuple(
                 slice(start - offset, stop - offset)
-                for (start, stop), offset in zip(common, piece.offsets, strict=True)
+                for (start, stop), offset in zip(overlap, block.offsets, strict=True)
             )
-            here = tuple(
-                slice(start - each.start, stop - each.start) for (start, stop), each in zip(common, wanted, strict=True)
+            target = tuple(
+                slice(start - each.start, stop - each.start)
+                for (start, stop), each in zip(overlap, wanted, strict=True)
             )
-            # Opened anew for each block: as long as a file is mapped, every page read counts as memory.
+            # Open the file again for each block: while it is mapped, all pages read so far count as resident memory.
             try:
-                with safe_open(piece.file, framework="pt") as file:
-                    block[here] = file.get_slice(MODEL + name)[there]
+                with safe_open(block.file, framework="pt") as file:
+                    values[target] = file.get_slice(MODEL + name)[source]
             except (OSError, SafetensorError) as error:
-                raise OSError(f"{piece.file}: cannot be read any more ({error})") from error
-        return block if index else block[0]
+                raise OSError(f"{block.file}: can no longer be read ({error})") from error
+        return values if index else values[0]
 
 
-def _read_heads(path: Path) -> dict[str, _Tensor]:
+def _read_headers(path: Path) -> dict[str, _StoredTensor]:
     metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata()
     files: dict[MetadataIndex, Any] = metadata.storage_data
     tensors = {}
     for stored, described in metadata.state_dict_metadata.items():
         if not stored.startswith(MODEL) or not isinstance(described, TensorStorageMetadata):
             continue
-        pieces = [
-            _Piece(files[MetadataIndex(stored, chunk.offsets)].relative_path, tuple(chunk.offsets), tuple(chunk.sizes))
+        blocks = [
+            _StoredBlock(
+                files[MetadataIndex(stored, chunk.offsets)].relative_path, tuple(chunk.offsets), tuple(chunk.sizes)
+            )
             for chunk in described.chunks
         ]
-        tensors[stored.removeprefix(MODEL)] = _Tensor(tuple(described.size), described.properties.dtype, pieces)
+        tensors[stored.removeprefix(MODEL)] = _StoredTensor(tuple(described.size), described.properties.dtype, blocks)
     return tensors

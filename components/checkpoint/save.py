@@ -1,4 +1,4 @@
-"""Write a checkpoint: all of it under a temporary name, then one rename."""
+"""Write a checkpoint to a temporary folder, then publish it by one rename."""
 
 from __future__ import annotations
 
@@ -20,14 +20,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from components.checkpoint.base_fingerprint import frozen_fingerprint
-from components.checkpoint.checkpoint_error import agreed
-from components.checkpoint.disk_space import not_written
-from components.checkpoint.folders import FOLDER, FROZEN, STATE, TEMPORARY, leftovers, published, random_file
+from components.checkpoint.base_fingerprint import base_fingerprint
+from components.checkpoint.checkpoint_error import fail_together
+from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, STATE, TEMPORARY, leftovers, published, random_file
 from components.checkpoint.manifest import FileRecord, Manifest, sync_folder, write_json
 from components.checkpoint.random_state import random_state
 from components.checkpoint.retention import reasons_to_keep, remove
-from components.checkpoint.tensors import Optimizers, Tensors, model_tensors, optimizer_tensors, write_tensors
+from components.checkpoint.tensors import (
+    Optimizers,
+    Tensors,
+    merge_over_ranks,
+    model_tensors,
+    optimizer_tensors,
+    this_rank,
+    write_tensors,
+)
 from components.config.schema.checkpoint import CheckpointConfig
 from components.exchange import all_gather_json, broadcast_json
 from components.protocol.run_files import CONFIG
@@ -38,28 +45,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What decides, besides its step, how long a checkpoint stays; the same on every rank."""
+    """Input of the retention policy for one checkpoint, besides its step; the same on every rank."""
 
     eval_loss: float | None = None
-    """Evaluation loss of this very step; None where it was not evaluated."""
+    """Held-out loss at this step; None if this step was not evaluated."""
     ephemeral: bool = False
-    """Saved because time had passed: it goes as soon as a newer one is complete."""
+    """Saved by checkpoint.every_minutes: removed once a newer checkpoint is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is to be saved, as it is at the end of a step."""
+    """State of this rank at the end of a step, ready to be written."""
 
     step: int
     tensors: Tensors
-    """Of this rank: parameters, buffers, optimizer state."""
+    """Parameters, buffers and optimizer state of this rank."""
     random: dict[str, Any]
-    """Of this rank."""
+    """Random state of this rank."""
     extra: dict[str, Any]
     mark: Mark
     mesh: dict[str, int]
-    frozen: str | None = None
-    """Fingerprint of the weights beside adapters, which are not saved; None where there are no adapters."""
+    """Size of each mesh axis, and the number of processes as `world`."""
+    base_fingerprint: str | None = None
+    """Fingerprint of the base weights of a LoRA run, which are not saved; None without adapters."""
 
 
 def save_checkpoint(
@@ -71,24 +79,24 @@ def save_checkpoint(
     policy: CheckpointConfig,
     mark: Mark | None = None,
 ) -> Path:
-    """Save the whole state of a run as `run_dir/checkpoints/step_<step>` and return that folder.
+    """Save the complete state of a run as `run_dir/checkpoints/step_<step>` and return that folder; a collective.
 
-    Call it on all ranks between two optimizer steps, with or without a process group. Each rank writes its own shards
-    and its random state. Everything goes to `step_<step>.tmp-<attempt>` and is on disk before the manifest is; one
-    rename publishes it, so that whatever is killed whenever, a published checkpoint is complete. A published name is
-    never written to again: a step that is saved a second time becomes `step_<step>.1`.
+    Call it between two optimizer steps, with or without a process group. Each rank writes its own shards and its random
+    state to `step_<step>.tmp-<attempt>`. All files are synced to disk before the manifest is written, and one rename
+    publishes the folder: a published checkpoint is complete, whichever process is killed at whatever time. A published
+    folder is never written to again: a step that is saved a second time becomes `step_<step>.1`.
 
     Args:
-        extra: What is not a tensor (counters, data cursor), as JSON values; the same on every rank.
-        policy: Which complete checkpoints stay; the others, and what killed attempts left, are removed.
-        mark: What is known of it that the policy asks for; None: nothing.
+        extra: State that is not a tensor (counters, data position), as JSON values; the same on every rank.
+        policy: The complete checkpoints to keep. The others, and leftovers of killed attempts, are removed.
+        mark: Input of the policy; None: the defaults.
 
     Raises:
-        CheckpointError: On every rank, when one of them could not write, with the path and the bytes; what was
-            published before is untouched.
-        TypeError: `extra` would not come back from JSON as it is.
+        CheckpointError: On every rank if one of them could not write, with the path and the required and free bytes.
+            Earlier checkpoints are untouched.
+        TypeError: `extra` contains values that JSON cannot represent exactly.
     """
-    snapshot = take_snapshot(step, model, optimizer, extra, mark, frozen_fingerprint(model))
+    snapshot = take_snapshot(step, model, optimizer, extra, mark, base_fingerprint(model))
     return write_snapshot(run_dir, snapshot, policy)
 
 
@@ -98,59 +106,60 @@ def take_snapshot(
     optimizer: Optimizers,
     extra: dict[str, Any],
     mark: Mark | None = None,
-    frozen: str | None = None,
+    fingerprint: str | None = None,
 ) -> Snapshot:
-    """Return the state of a run; a collective. Its tensors are the run's own, which the next step changes.
+    """Return the state of this rank without copying tensors: the next step overwrites them. A collective.
 
-    Arguments and errors are those of `save_checkpoint`.
+    Other arguments and errors as in `save_checkpoint`.
 
     Args:
-        frozen: From `frozen_fingerprint`, which reads the whole model: once per run is enough.
+        fingerprint: Result of `base_fingerprint`, which reads all base weights; they do not change during a run, so
+            that computing it once is enough.
     """
     _check_json(extra, "extra")
     tensors = model_tensors(model)
     tensors |= optimizer_tensors(optimizer, tensors)
-    return Snapshot(step, tensors, random_state(), copy.deepcopy(extra), mark or Mark(), mesh_of(tensors), frozen)
+    return Snapshot(step, tensors, random_state(), copy.deepcopy(extra), mark or Mark(), mesh_of(tensors), fingerprint)
 
 
 def write_snapshot(
     run_dir: Path | str, snapshot: Snapshot, policy: CheckpointConfig, group: dist.ProcessGroup | None = None
 ) -> Path:
-    """Write and publish what `take_snapshot` returned on each rank, as `save_checkpoint` tells.
+    """Write and publish the snapshots of all ranks, as described in `save_checkpoint`; a collective.
 
     Args:
-        group: All ranks; None: the default group. A thread beside training needs one of its own, for the order of
-            collectives within a group is the same on all ranks only if a single thread calls them.
+        group: Process group of all ranks; None: the default group. A background thread needs a group that only it uses:
+            collectives of two threads in one group could start in a different order on each rank.
     """
     folder = Path(run_dir) / FOLDER
     tmp = folder / broadcast_json(f"step_{snapshot.step}{TEMPORARY}{secrets.token_hex(4)}", group=group)
-    failed = partial(not_written, tmp, snapshot.tensors, group)
+    failure = partial(_write_failure, tmp, snapshot.tensors, group)
     try:
-        with agreed(failed, group):
+        with fail_together(failure, group):
             tmp.mkdir(parents=True, exist_ok=True)
             fault_point("after_folder")
-        with agreed(failed, group):
-            own = write_tensors(tmp, snapshot.tensors, group)
+        with fail_together(failure, group):
+            written = write_tensors(tmp, snapshot.tensors, group)
             fault_point("after_shards")
-            own |= write_json(tmp / random_file(_rank()), snapshot.random)
+            written |= write_json(tmp / random_file(this_rank()), snapshot.random)
             fault_point("after_random")
-        listed = all_gather_json({name: asdict(record) for name, record in own.items()}, group)
-        records = {name: FileRecord(**record) for part in listed for name, record in part.items()}
+        by_rank = all_gather_json({name: asdict(record) for name, record in written.items()}, group)
+        records = {name: FileRecord(**record) for listed in by_rank for name, record in listed.items()}
         final = folder
-        with agreed(failed, group):
-            if _rank() == 0:
+        with fail_together(failure, group):
+            if this_rank() == 0:
                 final = _publish(tmp, snapshot, records)
     except BaseException:
-        if _rank() == 0:
+        if this_rank() == 0:
             shutil.rmtree(tmp, ignore_errors=True)
         raise
-    if _rank() == 0:
+    if this_rank() == 0:
         _prune(folder, policy)
     return Path(broadcast_json(str(final), group=group))
 
 
 def mesh_of(tensors: Tensors) -> dict[str, int]:
-    """Return the axes of the mesh that the tensors are laid over, and the number of processes as `world`."""
+    """Return the size of each axis of the tensors' device mesh, and the number of processes as `world`."""
     meshes = [tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)]
     axes: dict[str, int] = {}
     for mesh in meshes:
@@ -159,20 +168,44 @@ def mesh_of(tensors: Tensors) -> dict[str, int]:
     return {"world": dist.get_world_size() if dist.is_initialized() else 1, **axes}
 
 
+def _write_failure(tmp: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> str:
+    """Return the start of the message about a failed write, with the required and the free bytes; a collective.
+
+    The required bytes are those of all ranks' tensors, without the small random state file of each rank. The free bytes
+    are measured by rank 0 and include what the failed attempt occupies, which is removed.
+    """
+    sizes = merge_over_ranks({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}, group)
+    free = broadcast_json(_free_bytes(tmp), group=group)
+    free_text = "" if free is None else f", {tmp.parent} has room for {free:,}"
+    return f"checkpoint {tmp} could not be written (its tensors are {sum(sizes.values()):,} bytes{free_text})"
+
+
+def _free_bytes(tmp: Path) -> int | None:
+    """Return the bytes that are free without the failed attempt; None if the file system cannot be queried."""
+    existing = next((folder for folder in (tmp, *tmp.parents) if folder.exists()), tmp)
+    try:
+        return shutil.disk_usage(existing).free + sum(file.stat().st_blocks * 512 for file in tmp.glob("*"))
+    except OSError:
+        return None
+
+
 def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord]) -> Path:
-    unseen = sorted(name for name in records if not (tmp / name).is_file())
-    if unseen:
-        raise OSError(f"rank 0 does not see {', '.join(unseen)}: run.dir must be on a file system that all nodes share")
-    config = tmp.parent.parent / CONFIG  # so that whoever goes on from here in another run is told what he changes
+    missing = sorted(name for name in records if not (tmp / name).is_file())
+    if missing:
+        raise OSError(
+            f"rank 0 cannot find {', '.join(missing)}, which other ranks wrote: set run.dir to a folder on a file "
+            "system that all nodes share"
+        )
+    config = tmp.parent.parent / CONFIG  # stored so that a run that starts from here can report the changed settings
     step, mark = snapshot.step, snapshot.mark
     state = {"step": step, "extra": snapshot.extra, "config": config.read_text() if config.is_file() else None}
-    if snapshot.frozen is not None:
-        state[FROZEN] = snapshot.frozen
+    if snapshot.base_fingerprint is not None:
+        state[BASE_FINGERPRINT] = snapshot.base_fingerprint
     records |= write_json(tmp / STATE, state)
     earlier = published(tmp.parent)
     manifest = Manifest(
         step=step,
-        serial=1 + max((known.serial for _, known in earlier), default=0),
+        serial=1 + max((manifest.serial for _, manifest in earlier), default=0),
         mesh=snapshot.mesh,
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
         files=dict(sorted(records.items())),
@@ -185,7 +218,7 @@ def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord]) -> P
     fault_point("after_manifest")
     sync_folder(tmp)
     final, again = tmp.parent / f"step_{step}", 0
-    while os.path.lexists(final):  # a link that leads nowhere takes the name too
+    while os.path.lexists(final):  # not exists(): a broken symlink occupies the name too
         again += 1
         final = tmp.parent / f"step_{step}.{again}"
     fault_point("before_rename")
@@ -197,9 +230,9 @@ def _publish(tmp: Path, snapshot: Snapshot, records: dict[str, FileRecord]) -> P
 
 
 def _prune(folder: Path, policy: CheckpointConfig) -> None:
-    """Remove complete checkpoints that the policy does not keep, and what attempts that were killed left behind.
+    """Remove complete checkpoints that the policy does not keep, and leftovers of killed attempts.
 
-    Those with files missing or cut short are not counted, and not removed.
+    Checkpoints with missing or truncated files are neither counted nor removed.
     """
     try:
         complete = [(path, manifest) for path, manifest in published(folder) if not manifest.check_sizes(path)]
@@ -211,7 +244,7 @@ def _prune(folder: Path, policy: CheckpointConfig) -> None:
 
 
 def _check_json(value: Any, where: str) -> None:
-    """JSON has no tuples, and no keys but strings; such values would come back as others."""
+    """Raise TypeError for values that JSON would change, such as tuples and keys that are not strings."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -222,7 +255,3 @@ def _check_json(value: Any, where: str) -> None:
             _check_json(inner, f"{where}[{index}]")
     elif value is not None and type(value) not in (str, int, float, bool):
         raise TypeError(f"{where} is a {type(value).__name__}: only JSON values can be saved")
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,10 +1,11 @@
-"""Model and optimizer state as named tensors, and their way to and from safetensors files.
+"""Model and optimizer state as named tensors, stored in safetensors files.
 
-Names and global shapes are all that counts: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for what has the
-parameter's shape, `counter/<quantity>/<parameter>` for numbers such as AdamW's step. So any mesh reads what any mesh
-wrote. Ranks may hold different names (pipeline stages): what has to be known of all is exchanged, and each rank reads
-what it holds. torch.distributed.checkpoint moves the blocks (planners.py); its Hugging Face storage writes
-safetensors and nothing else, where its own would leave a pickle.
+A tensor is identified by its name and global shape: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for state
+of the parameter's shape, `counter/<quantity>/<parameter>` for scalars such as AdamW's step. The mesh is not part of the
+format, so a checkpoint can be loaded on any mesh. Ranks of different pipeline stages hold different names: where all
+names are needed, the ranks exchange them, and each rank reads only its own tensors. torch.distributed.checkpoint
+transfers the blocks (planners.py). Its Hugging Face storage writes safetensors only; its default storage would write a
+pickled metadata file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from components.checkpoint.checkpoint_error import CheckpointError
 from components.checkpoint.manifest import FileRecord
-from components.checkpoint.planners import BlockWriter, LoadBlocks, SaveBlocks, Tensors, held_of
+from components.checkpoint.planners import BlockWriter, LoadBlocks, SaveBlocks, Tensors, local_shards
 from components.config.errors import ConfigError
 from components.exchange import all_gather_json
 from components.models.lora import adapted_layers
@@ -37,28 +38,33 @@ MODEL = "model/"
 OPTIMIZER = "optimizer/"
 COUNTER = "counter/"
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
-"""One optimizer, or several by name, each with parameters of its own."""
+"""One optimizer, or several by name with disjoint parameters."""
 FILE_BYTES = 512 * 1024**2
-"""About the size of a rank's files: each is put together in host memory, in twice its size."""
+"""Approximate size of a rank's files. torch assembles a file in host memory and needs twice its size."""
 
 
-def over_all_ranks(mine: dict[str, T], group: dist.ProcessGroup | None = None) -> dict[str, T]:
-    """Return the entries of all ranks, as JSON; of a name that several have, the first rank's. A collective."""
+def merge_over_ranks(entries: dict[str, T], group: dist.ProcessGroup | None = None) -> dict[str, T]:
+    """Return the union of all ranks' entries, as JSON values; the lowest rank wins for equal names. A collective."""
     union: dict[str, T] = {}
-    for held in all_gather_json(mine, group):
-        for name, entry in held.items():
+    for by_name in all_gather_json(entries, group):
+        for name, entry in by_name.items():
             union.setdefault(name, entry)
     return union
 
 
+def this_rank() -> int:
+    """Return the global rank; 0 without a process group, whatever the environment contains."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def model_tensors(model: nn.Module) -> Tensors:
-    """Return parameters and persistent buffers, tied ones once, as `model/<name>`; of a model with adapters, these."""
+    """Return parameters and persistent buffers as `model/<name>`, tied ones once; with adapters, only the adapters."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
     adapted = bool(adapted_layers(model))
     seen: set[int] = set()
     tensors: Tensors = {}
-    # Asking for the state dict makes FSDP put parameters back into shards, which the optimizer knows them as.
+    # state_dict() makes FSDP2 reshard: the parameters are then the DTensors that the optimizer holds.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen and (tensor.requires_grad or not adapted):
             seen.add(id(tensor))
@@ -67,15 +73,15 @@ def model_tensors(model: nn.Module) -> Tensors:
 
 
 def list_optimizers(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a run, whether it has one or several by name."""
+    """Return the optimizers of a run as a list."""
     return list(optimizers.values()) if isinstance(optimizers, Mapping) else [optimizers]
 
 
 def optimizer_tensors(optimizers: Optimizers, parameters: Tensors) -> Tensors:
-    """Return the optimizers' state of each parameter under its name; a parameter belongs to one optimizer.
+    """Return the optimizer state of `parameters` as `optimizer/...` and `counter/...`.
 
     Raises:
-        NotImplementedError: State that has neither the parameter's shape nor none.
+        NotImplementedError: State that is neither a scalar nor of the parameter's shape.
     """
     tensors: Tensors = {}
     for optimizer in list_optimizers(optimizers):
@@ -85,7 +91,7 @@ def optimizer_tensors(optimizers: Optimizers, parameters: Tensors) -> Tensors:
 
 def _tensors_of(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensors:
     tensors: Tensors = {}
-    optimizer.state_dict()  # runs the hooks that complete the state: of a skipped step, some is put back late
+    optimizer.state_dict()  # for its hooks: after a skipped step they restore the rest of the state
     for full_name, parameter in parameters.items():
         name = full_name.removeprefix(MODEL)
         for quantity, value in optimizer.state.get(parameter, {}).items():
@@ -97,49 +103,51 @@ def _tensors_of(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensor
                 tensors[f"{OPTIMIZER}{quantity}/{name}"] = value
             else:
                 raise NotImplementedError(
-                    f"{type(optimizer).__name__}: {quantity} of {name} is {tuple(value.shape)} where the parameter is "
-                    f"{tuple(parameter.shape)}; such state cannot be saved yet"
+                    f"{type(optimizer).__name__}: its state {quantity} of {name} has shape {tuple(value.shape)}, the "
+                    f"parameter has {tuple(parameter.shape)}; only scalars and state of the parameter's shape can be "
+                    "saved, choose another optimizer"
                 )
     return tensors
 
 
 def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> dict[str, FileRecord]:
-    """Write every rank's blocks into `folder`, replicas once, and return what this rank wrote; a collective of `group`.
+    """Write all ranks' blocks to `folder`, replicas once; return the records of this rank's files. A collective.
 
-    Raises NotImplementedError for a layout that is none of blocks.
+    Raises NotImplementedError for layouts that do not consist of blocks.
     """
-    # Rank 0's mapping is the one that counts, for the names of all ranks.
-    mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    everyone = all_gather_json(mine, group)
-    holders = Counter(name for held in everyone for name in held)
-    sizes = {name: size // holders[name] for held in everyone for name, size in held.items()}
+    # torch uses rank 0's mapping of names to files on all ranks, so it must cover the names of all ranks.
+    local_sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    by_rank = all_gather_json(local_sizes, group)
+    holders = Counter(name for held in by_rank for name in held)
+    sizes = {name: size // holders[name] for held in by_rank for name, size in held.items()}
     writer = BlockWriter(folder, _files_of_bounded_size(sizes))
     with _translated():
-        dcp.save({}, storage_writer=writer, planner=SaveBlocks(held_of(tensors)), process_group=group)
+        dcp.save({}, storage_writer=writer, planner=SaveBlocks(local_shards(tensors)), process_group=group)
     return writer.records
 
 
 def read_shapes(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Return what is stored under each name: its type and global shape."""
+    """Return the dtype and global shape of each stored tensor, by name."""
     described = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
 
 
 def read_tensors(folder: Path, tensors: Tensors) -> None:
-    """Fill this rank's parts of `tensors` in place from the files of `folder`; a collective."""
+    """Fill this rank's shards of `tensors` in place from the files of `folder`; a collective."""
     with _translated(), torch.no_grad():
-        dcp.load({}, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), planner=LoadBlocks(held_of(tensors)))
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        dcp.load({}, storage_reader=reader, planner=LoadBlocks(local_shards(tensors)))
 
 
 def make_optimizer_state(
     optimizers: Optimizers, parameters: Tensors, stored: dict[str, TensorStorageMetadata]
 ) -> Tensors:
-    """Give the optimizers room for what is stored of this rank's parameters, without taking a step; a collective.
+    """Allocate the stored optimizer state of this rank's parameters and return it by stored name; a collective.
 
-    Returns the state by stored name.
+    Stepping the optimizers would allocate it too, but also change the parameters.
 
     Raises:
-        ConfigError: On every rank: there is state of a parameter that no rank's optimizer trains.
+        ConfigError: On every rank, if there is stored state of a parameter that no optimizer of any rank trains.
     """
     owners = {
         id(parameter): (optimizer, group)
@@ -147,7 +155,7 @@ def make_optimizer_state(
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    trained_anywhere = over_all_ranks({name: True for name, each in parameters.items() if id(each) in owners})
+    trained_anywhere = merge_over_ranks({name: True for name, each in parameters.items() if id(each) in owners})
     for optimizer in list_optimizers(optimizers):
         optimizer.state.clear()
     for key, described in stored.items():
@@ -157,7 +165,8 @@ def make_optimizer_state(
             continue
         if MODEL + name not in trained_anywhere:
             raise ConfigError(
-                f"the checkpoint holds optimizer state of {name}, which this run does not train; set run.resume=never"
+                f"the checkpoint holds optimizer state of {name}, which this run does not train; train the same "
+                "parameters as the run that saved it, or set run.resume=never to start over"
             )
         parameter = parameters.get(MODEL + name)
         if parameter is None or id(parameter) not in owners:
@@ -167,7 +176,7 @@ def make_optimizer_state(
         if f"{kind}/" == OPTIMIZER:
             value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
-            # Where torch.optim keeps it: on the device only for kernels that read it there.
+            # As in torch.optim: step counters are on the device only for fused and capturable kernels.
             on_device = group.get("fused") or group.get("capturable")
             value = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
         optimizer.state[parameter][quantity] = value
@@ -175,7 +184,7 @@ def make_optimizer_state(
 
 
 def _files_of_bounded_size(sizes: dict[str, int]) -> dict[str, int]:
-    """Tensor -> number of the file it goes to, from 1 on."""
+    """Map each tensor to the number of its file, starting at 1, so that files have about FILE_BYTES."""
     numbers: dict[str, int] = {}
     total = 0
     for name, size in sizes.items():
@@ -186,16 +195,16 @@ def _files_of_bounded_size(sizes: dict[str, int]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """torch.distributed.checkpoint's errors, which every rank has, in one line; its warnings left out.
+    """Raise torch.distributed.checkpoint's errors, which every rank gets, as CheckpointError in one line.
 
-    A single process is a fine place for a checkpoint, whatever it warns.
+    Also suppress its warning about running in a single process, which is supported here.
     """
     with contextlib.ExitStack() as stack:
-        if not dist.is_initialized():  # filters belong to all threads: they are left alone where there is no need
+        if not dist.is_initialized():  # warning filters apply to all threads, so change them only where needed
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
         except CheckpointException as error:
-            told = [f"rank {rank}: {type(each).__name__}: {each}" for rank, (each, _) in error.failures.items()]
-            raise CheckpointError("; ".join(told)) from error
+            failures = [f"rank {rank}: {type(each).__name__}: {each}" for rank, (each, _) in error.failures.items()]
+            raise CheckpointError("; ".join(failures)) from error

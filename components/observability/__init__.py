@@ -1,12 +1,12 @@
-"""What a person sees of a run, and the files that tell of it afterwards.
+"""Console output, metrics and reports of a run.
 
-banner.py    the first screen: versions, mesh, ranks, batch arithmetic, parameters
-reporter.py  one line per log step, the progress bar, metrics.jsonl, wandb
-wandb.py     Weights & Biases, which never stops a run
-plot.py      loss.png
-result.py    result.json and the summary line; peak memory
-profile.py   traces of some steps by torch.profiler
-model_card.py  render_model_card: how a model was trained, for the README.md beside its weights
+banner.py      the start banner: versions, mesh, ranks, batch arithmetic, parameters
+reporter.py    one line per log step, the progress bar, metrics.jsonl, wandb
+wandb.py       Weights & Biases; its failures never stop a run
+plot.py        loss.png
+result.py      result.json, the summary at the end, peak memory
+profile.py     torch.profiler traces of a few steps
+model_card.py  render_model_card: how a model was trained, for the README.md next to its weights
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
-    from components.observability.banner import Facts, print_banner
+    from components.observability.banner import BannerFacts, print_banner
     from components.observability.model_card import render_model_card
     from components.observability.plot import run_title
     from components.observability.profile import StepProfile

@@ -1,4 +1,4 @@
-"""The first screen of a run: where users look when something is not as they thought."""
+"""The start banner of a run: versions, mesh, batch arithmetic, model, and a table of the ranks."""
 
 from __future__ import annotations
 
@@ -18,58 +18,51 @@ from components.exchange import all_gather_json
 
 
 @dataclass(kw_only=True, slots=True)
-class Facts:
-    """What the recipe knows and the banner shows."""
+class BannerFacts:
+    """Contents of the banner; coordinates, device and bytes are those of this rank."""
 
     run_dir: str
     """The run directory."""
     mesh: MeshShape
     """Degrees of the axes."""
     coordinates: str
-    """This rank's place on the mesh."""
+    """Mesh coordinates of this rank."""
     device: torch.device
-    """Where this rank computes."""
+    """Device of this rank."""
     batch: str
     """Batch arithmetic as a formula."""
     model: str
-    """Name, parameters, types."""
+    """Name, number of parameters, dtypes."""
     local_bytes: int
-    """Bytes of this rank's parameters."""
+    """Bytes of this rank's parameter shards."""
     groups: list[str] = field(default_factory=list)
-    """The process groups of this rank and what each is for, a line each."""
+    """One line for each process group of this rank, with its purpose."""
     notes: list[Any] = field(default_factory=list)
-    """What a person should know before it costs them something; None: nothing to say."""
+    """Hints and warnings about the run, one line each; None and empty ones are left out."""
 
 
-def print_banner(console: Console, facts: Facts) -> None:
-    """Print the start banner on rank 0. A collective: every rank must call it."""
-    ranks = _gather(
-        (
-            socket.gethostname(),
-            os.environ.get("LOCAL_RANK", "0"),
-            str(facts.device),
-            facts.coordinates,
-            facts.local_bytes,
-        )
-    )
+def print_banner(console: Console, facts: BannerFacts) -> None:
+    """Gather the ranks' values and print the banner on `console`; a collective."""
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    ranks = all_gather_json([socket.gethostname(), local_rank, str(facts.device), facts.coordinates, facts.local_bytes])
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in _rows(facts):
         table.add_row(name, text)
     console.print(table)
-    places = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("rank", "host", "local rank", "device", "place on the mesh", "parameter bytes"):
-        places.add_column(column, no_wrap=True)
+    rank_table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("rank", "host", "local rank", "device", "mesh coordinates", "parameter bytes"):
+        rank_table.add_column(column, no_wrap=True)
     for rank, (host, local_rank, device, coordinates, local_bytes) in enumerate(ranks):
         if rank < 16 or rank == len(ranks) - 1:
-            places.add_row(str(rank), host, local_rank, device, coordinates, f"{local_bytes:,}")
+            rank_table.add_row(str(rank), host, local_rank, device, coordinates, f"{local_bytes:,}")
         elif rank == 16:
-            places.add_row("...", *[""] * 5)
-    console.print(places)
+            rank_table.add_row("...", *[""] * 5)
+    console.print(rank_table)
 
 
-def _rows(facts: Facts) -> list[tuple[str, str]]:
+def _rows(facts: BannerFacts) -> list[tuple[str, str]]:
     packages = ("torch", "transformers", "meshbook")
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     rows = [
@@ -81,7 +74,3 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     ]
     rows += [("" if index else "process groups", line) for index, line in enumerate(facts.groups)]
     return rows + [("note", str(note)) for note in facts.notes if note]
-
-
-def _gather(mine: tuple[str, str, str, str, int]) -> list[tuple[str, str, str, str, int]]:
-    return [tuple(each) for each in all_gather_json(mine)]

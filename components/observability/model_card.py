@@ -1,4 +1,4 @@
-"""What a model card says of the training: made from the files of the run directory, and without secrets."""
+"""The training section of a model card, rendered from the files of the run directory; secrets are left out."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ VERSIONS = ("meshbook", "torch", "transformers", "datasets", "safetensors")
 
 
 def render_model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str) -> str:
-    """Return Markdown: a table of how the weights came about, and the command line.
+    """Return Markdown: a table of the settings and results of the training, and the command line.
 
-    What a file does not say is left out; so is a value that looks like a secret, and the card says that.
+    Values that are missing from the files get no row. A value that looks like a secret is replaced by a note.
 
     Args:
-        run_dir: With config.yaml, environment.json and metrics.jsonl; of metrics, steps up to the state's count.
-        state: Counters of the training at the weights: step, tokens, skipped, first_loss, last_loss, optimizer.
-        mesh: The mesh that the weights were trained on.
+        run_dir: Folder with config.yaml, environment.json and metrics.jsonl, all optional.
+        state: Training state when the weights were saved: step, tokens, skipped, first_loss, last_loss, optimizer.
+            Evaluations after that step are left out.
+        mesh: Description of the mesh that the weights were trained on.
     """
     run_dir = Path(run_dir)
     config, record = _read(run_dir / "config.yaml"), _read(run_dir / "environment.json")
@@ -39,7 +40,7 @@ def render_model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str) 
     lines += [f"| {key} | {_cell(key, value)} |" for key, value in rows.items() if value not in (None, "")]
     command = record.get("command")
     if command:
-        lines += ["", "Command:", "", *(f"    {line}" for line in _open("command", command).splitlines())]
+        lines += ["", "Command:", "", *(f"    {line}" for line in _without_secrets("command", command).splitlines())]
     return "\n".join(lines)
 
 
@@ -50,17 +51,17 @@ def _of_config(config: dict[str, Any], optimizer_class: str | None) -> dict[str,
         base = f"architecture of {base}, weights from scratch"
     source = [data.get("kind"), data.get("path"), data.get("subset"), data.get("split"), data.get("revision")]
     sizes = [training.get("global_batch_size"), training.get("seq_len")]
-    counted = "packed rows" if data.get("pack") else "sequences"
-    used = [optimizer_class] if optimizer_class else []
-    used += [
+    unit = "packed rows" if data.get("pack") else "sequences"
+    optimizer_parts = [optimizer_class] if optimizer_class else []
+    optimizer_parts += [
         f"{key} {optimizer[key]}" for key in ("lr", "schedule", "warmup_steps", "weight_decay") if key in optimizer
     ]
     return {
         "base model": " at revision ".join(str(part) for part in (base, model.get("revision")) if part),
         "data": ", ".join(str(part) for part in source if part),
-        "batch": None if None in sizes else f"{sizes[0]} {counted} a step, up to {sizes[1]} tokens each",
-        "optimizer": ", ".join(used),
-        "types": f"parameters {model.get('dtype')}, computed in {model.get('compute_dtype')}" if model else None,
+        "batch": None if None in sizes else f"{sizes[0]} {unit} per step, up to {sizes[1]} tokens each",
+        "optimizer": ", ".join(optimizer_parts),
+        "dtypes": f"parameters {model.get('dtype')}, compute {model.get('compute_dtype')}" if model else None,
         "seed": _get(config, "run", "seed"),
     }
 
@@ -80,13 +81,13 @@ def _of_state(state: Mapping[str, Any], max_steps: int | None) -> dict[str, Any]
 
 
 def _of_evaluations(metrics: Path, step: int | None) -> dict[str, Any]:
-    """Held-out losses up to the step of the weights: the run may have gone on."""
-    found: list[dict[str, Any]] = []
+    """Return the first and the last held-out loss up to the step of the weights: the run may have continued."""
+    lines: list[dict[str, Any]] = []
     with suppress(OSError):
-        found = MetricsLog(metrics.parent).read()
-    held_out = [each for each in found if "eval_loss" in each and (step is None or each["step"] <= step)]
-    told = [f"{each['eval_loss']:.4f} after {each['step']} steps" for each in held_out[:1] + held_out[1:][-1:]]
-    return {"held-out loss": ", ".join(told)}
+        lines = MetricsLog(metrics.parent).read()
+    held_out = [each for each in lines if "eval_loss" in each and (step is None or each["step"] <= step)]
+    losses = [f"{each['eval_loss']:.4f} after {each['step']} steps" for each in held_out[:1] + held_out[1:][-1:]]
+    return {"held-out loss": ", ".join(losses)}
 
 
 def _of_record(record: dict[str, Any]) -> dict[str, Any]:
@@ -103,12 +104,12 @@ def _of_record(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cell(key: str, value: Any) -> str:
-    return " ".join(_open(key, str(value)).split()).replace("|", "\\|")
+    return " ".join(_without_secrets(key, str(value)).split()).replace("|", "\\|")
 
 
-def _open(key: str, text: str) -> str:
-    """Return a text unless it looks like a secret."""
-    return "left out: it looks like it holds a secret" if secret_problems({key: text}) else text
+def _without_secrets(key: str, text: str) -> str:
+    """Return `text`, or a note in its place if it looks like a secret."""
+    return "left out: it looks like it contains a secret" if secret_problems({key: text}) else text
 
 
 def _get(values: Any, *keys: str) -> Any:
@@ -118,7 +119,7 @@ def _get(values: Any, *keys: str) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what a file of YAML or JSON says; nothing where it is missing or damaged."""
+    """Return the mapping in a YAML or JSON file; empty if the file is missing or damaged."""
     try:
         values = load_yaml(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

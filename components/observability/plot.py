@@ -1,4 +1,4 @@
-"""loss.png: the curve of a run."""
+"""loss.png: training and held-out loss of a run over its steps."""
 
 from __future__ import annotations
 
@@ -18,20 +18,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 UPDATE_SECONDS = 60.0
-"""Least time between two drawings of loss.png during a run."""
+"""Minimum time between two plots during a run."""
 
 
 class LossPlot:
-    """RUN_DIR/loss.png, drawn anew now and then during a run by a thread, and once more at its end."""
+    """RUN_DIR/loss.png, redrawn by a thread during the run, and once more at its end."""
 
     def __init__(self, run_dir: Path, title: str, read: Callable[[], list[dict[str, Any]]]) -> None:
-        """`read` returns the objects of metrics.jsonl."""
+        """Set the file, title and source of the plot.
+
+        Args:
+            title: Title of the figure; empty: the name of the run directory.
+            read: Function that returns the objects of metrics.jsonl.
+        """
         self._file, self._title, self._read = run_dir / "loss.png", title or run_dir.name, read
         self._thread: threading.Thread | None = None
-        self._next = 0.0  # by time.monotonic()
+        self._next = 0.0  # time.monotonic() from which the next update may start
 
     def update(self) -> None:
-        """Start to draw what there is, unless that was done a moment ago."""
+        """Start a redraw in a thread, unless one is running or the last was less than UPDATE_SECONDS ago."""
         now = time.monotonic()
         if now >= self._next and not (self._thread and self._thread.is_alive()):
             self._next = now + UPDATE_SECONDS
@@ -39,50 +44,41 @@ class LossPlot:
             self._thread.start()
 
     def wait(self) -> None:
-        """Let a drawing that was begun end."""
+        """Wait for a redraw that is running."""
         if self._thread is not None:
             self._thread.join()
 
     def finish(self) -> str | None:
-        """Draw the whole curve; return why nothing was drawn, or None."""
+        """Draw the final plot; return why nothing was drawn, or None."""
         self.wait()
         return self._draw()
 
     def _draw(self) -> str | None:
-        return plot_losses(self._read(), self._file, self._title)
+        metrics = self._read()
+        if importlib.util.find_spec("matplotlib") is None:
+            return "no plot: matplotlib is not installed (pip install 'meshbook[plot]')"
+        training = [(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None]
+        held_out = [(line["step"], line["eval_loss"]) for line in metrics if line.get("eval_loss") is not None]
+        if not training and not held_out:
+            return "no plot: no loss was logged"
+        with atomic_file(self._file) as image:
+            _figure(training, held_out, self._title).savefig(image, dpi=120, format="png")
+        return None
 
 
 def run_title(model: ModelConfig, data: DataConfig, mesh: MeshShape) -> str:
-    """Return what tells a run's curve from others: model, data and mesh."""
-    trained = (
+    """Return the title of a run's plot: model, data and mesh."""
+    model_name = (
         Path(model.path).name.removesuffix(".gguf")
         if model.path
         else f"{model.config.get('model_type', 'model')} from scratch"
     )
     source = Path(str((data.path if isinstance(data, RowsDataConfig) else None) or data.kind)).name
-    return f"{trained} on {source}, {mesh.summary}"
-
-
-def plot_losses(metrics: list[dict[str, Any]], file: Path, title: str) -> str | None:
-    """Draw training and held-out loss over the optimizer steps; return why nothing was drawn, or None.
-
-    Args:
-        metrics: The objects of metrics.jsonl.
-        file: Where the PNG goes.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        return "no plot: matplotlib is not installed (pip install 'meshbook[plot]')"
-    training = [(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None]
-    held_out = [(line["step"], line["eval_loss"]) for line in metrics if line.get("eval_loss") is not None]
-    if not training and not held_out:
-        return "no plot: nothing was logged"
-    with atomic_file(file) as picture:
-        _figure(training, held_out, title).savefig(picture, dpi=120, format="png")
-    return None
+    return f"{model_name} on {source}, {mesh.summary}"
 
 
 def _figure(training: list[tuple[int, float]], held_out: list[tuple[int, float]], title: str) -> Figure:
-    """Return a figure of two curves of (optimizer step, loss)."""
+    """Return a figure of the two curves, each a list of (optimizer step, loss)."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

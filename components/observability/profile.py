@@ -1,4 +1,4 @@
-"""Traces of some optimizer steps by torch.profiler."""
+"""torch.profiler traces of a few optimizer steps."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from components.protocol.run_files import atomic_path, atomic_write
 
 
 class StepProfile:
-    """Records the steps that the config names, counted from the start of this attempt; else it costs nothing.
+    """Profiler of the steps in logging.profile, counted from the start of this attempt; no overhead in other steps.
 
-    RUN_DIR/profile/rank_N.json is a Chrome trace (chrome://tracing, perfetto.dev), rank_N.txt a table of operations.
+    It writes RUN_DIR/profile/rank_N.json, a Chrome trace (chrome://tracing, perfetto.dev), and rank_N.txt, a table of
+    operators.
     """
 
-    def __init__(self, cfg: ProfileConfig, run_dir: str, say: Callable[[str], None]) -> None:
+    def __init__(self, cfg: ProfileConfig, run_dir: str, report: Callable[[str], None]) -> None:
+        """Set up the profiler of this rank; `report` prints the line about the written files."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self._cfg, self._say = cfg, say
+        self._cfg, self._report = cfg, report
         self._files = Path(run_dir) / "profile" / f"rank_{rank}"
-        self._on = cfg.enabled and rank in cfg.ranks
+        self._enabled = cfg.enabled and rank in cfg.ranks
         self._steps = 0
         self._profiler: torch.profiler.profile | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One optimizer step belongs into this context."""
+        """Enclose one optimizer step; start and stop the profiler at the configured steps."""
         self._steps += 1
-        if self._on and self._steps == self._cfg.start:
+        if self._enabled and self._steps == self._cfg.start:
             self._profiler = torch.profiler.profile(profile_memory=self._cfg.memory, with_stack=self._cfg.stacks)
             self._profiler.start()
         yield
@@ -41,7 +43,7 @@ class StepProfile:
 
     def _finish(self, profiler: torch.profiler.profile) -> None:
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what these steps have started on the device belongs to the trace
+            torch.cuda.synchronize()  # the kernels that these steps have launched belong to the trace
         profiler.stop()
         self._files.parent.mkdir(parents=True, exist_ok=True)
         trace, table = self._files.with_suffix(".json"), self._files.with_suffix(".txt")
@@ -49,4 +51,5 @@ class StepProfile:
             profiler.export_chrome_trace(str(unpublished))
         by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         atomic_write(table, profiler.key_averages().table(sort_by=by, row_limit=60) + "\n")
-        self._say(f"profile of {self._cfg.steps} steps from the {self._cfg.start}th on: {trace}, {table}")
+        last = self._cfg.start + self._cfg.steps - 1
+        self._report(f"profile of steps {self._cfg.start} to {last} of this attempt: {trace}, {table}")

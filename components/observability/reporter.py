@@ -1,4 +1,4 @@
-"""Numbers on their way to a person: the terminal, RUN_DIR/metrics.jsonl and wandb. Only rank 0 reports."""
+"""Reporting of a run's numbers on rank 0: the console, RUN_DIR/metrics.jsonl, loss.png and wandb."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,19 +19,19 @@ from components.config.metrics_log import MetricsLog
 from components.config.schema.logging import LoggingConfig
 from components.console import PlainConsole
 from components.observability.plot import LossPlot
-from components.observability.result import Result, summary, write_result
+from components.observability.result import Result, summary
 from components.observability.wandb import WandbRun
-from components.protocol.run_files import FIRST_STEP, create_marker
+from components.protocol.run_files import FIRST_STEP, RESULT, atomic_write_json, create_marker
 from components.terminal import print_text
 
 TRAINING = "training"
-"""What the progress bar shows unless the run does something else."""
+"""Default description of the progress bar."""
 WIDE = 100
-"""Columns of a console from which log lines have room for the tokens since the start; a log file has 120."""
+"""Minimum console width in columns for the number of tokens at the end of log lines."""
 
 
 class ReportedStep(Protocol):
-    """What is reported of an optimizer step (`components.training.StepMetrics` has it)."""
+    """Metrics of an optimizer step, implemented by `components.training.StepMetrics`."""
 
     @property
     def step(self) -> int: ...
@@ -59,7 +59,7 @@ class ReportedStep(Protocol):
 
 
 class TrafficNumbers(Protocol):
-    """What one kind of operation over one process group moved in a step (`components.distributed.TrafficRow`)."""
+    """Bytes and calls of one collective over one process group in a step, as `components.distributed.TrafficRow`."""
 
     @property
     def group(self) -> str: ...
@@ -79,14 +79,14 @@ class TrafficNumbers(Protocol):
 
 @dataclass(slots=True)
 class Interval:
-    """Steps one after the other."""
+    """Totals over consecutive steps."""
 
     tokens: int = 0
     seconds: float = 0.0
     seconds_at_peak: float = 0.0
 
     def add(self, step: ReportedStep) -> None:
-        """Count one more step."""
+        """Add a step to the totals."""
         self.tokens += step.tokens
         self.seconds += step.seconds
         self.seconds_at_peak += step.seconds_at_peak
@@ -105,40 +105,43 @@ class Interval:
 
     @property
     def mfu(self) -> float | None:
-        """Share of the devices' peak; None: not known."""
+        """Model FLOPs utilization; None if it is unknown."""
         return self.seconds_at_peak / max(self.seconds, 1e-9) or None
 
 
 class _Output(PlainConsole):
-    """The terminal, or whatever reads the output; where that ends (`| head`, `| tee` by Ctrl-C), the run does not."""
+    """Console that survives the end of the process reading its output (`| head`, Ctrl-C in `| tee`)."""
 
     def on_broken_pipe(self) -> None:
-        """Go on in silence: rich would leave the program here, with nothing saved and nothing said."""
+        """Discard all further output. rich's default would exit the process, without saving and without a message."""
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # what Python still holds of the output goes there
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())  # for the output that Python has buffered
         try:
-            print_text(
-                "nobody reads the output any more; the run goes on, and metrics.jsonl tells how", file=sys.stderr
-            )
+            print_text("the output pipe is closed; the run continues and logs to metrics.jsonl", file=sys.stderr)
             sys.stderr.flush()
         except BrokenPipeError:  # 2>&1 |
-            os.dup2(nowhere, sys.stderr.fileno())
-        os.close(nowhere)
+            os.dup2(devnull, sys.stderr.fileno())
+        os.close(devnull)
 
 
 class Reporter:
-    """One line per log step, a progress bar on a terminal, one JSON object per line in metrics.jsonl.
+    """Log line per log step, progress bar on a terminal, JSON line per log step in metrics.jsonl.
 
-    On a rank that does not report every method does nothing, so that a recipe needs no `if`.
+    With `enabled=False` (all ranks but 0) every method does nothing, so that recipes need no `if`.
     """
 
     def __init__(
         self, logging: LoggingConfig, run_dir: str, enabled: bool, total_steps: int = 0, title: str = ""
     ) -> None:
-        """`title` stands above loss.png; "": the name of the run directory."""
+        """Set up the console and, if enabled, the metrics file, the plot, wandb and the progress bar.
+
+        Args:
+            total_steps: Length of the progress bar; 0: no progress bar.
+            title: Title of loss.png; empty: the name of the run directory.
+        """
         self.enabled = enabled
-        width = None if sys.stdout.isatty() else 120  # a log file has no width of its own
+        width = None if sys.stdout.isatty() else 120  # a fixed width for log files, where rich would assume 80
         self.console = _Output(quiet=not enabled, highlight=False, soft_wrap=True, width=width)
         self._run_dir = Path(run_dir)
         self._metrics = MetricsLog(self._run_dir)
@@ -149,9 +152,11 @@ class Reporter:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self.console, transient=True)
             self._task = self._progress.add_task(TRAINING, total=total_steps)
-        self._since = Interval()  # the last log line
-        self._intervals: list[Interval] = []  # between two log lines
-        self._waited, self._asked, self._second_batch = 0.0, 0, 0.0  # for batches: seconds, how many, when
+        self._since_log = Interval()  # steps since the last log line
+        self._intervals: list[Interval] = []  # one per log line
+        self._data_wait = 0.0  # seconds
+        self._batches_requested = 0
+        self._second_batch_at = 0.0  # time.perf_counter() at which the second batch was requested
 
     def __enter__(self) -> Reporter:
         if self._progress is not None:
@@ -169,11 +174,11 @@ class Reporter:
             self._wandb.finish(failed=error is not None)
 
     def say(self, text: str) -> None:
-        """Print one line for the person."""
+        """Print one line."""
         self.console.print(text, markup=False)
 
     def continue_from(self, step: int) -> None:
-        """Drop what metrics.jsonl holds of later steps, which are done again, and report what is damaged in it."""
+        """Remove lines of later steps, which will run again, from metrics.jsonl, and report damaged lines."""
         if self.enabled:
             for problem in self._metrics.continue_from(step):
                 self.say(problem)
@@ -181,43 +186,43 @@ class Reporter:
             self._progress.update(self._task, completed=step)
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
-        """Return what `next(batches)` returns, and count how long it took."""
+        """Return `next(batches)`, and measure the time spent waiting for it."""
         began = time.perf_counter()
-        self._asked += 1
-        if self._asked == 2:
-            self._second_batch = began
-            self._note_first_step()
+        self._batches_requested += 1
+        if self._batches_requested == 2:
+            self._second_batch_at = began
+            self._mark_first_step()
         batch = next(batches)
-        self._waited += time.perf_counter() - began
+        self._data_wait += time.perf_counter() - began
         return batch
 
-    def _note_first_step(self) -> None:
-        """Leave a file that tells a cluster's requeue policy that this attempt got as far as an optimizer step."""
+    def _mark_first_step(self) -> None:
+        """Create the marker file by which the requeue policy detects that this attempt completed a step."""
         logs = self._run_dir / "logs"
         if self.enabled and logs.is_dir():
             create_marker(logs / FIRST_STEP)
 
     def step(self, metrics: ReportedStep, *, lr: float, tokens: int, every: int = 1) -> None:
-        """Take the numbers of an optimizer step, and log them if the step is a multiple of `every`.
+        """Record the metrics of an optimizer step, and log them if the step is a multiple of `every`.
 
         Args:
             tokens: Target tokens since the start of the run, over all ranks.
         """
-        self._since.add(metrics)
+        self._since_log.add(metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step)
         if metrics.step % every:
             return
-        passed, self._since = self._since, Interval()
-        self._intervals.append(passed)
+        interval, self._since_log = self._since_log, Interval()
+        self._intervals.append(interval)
         self._write(
             step=metrics.step,
             loss=metrics.loss,
             grad_norm=metrics.grad_norm,
             lr=lr,
             tokens=tokens,
-            tokens_per_second=round(passed.speed, 1),
-            **({} if passed.mfu is None else {"mfu": round(passed.mfu, 4)}),
+            tokens_per_second=round(interval.speed, 1),
+            **({} if interval.mfu is None else {"mfu": round(interval.mfu, 4)}),
             **metrics.others,
         )
         values = [
@@ -225,8 +230,8 @@ class Reporter:
             f"loss {metrics.loss:.4f}",
             f"grad_norm {metrics.grad_norm:.4g}",
             f"lr {lr:.2g}",
-            f"tokens/s {passed.speed:,.0f}",
-            *([] if passed.mfu is None else [f"MFU {passed.mfu:.0%}"]),
+            f"tokens/s {interval.speed:,.0f}",
+            *([] if interval.mfu is None else [f"MFU {interval.mfu:.0%}"]),
             *(f"{name} {value:.4g}" for name, value in metrics.others.items()),
             *([f"tokens {tokens:,}"] if self.console.width >= WIDE else []),
         ]
@@ -237,12 +242,12 @@ class Reporter:
             self._plot.update()
 
     @contextmanager
-    def status(self, doing: str) -> Iterator[None]:
-        """Show on a terminal what the run does besides training, such as an evaluation, while it does it."""
+    def status(self, activity: str) -> Iterator[None]:
+        """Show an activity other than training, such as an evaluation, in the progress bar during the context."""
         if self._progress is None:
             yield
             return
-        self._progress.update(self._task, description=doing, refresh=True)
+        self._progress.update(self._task, description=activity, refresh=True)
         try:
             yield
         finally:
@@ -257,14 +262,14 @@ class Reporter:
         unit: str = "target token",
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Log a pass over the held-out set.
+        """Log the result of an evaluation on the held-out split.
 
         Args:
-            count: Units (such as target tokens) of the pass; 0: it was stopped.
-            metrics: Others than the loss, by name; logged with the prefix `eval_`.
+            count: Number of units (such as target tokens) evaluated; 0: no loss is logged.
+            metrics: Metrics besides the loss, by name; logged with the prefix `eval_`.
         """
         if not count:
-            self.say(f"step {step:>6}  no eval_loss: the evaluation was stopped, or its samples have no {unit}s")
+            self.say(f"step {step:>6}  no eval_loss: the evaluation was stopped, or the samples have no {unit}s")
             return
         others = {f"eval_{name}": value for name, value in (metrics or {}).items()}
         self._write(step=step, eval_loss=eval_loss, **others)
@@ -274,9 +279,9 @@ class Reporter:
             self._plot.update()
 
     def traffic(self, rows: Sequence[TrafficNumbers]) -> None:
-        """Print what the collectives of one optimizer step moved."""
+        """Print a table of the collectives of one optimizer step."""
         if not rows:
-            self.say("collectives of one optimizer step: no collective moved anything")
+            self.say("collectives of one optimizer step: none")
             return
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         for column in ("group", "purpose", "operation"):
@@ -285,35 +290,35 @@ class Reporter:
         table.add_column("MiB", justify="right")
         for row in rows:
             table.add_row(row.group, row.purpose, row.operation, f"{row.calls:,}", f"{row.bytes / 2**20:,.3f}")
-        self.say("\ncollectives of one optimizer step, as rank 0 put in:")
+        self.say("\ncollectives of one optimizer step, input bytes of rank 0:")
         self.console.print(table)
 
     def generations(self, prompts: list[str], answers: list[str], *, when: str) -> None:
-        """Show what the model answers; there are no answers if the generation was stopped."""
+        """Print generated answers with their prompts; nothing if the generation was stopped (no answers)."""
         if not answers:
             return
         for prompt, answer in zip(prompts, answers, strict=True):
             self.say(f"\nprompt: {prompt}\nanswer {when}: {answer}")
 
     def finish(self, result: Result) -> None:
-        """Write result.json and loss.png, and log how the run ended."""
+        """Add the throughput to `result`, write result.json and loss.png, and print the summary."""
         if not self.enabled:
             return
-        if measured := self._intervals[1:]:  # the first interval pays for warming up
-            whole = sum(measured, Interval())
-            result.tokens_per_second = round(whole.speed, 1)
-            result.mfu = None if whole.mfu is None else round(whole.mfu, 4)
-        result.data_wait_seconds = round(self._waited, 3)
-        if self._second_batch:
+        if measured := self._intervals[1:]:  # the first interval includes compilation and warm-up
+            total = sum(measured, Interval())
+            result.tokens_per_second = round(total.speed, 1)
+            result.mfu = None if total.mfu is None else round(total.mfu, 4)
+        result.data_wait_seconds = round(self._data_wait, 3)
+        if self._second_batch_at:
             started = time.perf_counter() - result.wall_seconds
-            result.seconds_to_first_step = round(self._second_batch - started, 1)
-        write_result(self._run_dir, result)
+            result.seconds_to_first_step = round(self._second_batch_at - started, 1)
+        atomic_write_json(self._run_dir / RESULT, asdict(result))
         if self._plot is not None and (why_not := self._plot.finish()):
             self.say(why_not)
         self.say(summary(result, self._run_dir))
 
     def read(self) -> list[dict[str, Any]]:
-        """Return everything in metrics.jsonl."""
+        """Return the objects in metrics.jsonl."""
         return self._metrics.read()
 
     def _write(self, **values: Any) -> None:

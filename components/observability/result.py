@@ -1,46 +1,45 @@
-"""result.json: how a run ended, in numbers that a sweep or a script can read."""
+"""result.json: how a run ended, as numbers for sweeps and scripts; the summary; peak memory."""
 
 from __future__ import annotations
 
 import resource
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from components.config.schema.parallelism import describe_processes
-from components.protocol.run_files import RESULT, atomic_write_json
 
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """The last word on a run."""
+    """Contents of result.json."""
 
     status: str
-    """ok, preempted, interrupted; the launcher writes invalid, failed, hung and oom."""
+    """ok, preempted or interrupted; the launcher writes invalid, failed, hung and oom."""
     steps: int
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
     mesh: str
-    """The mesh, axis by axis."""
+    """Axes of the mesh with their degrees."""
     processes: int
     """Number of processes."""
     wall_seconds: float
-    """From the start of the recipe's main to its end."""
+    """Seconds from the start of the recipe's main to its end."""
     peak_memory_bytes: int
-    """Highest memory of rank 0: allocated on the GPU, resident in host memory on a CPU."""
+    """Peak memory of rank 0: allocated on a GPU, resident (RSS) on a CPU."""
     peak_reserved_bytes: int | None = None
-    """Highest memory that torch's allocator of rank 0 reserved on the GPU, which is what runs out; None on a CPU."""
+    """Peak memory reserved by torch's CUDA allocator on rank 0, which is what runs out; None on a CPU."""
     compute_dtype: str | None = None
-    """Type of matrix products, as chosen on the device: it says how closely losses can agree between meshes."""
+    """Dtype of matmuls, as chosen for the device; it limits how closely losses can agree between meshes."""
     tokens_per_second: float | None = None
-    """Target tokens per second over all ranks, the first step left out."""
+    """Target tokens per second over all ranks, without the first log interval."""
     mfu: float | None = None
-    """Share of the devices' peak that the model's arithmetic made up, the first log line left out; None: not known."""
+    """Model FLOPs utilization, without the first log interval; None if the peak FLOP/s or the FLOPs are unknown."""
     seconds_to_first_step: float | None = None
-    """From the start of the recipe's main until the first optimizer step of this attempt was started and the loop
-    asked for the next batch."""
+    """Seconds from the start of the recipe's main until the loop requests the second batch of this attempt, by when the
+    first optimizer step has been launched."""
     data_wait_seconds: float = 0.0
-    """Time that rank 0 waited for batches."""
+    """Seconds that rank 0 waited for batches."""
     first_loss: float | None = None
     """Loss of the first step."""
     last_loss: float | None = None
@@ -50,16 +49,11 @@ class Result:
     first_eval_loss: float | None = None
     """Held-out loss before the first step."""
     skipped_steps: int = 0
-    """Steps whose update was skipped because gradients were not finite."""
-
-
-def write_result(run_dir: Path, result: Result) -> None:
-    """Write RUN_DIR/result.json in one rename, as strict JSON."""
-    atomic_write_json(run_dir / RESULT, asdict(result))
+    """Steps whose update was skipped because the gradients were not finite."""
 
 
 def summary(result: Result, run_dir: Path) -> str:
-    """Return what a run ends with, each line short enough for 80 columns but for long paths."""
+    """Return the lines printed at the end of a run; each fits into 80 columns, except for long paths."""
     steps = f"{result.steps} step{'' if result.steps == 1 else 's'}"
     first = f"{result.status}: {steps} on {describe_processes(result.processes)} in {result.wall_seconds:.0f} s"
     parts = []
@@ -82,12 +76,12 @@ def summary(result: Result, run_dir: Path) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the highest memory so far of this process: allocated on a GPU, resident on a CPU."""
+    """Return the peak memory of this process in bytes: allocated on a GPU, resident (RSS) on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_reserved_bytes(device: torch.device) -> int | None:
-    """Return the highest memory that torch's allocator reserved on a GPU so far; None on a CPU."""
+    """Return the peak memory in bytes reserved by torch's CUDA allocator; None on a CPU."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Weights & Biases. It is imported only when it is asked for, and whatever it raises never stops a run."""
+"""Weights & Biases. It is imported only if it is enabled, and its errors never stop a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class WandbRun:
-    """A wandb run whose id is the run directory's name, so that a resumed run continues its curve.
+    """A wandb run whose id is the name of the run directory, so that a resumed run continues its curve.
 
-    In a group the id begins with the group's name: the points of every sweep are called 0_..., 1_... .
+    In a group, the id is prefixed with the group's name: the run directories of every sweep are named 0_..., 1_..., so
+    that names alone are not unique.
     """
 
     def __init__(self, config: WandbConfig, run_dir: str, console: Console) -> None:
@@ -44,7 +45,7 @@ class WandbRun:
         )
 
     def log(self, values: dict[str, Any]) -> None:
-        """Log a line of metrics under its step."""
+        """Log one line of metrics at its step."""
         if self._run is not None:
             self._guard(
                 self._run.log,
@@ -53,29 +54,32 @@ class WandbRun:
             )
 
     def finish(self, *, failed: bool) -> None:
-        """Close the run."""
+        """Finish the wandb run, marked as failed if `failed`."""
         if self._run is not None:
             self._guard(self._run.finish, exit_code=int(failed))
 
     def _start(self, **arguments: Any) -> None:
         import wandb
 
-        Path(arguments["dir"], "wandb").mkdir(mode=0o700, exist_ok=True)  # its files hold host, command, environment
-        # save_code would copy the recipe and all uncommitted changes, with whatever secret stands in them.
+        # Private, because wandb's files contain the host, the command and the environment.
+        Path(arguments["dir"], "wandb").mkdir(mode=0o700, exist_ok=True)
+        # save_code would upload the recipe and all uncommitted changes, including any secrets in them.
         settings = wandb.Settings(silent=True, console="off", save_code=False)
         self._run = wandb.init(settings=settings, **arguments)
 
     def _guard(self, call: Any, *args: Any, **kwargs: Any) -> None:
-        # Any failure of a logging service: told once with its reason, and the training goes on without it.
+        """Call a function of wandb; on any error print the reason once and disable wandb for the rest of the run."""
         try:
             call(*args, **kwargs)
         except Exception as error:
             self._run = None
             logger.debug("wandb failed", exc_info=True)
-            self._console.print(f"wandb is off from here on: {type(error).__name__}: {error}", markup=False)
+            self._console.print(
+                f"wandb failed and is off for the rest of the run: {type(error).__name__}: {error}", markup=False
+            )
 
 
 def _frozen_config(run_dir: Path) -> dict[str, Any]:
-    """Return the run's config.yaml; it holds no secrets, because a config that does is refused before it is written."""
+    """Return the run's config.yaml. It contains no secrets: validation rejects a config that does."""
     file = run_dir / CONFIG
     return load_yaml(file.read_text()) if file.is_file() else {}

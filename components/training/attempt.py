@@ -119,7 +119,7 @@ class Attempt:
     def _print_banner(self, model: Prepared, source: str, batch: str, notes: Iterable[object]) -> None:
         observability.print_banner(
             self._report.console,
-            observability.Facts(
+            observability.BannerFacts(
                 run_dir=self.dir,
                 mesh=self.mesh.shape,
                 coordinates=self.mesh.coordinates,

@@ -1,4 +1,4 @@
-"""Command line of scripts/memory.py: its own options, and the models to measure."""
+"""Command line of scripts/memory.py: its options, and the models to measure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODELS = {
         "model.config.vocab_size=4096",
     ),
 }
-"""The models to measure if none is named, about 100 MB of parameters each."""
+"""Default models, with about 100 MB of parameters each."""
 
 
 class _Parser(ArgumentParser):
@@ -46,25 +46,25 @@ class _Parser(ArgumentParser):
 
 
 def read_options(arguments: list[str], description: str | None = None) -> tuple[Namespace, list[str]]:
-    """Split a command line into this script's options and the recipe's overrides. Raises ConfigError."""
+    """Split the command line into the options of the script and the overrides of the recipe. Raises ConfigError."""
     parser = _Parser(
         prog="scripts/memory.py",
         description=description,
         allow_abbrev=False,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--degrees", default="2,4", help="ranks of each axis, separated by commas (default: 2,4)")
-    parser.add_argument("--seq", type=int, default=1024, help="tokens of a row for the rows of cp (default: 1024)")
+    parser.add_argument("--degrees", default="2,4", help="degrees of each axis, separated by commas (default: 2,4)")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens per row for cp (default: 1024)")
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     options, overrides = parser.parse_known_args(arguments)
     numbers = options.degrees.split(",")
     problems = [
-        f"--degrees {options.degrees}: must be numbers of 2 or more, such as 2,4"
+        f"--degrees {options.degrees}: must be integers of 2 or more, such as 2,4"
         for number in numbers
         if not (number.isdigit() and int(number) > 1)
     ]
     problems += [
-        f"{override}: the meshes are made from --degrees here; leave it out"
+        f"{override}: this script sets the meshes by --degrees; leave it out"
         for override in overrides
         if override_parts(override)[0].partition(".")[0] == "parallelism"
     ]
@@ -72,12 +72,14 @@ def read_options(arguments: list[str], description: str | None = None) -> tuple[
     options.degrees = [int(number) for number in numbers]
     multiple = 2 * math.lcm(*options.degrees)
     if options.seq < multiple or options.seq % multiple:
-        raise ConfigError(f"--seq {options.seq}: cp cuts a row into 2 x cp chunks; give a multiple of {multiple}")
+        raise ConfigError(
+            f"--seq {options.seq}: must be divisible by 2 * cp for each of --degrees; give a multiple of {multiple}"
+        )
     return options, overrides
 
 
 def models_to_measure(overrides: list[str]) -> dict[str, ModelConfig]:
-    """Return the named model, or the two made for this table. Raises ConfigError."""
+    """Return the config of the model in `overrides`, or those of the default models, by name. Raises ConfigError."""
     named = [override for override in overrides if override_parts(override)[0] == "model"]
     if named:
         return {" ".join(named): _compose(overrides)}
@@ -91,5 +93,5 @@ def _compose(overrides: list[str]) -> ModelConfig:
     finally:
         sys.argv = argv
     if cfg is None:
-        raise ConfigError("scripts/memory.py: Hydra's own options show configs only; use them with a recipe")
+        raise ConfigError("scripts/memory.py: Hydra's --help and --cfg only print configs; use them with a recipe")
     return cfg.model

@@ -1,7 +1,7 @@
-"""The measured bytes that a rank holds during a training step.
+"""Measurement of a rank's memory during a training step.
 
-State is read from the tensors: the storages of this rank's parameters, gradients and optimizer state, each counted
-once. The rest of a step's memory comes from torch's CPU allocator, which reports every allocation and every free.
+Parameters, gradients and optimizer state are measured by the sizes of their storages on this rank, each counted once.
+The peak of the step comes from torch's profiler, which records every allocation and free of the CPU allocator.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from components.config.schema.parallelism import ParallelismConfig
 from components.protocol.role import without_ranks
 
 WARM_UP_TOKENS = 64
-"""Row of the step before the measured one; divides into the parts of every mesh."""
+"""Tokens per row of the warm-up step; like --seq, it must be divisible by 2 * cp."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What each data-parallel rank computes in a step."""
+    """Batch of each data-parallel rank in a step."""
 
     seq: int
-    """Tokens of a row; a micro-batch is one row."""
+    """Tokens per row; a micro-batch is one row."""
     micro_batches: int = 1
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes of one rank."""
+    """Memory of one rank, in bytes."""
 
     parameters: int
-    """With the working copy of a tied head, where the last pipeline stage keeps one."""
+    """Including the working copy of a tied head on the last pipeline stage."""
     gradients: int
-    """When the optimizer uses them."""
+    """At the time of the optimizer step."""
     optimizer: int
+    """Optimizer state."""
     saved: int
-    """The most that autograd kept for the backward at once, parameters excepted: the activations."""
+    """Peak of the tensors that autograd saves for the backward (activations), without parameters."""
     peak: int
-    """The most that was allocated at once during the step, all of the above included."""
+    """Peak of all memory allocated during the step, including all of the above."""
 
     @property
     def state(self) -> int:
@@ -62,29 +63,29 @@ class Usage:
 
 
 Work = dict[str, tuple[ParallelismConfig, Load, int]]
-"""Name of a mesh -> the mesh, what it computes, and its number of ranks."""
+"""Name of a mesh -> its config, the batch of each data-parallel rank, and the number of ranks."""
 
 
 def measure_all(cfg: ModelConfig, work: Work) -> dict[str, Usage | str]:
-    """Return by name what the rank that holds most held, or why a mesh was refused, from processes of its own."""
-    found: dict[str, Usage | str] = {}
-    context = get_context("fork")  # a child finds torch imported
+    """Start processes for each mesh; return by name the maximum of each figure over the ranks, or the config error."""
+    results: dict[str, Usage | str] = {}
+    context = get_context("fork")  # children inherit the imported torch
     for world in sorted({ranks for _, _, ranks in work.values()}):
         queue = context.SimpleQueue()
-        some = {name: each for name, each in work.items() if each[2] == world}
-        with socket.socket() as holder:
-            holder.bind(("127.0.0.1", 0))
-            port = holder.getsockname()[1]
-        start_processes(_rank, (world, port, cfg, some, queue), nprocs=world, start_method="fork")
+        selected = {name: each for name, each in work.items() if each[2] == world}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        start_processes(_rank, (world, port, cfg, selected, queue), nprocs=world, start_method="fork")
         by_rank = [queue.get() for _ in range(world)]
-        for name in some:
-            told = [each[name] for each in by_rank]
-            refused = [each for each in told if isinstance(each, str)]
-            # Each figure's own maximum: stages of a pipeline differ.
-            found[name] = (
-                refused[0] if refused else Usage(*(max(column) for column in zip(*map(astuple, told), strict=True)))
+        for name in selected:
+            usages = [each[name] for each in by_rank]
+            errors = [each for each in usages if isinstance(each, str)]
+            # The maximum of each figure may come from a different rank: pipeline stages differ.
+            results[name] = (
+                errors[0] if errors else Usage(*(max(column) for column in zip(*map(astuple, usages), strict=True)))
             )
-    return found
+    return results
 
 
 def _rank(rank: int, world: int, port: int, cfg: ModelConfig, work: Work, queue: Any) -> None:
@@ -92,22 +93,22 @@ def _rank(rank: int, world: int, port: int, cfg: ModelConfig, work: Work, queue:
     variables = without_ranks(os.environ) | {name: str(number) for name, number in numbers.items()}
     os.environ.clear()
     os.environ |= variables | {"MASTER_ADDR": "127.0.0.1"}
-    torch.set_num_threads(1)  # a forked process must not use the threads of the one it came from
+    torch.set_num_threads(1)  # the threads of the parent's OpenMP pool do not exist after a fork: using it would hang
     distributed.start_process_group("cpu")
-    found: dict[str, Usage | str] = {}
+    results: dict[str, Usage | str] = {}
     for name, (parallelism, load, _) in work.items():
         try:
-            found[name] = measure(cfg, parallelism, load)
-        except ConfigError as error:  # alike on every rank
-            found[name] = "; ".join(error.problems)
-    queue.put(found)
+            results[name] = measure(cfg, parallelism, load)
+        except ConfigError as error:  # raised on all ranks alike
+            results[name] = "; ".join(error.problems)
+    queue.put(results)
     distributed.barrier()
 
 
 def measure(cfg: ModelConfig, parallelism: ParallelismConfig, load: Load) -> Usage:
-    """Train two steps of the model on this mesh and return what this rank held in the second.
+    """Train two steps of the model on a mesh and return the memory of this rank in the second; a collective.
 
-    Call it on every rank of a process group. Raises ConfigError where the mesh cannot hold the model.
+    Raises ConfigError if the model does not fit the mesh.
     """
     mesh = distributed.build_mesh(parallelism, "cpu")
     model = models.build_on_meta(cfg)
@@ -127,7 +128,7 @@ def measure(cfg: ModelConfig, parallelism: ParallelismConfig, load: Load) -> Usa
             training.Prepared(model, settings, replica), [Batch.from_labels(row, row) for row in rows], optimizer
         )
 
-    step(min(WARM_UP_TOKENS, load.seq))  # makes the optimizer's state
+    step(min(WARM_UP_TOKENS, load.seq))  # allocates the optimizer state
     parameters = local_bytes(held)
     state = local_bytes(value for values in optimizer.state.values() for value in values.values())
     gradients: list[int] = []
@@ -140,36 +141,39 @@ def measure(cfg: ModelConfig, parallelism: ParallelismConfig, load: Load) -> Usa
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of these tensors on this rank, a storage that several share counted once."""
+    """Return the bytes of the tensors' storages on this rank; a storage shared by several tensors counts once."""
     return sum({id_of(storage): storage.nbytes() for tensor in tensors for storage in storages(tensor)}.values())
 
 
 def storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Return what a tensor occupies on this rank: of a DTensor, its local part."""
+    """Return the storages of a tensor on this rank: for a DTensor or another wrapper, those of its inner tensors."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor.untyped_storage()]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    parts = [getattr(tensor, name) for name in names]
-    return [storage for part in parts if isinstance(part, torch.Tensor) for storage in storages(part)]
+    inner = [getattr(tensor, name) for name in names]
+    return [storage for each in inner if isinstance(each, torch.Tensor) for storage in storages(each)]
 
 
 def id_of(storage: torch.UntypedStorage) -> int:
-    """Return what tells one storage that is alive from another."""
+    """Return an id that is unique among live storages.
+
+    torch has no public one: `data_ptr()` is 0 for all empty storages. `_cdata` is the address of the C++ object.
+    """
     return storage._cdata
 
 
 def parameters_in_use(model: nn.Module, head: nn.Module | None) -> list[torch.Tensor]:
-    """Return the parameters as a forward sees them: under FSDP2 those gathered from all ranks, too."""
+    """Return the parameters that a forward uses: under FSDP2 the all-gathered ones while a layer is unsharded."""
     modules = [*model.modules(), *([] if head is None else [head])]
     return [parameter for module in modules for parameter in module.parameters(recurse=False)]
 
 
 class SavedForBackward:
-    """Counts what autograd keeps for the backward, in every forward within the context."""
+    """Context that measures the tensors that autograd saves for the backward."""
 
     def __init__(self, parameters: Callable[[], list[torch.Tensor]]) -> None:
         self.peak = 0
-        """Bytes that were kept at once at most, parameters and their views excepted."""
+        """Peak bytes of saved tensors, without parameters and their views."""
         self._parameters = parameters
         self._kept: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
@@ -198,9 +202,9 @@ class SavedForBackward:
 
 @contextmanager
 def allocations() -> Iterator[list[int]]:
-    """Collect the sizes of all allocations and, negative, of all frees of the CPU allocator, in order of time.
+    """Yield a list that is filled at exit: the bytes of each CPU allocation (positive) and free (negative), in order.
 
-    The list is filled at the end. What was there before the context and is freed within is not in it.
+    Frees of memory that was allocated before the context are not recorded.
     """
     changes: list[int] = []
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
@@ -210,9 +214,9 @@ def allocations() -> Iterator[list[int]]:
 
 
 def highest(changes: Iterable[int]) -> int:
-    """Return the most that was allocated at once."""
-    allocated = most = 0
+    """Return the peak of the running sum of `changes`, in bytes."""
+    allocated = peak = 0
     for change in changes:
         allocated += change
-        most = max(most, allocated)
-    return most
+        peak = max(peak, allocated)
+    return peak

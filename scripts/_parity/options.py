@@ -1,4 +1,4 @@
-"""Command line of scripts/parity.py: its own options, the recipe's config, and the meshes to compare."""
+"""Command line of scripts/parity.py: its options, the recipe's config, and the meshes to compare."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from components.launch.run_checks import problems_before_start
 from components.parity.shapes import RECOMPUTE, MeshPlan, layout_of, plan_all, plan_mesh
 
 RECIPES = CONF.parent / "recipes"
-OURS = {f"parallelism.{axis}" for axis in AXES} | {"parallelism", "parallelism.strategy"}
-"""Keys that --meshes sets."""
+MESH_KEYS = {f"parallelism.{axis}" for axis in AXES} | {"parallelism", "parallelism.strategy"}
+"""Config keys that --meshes sets."""
 DTYPES = {
     "float32": {"model.dtype": "float32", "model.compute_dtype": "float32"},
     "float64": {"model.dtype": "float64", "model.compute_dtype": "float64"},
     "bfloat16": {"model.dtype": "float32", "model.compute_dtype": "bfloat16"},
 }
-"""--dtype -> the keys it sets: bfloat16 keeps parameters, gradients and optimizer in float32, as the recipes do."""
+"""--dtype -> the overrides it sets. bfloat16 keeps parameters, gradients and optimizer in float32, like the recipes."""
 
 
 class _Parser(ArgumentParser):
@@ -37,24 +37,24 @@ class _Parser(ArgumentParser):
 
 
 def read_options(arguments: list[str], description: str | None) -> tuple[Namespace, list[str]]:
-    """Split a command line into this script's options and the recipe's overrides. Raises ConfigError."""
+    """Split the command line into the options of the script and the overrides of the recipe. Raises ConfigError."""
     parser = _Parser(
         prog="scripts/parity.py",
         description=description,
         allow_abbrev=False,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--processes", type=int, help="ranks of every mesh (default: the visible GPUs, on a CPU 4)")
+    parser.add_argument("--processes", type=int, help="ranks of each mesh (default: the visible GPUs; 4 on a CPU)")
     parser.add_argument("--meshes", default="all", help="all, or names separated by commas (default: all)")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps (default: 5); 50 are compared")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps to train (default: 5)")
     parser.add_argument(
         "--recompute",
         help=f"all, or some of {','.join(RECOMPUTE)}: policies of activation checkpointing to combine with each mesh "
         "(default: parallelism.activation_checkpointing)",
     )
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of the comparison (default: float32)")
-    parser.add_argument("--no-gradients", action="store_true", help="leave out the gradients of the first step")
-    parser.add_argument("--out", type=Path, help="folder for the tables (default: a new one in outputs/parity)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="compute dtype (default: float32)")
+    parser.add_argument("--no-gradients", action="store_true", help="do not compare the gradients of the first step")
+    parser.add_argument("--out", type=Path, help="folder for the report (default: a new one in outputs/parity)")
     options, overrides = parser.parse_known_args(arguments)
     problems = [
         f"--{name} {value}: must be 1 or more"
@@ -62,32 +62,32 @@ def read_options(arguments: list[str], description: str | None) -> tuple[Namespa
         if value is not None and value < 1
     ]
     problems += [
-        f"{override}: meshes are named by --meshes here; leave it out"
+        f"{override}: this script sets the meshes by --meshes; leave it out"
         for override in overrides
-        if override_parts(override)[0] in OURS
+        if override_parts(override)[0] in MESH_KEYS
     ]
     fixed = DTYPES[options.dtype]
     problems += [
-        f"{override}: the type is chosen by --dtype here; leave it out"
+        f"{override}: this script sets the dtype by --dtype; leave it out"
         for override in overrides
         if override_parts(override)[0] in fixed
     ]
     given = options.recompute.split(",") if options.recompute else []
-    named = list(RECOMPUTE) if given == ["all"] else given
+    requested = list(RECOMPUTE) if given == ["all"] else given
     problems += [
         f"--recompute {name}: no such policy; give all, or some of {','.join(RECOMPUTE)}"
-        for name in named
+        for name in requested
         if name not in list(RECOMPUTE)
     ]
-    options.recompute = [each for each in RECOMPUTE if each in named] or None
+    options.recompute = [each for each in RECOMPUTE if each in requested] or None
     if options.out is not None and options.out.is_dir() and any(options.out.iterdir()):
-        problems.append(f"--out {options.out}: holds files already; choose a new folder")
+        problems.append(f"--out {options.out}: the folder is not empty; choose a new one")
     raise_all(problems)
     return options, [*overrides, *(f"{key}={value}" for key, value in fixed.items())]
 
 
 def compose(overrides: list[str], check: bool = True) -> FinetuneConfig | None:
-    """Return the recipe's config for one process; None if Hydra handled the command line itself (--help, --cfg)."""
+    """Compose the recipe's config for one process; return None if Hydra handled the command line (--help, --cfg)."""
     single = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
 
     def problems(cfg: FinetuneConfig, refused: Collection[str]) -> list[str]:
@@ -101,18 +101,18 @@ def compose(overrides: list[str], check: bool = True) -> FinetuneConfig | None:
 
 
 def plan(options: Namespace, overrides: list[str], cfg: FinetuneConfig) -> list[MeshPlan]:
-    """Return the meshes to compare. Raises ConfigError for a named mesh that does not exist or cannot be run."""
+    """Return the meshes to compare. Raises ConfigError for a name in --meshes that is unknown or cannot run."""
     shape = read_shape(cfg.model)
     if options.meshes == "all":
         return plan_all(cfg, options.processes, shape, options.recompute)
-    known = option_groups([CONF, Path.cwd() / "conf"]).get("parallelism", [])
+    choices = option_groups([CONF, Path.cwd() / "conf"]).get("parallelism", [])
     plans = []
     for name in options.meshes.split(","):
         layout = layout_of(name, cfg.parallelism)
         if layout is None:
-            if name not in known:
+            if name not in choices:
                 raise ConfigError(
-                    f"--meshes {name}: no such mesh; give all, an option of conf/parallelism ({', '.join(known)}) or "
+                    f"--meshes {name}: no such mesh; give all, an option of conf/parallelism ({', '.join(choices)}) or "
                     "axes such as pp2_dp_shard2_tp2_sp"
                 )
             composed = compose([*overrides, f"parallelism={name}"], check=False)

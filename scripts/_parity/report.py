@@ -1,4 +1,4 @@
-"""The table of scripts/parity.py: printed as it grows, and written as Markdown, CSV and PNG."""
+"""The report of scripts/parity.py: printed row by row, and written as Markdown, CSV and PNG."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from components.parity.comparison import Bounds, Comparison, MeshResult
 
 COLUMNS = ("mesh", "micro-batches", "loss", "norm", "gradients", "replicas", "seconds", "verdict")
 WIDTH = 140
-"""Columns of a table that is not printed to a terminal."""
+"""Width of the console if the output is not a terminal."""
 
 
 def _console() -> Console:
@@ -24,10 +24,11 @@ def _console() -> Console:
 
 @dataclass
 class Report:
-    """Collects rows; `finish` writes them and returns the exit status."""
+    """Results of the meshes, collected row by row; `finish` writes the report."""
 
     comparison: Comparison
     command: str
+    """Overrides on the command line, shown in the report."""
     console: Console = field(default_factory=_console)
     bounds: Bounds | None = None
     rows: list[MeshResult] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Report:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def add(self, result: MeshResult | Bounds) -> None:
-        """Add a mesh's result, or the bounds, which come first."""
+        """Add and print the result of a mesh, or set the bounds, which precede all results."""
         if isinstance(result, Bounds):
             self.bounds = result
             return
@@ -46,7 +47,7 @@ class Report:
             self.log("  ".join(self._cells(result)))
 
     def finish(self) -> int:
-        """Print and write everything; return 0 where every verdict is good, else 1."""
+        """Print the table and write the files; return 0 if meshes ran and all of them agree, else 1."""
         ran = [row for row in self.rows if not row.refused]
         table = Table(title=self._title())
         for column in COLUMNS:
@@ -61,13 +62,13 @@ class Report:
         if problem := self._plot(ran):
             self.log(problem)
         good = sum(self._is_good(row) for row in ran)
-        named = self.comparison.out
-        self.log(f"{good} of {len(ran)} meshes agree with one process, {len(self.rows) - len(ran)} refused: {named}")
+        folder = self.comparison.out
+        self.log(f"{good} of {len(ran)} meshes agree with one process, {len(self.rows) - len(ran)} refused: {folder}")
         return 0 if ran and good == len(ran) else 1
 
     def _title(self) -> str:
-        job = self.comparison
-        return f"{job.processes} processes, {job.steps} steps in {job.dtype}: worst relative difference to one process"
+        run = self.comparison
+        return f"{run.processes} processes, {run.steps} steps in {run.dtype}: worst relative difference to one process"
 
     def _is_good(self, row: MeshResult) -> bool:
         return self.bounds is not None and not row.wrong(self.bounds)
@@ -89,7 +90,7 @@ class Report:
 
     @property
     def refused(self) -> list[str]:
-        """The refused meshes with their reasons."""
+        """One line for each refused mesh, with the reasons."""
         return [f"{row.mesh}: {'; '.join(row.refused)}" for row in self.rows if row.refused]
 
     def _write_markdown(self, ran: list[MeshResult]) -> None:
@@ -131,8 +132,8 @@ class Report:
         axes = figure.add_subplot()
         names = ("loss", "norm", "gradient") if self.comparison.gradients else ("loss", "norm")
         for offset, name in enumerate(names):
-            values = [max(getattr(row, name), 1e-18) for row in shown]  # a logarithm has no zero
-            axes.plot(values, [place + 0.2 * offset for place in range(len(shown))], "o", label=name)
+            values = [max(getattr(row, name), 1e-18) for row in shown]  # zero cannot be shown on a logarithmic axis
+            axes.plot(values, [index + 0.2 * offset for index in range(len(shown))], "o", label=name)
             if self.bounds is not None:
                 axes.axvline(getattr(self.bounds, name), color=f"C{offset}", linestyle=":", linewidth=1)
         axes.set(xscale="log", xlabel="worst relative difference (dotted: bound)", title=self._title())

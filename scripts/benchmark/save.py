@@ -88,7 +88,7 @@ def measure(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
     """Return the figures by name, for a person; a collective."""
     policy = CheckpointConfig(keep=1, every=1, async_save=True)
     held = reset_peak()
-    saver = Saver(folder, model, optimizer, policy, tell=lambda _: None)
+    saver = Saver(folder, model, optimizer, policy, report=lambda _: None)
     waited = [timed(lambda: saver.save(0, {}, last=True)).wall for _ in range(3)]
     sync_peak = peak() - held
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -167,7 +166,7 @@ def test_training_goes_on_while_a_write_is_slow(tmp_path: Path) -> None:
 
     for told in run_ranks(2, body):
         assert told[1] == f"saved {tmp_path}/checkpoints/step_1"
-        assert "until the one before was written" in told[2]
+        assert "of it for the previous checkpoint" in told[2]
         assert told[3] == f"saved {tmp_path}/checkpoints/step_29"
 
 
@@ -407,7 +406,7 @@ def test_a_run_that_an_error_ends_does_not_hang_on_the_thread(
         output, errors = rank.communicate()
         assert rank.returncode == status, errors
         assert ended[rank] - float(output) < lasts
-        assert re.search(r"the checkpoint of step 1 (was still being written: it )?is lost", errors)
+        assert "the checkpoint of step 1 is lost" in errors
         assert raised.partition("(")[0] in errors.splitlines()[-1]
 
 

@@ -204,7 +204,7 @@ def test_everything_is_on_disk_before_it_is_published(tmp_path: Path, monkeypatc
 def test_nodes_that_do_not_share_the_folder_are_told(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_1.tmp-x").mkdir(parents=True)
     records = {"shard-00002-model-00001-of-00001.safetensors": FileRecord(1, [])}
-    with pytest.raises(OSError, match=r"rank 0 does not see shard-00002.*file system that all nodes share"):
+    with pytest.raises(OSError, match=r"rank 0 cannot find shard-00002.*file system that all nodes share"):
         _publish(tmp_path / "checkpoints" / "step_1.tmp-x", Snapshot(1, {}, {}, {}, Mark(), {"world": 2}), records)
 
 
@@ -237,7 +237,7 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, "auto") is None
     save(tmp_path, 1)
     assert find_checkpoint(tmp_path, "never") is None
-    with pytest.raises(ConfigError, match=r"run.resume=.*step_5: not a whole checkpoint: there is no such folder"):
+    with pytest.raises(ConfigError, match=r"run.resume=.*step_5: not a complete checkpoint: there is no such folder"):
         find_checkpoint(tmp_path, str(tmp_path / "checkpoints" / "step_5"))
 
 

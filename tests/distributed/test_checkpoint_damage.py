@@ -66,7 +66,7 @@ def test_damage_is_told_by_file_name_and_the_checkpoint_before_is_taken(
         with caplog.at_level(logging.WARNING):
             assert assert_whole(run_dir, {1}).name == older.name
         assert any(name in record.getMessage() and str(damaged) in record.getMessage() for record in caplog.records)
-        with pytest.raises(ConfigError, match=rf"run.resume=.*step_2: not a whole checkpoint: .*{name}"):
+        with pytest.raises(ConfigError, match=rf"run.resume=.*step_2: not a complete checkpoint: .*{name}"):
             find_checkpoint(run_dir, str(damaged))
         with pytest.raises(ConfigError, match=name):
             load_model_weights(damaged, start()[0])
@@ -84,7 +84,7 @@ def test_shards_that_are_swapped_or_foreign_are_refused(tmp_path: Path) -> None:
     assert verify(newest)
     whole = tmp_path / "checkpoints" / "step_1"
     shutil.copy(whole / first.name, whole / "shard-00003-model-00001-of-00001.safetensors")
-    assert verify(whole) == ["shard-00003-model-00001-of-00001.safetensors does not belong to it"]
+    assert verify(whole) == ["shard-00003-model-00001-of-00001.safetensors is not listed in manifest.json"]
 
 
 class Corruption:

@@ -239,7 +239,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=message):
             load_checkpoint(path, other, torch.optim.AdamW(other.parameters(), fused=True))
 
-    refuse(lambda model: model.double(), r"lm_head.weight|norm.weight is .*float32 there and .*float64 in this model")
+    refuse(
+        lambda model: model.double(),
+        r"lm_head.weight|norm.weight is .*float32 in the checkpoint and .*float64 in this model",
+    )
     refuse(lambda model: model.model.layers.pop(1) and None, r"holds tensors that this model does not have: .*layers.1")
     refuse(
         lambda model: model.model.layers.append(start(None, 0)[0].model.layers[0]) and None,

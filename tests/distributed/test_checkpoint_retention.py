@@ -193,7 +193,7 @@ def test_list_tells_what_there_is_and_why(run_dir: Path) -> None:
     assert "best" in rows["step_2"]
     assert "world 1" in rows["step_2"]
     assert "KB" in rows["step_2"]
-    assert "goes next" in rows["step_6"]
+    assert "not kept" in rows["step_6"]
     assert "last 1, every 4" in rows["step_8"]
     assert "newest" in rows["step_9"]
     assert rows["step_9"].endswith("complete")
@@ -205,13 +205,13 @@ def test_list_tells_what_there_is_and_why(run_dir: Path) -> None:
 def test_verify_names_the_files_that_are_damaged(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:
     status, told = call("verify")
     assert status == 0
-    assert told.count(": whole") == 5
+    assert told.count(": complete") == 5
     victim = next((run_dir / "checkpoints" / "step_6").glob("*.safetensors"))
     flip(victim)
     status, told = call("verify")
     assert status == 1
     assert f"step_6: {victim.name} is damaged" in told
-    assert told.count(": whole") == 4
+    assert told.count(": complete") == 4
 
 
 def test_prune_shows_and_then_removes(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:
@@ -223,7 +223,7 @@ def test_prune_shows_and_then_removes(run_dir: Path, call: Callable[..., tuple[i
     assert (status, names(run_dir)) == (0, before)
     going = [line.split()[2].rstrip(",") for line in told.splitlines() if line.startswith("would remove")]
     assert going == ["step_6", "step_99.tmp-dead"]
-    assert told.endswith("--yes removes it\n")
+    assert told.endswith("add --yes to remove\n")
     assert call("prune", "--yes")[0] == 0
     assert names(run_dir) == before - set(going)
     assert call("prune", "--yes")[1] == "nothing to remove\n"
@@ -280,4 +280,4 @@ def test_mistakes_are_told_in_a_sentence(run_dir: Path, call: Callable[..., tupl
     (run_dir / "config.yaml").unlink()
     status, told = call("verify")
     assert status == 2
-    assert "is not the directory of a run, it holds no config.yaml" in told
+    assert "not a run directory, it has no config.yaml" in told

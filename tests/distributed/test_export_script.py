@@ -167,7 +167,7 @@ def test_the_card_says_how_it_was_trained_and_no_secret(plain: Path, tmp_path: P
         "| mesh | 1 process |",
         "| versions | torch 2.0 |",
         "beef with uncommitted changes |",
-        "left out: it looks like it holds a secret",
+        "left out: it looks like it contains a secret",
     ):
         assert said in card
     assert "hf_abc" not in card
@@ -210,15 +210,15 @@ ARGUMENTS: dict[str, list[str]] = {
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("flipped", "step_3: not a whole checkpoint: shard-00001-model-00001-of-00001.safetensors is damaged"),
+        ("flipped", "step_3: not a complete checkpoint: shard-00001-model-00001-of-00001.safetensors is damaged"),
         ("truncated", "shard-00001-model-00001-of-00001.safetensors has 1000 bytes instead of"),
         ("removed", "shard-00001-model-00001-of-00001.safetensors is missing"),
-        ("no manifest", "step_3: not a whole checkpoint: manifest.json is missing; give the path of another one"),
+        ("no manifest", "step_3: not a complete checkpoint: manifest.json is missing; give the path of another one"),
         ("no config", "config.yaml: cannot be read as the config of a run"),
         ("another model", "lacks tensors of this model: model.layers.2."),
-        ("another shape", "mlp.down_proj.weight is (32, 48) there and (32, 64) in this model"),
+        ("another shape", "mlp.down_proj.weight is (32, 48) in the checkpoint and (32, 64) in this model"),
         ("code", "then add --trust-remote-code"),
-        ("unfinished", "step_3.tmp-1234: a save that did not come to its end"),
+        ("unfinished", "step_3.tmp-1234: an unfinished save"),
         ("no checkpoint", "neither a checkpoint (manifest.json) nor a run directory (checkpoints/)"),
         ("not there", "nothing: no such folder"),
         ("dtype", "--dtype float8: must be one of bfloat16, float16, float32, float64"),

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from components import checkpoint, distributed, models, training
-from components.checkpoint.base_fingerprint import frozen_fingerprint
+from components.checkpoint.base_fingerprint import base_fingerprint
 from components.config.compose.frozen import to_yaml
 from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
@@ -66,10 +66,10 @@ def test_a_run_goes_on_bit_for_bit_and_on_any_mesh(case: Adapted, tmp_path: Path
         run.train(2)
         save(run, tmp_path)
         then = trained(run)
-        return frozen_fingerprint(run.model), then, run.train(2)[0], trained(run)
+        return base_fingerprint(run.model), then, run.train(2)[0], trained(run)
 
     fingerprint, then, losses, after = run_ranks(largest, write)[0]
-    assert fingerprint == frozen_fingerprint(model)
+    assert fingerprint == base_fingerprint(model)
     names = {name for file in tmp_path.rglob("*.safetensors") for name in safe_open(file, "pt").keys()}  # noqa: SIM118
     assert names
     assert all("lora_" in name for name in names)
@@ -79,7 +79,7 @@ def test_a_run_goes_on_bit_for_bit_and_on_any_mesh(case: Adapted, tmp_path: Path
         for mesh in meshes:
             run = start(cell_named("llama", mesh, world), elsewhere)
             load(run, tmp_path)
-            told.append((frozen_fingerprint(run.model), trained(run), run.train(2)[0], trained(run)))
+            told.append((base_fingerprint(run.model), trained(run), run.train(2)[0], trained(run)))
         return told
 
     for world, meshes in MESHES.items():
@@ -100,12 +100,12 @@ def test_a_forward_leaves_the_fingerprint_of_the_frozen_weights() -> None:
         told = []
         for mesh in ("dp_shard2_tp2", "pp2_dp_shard2"):
             run = start(cell_named("llama", mesh, 4), model, dtype=torch.bfloat16)
-            loaded = frozen_fingerprint(run.model)
+            loaded = base_fingerprint(run.model)
             training.evaluate(training.Prepared(run.model, run.settings, run.called), next(run.batches))
-            told.append((loaded, frozen_fingerprint(run.model)))
+            told.append((loaded, base_fingerprint(run.model)))
         return told
 
-    assert run_ranks(4, body) == [[(frozen_fingerprint(model),) * 2] * 2] * 4
+    assert run_ranks(4, body) == [[(base_fingerprint(model),) * 2] * 2] * 4
 
 
 def test_other_base_weights_and_other_parameters_are_refused(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_other_base_weights_and_other_parameters_are_refused(tmp_path: Path) -> 
         return problems
 
     other_base, lacks, holds = run_ranks(1, body)[0]
-    assert "its adapters were trained beside other weights" in other_base
+    assert "its adapters were trained on other base weights" in other_base
     assert "lacks tensors of this model: model.embed_tokens.weight" in lacks
     assert "lacks tensors of this model" in holds
     assert "lora_A" in holds
@@ -222,5 +222,5 @@ def test_what_a_mesh_exports_is_what_its_checkpoint_gives(
 
     tiny_folder(tmp_path / "base", "llama", seed=1)
     assert export([str(run_dir), "--out", str(tmp_path / "other")]) == 2
-    assert "its adapters were trained beside other weights" in capsys.readouterr().err
+    assert "its adapters were trained on other base weights" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()

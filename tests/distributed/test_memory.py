@@ -27,7 +27,7 @@ from scripts._memory.ranks import (
     measure,
     measure_all,
 )
-from scripts._memory.table import shapes_of, table
+from scripts.memory import shapes_of, table
 from tests.harness import run_ranks
 
 HIDDEN, VOCAB, LAYERS, EXPERTS, EXPERT_SIZE = 128, 512, 4, 8, 96
@@ -131,9 +131,9 @@ def test_the_script_tells_what_a_mesh_refuses() -> None:
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("--degrees 2,x", "--degrees 2,x: must be numbers of 2 or more"),
+        ("--degrees 2,x", "--degrees 2,x: must be integers of 2 or more"),
         ("--seq 100 --degrees 2,4", "give a multiple of 8"),
-        ("parallelism=tp2", "made from --degrees here"),
+        ("parallelism=tp2", "this script sets the meshes by --degrees"),
         ("model=tiny model.config=3", "model.config"),
     ],
 )

@@ -73,8 +73,8 @@ def test_a_mesh_that_disagrees_and_one_that_dies(tmp_path: Path) -> None:
         (["--processes", "2", "--meshes", "pp4"], "--meshes pp4: parallelism: pp 4 = 4 processes, but there are 2"),
         (["--processes", "4", "--meshes", "pp4"], "--meshes pp4: parallelism.pp=4"),  # of two layers
         (["model=tiny_moe", "--processes", "3", "--meshes", "ep3"], "--meshes ep3: parallelism.ep=3"),
-        (["parallelism=ddp"], "parallelism=ddp: meshes are named by --meshes"),
-        (["model.dtype=float64"], "the type is chosen by --dtype"),
+        (["parallelism=ddp"], "parallelism=ddp: this script sets the meshes by --meshes"),
+        (["model.dtype=float64"], "this script sets the dtype by --dtype"),
         (["--dtype", "float16"], "--dtype: invalid choice"),
         (["training.seq_len=1"], "training.seq_len=1"),
         (["model.nope=1"], "model.nope"),

@@ -104,7 +104,7 @@ def test_a_machine_without_any_package(tmp_path: Path) -> None:
     *lines, last = report.output.splitlines()
     assert len(lines) < 30
     assert all(line.split()[0] in ("ok", "note", "problem") for line in lines)
-    assert last == "3 problems to mend before a run can start"
+    assert last == "3 problems to fix before a run can start"
     assert [line.split()[1] for line in lines if line.startswith("problem")] == ["packages", "weights", "torch"]
     assert all("-> make install" in line for line in lines if "not installed:" in line)
     assert os.listdir(tmp_path) == []
@@ -216,7 +216,7 @@ def test_a_check_that_hangs_holds_up_nothing(tmp_path: Path) -> None:
         text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "hub        no answer in 4 s" in done.stdout
+    assert "hub        timed out after 4 s" in done.stdout
     assert "problem  torch" in done.stdout
     assert not done.stderr
 

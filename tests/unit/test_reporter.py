@@ -34,7 +34,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(
         stream.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     if not both:
-        assert capsys.readouterr().err.count("nobody reads the output any more; the run goes on") == 1
+        assert capsys.readouterr().err.count("the output pipe is closed; the run continues") == 1
 
 
 def test_peak_memory_is_reported_as_allocated_and_reserved_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
