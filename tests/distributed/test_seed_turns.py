@@ -92,7 +92,7 @@ def test_n_of_zero_is_an_error_with_a_name(side: str) -> None:
     """SEED_NOTES 3 (do_n_at_a_time): n=0 was a ZeroDivisionError."""
 
     def check(rank: int, do_n: Callable[..., Any]) -> None:
-        with pytest.raises(ValueError, match="n=0: at least one rank"):
+        with pytest.raises(ValueError, match="n=0: must be at least 1"):
             do_n(lambda: None, n=0)
 
     contrast(side, check, utils.do_n_at_a_time, published.do_n_at_a_time, symptom="ZeroDivisionError")
