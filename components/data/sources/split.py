@@ -12,6 +12,7 @@ from hashlib import blake2b
 from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xxhash
 
 from components.config.errors import ConfigError
@@ -47,8 +48,6 @@ from components.data.sources.text import STDLIB, first_line, split_document, std
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import numpy as np
 
 Record = Conversation | Document
 
@@ -171,8 +170,6 @@ def split_mask(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray
     The `eval_fraction` of samples with the smallest hashes is held out. This quantile, unlike a fixed threshold, always
     leaves at least one sample in each split of two or more.
     """
-    import numpy as np
-
     values = np.asarray(hashes, dtype=np.uint64)
     if len(values) == 0:
         source = "data.factory" if isinstance(cfg, CustomDataConfig) else "data.path"
