@@ -2,10 +2,10 @@
 
 loading.py    build_dataset: tokenized samples for the `data` section of a config
 sources/      readers of files, hub datasets, documentation and text; rows to conversations and documents
-cache.py      tokenize: the tokens of a split, cached on disk (tokens.py, token_file.py)
+cache.py      tokenize: the tokens of a split, cached on disk; tokens.py stores them in flat arrays or files
 examples.py   Example: token ids and labels with the loss mask; chat_template.py renders conversations
 dataset.py    Dataset: samples of one split in memory or in the token cache, and their statistics (Facts)
-packed.py     PackedDataset: several samples per row, as planned by packing.py
+packing.py    PackedDataset: several samples per row, and the planning of rows
 pairs.py      PairDataset: a chosen and a rejected answer to each prompt
 mixture.py    MixtureDataset: several sources, sampled by weight
 order.py      SampleOrder: the shuffle, a pure function of (seed, position)
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from components.data.loading import build_dataset
     from components.data.mixture import MixtureDataset, MixtureOrder, sources_of
     from components.data.order import SampleOrder
-    from components.data.packed import PackedDataset
+    from components.data.packing import PackedDataset
     from components.data.pairs import Pair, PairDataset, build_pairs
     from components.data.preflight import check_files
     from components.data.sources.rows import Conversation, Message

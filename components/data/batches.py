@@ -12,8 +12,8 @@ from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.mixture import MixtureDataset, MixtureFacts, MixtureOrder
 from components.data.order import SampleOrder
-from components.data.packed import PackedDataset
-from components.data.pairs import Pair, PairDataset
+from components.data.packing import PackedDataset
+from components.data.pairs import EMPTY_EXAMPLE, Pair, PairDataset
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 Row = Example | PackedRow | Pair
 Rows = Dataset | PackedDataset | MixtureDataset | PairDataset
-
-_EMPTY = Example([], [])
 
 CUDA_ROUNDING = 128
 """Multiple to which the length of unpacked rows is rounded up on a GPU."""
@@ -115,7 +113,8 @@ class BatchPlan:
                 f"training.global_batch_size={self.global_batch_size}: must be a multiple of "
                 f"training.micro_batch_size x dp = {self.micro_batch_size} x {self.dp_size}"
             )
-        _check_rank(self.dp_rank, self.dp_size)
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise ValueError(f"dp_rank={self.dp_rank} must be at least 0 and below dp_size={self.dp_size}")
 
     @classmethod
     def of(cls, training: TrainingConfig, dp_rank: int, dp_size: int, padding: Padding | None = None) -> BatchPlan:
@@ -269,7 +268,7 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         dataset, plan, size = self.dataset, self._plan, self._plan.micro_batch_size
         padding = plan.padding.of(dataset)
-        empty = dataset.empty if isinstance(dataset, PairDataset) else _EMPTY
+        empty = dataset.empty if isinstance(dataset, PairDataset) else EMPTY_EXAMPLE
         rows_at_once = size * plan.dp_size
         for number in range(-(-len(dataset) // rows_at_once)):
             start = number * rows_at_once + plan.dp_rank * size
@@ -329,8 +328,3 @@ def _collate_rows(rows: Sequence[Example | PackedRow], padding: Padding) -> Batc
         # Rounded up to a power of two, because compiled layers are recompiled for every distinct value.
         longest_document=1 << (longest_document - 1).bit_length(),
     )
-
-
-def _check_rank(dp_rank: int, dp_size: int) -> None:
-    if not 0 <= dp_rank < dp_size:
-        raise ValueError(f"dp_rank={dp_rank} must be at least 0 and below dp_size={dp_size}")

@@ -37,8 +37,7 @@ from components.data.sources.split import (
     held_out_by_hash,
     sample_limit,
 )
-from components.data.token_file import read_tokens, remove_expired, write_tokens
-from components.data.tokens import Tokens, flattened
+from components.data.tokens import Tokens, flattened, read_tokens, remove_expired, write_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

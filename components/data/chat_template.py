@@ -60,7 +60,7 @@ class ChatTemplate:
         return self._sources[has_tools]
 
     def marks_answers(self, conversation: Conversation) -> bool:
-        """Whether the template has {% generation %} blocks that can be mapped to tokens (by a fast tokenizer)."""
+        """Return whether the template has {% generation %} blocks that a fast tokenizer can map to tokens."""
         source = self.source(conversation.tools)
         return bool(source and is_fast(self._tokenizer) and _GENERATION_BLOCK.search(source))
 
@@ -104,7 +104,7 @@ class ChatTemplate:
             ) from error
 
     def _probe_arguments(self) -> bool:
-        """Whether the template requires the arguments of tool calls as objects and encodes them itself.
+        """Return whether the template requires the arguments of tool calls as objects and encodes them itself.
 
         OpenAI's format has JSON text, Hugging Face's an object. Templates accept one or both: with text, some encode it
         a second time and others fail.
@@ -177,7 +177,7 @@ class KeyUsage:
 
 
 def is_fast(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[PreTrainedTokenizerFast]:
-    """Whether a tokenizer is backed by the tokenizers library, which maps tokens to characters."""
+    """Return whether a tokenizer is backed by the tokenizers library, which maps tokens to characters."""
     from transformers import PreTrainedTokenizerFast
 
     return isinstance(tokenizer, PreTrainedTokenizerFast)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, overload
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, overload
+
+import numpy as np
 
 from components.config.errors import ConfigError
 from components.config.schema.data import Overlong
@@ -12,8 +15,9 @@ from components.data.examples import Example, render_example, trimmed
 from components.data.tokens import Tokens, flattened, shortened
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
+
+Item = TypeVar("Item", covariant=True)
 
 
 @dataclass(slots=True)
@@ -76,13 +80,37 @@ class Facts:
         return "; ".join(parts)
 
 
-class Dataset(Sequence[Example]):
+class ItemSequence(Sequence[Item]):
+    """Base of datasets: subclasses define `__len__`, and `item` for an index in range."""
+
+    item_name: ClassVar[str] = "row"
+    """Name of an item in errors."""
+
+    @abstractmethod
+    def item(self, index: int) -> Item:
+        """Return the item at `index`, which is at least 0 and below the length."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self.item(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"{self.item_name} {index} of {len(self)}")
+        return self.item(index % len(self))
+
+
+class Dataset(ItemSequence[Example]):
     """Samples in the order of their source, stored in 8 bytes per token; `facts` holds their statistics.
 
     A sample longer than `seq_len` is truncated on the right, dropped or rejected, depending on `overlong`. A sample
     without a target token is dropped. Every sample ends with a target token (see `trimmed`).
     `prompts` holds raw prompts of the source, to generate sample answers from.
     """
+
+    item_name = "sample"
 
     def __init__(
         self,
@@ -107,17 +135,10 @@ class Dataset(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._tokens.starts)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+    def item(self, index: int) -> Example:
+        """Return the sample at `index`."""
         ids, labels, starts, stops = self._tokens
-        sample = slice(starts[index % len(self)], stops[index % len(self)])
+        sample = slice(starts[index], stops[index])
         return Example(ids[sample].tolist(), labels[sample].tolist())
 
     @property
@@ -136,8 +157,6 @@ class Dataset(Sequence[Example]):
 
     def _fit(self, tokens: Tokens, seq_len: int, overlong: Overlong) -> Tokens:
         """Truncate, drop or reject samples longer than `seq_len` tokens; record the counts in `facts`."""
-        import numpy as np
-
         facts, before = self.facts, tokens.stops - tokens.starts
         long = np.flatnonzero(before > seq_len)
         if len(long) and overlong is Overlong.refuse:

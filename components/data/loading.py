@@ -9,6 +9,8 @@ from dataclasses import replace
 from itertools import compress
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from components.config.errors import ConfigError
 from components.config.kinds import of_source
 from components.config.schema.checks import raise_all
@@ -23,7 +25,7 @@ from components.data.cache import tokenize
 from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example
 from components.data.mixture import MixtureDataset
-from components.data.packed import PackedDataset
+from components.data.packing import PackedDataset
 from components.data.sources.rows import unused_problem
 from components.data.sources.split import (
     SourceSplit,
@@ -124,8 +126,6 @@ def _checked(where: str, ids: Sequence[int], labels: Sequence[int], size: int) -
 
     Any other mark than IGNORED would be trained on as a token id, or fail later with a device-side assertion.
     """
-    import numpy as np
-
     inputs, targets = (np.asarray(values, dtype=np.int64) for values in (ids, labels))  # (seq,) each
     or_ignored = f"{IGNORED} (ignored), or "
     for name, values, alternative in (("input_ids", inputs, ""), ("labels", targets[targets != IGNORED], or_ignored)):

@@ -9,14 +9,13 @@ from fractions import Fraction
 from hashlib import blake2b
 from itertools import accumulate
 from math import gcd, lcm
-from typing import overload
 
 import xxhash
 
-from components.data.dataset import Dataset, Facts
+from components.data.dataset import Dataset, Facts, ItemSequence
 from components.data.examples import Example, PackedRow
 from components.data.order import SampleOrder
-from components.data.packed import PackedDataset
+from components.data.packing import PackedDataset
 
 Part = Dataset | PackedDataset
 
@@ -115,7 +114,7 @@ class MixtureFacts:
         return replace(self, sources={name: facts.with_passes(share * rows) for (name, facts), share in parts})
 
 
-class MixtureDataset(Sequence[Example | PackedRow]):
+class MixtureDataset(ItemSequence[Example | PackedRow]):
     """Concatenation of the rows of several sources; `order` mixes them.
 
     Sources are sorted by name, independent of their order in the config.
@@ -134,16 +133,8 @@ class MixtureDataset(Sequence[Example | PackedRow]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> Example | PackedRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example | PackedRow]: ...
-    def __getitem__(self, index: int | slice) -> Example | PackedRow | list[Example | PackedRow]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        index %= len(self)
+    def item(self, index: int) -> Example | PackedRow:
+        """Return the row at `index` of the concatenation."""
         number = bisect_right(self._ends, index)
         return list(self.parts.values())[number][index - [0, *self._ends][number]]
 

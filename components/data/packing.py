@@ -1,23 +1,30 @@
-"""Bin packing of documents into rows, from their lengths alone: the same on every rank and for every seed.
+"""Packing: the assignment of samples to rows, and the dataset of packed rows.
 
-The planners work on the number of documents of each length and emit patterns of lengths, each for as many rows as
-there are documents, so their cost grows with the number of distinct lengths rather than documents. Best fit is nearly
-optimal if lengths spread over the whole row or a row holds two or three documents. If it leaves more than 0.1 % of the
-rows empty, minimum slack, which is better with many documents per row, runs too and the plan with fewer rows is used.
+Rows are planned from the lengths of samples alone: the same on every rank and for every seed. The planners work on the
+number of documents of each length and emit patterns of lengths, each for as many rows as there are documents, so their
+cost grows with the number of distinct lengths rather than documents. Best fit is nearly optimal if lengths spread over
+the whole row or a row holds two or three documents. If it leaves more than 0.1 % of the tokens empty, minimum slack,
+which is better with many documents per row, runs too and the plan with fewer rows is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
+
+from components.data.dataset import Dataset, ItemSequence
+from components.data.examples import PackedRow
 
 Pattern = tuple[list[int], int]
 """Document lengths of a row, and the number of rows with these lengths."""
 
 _CANDIDATES = 48  # lengths considered to complete a row: subset sums of this many are dense
 _KEPT_FREE = 2  # room, in documents of mean length, left for the exact completion of a row
+_DOCUMENTS_MULTIPLE = 8  # so that document tensors of train and eval batches mostly have one shape
 
 
 class Plan(NamedTuple):
@@ -25,6 +32,54 @@ class Plan(NamedTuple):
 
     documents: np.ndarray  # (documents,) int64
     starts: np.ndarray  # (rows + 1,) int64
+
+
+class PackedDataset(ItemSequence[PackedRow]):
+    """The samples of a dataset packed into rows of `seq_len` tokens; the same rows on every rank and for every seed.
+
+    The order shuffles rows, and batch sizes count rows. `documents` is the size of per-document tensors: the largest
+    number of samples in a row, plus one for the padding, rounded up.
+    """
+
+    def __init__(self, samples: Dataset, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self.prompts = samples.prompts
+        self.pad_token_id = samples.pad_token_id
+        self._samples = samples
+        self._plan = plan_rows(samples.lengths, seq_len)
+        max_documents = int(np.diff(self._plan.starts).max())
+        self.documents = -(-(max_documents + 1) // _DOCUMENTS_MULTIPLE) * _DOCUMENTS_MULTIPLE
+        self.facts = replace(samples.facts, rows=len(self), row_tokens=seq_len, max_documents=max_documents)
+
+    def __len__(self) -> int:
+        return len(self._plan.starts) - 1
+
+    def item(self, index: int) -> PackedRow:
+        """Return the row at `index`."""
+        row = PackedRow([], [], [])
+        for document in self._documents(index):
+            sample = self._samples[document]
+            row.input_ids.extend(sample.input_ids)
+            row.labels.extend(sample.labels)
+            row.ends.append(len(row.input_ids))
+        return row
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all token ids, labels and the assignment of samples to rows."""
+        digest = xxhash.xxh3_128(f"{self._samples.fingerprint} {self.seq_len}".encode())
+        digest.update(self._plan.documents.tobytes())
+        digest.update(self._plan.starts.tobytes())
+        return digest.hexdigest()
+
+    def show(self, index: int) -> str:
+        """Return the texts of a row's samples, separated by a line, with the spans that contribute to the loss in
+        [[ ]]."""
+        return "\n--- next document ---\n".join(self._samples.show(each) for each in self._documents(index))
+
+    def _documents(self, row: int) -> list[int]:
+        starts = self._plan.starts
+        return self._plan.documents[starts[row] : starts[row + 1]].tolist()
 
 
 def plan_rows(lengths: Sequence[int] | np.ndarray, size: int) -> Plan:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import xxhash
 
 from components.config.errors import ConfigError
 from components.config.schema.data import PreferencesDataConfig, SftDataConfig, UnusedKeys
-from components.data.dataset import Dataset, Facts
+from components.data.dataset import Dataset, Facts, ItemSequence
 from components.data.examples import Example
 from components.data.loading import build_dataset
 from components.data.sources.rows import unused_problem
@@ -33,9 +33,10 @@ EMPTY_EXAMPLE = Example([], [])
 
 
 @dataclass(frozen=True)
-class PairDataset(Sequence[Pair]):
+class PairDataset(ItemSequence[Pair]):
     """Preference pairs in the order of their source."""
 
+    item_name = "pair"
     chosen: Dataset
     rejected: Dataset
     indices: Sequence[tuple[int, int]]
@@ -46,15 +47,8 @@ class PairDataset(Sequence[Pair]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    @overload
-    def __getitem__(self, index: int) -> Pair: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Pair]: ...
-    def __getitem__(self, index: int | slice) -> Pair | list[Pair]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"pair {index} of {len(self)}")
+    def item(self, index: int) -> Pair:
+        """Return the pair at `index`."""
         chosen, rejected = self.indices[index]
         values = {name: (float(each[index, 0]), float(each[index, 1])) for name, each in self.values.items()}
         return Pair(self.chosen[chosen], self.rejected[rejected], values)

@@ -1,22 +1,42 @@
-"""Tokenized samples concatenated in flat arrays: the storage of a `Dataset`, in memory or in a file."""
+"""Tokenized samples concatenated in flat arrays, in memory or in a safetensors file.
+
+Files are written incrementally and read in slices with pread, so that neither needs memory for all tokens.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import re
+import tempfile
+import time
+import weakref
 from array import array
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple, Protocol
 
+import numpy as np
 import xxhash
 
 from components.data.examples import IGNORED, Example
+from components.protocol.run_files import PRIVATE, atomic_file
+from components.safetensors_writer import ITEM_BYTES, Entry, SafetensorsWriter
 
-if TYPE_CHECKING:
-    import numpy as np
+logger = logging.getLogger(__name__)
 
 VALUES_AT_ONCE = 1 << 20
 """Values per read when a whole column is scanned."""
-
-# numpy is imported inside functions because checking files on a login node does not need it.
+_COPIED_AT_ONCE = 1 << 22  # bytes
+_ENTRY, _TEMPORARY = (
+    re.compile(r"[0-9a-f]{32}\.safetensors"),
+    re.compile(r"\.[0-9a-f]{32}\.(tmp|safetensors\.tmp-[0-9a-f]{16})"),
+)
+_TEMPORARY_SECONDS = 24 * 3600  # a temporary file this old was left by a process that died
 
 
 class Column(Protocol):
@@ -41,8 +61,6 @@ class Tokens(NamedTuple):
     @property
     def runs(self) -> Iterator[slice]:
         """Token ranges in which samples are contiguous."""
-        import numpy as np
-
         gaps = np.flatnonzero(self.starts[1:] != self.stops[:-1]) + 1
         for first, last in zip([0, *gaps.tolist()], [*gaps.tolist(), len(self.starts)], strict=True):
             if last > first:
@@ -51,8 +69,6 @@ class Tokens(NamedTuple):
     @property
     def fingerprint(self) -> str:
         """Hash of all token ids, labels and sample boundaries, independent of how the samples are stored."""
-        import numpy as np
-
         digest = xxhash.xxh3_128()
         for column in (self.ids, self.labels):
             for piece in self._pieces:
@@ -63,8 +79,6 @@ class Tokens(NamedTuple):
     @property
     def targets(self) -> int:
         """Number of tokens that contribute to the loss."""
-        import numpy as np
-
         return sum(int(np.count_nonzero(self.labels[piece] != IGNORED)) for piece in self._pieces)
 
     @property
@@ -77,8 +91,6 @@ class Tokens(NamedTuple):
 
 def flattened(examples: Iterable[Example]) -> Tokens:
     """Concatenate samples."""
-    import numpy as np
-
     ids, labels, ends = array("i"), array("i"), array("q", [0])
     for example in examples:
         ids.extend(example.input_ids)
@@ -97,8 +109,6 @@ def shortened(tokens: Tokens, seq_len: int, drop: bool) -> tuple[Tokens, np.ndar
     Returns:
         The remaining samples, and the new length of every original sample, (samples,) int64; 0: dropped.
     """
-    import numpy as np
-
     after = tokens.stops - tokens.starts
     long = np.flatnonzero(after > seq_len)
     after[long] = 0
@@ -109,3 +119,156 @@ def shortened(tokens: Tokens, seq_len: int, drop: bool) -> tuple[Tokens, np.ndar
     kept = after > 0
     starts = tokens.starts[kept]
     return Tokens(tokens.ids, tokens.labels, starts, starts + after[kept]), after
+
+
+class StoredColumn:
+    """A one-dimensional array in an open file, read in slices.
+
+    The file is not memory-mapped: truncation of a mapped file kills its reader with SIGBUS and without a message.
+    Processes share the page cache either way.
+    """
+
+    def __init__(self, file: _OpenFile, dtype: type[np.generic], offset: int, length: int) -> None:
+        self.dtype = np.dtype(dtype)
+        self._file, self._offset, self._length = file, offset, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, step = part.indices(self._length)
+        if step != 1:
+            raise ValueError(f"step {step}: a stored column can only be read in contiguous slices (step 1)")
+        values = np.empty(max(stop - start, 0), self.dtype)
+        self._file.read_into(values.view(np.uint8).data, self._offset + start * self.dtype.itemsize)
+        return values
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+
+def write_tokens(file: Path, parts: Iterable[Tokens], summary: Callable[[], str]) -> None:
+    """Concatenate parts into a temporary file and rename it to `file`, with only one part in memory at a time.
+
+    Args:
+        summary: Returns text for the header, which `read_tokens` returns; called after the last part.
+
+    Raises OSError if the folder cannot be written or its disk is full.
+    """
+    with contextlib.ExitStack() as stack:
+        ids, labels, ends = (stack.enter_context(tempfile.TemporaryFile(dir=file.parent)) for _ in range(3))
+        written = 0
+        ends.write(np.zeros(1, np.int64).data)
+        for part in parts:
+            ids.write(part.ids[:].data)
+            labels.write(part.labels[:].data)
+            ends.write((part.stops + written).data)
+            written += len(part.ids)
+        columns: dict[str, tuple[str, IO[bytes]]] = {
+            "ends": ("I64", ends),
+            "ids": ("I32", ids),
+            "labels": ("I32", labels),
+        }
+        with atomic_file(file, PRIVATE) as output:  # private because samples may be confidential
+            _write_columns(output, columns, summary())
+
+
+def read_tokens(file: Path) -> tuple[Tokens, str] | None:
+    """Return the tokens and the summary of a file; ids and labels stay on disk and are read in slices.
+
+    Returns None if the file does not exist or is damaged; damage is logged.
+    """
+    try:
+        content = _OpenFile(file)
+        size = int.from_bytes(content.read(8, 0), "little")
+        header = json.loads(content.read(size, 8)) if size < content.size else {}
+        columns: dict[str, StoredColumn] = {}
+        for name, dtype in (("ends", np.int64), ("ids", np.int32), ("labels", np.int32)):
+            begin, end = header[name]["data_offsets"]
+            columns[name] = StoredColumn(content, dtype, 8 + size + begin, (end - begin) // np.dtype(dtype).itemsize)
+        metadata = header["__metadata__"]
+        digest = xxhash.xxh3_128(metadata["summary"].encode())
+        for column in columns.values():
+            for start in range(0, len(column), VALUES_AT_ONCE):
+                digest.update(column[start : start + VALUES_AT_ONCE].data)
+        if metadata["hash"] == digest.hexdigest():
+            ends = columns["ends"][:]
+            return Tokens(columns["ids"], columns["labels"], ends[:-1], ends[1:]), metadata["summary"]
+        logger.warning("%s is damaged: its samples are tokenized again", file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        logger.warning("%s is damaged (%r): its samples are tokenized again", file, error)
+    return None
+
+
+def remove_expired(folder: Path, seconds: float) -> None:
+    """Remove token files unused for `seconds`, and temporary files of writers that were killed.
+
+    A run that has such a file open continues: on Linux the content exists until the last process of the machine closes
+    it. (NFS does not keep it for other machines, so a run there fails if it opened the file more than `seconds` ago.)
+
+    Raises OSError if the folder cannot be listed.
+    """
+    now = time.time()
+    for file in folder.iterdir():
+        limit = (
+            seconds
+            if _ENTRY.fullmatch(file.name)
+            else _TEMPORARY_SECONDS
+            if _TEMPORARY.fullmatch(file.name)
+            else math.inf
+        )
+        with contextlib.suppress(OSError):  # removed by another process, or owned by another user
+            if now - file.stat().st_mtime > limit:
+                file.unlink()
+
+
+class _OpenFile:
+    """Read-only file that is closed when the last reference to it is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read(self, count: int, offset: int) -> bytes:
+        """Return `count` bytes. Raises OSError if the file is shorter."""
+        content = bytearray(count)
+        self.read_into(memoryview(content), offset)
+        return bytes(content)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset`. Raises OSError with the file name if it is shorter or cannot be read."""
+        filled = 0
+        while filled < len(buffer):
+            try:
+                count = os.preadv(self._descriptor, [buffer[filled:]], offset + filled)
+            except OSError as error:
+                raise OSError(error.errno, f"token cache: {error.strerror}", str(self._path)) from error
+            if count == 0:
+                raise OSError(
+                    errno.EIO,
+                    f"token cache truncated: it has {offset + filled:,} bytes, at least {offset + len(buffer):,} were "
+                    "written; start the run again, which rebuilds it",
+                    str(self._path),
+                )
+            filled += count
+
+
+def _write_columns(output: IO[bytes], columns: dict[str, tuple[str, IO[bytes]]], summary: str) -> None:
+    """Write header and columns, then replace the zeros reserved in the header by the hash of the content."""
+    digest = xxhash.xxh3_128(summary.encode())
+    entries = {name: Entry(dtype, (content.tell() // ITEM_BYTES[dtype],)) for name, (dtype, content) in columns.items()}
+    writer = SafetensorsWriter(output, entries, {"summary": summary, "hash": "0" * 32})
+
+    def blocks_of(content: IO[bytes]) -> Iterator[bytes]:
+        content.seek(0)
+        while block := content.read(_COPIED_AT_ONCE):
+            digest.update(block)
+            yield block
+
+    for name, (_, content) in columns.items():
+        writer.write(name, blocks_of(content))
+    writer.replace_metadata({"summary": summary, "hash": digest.hexdigest()})

@@ -24,7 +24,7 @@ from components.data.examples import IGNORED, Example, encode_conversations
 from components.data.loading import build_dataset
 from components.data.sources import split as sides
 from components.data.sources.split import SourceSplit
-from components.data.token_file import StoredColumn
+from components.data.tokens import StoredColumn
 from components.models.tokenizer import byte_tokenizer
 
 ONE = BatchPlan(global_batch_size=1, micro_batch_size=1)

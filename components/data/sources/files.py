@@ -51,7 +51,7 @@ class Location(NamedTuple):
 
 
 def is_local(path: str) -> bool:
-    """Whether `path` is a local file or folder (exists or looks like one) rather than a hub name."""
+    """Return whether `path` is a local file or folder (exists or looks like one) rather than a hub name."""
     return path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or Path(path).exists()
 
 

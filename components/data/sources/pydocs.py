@@ -62,7 +62,7 @@ def conversations(split: str) -> list[Conversation]:
 
 
 def is_held_out(module: str) -> bool:
-    """Whether the package of `module` belongs to the split `eval`; a fixed function of its name."""
+    """Return whether the package of `module` belongs to the split `eval`; a fixed function of its name."""
     digest = hashlib.sha256(module.partition(".")[0].encode()).digest()
     return int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
 

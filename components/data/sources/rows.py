@@ -32,7 +32,7 @@ TOOL = "tool"
 _OTHER_ROLES = ("developer", "function", "ipython")
 """Roles of some chat templates, passed through unchanged."""
 _FLAGS = ("train", "weight")
-"""Message keys that set whether it is trained on (Axolotl's and OpenAI's); never passed to the template."""
+"""Message keys that set whether the message is trained on (Axolotl, OpenAI); never passed to the template."""
 _RENDER_ARGUMENTS = frozenset(
     [
         *("conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt"),
@@ -253,7 +253,10 @@ def _check_content(message: Message, turn: dict[str, Any], key: str) -> None:
 
 
 def _is_trained(turn: dict[str, Any], role: str) -> bool:
-    """Whether the flags of a message keep its loss. Raises _BadRowError if flags contradict each other or the role."""
+    """Return whether the flags of a message keep its loss.
+
+    Raises _BadRowError if the flags are invalid or contradict each other or the role.
+    """
     flags = {key: turn[key] for key in _FLAGS if turn.get(key) is not None}
     for key, value in flags.items():
         if value not in (0, 1):

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xxhash
 
 from components.config.errors import ConfigError
@@ -47,8 +48,6 @@ from components.data.sources.text import STDLIB, first_line, split_document, std
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import numpy as np
 
 Record = Conversation | Document
 
@@ -171,8 +170,6 @@ def split_mask(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray
     The `eval_fraction` of samples with the smallest hashes is held out. This quantile, unlike a fixed threshold, always
     leaves at least one sample in each split of two or more.
     """
-    import numpy as np
-
     values = np.asarray(hashes, dtype=np.uint64)
     if len(values) == 0:
         source = "data.factory" if isinstance(cfg, CustomDataConfig) else "data.path"
@@ -188,7 +185,7 @@ def split_mask(hashes: array[int], cfg: DataConfig, is_eval: bool) -> np.ndarray
 
 
 def holds_out_ends(cfg: DataConfig, documents: int) -> bool:
-    """Whether the end of each document is held out, because there are too few documents to hold out whole ones."""
+    """Return whether the end of each document is held out, because there are too few to hold out whole ones."""
     holds_out_text = isinstance(cfg, TextDataConfig) and held_out_by_hash(cfg) and cfg.eval_fraction > 0
     return holds_out_text and min(round(documents * cfg.eval_fraction), documents - 1) < 1
 
@@ -229,12 +226,12 @@ def first_prompts(split: SourceSplit, count: int) -> list[str]:
 
 
 def held_out_by_hash(cfg: DataConfig) -> bool:
-    """Whether the held-out samples are selected from the training source by `eval_fraction`."""
+    """Return whether the held-out samples are selected from the training source by `eval_fraction`."""
     return cfg.eval_split is None and not (isinstance(cfg, RowsDataConfig) and cfg.eval_path)
 
 
 def holds_out(cfg: DataConfig) -> bool:
-    """Whether there is a held-out split."""
+    """Return whether there is a held-out split."""
     return not held_out_by_hash(cfg) or cfg.eval_fraction > 0
 
 
