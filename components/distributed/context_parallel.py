@@ -149,7 +149,7 @@ class _Attention:
 
 
 class _LocalHeads:
-    """Stand-in for the attention module with the attributes that sdpa reads, for this rank's heads.
+    """Replacement for the attention module with the attributes that sdpa reads, for this rank's heads.
 
     A plain class, because the compiler cannot trace a `SimpleNamespace`.
     """

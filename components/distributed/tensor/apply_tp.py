@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
-from components.distributed.expert import is_laid_out
+from components.distributed.expert import holds_dtensors
 from components.distributed.tensor.adapters import adapted_style, is_adapted
 from components.distributed.tensor.tensor_parallel import (
     BlockInput,
@@ -94,7 +94,7 @@ def apply_tensor_parallel(
         partial_norms |= _prepare_layer(name, layer, styles, tp_mesh, sequence_parallel)
     for name, module in list(model.named_modules()):
         style = styles.get(name) or ReplicatedParameters(partial_grad=name in partial_norms)
-        if is_laid_out(module):
+        if holds_dtensors(module):
             continue  # experts, over ep and tp
         if isinstance(style, TransformersStyle):
             style.config = config and config.get_text_config()
