@@ -56,6 +56,6 @@ def param_groups(unit: FSDPModule) -> list:
     """
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.13 has a single group per unit
+    if groups is None:  # older torch versions have a single group per unit
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]

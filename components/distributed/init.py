@@ -61,7 +61,7 @@ def initialize_distributed(backend: str, timeout_minutes: float = 1) -> DistInfo
 
     Args:
         backend: Backend of torch.distributed. nccl means cpu:gloo,cuda:nccl, so that CPU tensors can be reduced as
-            well; a single process without CUDA runs on gloo, and the returned DistInfo reports it.
+            well; a single process without CUDA runs on gloo and logs a warning.
         timeout_minutes: Timeout of the rendezvous. The timeout of collectives is 30 minutes; `start_process_group`
             sets both.
 

@@ -1,6 +1,6 @@
 """Pipeline parallelism.
 
 schedule.py      Pipeline: this rank's stages under torch's schedules
-stages.py        cut_into_stages: the parts of a model
-placeholders.py  modules in the place of those that another stage has
+stages.py        cut_into_stages: splits a model into stages
+placeholders.py  parameterless modules in place of modules of other stages
 """

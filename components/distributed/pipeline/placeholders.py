@@ -1,4 +1,4 @@
-"""What stands in a pipeline stage where modules of other stages would be: modules without parameters."""
+"""Parameterless modules that replace modules of other stages in a pipeline stage."""
 
 from __future__ import annotations
 
@@ -8,48 +8,50 @@ import torch
 from torch import nn
 
 
-class Absent(nn.Module):
-    """Stands where another stage's module would be, and returns its first argument."""
+class Passthrough(nn.Module):
+    """Placeholder for a module of another stage; returns its first argument."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """(batch, seq, hidden) -> the same."""
+        """Return the hidden states unchanged: (batch, seq, hidden)."""
         return hidden
 
 
-class Entrance(nn.Module):
-    """Stands where the layer before a stage's first would be, and returns what the stage was given.
+class StageInput(nn.Module):
+    """Placeholder for the layer before a stage's first one; returns the stage's input.
 
-    So nothing that the forward does before its layers is done to it again.
+    The model's forward may transform hidden states before its layers (e.g. scale embeddings). The first stage has done
+    so already, and ignoring the argument undoes the repetition on later stages.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: torch.Tensor | None = None
+        self.received: torch.Tensor | None = None
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Return the hidden states that came from the stage before: (batch, seq, hidden)."""
-        return self.given
+        """Return the hidden states received from the previous stage: (batch, seq, hidden)."""
+        return self.received
 
 
-class Exit(nn.Module):
-    """Stands where the layer after a stage's last would be, and keeps what the stage gives.
+class StageOutput(nn.Module):
+    """Placeholder for the layer after a stage's last one; captures the stage's output.
 
-    So nothing that the forward does after its layers is done to it before the last stage.
+    The model's forward may transform hidden states after its layers (e.g. a norm without parameters), which only the
+    last stage may apply.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken: torch.Tensor | None = None
+        self.captured: torch.Tensor | None = None
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Keep the hidden states for the stage after, (batch, seq, hidden), and return them."""
-        self.taken = hidden
+        """Capture the hidden states for the next stage and return them: (batch, seq, hidden)."""
+        self.captured = hidden
         return hidden
 
 
-class NothingAdded(nn.Module):
-    """Stands for learned positions, which the first stage has added already."""
+class ZeroPositions(nn.Module):
+    """Placeholder for learned position embeddings, which the first stage has added already."""
 
     def forward(self, positions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return a zero that can be added to anything."""
+        """Return a scalar zero, which broadcasts to any shape."""
         return torch.zeros((), device=positions.device)
