@@ -9,8 +9,8 @@ Folders
     tensor/            tensor parallelism: plans and styles
     pipeline/          pipeline parallelism: stages under torch's schedules
 One axis or concern each
-    mesh.py            build_mesh: six axes, a process group per axis larger than 1, flattened views on first use
-    mesh_groups.py     groups_of_mesh: the process groups of a mesh and their purpose, for the banner
+    mesh.py            build_mesh: six axes, a process group per axis larger than 1, flattened views on first use;
+                       groups_of_mesh: the process groups and their purposes, for the banner
     replicas.py        wrap_replicas, whole_rows: the callables for training and generation
     context_parallel.py  sequences sharded over cp, attention over full sequences
     expert.py          expert parallelism: sharded experts, tokens exchanged by all-to-all
@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
-    from components.distributed.mesh import Mesh, build_mesh, seed_ranks
-    from components.distributed.mesh_groups import groups_of_mesh
+    from components.distributed.mesh import Mesh, build_mesh, groups_of_mesh, seed_ranks
     from components.distributed.parallelizer import parallelize
     from components.distributed.process.process_group import (
         DistInfo,

@@ -67,6 +67,8 @@ def use_context_parallel(
 
     Raises ConfigError for a model that builds its own attention mask.
     """
+    from transformers import AttentionInterface
+
     config: Any = model.config
     implementation = config._attn_implementation
     if implementation not in (CAUSAL_SDPA, "sdpa"):
@@ -88,7 +90,7 @@ def use_context_parallel(
         # tensors_saved_with_vc_check to be Tensors") because the DTensors' mesh is saved like a tensor.
         attend = torch.compiler.disable(GatheredAttention(mesh).__call__)
     name = f"{CAUSAL_SDPA}_{chosen}_{mesh.get_group().group_name}"
-    _register(name, attend)
+    AttentionInterface.register(name, attend)
     model.set_attn_implementation(name)  # type: ignore[operator]
     return f"cp attention: {chosen}, {reason}"
 
@@ -173,7 +175,7 @@ class UlyssesAttention(_Attention):
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend over whole rows. query: (batch, heads, seq / cp, head_dim) -> (batch, seq / cp, heads, head_dim)."""
+        """Attend over the full sequence: (batch, heads, seq / cp, head_dim) -> (batch, seq / cp, heads, head_dim)."""
         self.reject_mask(module, attention_mask)
         cp = self.mesh.size()
         if key.shape[1] % cp:  # fewer kv heads than ranks: repeat each kv head for the ranks with its query heads
@@ -221,7 +223,7 @@ class GatheredAttention(_Attention):
         sliding_window: int | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend over whole rows. query: (batch, heads, seq / cp, head_dim) -> (batch, seq / cp, heads, head_dim)."""
+        """Attend over the full sequence: (batch, heads, seq / cp, head_dim) -> (batch, seq / cp, heads, head_dim)."""
         self.reject_mask(module, attention_mask)
         kv_heads = key.shape[1]
         groups = next(count for count in range(min(self.mesh.size(), kv_heads), 0, -1) if kv_heads % count == 0)
@@ -309,9 +311,3 @@ def in_sequence_order(shards: torch.Tensor, dim: int) -> torch.Tensor:
     """
     early, late = shards.select(dim, 0), shards.select(dim, 1).flip(0)  # (cp, ..., chunk, ...)
     return torch.cat([early, late]).movedim(0, dim - 1)
-
-
-def _register(name: str, attend: Attend) -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(name, attend)

@@ -17,12 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from components.config.errors import ConfigError
 from components.distributed.mesh import share_timeout
-from components.distributed.tensor.tensor_parallel import as_writable, local_parameters, redistribute
+from components.distributed.tensor.tensor_parallel import (
+    as_writable,
+    distribute_parameters,
+    local_parameters,
+    redistribute,
+)
 from components.models.anatomy import Anatomy, is_experts
 
 
@@ -41,9 +46,7 @@ class ExpertParallel(ParallelStyle):
         experts_mesh = _divided_over(device_mesh, placements)
         tokens_mesh = next((device_mesh[axis] for axis in _axes(device_mesh) if axis != "ep"), None)
         num_local = _num_experts(module) // (experts_mesh.size() if experts_mesh is not None else 1)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            sharded = distribute_tensor(parameter.data, device_mesh, placements, src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        distribute_parameters(module, device_mesh, placements)
         module.num_experts = num_local  # type: ignore[assignment]
         compute, gradients = module.forward, _gradients(placements)
 

@@ -77,7 +77,7 @@ def nvfsdp_strategy_parallelize(
         "device_mesh": device_mesh,
         "dp_shard_dim": "dp_cp" if cp else dp_mesh_name,
         "tp_dim": tp_mesh_name if tp else None,
-        "fsdp_unit_modules": nvfsdp_unit_modules or [_import_path(type(model))],
+        "fsdp_unit_modules": nvfsdp_unit_modules or [f"{type(model).__module__}.{type(model).__qualname__}"],
         "zero_dp_strategy": data_parallel_sharding_strategy,
         "init_model_with_meta_device": init_nvfsdp_with_meta_device,
         "mixed_precision_policy": _precision(grad_reduce_in_fp32, preserve_fp32_weights),
@@ -114,7 +114,3 @@ def _precision(grad_reduce_in_fp32: bool, preserve_fp32_weights: bool) -> Any:
         main_grads_dtype=torch.float32 if grad_reduce_in_fp32 else None,
         grad_comm_dtype=torch.float32 if grad_reduce_in_fp32 else None,
     )
-
-
-def _import_path(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from components.distributed.mesh import Mesh
-from components.distributed.mesh_groups import Ranks, groups_of_mesh
+from components.distributed.mesh import Mesh, Ranks, groups_of_mesh
 
 OPERATIONS = (
     "all_gather",

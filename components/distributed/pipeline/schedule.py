@@ -192,7 +192,7 @@ class Pipeline:
         return PipelineStage(
             stage.module,
             stage.index,
-            len(self._stages.places),
+            len(self._stages.pp_ranks),
             self._device,
             input_args=tokens if stage.index == 0 else hidden,
             output_args=output.requires_grad_() if last else hidden,
@@ -209,10 +209,10 @@ class Pipeline:
         return self._is_here(self._stages.last)
 
     def _is_here(self, stage: int) -> bool:
-        return self._stages.places[stage] == self._mesh.get_local_rank()
+        return self._stages.pp_ranks[stage] == self._mesh.get_local_rank()
 
     def _rank_of(self, stage: int) -> int:
-        return dist.get_global_rank(self.group, self._stages.places[stage])
+        return dist.get_global_rank(self.group, self._stages.pp_ranks[stage])
 
     def _copy_tied_weight(self) -> None:
         """Copy the embedding's weight to the tied head, if it was updated since the last copy."""

@@ -20,7 +20,6 @@ from torch import nn
 from components.batch import HEAD_KEYWORDS
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
-from components.distributed.pipeline.placeholders import Passthrough, StageInput, StageOutput, ZeroPositions
 from components.models.anatomy import Anatomy
 
 
@@ -53,7 +52,7 @@ class Stages:
 
     own: tuple[Stage, ...]
     """This rank's stages, in pipeline order."""
-    places: tuple[int, ...]
+    pp_ranks: tuple[int, ...]
     """Rank on the pp axis of every stage of the pipeline."""
     hidden: Hidden
     embedding: nn.Module | None = None
@@ -65,46 +64,93 @@ class Stages:
     @property
     def last(self) -> int:
         """Index of the last stage of the pipeline."""
-        return len(self.places) - 1
+        return len(self.pp_ranks) - 1
 
 
-def cut_into_stages(model: nn.Module, places: list[int], pp_rank: int, dtype: torch.dtype, anatomy: Anatomy) -> Stages:
+def cut_into_stages(
+    model: nn.Module, pp_ranks: list[int], pp_rank: int, dtype: torch.dtype, anatomy: Anatomy
+) -> Stages:
     """Remove the modules of other pp ranks from `model` in place, and return this rank's stages, which share the rest.
 
     Call it on the meta device, after tensor and expert parallelism and before FSDP, which shards each stage.
 
     Args:
-        places: Rank on the pp axis of every stage.
+        pp_ranks: Rank on the pp axis of every stage.
         pp_rank: This rank on the pp axis.
         dtype: Dtype of the hidden states.
 
     Raises ConfigError for a model that is not embeddings, one list of decoder layers and a head.
     """
     parts = _Parts.of(model, anatomy)
-    ranges = stage_layers(len(parts.layers), len(places))
-    own = [index for index, rank in enumerate(places) if rank == pp_rank]
+    ranges = stage_layers(len(parts.layers), len(pp_ranks))
+    own = [index for index, rank in enumerate(pp_ranks) if rank == pp_rank]
     _reject_idle_stages(parts.layers, ranges)
     vocabulary, size = parts.embedding.weight.shape
     hidden = Hidden(size, vocabulary, dtype)
     tied = parts.untie()
     stages = tuple(Stage(index, _stage(parts, index, ranges)) for index in own)
-    first, last = 0 in own, len(places) - 1 in own
+    first, last = 0 in own, len(pp_ranks) - 1 in own
     kept = {layer for index in own for layer in ranges[index]}
-    _replace_layers(parts.inner, parts.layers_name, parts.layers, kept, {})
-    for name in [] if first else parts.before:
-        parts.inner._modules[name] = _placeholder(parts, name)
-    for name in [] if last else parts.after:
-        parts.inner._modules[name] = Passthrough()
+    _use_placeholders(parts, parts.inner, kept, {})
     for name in parts.heads:
         if not last or (tied and parts.root._modules[name] is parts.head):
             parts.root._modules[name] = Passthrough()
     return Stages(
         own=stages,
-        places=tuple(places),
+        pp_ranks=tuple(pp_ranks),
         hidden=hidden,
         embedding=parts.embedding if tied and first else None,
         tied_head=parts.head if tied and last else None,
     )
+
+
+class Passthrough(nn.Module):
+    """Placeholder for a module of another stage; returns its first argument."""
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the hidden states unchanged: (batch, seq, hidden)."""
+        return hidden
+
+
+class StageInput(nn.Module):
+    """Placeholder for the layer before a stage's first one; returns the stage's input.
+
+    The model's forward may transform hidden states before its layers (e.g. scale embeddings). The first stage has done
+    so already, and ignoring the argument undoes the repetition on later stages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """Return the hidden states received from the previous stage: (batch, seq, hidden)."""
+        return self.received
+
+
+class StageOutput(nn.Module):
+    """Placeholder for the layer after a stage's last one; captures the stage's output.
+
+    The model's forward may transform hidden states after its layers (e.g. a norm without parameters), which only the
+    last stage may apply.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Capture the hidden states for the next stage and return them: (batch, seq, hidden)."""
+        self.captured = hidden
+        return hidden
+
+
+class ZeroPositions(nn.Module):
+    """Placeholder for learned position embeddings, which the first stage has added already."""
+
+    def forward(self, positions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return a scalar zero, which broadcasts to any shape."""
+        return torch.zeros((), device=positions.device)
 
 
 @dataclass(slots=True)
@@ -173,14 +219,10 @@ def _stage(parts: _Parts, index: int, ranges: list[range]) -> nn.Module:
     stage_input = None if first else StageInput()
     stage_output = None if last else StageOutput()
     borders = {own[0] - 1: stage_input, own[-1] + 1: stage_output}
-    _replace_layers(inner, parts.layers_name, parts.layers, set(own), borders)
+    _use_placeholders(parts, inner, set(own), borders)
     if stage_input is not None:
         check = partial(_check_layer_input, type(parts.root).__name__, stage_input)
         parts.layers[own[0]].register_forward_pre_hook(check, with_kwargs=True, prepend=True)
-    for name in [] if first else parts.before:
-        inner._modules[name] = _placeholder(parts, name)
-    for name in [] if last else parts.after:
-        inner._modules[name] = Passthrough()
     stage = inner
     if last:
         stage = shallow_copy(parts.root)
@@ -239,16 +281,21 @@ def _reject_idle_stages(layers: list[nn.Module], ranges: list[range]) -> None:
         )
 
 
-def _replace_layers(
-    inner: nn.Module, name: str, layers: list[nn.Module], kept: set[int], borders: Mapping[int, nn.Module | None]
-) -> None:
-    """Replace all layers but `kept` by placeholders. Indices do not change: models look up a layer's type by index.
+def _use_placeholders(parts: _Parts, inner: nn.Module, kept: set[int], borders: Mapping[int, nn.Module | None]) -> None:
+    """Replace all layers of `inner` but `kept`, and modules before and after them that belong to other stages.
+
+    Layer indices do not change: models look up a layer's type by index.
 
     Args:
+        inner: The inner model or a copy of it.
         borders: Layer index -> placeholder to use there; other layers become a Passthrough.
     """
-    replaced = [layer if i in kept else borders.get(i) or Passthrough() for i, layer in enumerate(layers)]
-    inner._modules[name] = nn.ModuleList(replaced)
+    layers = [layer if i in kept else borders.get(i) or Passthrough() for i, layer in enumerate(parts.layers)]
+    inner._modules[parts.layers_name] = nn.ModuleList(layers)
+    for name in [] if 0 in kept else parts.before:
+        inner._modules[name] = _placeholder(parts, name)
+    for name in [] if len(layers) - 1 in kept else parts.after:
+        inner._modules[name] = Passthrough()
 
 
 def _placeholder(parts: _Parts, name: str) -> nn.Module:

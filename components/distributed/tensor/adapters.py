@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from components.config.errors import ConfigError
@@ -29,6 +29,7 @@ from components.distributed.tensor.tensor_parallel import (
     ReplicatedParameters,
     TransformersStyle,
     as_replicated,
+    distribute_parameters,
     redistribute,
 )
 
@@ -69,7 +70,7 @@ class AdaptedColwise(ParallelStyle):
     """Column-wise: each rank takes all input features and computes its shard of the output features."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, {"lora_A": Replicate()}, other=Shard(0))
+        distribute_parameters(module, device_mesh, [Shard(0)], {"lora_A": [Replicate()]})
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, in) -> (batch, seq, out / tp)
             hidden = as_replicated(hidden, device_mesh).to_local(grad_placements=[Partial()])
@@ -94,7 +95,7 @@ class AdaptedRowwise(ParallelStyle):
                 f"parallelism.tp={device_mesh.size()}: {self.name} has {inputs.features} inputs, which are quantized "
                 f"{columns} at a time and cannot be divided evenly; change parallelism.tp, or set peft=lora"
             )
-        _distribute(module, device_mesh, {"weight": Shard(1), "lora_A": Shard(1)}, other=Replicate())
+        distribute_parameters(module, device_mesh, by_name={"weight": [Shard(1)], "lora_A": [Shard(1)]})
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, in / tp) -> (batch, seq, out)
             weight, bias, *adapter = _local(module, partial=("lora_B", "lora_magnitude_vector"))
@@ -110,7 +111,7 @@ class AdaptedKVHeadSlice(KVHeadSlice):
     """Key or value projection with fewer heads than tp ranks; each rank computes the one head it needs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, {}, other=Replicate())
+        distribute_parameters(module, device_mesh)
         head = device_mesh.get_local_rank() // (device_mesh.size() // self.kv_heads)
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, hidden) -> (batch, seq, head_dim)
@@ -145,13 +146,6 @@ class _InputShard:
     def norms(self, norms: torch.Tensor) -> torch.Tensor:
         """Return the norms of full weight rows, given those of this rank's column shard, (out,)."""
         return redistribute(norms.square(), self.mesh, Partial(), Replicate()).sqrt()
-
-
-def _distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement], *, other: Placement) -> None:
-    """Make the module's parameters DTensors without communication: all ranks hold the same values."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        dtensor = distribute_tensor(parameter.data, mesh, [placements.get(name, other)], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(dtensor, requires_grad=parameter.requires_grad))
 
 
 def _local(module: Any, partial: tuple[str, ...]) -> list[torch.Tensor | None]:

@@ -8,7 +8,7 @@ sequence parallelism (Korthikanti et al. 2022).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ class ReplicatedParameters(ParallelStyle):
         self.partial_grad = partial_grad
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        replicate_parameters(module, device_mesh)
+        distribute_parameters(module, device_mesh)
         placement: Placement = Partial() if self.partial_grad else Replicate()
         compute = module.forward
 
@@ -58,7 +58,7 @@ class KVHeadSlice(ParallelStyle):
         self.kv_heads = kv_heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        replicate_parameters(module, device_mesh)
+        distribute_parameters(module, device_mesh)
         head = device_mesh.get_local_rank() // (device_mesh.size() // self.kv_heads)
 
         def this_head(parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -217,11 +217,21 @@ def local_parameters(module: nn.Module, grad_placements: Sequence[Placement]) ->
         module._parameters.update(dtensors)
 
 
-def replicate_parameters(module: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Make the module's direct parameters replicated DTensors without communication: all ranks hold the same values."""
+def distribute_parameters(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] = (Replicate(),),
+    by_name: Mapping[str, Sequence[Placement]] | None = None,
+) -> None:
+    """Make the module's direct parameters DTensors without communication: all ranks hold the same values.
+
+    Args:
+        placements: One placement per mesh dim.
+        by_name: Parameter name -> placements that replace `placements`.
+    """
     for name, parameter in list(module.named_parameters(recurse=False)):
-        replicated = distribute_tensor(parameter.data, device_mesh, [Replicate()], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
+        dtensor = distribute_tensor(parameter.data, mesh, (by_name or {}).get(name, placements), src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(dtensor, requires_grad=parameter.requires_grad))
 
 
 def as_replicated(tensor: torch.Tensor, device_mesh: DeviceMesh) -> DTensor:

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,21 @@ from components.models.anatomy import Anatomy, is_experts, read_anatomy
 Plan = dict[str, ParallelStyle]
 """Module path -> style; `*` matches one path component."""
 
+TORCH_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "colwise_rep": partial(ColwiseParallel, output_layouts=Replicate()),
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "embedding_colwise": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise": RowwiseParallel,
+    "rowwise_rep": partial(RowwiseParallel, input_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+    "embedding_rowwise": partial(RowwiseParallel, input_layouts=Replicate()),
+    "sequence_parallel": SequenceParallel,
+    "replicate": ReplicatedParameters,
+    "replicated_with_grad_allreduce": partial(ReplicatedParameters, partial_grad=True),
+    "moe_tp_experts": ExpertParallel,
+}
+"""Style name of transformers -> constructor of the equivalent style."""
 TRANSFORMERS_STYLES = (
     "packed_colwise",
     "packed_rowwise",
@@ -52,25 +68,10 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     """
     if not isinstance(style, str):
         raise _NotAStyleNameError(f"the name of a parallel style must be a string, not {style!r}")
-    match style:
-        case "colwise":
-            return ColwiseParallel()
-        case "rowwise":
-            return RowwiseParallel()
-        case "colwise_rep" | "colwise_gather_output" | "embedding_colwise":
-            return ColwiseParallel(output_layouts=Replicate())
-        case "rowwise_rep" | "rowwise_split_input" | "embedding_rowwise":
-            return RowwiseParallel(input_layouts=Replicate())
-        case "sequence_parallel":
-            return SequenceParallel()
-        case "replicate":
-            return ReplicatedParameters()
-        case "replicated_with_grad_allreduce":
-            return ReplicatedParameters(partial_grad=True)
-        case "moe_tp_experts":
-            return ExpertParallel()
-        case _ if style in TRANSFORMERS_STYLES:
-            return TransformersStyle(style)
+    if style in TRANSFORMERS_STYLES:
+        return TransformersStyle(style)
+    if style in TORCH_STYLES:
+        return TORCH_STYLES[style]()
     raise ValueError(f"Unknown parallel style: {style!r}; set parallelism.tp_plan=module:name to use another plan")
 
 
@@ -290,7 +291,7 @@ def check_divisible(model: nn.Module, plan: Plan, tp: int) -> None:
                 continue
             if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):
                 size = module.out_features
-            elif isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),):
+            elif _takes_sharded_input(style):
                 size = module.in_features
             else:
                 continue
