@@ -109,7 +109,7 @@ def parallelize(
     notes: tuple[str, ...] = ()
     fraction, stages = 0.0, None
     param_dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())  # skips packed 4-bit
-    places = parallelism.stage_places(mesh.size("pp"))
+    pp_ranks = parallelism.stage_places(mesh.size("pp"))
     if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and anatomy.experts):
         axes = tuple(axis for axis in ("ep", "tp") if mesh.size(axis) > 1)
         notes += apply_expert_parallel(model, mesh.device_mesh[axes], anatomy)
@@ -122,14 +122,14 @@ def parallelize(
             anatomy,
             sequence_parallel=parallelism.sequence_parallel,
             strict=parallelism.tp_plan is not None,
-            stages=len(places),
+            stages=len(pp_ranks),
         )
         fraction = applied.fraction
         notes += applied.notes
     if mesh.size("cp") > 1:
         notes += (_apply_context_parallel(model, mesh, parallelism, shape, anatomy),)
     if mesh.size("pp") > 1:
-        stages = cut_into_stages(model, places, mesh.rank("pp"), compute_dtype, anatomy)
+        stages = cut_into_stages(model, pp_ranks, mesh.rank("pp"), compute_dtype, anatomy)
     if parallelism.strategy == Strategy.fsdp2:
         # A split backward computes weight gradients later, from parameters that must still be unsharded then.
         split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
