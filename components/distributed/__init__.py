@@ -1,25 +1,27 @@
-"""Processes, device mesh, and how a model is sharded over it.
+"""Process groups, the device mesh, and sharding a model over it.
 
-Front doors (the names of the seed pages)
-    init.py, mesh.py, parallelizer.py, utils.py
+Modules that keep the names and signatures of published libraries
+    init.py            starting and ending a run (NeMo AutoModel init_utils, KempnerForge setup)
+    utils.py           helpers that also work in a single process (NeMo AutoModel utils, OLMo-core utils)
+    parallelizer.py    parallelize, and NeMo AutoModel's parallelizer functions
 Folders
-    process/           start-up and end, ranks, groups, barriers, ordering
-    tensor/            tensor parallel: plans and styles
-    pipeline/          pipeline parallel: stages under torch's schedules
+    process/           start-up and shutdown, ranks, groups, barriers, ordering
+    tensor/            tensor parallelism: plans and styles
+    pipeline/          pipeline parallelism: stages under torch's schedules
 One axis or concern each
-    mesh.py            build_mesh: six axes, a group for each that is larger than 1, views at their first use
-    parallelizer.py    parallelize, and the names of seed page 004
-    replicas.py        wrap_replicas, whole_rows: what training and generation call
-    context_parallel.py  parts of rows, and attention over whole ones
-    expert.py          expert parallel: experts on ranks of their own, tokens sent to them
-    fsdp.py            sharded parameters, summed gradients; megatron.py: Megatron-FSDP
-    gradient_sync.py   get_sync_ctx: the micro-batches whose backward reduces gradients
-    collectives.py     exact values, ragged tensors, objects
-    mesh_groups.py     groups_of_mesh: the process groups and what each is for
-    traffic.py         record_traffic, StepTraffic: calls and bytes of every collective, by group
+    mesh.py            build_mesh: six axes, a process group per axis larger than 1, flattened views on first use;
+                       groups_of_mesh: the process groups and their purposes, for the banner
+    replicas.py        wrap_replicas, whole_rows: the callables for training and generation
+    context_parallel.py  sequences sharded over cp, attention over full sequences
+    expert.py          expert parallelism: sharded experts, tokens exchanged by all-to-all
+    fsdp.py            FSDP2 units, precision, prefetching; megatron.py: Megatron-FSDP
+    gradient_sync.py   get_sync_ctx: deferred gradient reduction under gradient accumulation
+    collectives.py     collectives on scalars, ragged tensors and objects
+    traffic.py         record_traffic, StepTraffic: calls and bytes of every collective, by process group
 
-`init_distributed` and `_barrier_with_timeout` exist twice, with the meanings of their seed pages: import
-them from `init`, `utils` or `mesh`. Names are imported at first use.
+`init_distributed` exists in `utils` (OLMo-core) and `mesh` (KempnerForge), `_barrier_with_timeout` in `utils`
+(NeMo AutoModel) and `init` (KempnerForge), with different signatures, so import them from those modules. The other
+names below are imported at first use.
 """
 
 from __future__ import annotations
@@ -29,8 +31,7 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
-    from components.distributed.mesh import Mesh, build_mesh, seed_ranks
-    from components.distributed.mesh_groups import groups_of_mesh
+    from components.distributed.mesh import Mesh, build_mesh, groups_of_mesh, seed_ranks
     from components.distributed.parallelizer import parallelize
     from components.distributed.process.process_group import (
         DistInfo,

@@ -1,8 +1,8 @@
-"""Collectives on values and objects, most of which work in a single process too (seed pages 001 and 002).
+"""Collectives on values and objects that also work in a single process (as in OLMo-core's distributed.utils).
 
-Numbers are exact (float64, int64), arguments are never changed, a root is a rank *within the group*, and
-values that do not go together raise MismatchError on every rank instead of hanging or aborting. Before
-`init_process_group`, and in a group of one, each returns what a single process would see.
+Numbers are exact (float64, int64), arguments are never modified, and `src` is a rank *within the group*. Mismatched
+types or shapes raise MismatchError on every rank instead of hanging or aborting. Before `init_process_group` each
+function returns the single-process result.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Value = TypeVar("Value", bound=Scalar | torch.Tensor)
 def synchronize_value(
     value: Value, device: torch.device, src: int = 0, group: dist.ProcessGroup | None = None
 ) -> Value:
-    """Return on every rank the value of one of them: a bool, int, float or tensor.
+    """Broadcast a bool, int, float or tensor from rank `src` to every rank of `group`.
 
-    Kind, type and shape are those of `src`, whatever the others pass. A tensor comes back as a new one on
-    `device`.
+    The result has the type, dtype and shape of the value on `src`; the values on the other ranks are ignored. A tensor
+    is returned as a new tensor on `device`.
 
     Args:
-        src: rank within `group` whose value it is.
+        src: Source rank within `group`.
 
     Raises:
-        NotInGroupError: this process is no member of `group`.
+        NotInGroupError: This process is not a member of `group`.
     """
     if not is_distributed():
         return value
@@ -48,13 +48,13 @@ def synchronize_value(
     header = decode(message.tolist())
     if header.scalar is not None:
         return cast(Value, header.scalar)
-    received = _own_copy(value, device) if root else torch.empty(header.shape, dtype=header.dtype, device=device)
+    received = _contiguous_copy(value, device) if root else torch.empty(header.shape, dtype=header.dtype, device=device)
     dist.broadcast(_bytes(received), group=group, group_src=src)
     return cast(Value, received)
 
 
 def synchronize_flag(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Return on every rank the flag of the first rank of `group`."""
+    """Broadcast a flag from the first rank of `group`."""
     return bool(synchronize_value(bool(flag), device, src=0, group=group))
 
 
@@ -64,14 +64,14 @@ def all_reduce_value(
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> Value:
-    """Return on every rank the values of all, reduced.
+    """All-reduce a bool, int, float or tensor.
 
-    Numbers are reduced in float64 or as exact integers, in rank order, so that all ranks get the same bits.
-    The SUM of bools is their count. A tensor comes back as a new one on `device`.
+    Numbers are reduced in float64 or as exact integers, in rank order, so that every rank gets the same bits. The SUM
+    of bools is the number of True values. A tensor is returned as a new tensor on `device`.
 
     Raises:
-        MismatchError: tensors and numbers, or tensors of different type or shape, on every rank.
-        NotInGroupError: this process is no member of `group`.
+        MismatchError: Ranks mix tensors and numbers, or pass tensors of different dtype or shape. Raised on every rank.
+        NotInGroupError: This process is not a member of `group`.
     """
     if not is_distributed():
         return value
@@ -80,8 +80,8 @@ def all_reduce_value(
     if len(numbers) == len(headers):
         return cast(Value, _reduce_scalars(numbers, op))
     if len({(header.dtype, header.shape) for header in headers}) > 1:
-        raise mismatch("all_reduce_value", "all ranks must pass numbers, or tensors of one type and shape", headers)
-    reduced = _own_copy(value, device)
+        raise mismatch("all_reduce_value", "all ranks must pass numbers, or tensors of one dtype and shape", headers)
+    reduced = _contiguous_copy(value, device)
     if reduced.dtype is torch.bool and op == dist.ReduceOp.SUM:
         reduced = reduced.to(torch.int64)
     dist.all_reduce(reduced, op=op, group=group)
@@ -96,18 +96,24 @@ def reduce_loss(
     *,
     check_finite: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum losses and their denominator over micro-batches and ranks in one all-reduce (seed page 001, NeMo AutoModel).
+    """Sum losses and their denominator over micro-batches and ranks in one all-reduce.
+
+    Same signature as NeMo AutoModel's distributed.utils.reduce_loss.
 
     Args:
         loss_store: Sums of token losses, one scalar per micro-batch; may be empty (a rank without data).
-        total_num_tokens: Target tokens of this rank's micro-batches: local, not yet reduced.
+        total_num_tokens: Number of targets in this rank's micro-batches, not yet reduced over ranks.
         per_token_loss: True: the denominator is the number of tokens; False: the number of micro-batches.
-        dp_group: Ranks to sum over (dp x cp); None: this rank alone.
-        check_finite: Raise for a loss that is not finite, for which the host waits for the device. False: the sum is
-            returned as it is, and the host does not wait.
+        dp_group: Process group to sum over (dp x cp); None: no reduction over ranks.
+        check_finite: Raise for a non-finite loss, which synchronizes the host with the device. False: return the sum
+            unchecked, without synchronizing.
 
-    Returns (loss, denominator), each of shape (1,) and detached: the loss in float64, the denominator in int64. The
-    mean is their quotient. Raises FloatingPointError naming the ranks whose loss is not finite.
+    Returns:
+        (loss, denominator), each of shape (1,) and detached: the loss sum in float64, the denominator in int64. The
+        mean loss is loss / denominator.
+
+    Raises:
+        FloatingPointError: The loss of some ranks is not finite; the message lists these ranks.
     """
     device = total_num_tokens.device
     losses = [loss.detach().to(device=device, dtype=torch.float64).reshape(()) for loss in loss_store]
@@ -116,21 +122,21 @@ def reduce_loss(
     size, rank = (dist.get_world_size(dp_group), dist.get_rank(dp_group)) if dp_group is not None else (1, 0)
     packed = torch.stack([total, count])  # (2,)
     if check_finite:
-        broken = torch.zeros(size, dtype=torch.float64, device=device)
-        broken[rank] = (~torch.isfinite(total)).double()
-        packed = torch.cat([packed.nan_to_num(0, 0, 0), broken])  # (2 + ranks,)
+        nonfinite = torch.zeros(size, dtype=torch.float64, device=device)
+        nonfinite[rank] = (~torch.isfinite(total)).double()
+        packed = torch.cat([packed.nan_to_num(0, 0, 0), nonfinite])  # (2 + ranks,)
     if size > 1:
         dist.all_reduce(packed, group=dp_group)
-    culprits = packed[2:].nonzero().flatten().tolist() if check_finite else []
-    if culprits:
-        raise FloatingPointError(f"the loss of rank {', '.join(map(str, culprits))} of {size} is not finite")
+    nonfinite_ranks = packed[2:].nonzero().flatten().tolist() if check_finite else []
+    if nonfinite_ranks:
+        raise FloatingPointError(f"the loss of rank {', '.join(map(str, nonfinite_ranks))} of {size} is not finite")
     return packed[:1], packed[1:2].to(torch.int64)
 
 
 def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Broadcast an object using pickle to all ranks in the process group. `src` is a rank within `group`.
+    """Broadcast a pickled object to all ranks of the process group. `src` is a rank within `group`.
 
-    Unpickling runs whatever code a peer sends: use `components.exchange.broadcast_json` for values that JSON has.
+    Unpickling executes code sent by a peer: use `components.exchange.broadcast_json` for JSON-serializable values.
     """
     if not is_distributed():
         return obj
@@ -141,14 +147,14 @@ def broadcast_object(obj: T, src: int = 0, group: dist.ProcessGroup | None = Non
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """All-gather tensors from the whole group into a list, in rank order. Their shapes may differ.
+    """All-gather tensors into a list in rank order. Shapes may differ between ranks, the dtype may not.
 
-    Differentiable where every rank's tensor requires grad: the gradient of a rank's tensor is the sum over
-    all ranks of the gradients that they have for it. All ranks must then run the backward.
+    Differentiable if the tensor requires grad on every rank: its gradient is then summed over all ranks, so all of
+    them must run the backward.
 
     Raises:
-        MismatchError: tensors of different dtype, or only some with gradient, on every rank.
-        NotInGroupError: this process is no member of `group`.
+        MismatchError: Tensors differ in dtype, or only some require grad. Raised on every rank.
+        NotInGroupError: This process is not a member of `group`.
     """
     if not is_distributed():
         return [tensor]
@@ -156,7 +162,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
         tensor = tensor.detach()
     headers = _exchange_headers(tensor, tensor.device, group)
     if len({(header.dtype, header.requires_grad) for header in headers}) > 1:
-        raise mismatch("all_gather", "all ranks must pass one dtype, all or none with gradient", headers)
+        raise mismatch("all_gather", "all ranks must pass the same dtype, and all or none must require grad", headers)
     sizes = [math.prod(header.shape) for header in headers]
     longest = max(sizes)
     if longest == 0:
@@ -167,9 +173,9 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
 
 
 def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """All-gather an object using pickle to all ranks in a process group, in rank order.
+    """All-gather pickled objects from all ranks of a process group into a list, in rank order.
 
-    Unpickling runs whatever code a peer sends: use `components.exchange.all_gather_json` for values that JSON has.
+    Unpickling executes code sent by a peer: use `components.exchange.all_gather_json` for JSON-serializable values.
     """
     if not is_distributed():
         return [obj]
@@ -180,7 +186,7 @@ def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]
 
 
 class _AllGatherRows(torch.autograd.Function):
-    """(n,) on each of W ranks -> (W, n) on all of them."""
+    """All-gather of a row: (n,) on each rank -> (ranks, n) on every rank. The backward sums gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, row: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -197,11 +203,14 @@ class _AllGatherRows(torch.autograd.Function):
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: what is only moved may be of types that a backend cannot reduce."""
+    """Return the memory of a contiguous tensor as uint8.
+
+    Data that is only copied may have dtypes that a backend does not support.
+    """
     return tensor.view(-1).view(torch.uint8)
 
 
-def _own_copy(value: Any, device: torch.device) -> torch.Tensor:
+def _contiguous_copy(value: Any, device: torch.device) -> torch.Tensor:
     return value.detach().to(device, copy=True).contiguous()
 
 
@@ -230,7 +239,7 @@ def _reduce_scalars(values: list[Scalar], op: Any) -> Scalar:
         (dist.ReduceOp.BOR, operator.or_),
         (dist.ReduceOp.BXOR, operator.xor),
     ]
-    for known, reducer in reducers:
-        if op == known:
+    for supported_op, reducer in reducers:
+        if op == supported_op:
             return functools.reduce(reducer, values)
-    raise ValueError(f"op={op}: numbers can be reduced by SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR")
+    raise ValueError(f"op={op}: numbers can be reduced by SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR")

@@ -1,4 +1,4 @@
-"""FSDP2 over a model: which modules are gathered together, in which precision, and what their gradients are."""
+"""FSDP2: choice of units, mixed precision, prefetching and gradient reduction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from components.distributed.expert import experts_modules
 from components.distributed.gradient_sync import param_groups
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""Modules without a forward of their own: they cannot be gathered, their children are."""
+"""Modules without a forward, which cannot be FSDP2 units themselves; their children are."""
 
 
 def apply_fsdp_sharding_recursively(
@@ -33,13 +33,13 @@ def apply_fsdp_sharding_recursively(
     mp_policy: MixedPrecisionPolicy | None,
     offload_policy: CPUOffloadPolicy | None = None,
 ) -> None:
-    """Make every child of a ModuleList or ModuleDict one FSDP2 unit, in place (seed page 004, NeMo AutoModel).
+    """Make every child of a ModuleList or ModuleDict an FSDP2 unit, in place.
 
-    `module` may be such a list itself. Lists within lists are descended into. The last unit of all is not resharded
-    after the forward, because the backward asks for it first; every other one is, also the last of a list that others
-    follow.
+    Same signature as in NeMo AutoModel's parallelizer. `module` may itself be such a container, and nested containers
+    are descended into. The last unit is not resharded after the forward, because the backward uses it first; all others
+    are, including the last child of every container but the last.
     """
-    # A pipeline stage's placeholders have nothing to gather; as units they would only warn about the views they return.
+    # A pipeline stage's placeholders have no parameters; as units they would only warn about returning a view.
     units = [unit for unit in _units(module) if next(unit.parameters(), None) is not None]
     for index, unit in enumerate(units):
         _shard(unit, mesh, mp_policy, offload_policy, reshard=index < len(units) - 1)
@@ -54,20 +54,19 @@ def shard_with_fsdp2(
     expert_mesh: DeviceMesh | None = None,
     embedding: nn.Module | None = None,
 ) -> None:
-    """Shard a whole model in place: a unit per decoder layer, one for `embedding`, one for the rest.
-
-    With `expert_mesh`, experts that lie on ranks of their own are units of their own on that mesh.
-
-    Args:
-        embedding: An untied input embedding; None: the root's unit includes it.
+    """Shard a model in place: one FSDP2 unit per decoder layer, one for `embedding`, one for all other parameters.
 
     Gradients are SUMMED over the mesh, never averaged: the training step divides once, by the global number of
-    target tokens. Only the root casts its output, as the policy says: layers that did would hand the next one a type
-    its weights do not have. Tied embeddings share the root's unit (torch 2.13 refuses to split them).
+    targets. Tied embeddings stay in the root's unit, because torch 2.13 rejects tied parameters in different units.
+
+    Args:
+        expert_mesh: Mesh for the units of expert-parallel experts, without the ep axis; None: no expert parallelism.
+        embedding: An untied input embedding; None: the root's unit includes it.
     """
+    # Only the root casts its output: a layer that did would pass the next layer a dtype other than its weights'.
     inner = replace(mp_policy, output_dtype=None) if mp_policy else None
     if expert_mesh is not None:
-        # Their inputs have the right type already; the router's weights may be float32 on purpose.
+        # Expert inputs are in the compute dtype already, except router weights, which may be float32 on purpose.
         uncast = replace(inner, cast_forward_inputs=False) if inner else None
         for experts in experts_modules(model).values():
             _shard(experts, expert_mesh, uncast, offload_policy, reshard=True)
@@ -78,15 +77,15 @@ def shard_with_fsdp2(
     for unit in fsdp_units(model):
         if not reshard_after_forward:
             unit.set_reshard_after_forward(False, recurse=False)
-        # gloo has no pre-multiplied sum; dividing by 1 leaves the plain sum on every backend.
+        # Sum instead of FSDP2's default average. Forcing ReduceOp.SUM avoids PREMUL_SUM, which gloo does not support.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
 
 def mixed_precision(compute_dtype: torch.dtype, param_dtype: torch.dtype) -> MixedPrecisionPolicy | None:
-    """Return the policy that computes in `compute_dtype`, or None where there is nothing to cast.
+    """Return the policy that computes in `compute_dtype`, or None if nothing has to be cast.
 
-    Gradients of 16 bits are summed in float32, over micro-batches and ranks, also where parameters have 16 bits too.
+    16-bit gradients are accumulated and reduced in float32, even if the parameters are 16-bit as well.
     """
     if compute_dtype != param_dtype:
         return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -94,14 +93,14 @@ def mixed_precision(compute_dtype: torch.dtype, param_dtype: torch.dtype) -> Mix
 
 
 def offload_to_cpu(enabled: bool) -> CPUOffloadPolicy | None:
-    """Return the policy that keeps state in host memory; pinned only where there is a device to copy to."""
+    """Return the policy that keeps parameters, gradients and optimizer state in host memory, pinned if CUDA exists."""
     return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if enabled else None
 
 
 def prefetch_layers(model: nn.Module, ahead: int) -> None:
-    """Let each FSDP2 unit that is in a list of layers gather the next `ahead` of the list; 0: leave FSDP2's own order.
+    """Make the FSDP2 unit of each layer prefetch the next `ahead` layers, in reverse order in the backward.
 
-    The backward goes through the list the other way.
+    With ahead=0, FSDP2's default prefetching is kept.
     """
     layers: list[Any] = [unit for unit in _units(model) if isinstance(unit, FSDPModule)]
     for index, layer in enumerate(layers if ahead else []):
@@ -110,26 +109,26 @@ def prefetch_layers(model: nn.Module, ahead: int) -> None:
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """Return every FSDP2 unit of a model, the root first."""
+    """Return all FSDP2 units of a model, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @contextmanager
 def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
-    """Hold every parameter gathered within the context, forwards included (seed page 004, NeMo AutoModel).
+    """Unshard all parameters within the context, as in NeMo AutoModel's parallelizer.
 
-    The whole model is in the memory of every rank. Resharding after the forward is switched off within and what it
-    was is put back, so that several forwards gather nothing.
+    Every rank holds the full model in memory. Resharding after the forward is disabled, so that forwards within the
+    context run no all-gather, and restored at the end.
     """
     units = fsdp_units(model)
-    before = [_reshards_after_forward(unit) for unit in units]
+    previous = [_reshards_after_forward(unit) for unit in units]
     try:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         yield
     finally:
-        for unit, reshards in zip(units, before, strict=True):
+        for unit, reshards in zip(units, previous, strict=True):
             unit.set_reshard_after_forward(reshards, recurse=False)
             unit.reshard()
 
@@ -139,7 +138,7 @@ def _reshards_after_forward(unit: FSDPModule) -> bool:
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield what is in the outermost lists, those within lists included."""
+    """Yield the children of the outermost containers, descending into containers nested directly in them."""
     in_list = isinstance(module, CONTAINERS)
     for child in module.children():
         if in_list and not isinstance(child, CONTAINERS):
@@ -170,13 +169,16 @@ def _shard(
         if all(parameter.is_floating_point() for parameter in module.parameters()):
             raise
         raise ConfigError(
-            f"peft.method=qlora: FSDP2 of torch {torch.__version__} does not shard bytes ({error}); install torch 2.13 "
-            "or later, or set parallelism=ddp or peft=lora"
+            f"peft.method=qlora: FSDP2 of torch {torch.__version__} does not shard bytes ({error}), which packed 4-bit "
+            "weights are; install torch 2.13 or later, or set parallelism=ddp or peft=lora"
         ) from error
 
 
 def _sharded_dim(parameter: nn.Parameter, ranks: int) -> int:
-    """0; but 1 for fused experts that are too few for the ranks: FSDP2 would pad each rank's part to an expert."""
+    """Return the dim to shard: 0, or 1 for fused experts whose number is no multiple of the ranks.
+
+    On dim 0 FSDP2 would pad every shard to whole experts.
+    """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    few = local.dim() == 3 and local.shape[0] % ranks != 0
-    return 1 if few and local.shape[1] % ranks == 0 else 0
+    uneven_experts = local.dim() == 3 and local.shape[0] % ranks != 0
+    return 1 if uneven_experts and local.shape[1] % ranks == 0 else 0

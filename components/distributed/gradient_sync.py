@@ -1,4 +1,4 @@
-"""When gradients are reduced: once per optimizer step, or after every micro-batch."""
+"""Gradient reduction under gradient accumulation: once per optimizer step, or after every micro-batch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class UnknownShardingError(TypeError):
-    """A module is sharded in a way whose gradient reduction cannot be controlled here."""
+    """Error for a module wrapped in FSDP1, whose gradient reduction get_sync_ctx does not control."""
 
 
 @contextmanager
 def get_sync_ctx(model: nn.Module, is_optim_step: bool, defer_fsdp_grad_sync: bool) -> Iterator[None]:
-    """Forward and backward of one micro-batch belong into this context (seed page 001, NeMo AutoModel).
+    """Control gradient reduction within the context, which must wrap forward and backward of one micro-batch.
 
-    DDP reduces in the last micro-batch only. FSDP2 does too with `defer_fsdp_grad_sync=True` (less traffic, gradients
-    of the whole model in memory); with False it reduce-scatters every micro-batch, and hybrid sharding all-reduces
-    over its replicas in the last one only.
+    Same signature as NeMo AutoModel's distributed.utils.get_sync_ctx. DDP all-reduces in the last micro-batch only. So
+    does FSDP2 with `defer_fsdp_grad_sync=True`: less traffic, but unsharded gradients stay in memory. With False, FSDP2
+    reduce-scatters in every micro-batch, and HSDP all-reduces over its replicas in the last one only.
 
-    Whatever wraps the model (torch.compile, a module of yours) is looked into. What was set before is put back at the
-    end, also after an exception. Raises UnknownShardingError for FSDP1.
+    Applies to every DDP or FSDP2 module inside `model`, also below wrappers such as torch.compile's. Previous settings
+    are restored at the end, also after an exception. Raises UnknownShardingError for FSDP1.
     """
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, FullyShardedDataParallel):
-                raise UnknownShardingError("FSDP1 (FullyShardedDataParallel) is not supported; use FSDP2")
+                raise UnknownShardingError("FSDP1 (FullyShardedDataParallel) is not supported; use FSDP2 (fully_shard)")
             if isinstance(module, DistributedDataParallel) and not is_optim_step:
                 stack.enter_context(module.no_sync())
             elif isinstance(module, FSDPModule):
@@ -39,23 +39,23 @@ def get_sync_ctx(model: nn.Module, is_optim_step: bool, defer_fsdp_grad_sync: bo
 @contextmanager
 def _fsdp2_sync(unit: FSDPModule, is_optim_step: bool, defer: bool) -> Iterator[None]:
     groups = param_groups(unit)
-    before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+    previous = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
     unit.set_requires_gradient_sync(is_optim_step or not defer, recurse=False)
     unit.set_requires_all_reduce(is_optim_step, recurse=False)
     try:
         yield
     finally:
-        for group, (reduces, all_reduces) in zip(groups, before, strict=True):
+        for group, (reduces, all_reduces) in zip(groups, previous, strict=True):
             group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
 
 
 def param_groups(unit: FSDPModule) -> list:
-    """Return the parameter groups of an FSDP2 unit, none for one without parameters of its own.
+    """Return the parameter groups of an FSDP2 unit; empty for a unit without parameters.
 
-    They hold the flags for which FSDP2 has setters and no getters.
+    They hold the gradient-sync flags, for which FSDP2 has public setters but no getters.
     """
     state = unit._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:
-        found = [state._fsdp_param_group]
-    return [group for group in found if group is not None]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # older torch versions have a single group per unit
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]

@@ -1,13 +1,16 @@
-"""Starting and ending a distributed run: the names of seed pages 000 (NeMo AutoModel) and 003 (KempnerForge).
+"""Starting and ending a distributed run, with the names of two published modules.
 
-    who am I      get_rank_safe get_world_size_safe get_local_rank_preinit get_local_world_size_preinit
+They are NeMo AutoModel's components.distributed.init_utils and KempnerForge's distributed.setup; the implementations
+are in process/.
+
+    ranks         get_rank_safe get_world_size_safe get_local_rank_preinit get_local_world_size_preinit
                   get_world_info is_rank_zero                       (ranks.py)
-    start         initialize_distributed DistInfo                   (process_group.py)
+    start-up      initialize_distributed DistInfo                   (process_group.py)
                   _set_nccl_env _detect_ib_interface _set_seed      (network.py, seeding.py)
                   _barrier_with_timeout                             (barriers.py)
-    end           destroy_global_state destroy_distributed          (shutdown.py)
+    shutdown      destroy_global_state destroy_distributed          (shutdown.py)
 
-`init_distributed` of page 003 builds a mesh and lives in components.distributed.mesh.
+KempnerForge's `init_distributed` also builds the mesh and is in components.distributed.mesh.
 """
 
 from __future__ import annotations
@@ -51,30 +54,29 @@ logger = logging.getLogger(__name__)
 
 
 def initialize_distributed(backend: str, timeout_minutes: float = 1) -> DistInfo:
-    """Initialize the torch.distributed environment (seed page 000).
+    """Initialize the torch.distributed environment, with the signature of NeMo AutoModel's init_utils.
 
-    Sets the device from the local rank, starts the process group, registers its cleanup at exit, and
-    returns what is really running. A second call changes nothing and returns that too.
+    Sets the device from the local rank, starts the process group and registers its cleanup at exit. A second call
+    changes nothing. Returns the actual backend, rank, world size and device.
 
     Args:
-        backend: The backend for torch.distributed. nccl stands for cpu:gloo,cuda:nccl, so that CPU tensors
-            can be reduced as well; a single process without CUDA runs on gloo, and says so.
-        timeout_minutes: How long all ranks may take to appear. It does not bound a collective, which may take
-            30 minutes; `start_process_group` sets both.
+        backend: Backend of torch.distributed. nccl means cpu:gloo,cuda:nccl, so that CPU tensors can be reduced as
+            well; a single process without CUDA runs on gloo and logs a warning.
+        timeout_minutes: Timeout of the rendezvous. The timeout of collectives is 30 minutes; `start_process_group`
+            sets both.
 
     Raises:
         RankEnvironmentError, ConfigError, RendezvousError: see `start_process_group`.
     """
     info = start_process_group("auto", backend, rendezvous_timeout=timedelta(minutes=timeout_minutes))
     if info.world_size > 1 and not provides(info.backend, backend):
-        logger.warning("backend=%s was asked for, but the process group already runs on %s", backend, info.backend)
+        logger.warning("backend=%s was requested, but the process group already runs on %s", backend, info.backend)
     return info
 
 
 def _barrier_with_timeout(seconds: float, reason: str) -> None:
-    """`dist.barrier` with an explicit timeout and a diagnosis (seed page 003).
+    """Run a barrier with its own timeout, with the signature of KempnerForge's distributed.setup.
 
-    Raises BarrierTimeoutError, which names the missing ranks, after `seconds`; RuntimeError for any other
-    failure.
+    Raises BarrierTimeoutError, which lists the missing ranks, after `seconds`, and RuntimeError for any other failure.
     """
     barrier_within(seconds, reason)

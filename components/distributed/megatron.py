@@ -1,4 +1,4 @@
-"""Megatron-FSDP (PyPI megatron-fsdp, once nvFSDP) behind the optional extra `megatron`."""
+"""Megatron-FSDP (PyPI megatron-fsdp, formerly nvFSDP), installed by the optional extra `megatron`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch.distributed.tensor.parallel import (
 from components.config.errors import ConfigError
 
 HAVE_NVFSDP = importlib.util.find_spec("megatron_fsdp") is not None
-"""Whether the optional extra is installed; finding it does not import it."""
+"""Whether megatron-fsdp is installed; checked without importing it."""
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 class NvFsdpError(ConfigError, AssertionError):
-    """Megatron-FSDP cannot be used as asked (the seed page promises an AssertionError where it is absent)."""
+    """Error of nvfsdp_strategy_parallelize; also an AssertionError, as in NeMo AutoModel if nvFSDP is absent."""
 
 
 def nvfsdp_strategy_parallelize(
@@ -50,13 +50,14 @@ def nvfsdp_strategy_parallelize(
     cp_mesh_name: str = "context_parallel",
     tp_mesh_name: str = "tensor_parallel",
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Shard with tensor parallelism and Megatron-FSDP (seed page 004, NeMo AutoModel); return (model, optimizer).
+    """Apply tensor parallelism and Megatron-FSDP; return (model, optimizer).
 
-    With `nvfsdp_unit_modules=None` the whole model is one unit. Raises NvFsdpError where the package is absent, where
-    tp has more than one rank and no plan is given, or where the sharding strategy does not exist.
+    Same signature as in NeMo AutoModel's parallelizer. With `nvfsdp_unit_modules=None` the model is a single unit.
+    Raises NvFsdpError if the package is not installed, the sharding strategy is unknown, or tp has several ranks and
+    `tp_shard_plan` is None.
     """
     if not HAVE_NVFSDP:
-        raise NvFsdpError("parallelism.strategy=megatron_fsdp: install the extra: pip install 'meshbook[megatron]'")
+        raise NvFsdpError("megatron-fsdp is not installed; install the extra: pip install 'meshbook[megatron]'")
     if data_parallel_sharding_strategy not in SHARDING_STRATEGIES:
         raise NvFsdpError(
             f"data_parallel_sharding_strategy={data_parallel_sharding_strategy!r}: must be one of "
@@ -66,7 +67,9 @@ def nvfsdp_strategy_parallelize(
     tp = tp_mesh_name in names and device_mesh[tp_mesh_name].size() > 1
     if tp:
         if tp_shard_plan is None:
-            raise NvFsdpError(f"{tp_mesh_name} has {device_mesh[tp_mesh_name].size()} ranks; give a tp_shard_plan")
+            raise NvFsdpError(
+                f"{tp_mesh_name} has {device_mesh[tp_mesh_name].size()} ranks and no plan; give a tp_shard_plan"
+            )
         parallelize_module(model, device_mesh[tp_mesh_name], tp_shard_plan)  # type: ignore[arg-type]
     cp = cp_mesh_name in names and device_mesh[cp_mesh_name].size() > 1
     arguments: dict[str, Any] = {
@@ -74,7 +77,7 @@ def nvfsdp_strategy_parallelize(
         "device_mesh": device_mesh,
         "dp_shard_dim": "dp_cp" if cp else dp_mesh_name,
         "tp_dim": tp_mesh_name if tp else None,
-        "fsdp_unit_modules": nvfsdp_unit_modules or [_import_path(type(model))],
+        "fsdp_unit_modules": nvfsdp_unit_modules or [f"{type(model).__module__}.{type(model).__qualname__}"],
         "zero_dp_strategy": data_parallel_sharding_strategy,
         "init_model_with_meta_device": init_nvfsdp_with_meta_device,
         "mixed_precision_policy": _precision(grad_reduce_in_fp32, preserve_fp32_weights),
@@ -95,7 +98,7 @@ def nvfsdp_strategy_parallelize(
 def call_megatron_fsdp(
     arguments: dict[str, Any], optimizer: torch.optim.Optimizer | None
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Hand over to the package; the optimizer is sharded with the model where there is one."""
+    """Call megatron_fsdp, which shards the optimizer together with the model if one is given."""
     import megatron_fsdp
 
     if optimizer is None:
@@ -111,7 +114,3 @@ def _precision(grad_reduce_in_fp32: bool, preserve_fp32_weights: bool) -> Any:
         main_grads_dtype=torch.float32 if grad_reduce_in_fp32 else None,
         grad_comm_dtype=torch.float32 if grad_reduce_in_fp32 else None,
     )
-
-
-def _import_path(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,6 +1,7 @@
-"""Laying a model over the mesh: tensor parallel first, then FSDP2, both on the meta device if the model is there.
+"""Parallelizing a model over the mesh: expert, tensor and context parallelism, pipeline stages, then FSDP2.
 
-`parallelize` is what recipes call; the functions of the seed page stand on the same parts.
+Recipes call `parallelize`. The other exported functions have the signatures of NeMo AutoModel's
+components.distributed.parallelizer and use the same building blocks.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What became of a model on the mesh, for the banner."""
+    """How a model was parallelized."""
 
     tp_fraction: float = 0.0
-    """Part of the parameters that is sharded over tp, in [0, 1]."""
+    """Fraction of the parameters that is sharded over tp, in [0, 1]."""
     notes: tuple[str, ...] = ()
-    """What a person should know: attention left replicated, plan entries without a module, how cp attends."""
+    """Lines for the banner: replicated attention, plan entries that match no module, the attention method of cp."""
     stages: Stages | None = None
-    """This rank's part of a pipeline; None without one."""
+    """This rank's pipeline stages; None without pipeline parallelism."""
 
 
 def parallelize(
@@ -88,13 +89,15 @@ def parallelize(
     compute_dtype: torch.dtype,
     anatomy: Anatomy | None = None,
 ) -> Layout:
-    """Lay a model over the mesh in place: tensor and context parallel, pipeline stages, FSDP2 over each stage.
+    """Parallelize a model in place: experts, tensor and context parallelism, pipeline stages, FSDP2 of each stage.
 
-    The model should be on the meta device, to be materialised and loaded shard by shard afterwards.
-    Raises ConfigError for a model without a plan under tp > 1 and for sizes that tp does not divide.
+    The model should be on the meta device, to be materialized and loaded shard by shard afterwards.
 
     Args:
-        anatomy: The model's; None: read it.
+        compute_dtype: Dtype of activations; FSDP2 casts parameters to it.
+        anatomy: Anatomy of the model; None: read it from the model.
+
+    Raises ConfigError if the model does not support the mesh, e.g. has no tp plan or a size that tp does not divide.
     """
     anatomy = anatomy or read_anatomy(model)
     config = config_of(model)
@@ -102,16 +105,16 @@ def parallelize(
     if problems := model_problems(parallelism, mesh.shape, shape):
         raise ConfigError(problems)
     if parallelism.strategy == Strategy.fsdp2:
-        _refuse_shared_layers(model, anatomy)
+        _reject_shared_layers(model, anatomy)
     notes: tuple[str, ...] = ()
     fraction, stages = 0.0, None
-    stored = next(each.dtype for each in model.parameters() if each.is_floating_point())  # others are packed
-    places = parallelism.stage_places(mesh.size("pp"))
+    param_dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())  # skips packed 4-bit
+    pp_ranks = parallelism.stage_places(mesh.size("pp"))
     if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and anatomy.experts):
         axes = tuple(axis for axis in ("ep", "tp") if mesh.size(axis) > 1)
         notes += apply_expert_parallel(model, mesh.device_mesh[axes], anatomy)
     if mesh.size("tp") > 1:
-        plan = _given_plan(parallelism.tp_plan, model, anatomy)
+        plan = _select_plan(parallelism.tp_plan, model, anatomy)
         applied = apply_tensor_parallel(
             model,
             mesh["tp"],
@@ -119,22 +122,22 @@ def parallelize(
             anatomy,
             sequence_parallel=parallelism.sequence_parallel,
             strict=parallelism.tp_plan is not None,
-            stages=len(places),
+            stages=len(pp_ranks),
         )
         fraction = applied.fraction
         notes += applied.notes
     if mesh.size("cp") > 1:
         notes += (_apply_context_parallel(model, mesh, parallelism, shape, anatomy),)
     if mesh.size("pp") > 1:
-        stages = cut_into_stages(model, places, mesh.rank("pp"), compute_dtype, anatomy)
+        stages = cut_into_stages(model, pp_ranks, mesh.rank("pp"), compute_dtype, anatomy)
     if parallelism.strategy == Strategy.fsdp2:
-        # Between the two halves of a split backward the parameters must stay where the first half found them.
+        # A split backward computes weight gradients later, from parameters that must still be unsharded then.
         split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
         for module in [stage.module for stage in stages.own] if stages else [model]:
             shard_with_fsdp2(
                 module,
                 mesh.sharding,
-                mixed_precision(compute_dtype, stored),
+                mixed_precision(compute_dtype, param_dtype),
                 offload_to_cpu(parallelism.cpu_offload),
                 parallelism.reshard_after_forward and not split,
                 mesh.expert_sharding if mesh.size("ep") > 1 else None,
@@ -145,23 +148,23 @@ def parallelize(
 
 
 def _untied_embedding(model: nn.Module, anatomy: Anatomy) -> nn.Module | None:
-    """Return an input embedding with a weight of its own beside that of the head, None if there is none."""
+    """Return the input embedding if its weight is not shared with the head, else None."""
     if anatomy.embedding is None or anatomy.head is None or anatomy.tied:
         return None
     embedding, head = (model.get_submodule(name) for name in (anatomy.embedding, anatomy.head))
     return embedding if all("weight" in module._parameters for module in (embedding, head)) else None
 
 
-def _refuse_shared_layers(model: nn.Module, anatomy: Anatomy) -> None:
-    """FSDP shards layer by layer, and pipelines cut between layers: two of them cannot share a parameter."""
-    holders: dict[int, str] = {}
+def _reject_shared_layers(model: nn.Module, anatomy: Anatomy) -> None:
+    """Raise ConfigError if two decoder layers share a parameter: each layer is its own FSDP2 unit."""
+    owners: dict[int, str] = {}
     for name, layer in anatomy.decoder_layers(model).items():
         for parameter in layer.parameters():
-            other = holders.setdefault(id(parameter), name)
+            other = owners.setdefault(id(parameter), name)
             if other != name:
                 raise ConfigError(
-                    f"parallelism.strategy=fsdp2: {other} and {name} of {type(model).__name__} share parameters, which "
-                    "can neither be sharded layer by layer nor cut into stages; set parallelism.strategy=ddp"
+                    f"parallelism.strategy=fsdp2: {other} and {name} of {type(model).__name__} share parameters, "
+                    "which cannot be sharded layer by layer or split into stages; set parallelism.strategy=ddp"
                 )
 
 
@@ -169,7 +172,9 @@ def _apply_context_parallel(
     model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, shape: ModelShape, anatomy: Anatomy
 ) -> str:
     if shape.heads is None:
-        raise ConfigError(f"parallelism.cp: {type(model).__name__} states no number of heads; set parallelism.cp=1")
+        raise ConfigError(
+            f"parallelism.cp: the config of {type(model).__name__} has no number of heads; set parallelism.cp=1"
+        )
     heads = local_heads(shape.heads, shape.kv_heads or shape.heads, mesh.size("tp"))
     return use_context_parallel(model, mesh["cp"], parallelism.cp_attention, heads, anatomy)
 
@@ -188,22 +193,25 @@ def fsdp2_strategy_parallelize(
     tp_mesh_name: str = "tensor_parallel",
     dp_cp_mesh_name: str = "dp_cp",
 ) -> nn.Module:
-    """Apply tensor parallelism, activation checkpointing of the MLPs and FSDP2 (seed page 004, NeMo AutoModel).
+    """Apply tensor parallelism, activation checkpointing of the MLPs and FSDP2.
 
-    A custom plan (a dict, also an empty one, or an import path of one or of a function that returns one) wins over the
-    model's own. Gradients are summed over the data-parallel mesh: divide once by the global token count. Only the
-    root's output is cast to float32. Attention whose heads tp does not divide leaves the plan, a custom one too, and is
-    computed by every tp rank, of which rank 0 logs a warning.
+    Same signature as in NeMo AutoModel's parallelizer. Gradients are summed over the data-parallel mesh: divide once by
+    the global number of targets. Only the root's output is cast to float32. Attention whose heads tp does not divide is
+    removed from any plan and replicated over tp; rank 0 logs a warning.
 
-    Raises ConfigError where a plan is missing, matches nothing, or does not divide a layer, and for a mesh with an axis
-    of several ranks that is neither the tp axis nor part of the data-parallel mesh.
+    Args:
+        tp_shard_plan: Replaces the model's own plan: a dict (may be empty), or the import path of a dict or of a
+            function that returns one.
+
+    Raises ConfigError for a plan that is missing, matches nothing or shards a size that tp does not divide, and for a
+    mesh axis with several ranks that is neither the tp axis nor part of the data-parallel mesh.
     """
     names = device_mesh.mesh_dim_names or ()
     anatomy = read_anatomy(model)
     data_mesh = _data_mesh(device_mesh, dp_cp_mesh_name, dp_mesh_name)
-    _refuse_uncovered_axes(device_mesh, data_mesh, tp_mesh_name)
+    _reject_uncovered_axes(device_mesh, data_mesh, tp_mesh_name)
     if tp_mesh_name in names and device_mesh[tp_mesh_name].size() > 1:
-        plan = _given_plan(tp_shard_plan, model, anatomy)
+        plan = _select_plan(tp_shard_plan, model, anatomy)
         applied = apply_tensor_parallel(
             model,
             device_mesh[tp_mesh_name],
@@ -231,47 +239,53 @@ def fsdp2_strategy_parallelize(
 
 
 def _destroy_dist_connection() -> None:
-    """Destroy the process group, as `destroy_global_state` does (seed page 004, NeMo AutoModel)."""
+    """Destroy the process group; NeMo AutoModel's name for `destroy_global_state`."""
     destroy_global_state()
 
 
-def _given_plan(plan: dict[str, ParallelStyle] | str | None, model: nn.Module, anatomy: Anatomy) -> Plan:
-    """Return the user's plan, also an empty one, or else the model's own, which must shard decoder layers."""
+def _select_plan(plan: dict[str, ParallelStyle] | str | None, model: nn.Module, anatomy: Anatomy) -> Plan:
+    """Return the user's plan if given, even if empty, or the model's own.
+
+    Raises MissingPlanError if the model's own plan shards no decoder layer.
+    """
     if plan is not None:
         return load_plan(plan, model) if isinstance(plan, str) else plan
-    own = shard_plan(model, anatomy)
-    if not shards_any(model, own, anatomy.layers or ("",)):
+    model_plan = shard_plan(model, anatomy)
+    if not shards_any(model, model_plan, anatomy.layers or ("",)):
         raise MissingPlanError(missing_plan(model))
-    return own
+    return model_plan
 
 
 def _data_mesh(device_mesh: DeviceMesh, *candidates: str) -> DeviceMesh:
-    """Return the first of the named meshes that exists; flattened ones are found by name too."""
+    """Return the first candidate that is an axis or a flattened view of the mesh."""
     for name in candidates:
         try:
             return device_mesh[name]
         except KeyError:
             continue
-    raise ConfigError(f"the mesh {device_mesh.mesh_dim_names} has none of the axes {', '.join(candidates)}")
+    raise ConfigError(
+        f"device_mesh{device_mesh.mesh_dim_names or ()}: has none of the axes {', '.join(candidates)}; name the "
+        "data-parallel axis by dp_mesh_name or dp_cp_mesh_name"
+    )
 
 
-def _refuse_uncovered_axes(device_mesh: DeviceMesh, data_mesh: DeviceMesh, tp_mesh_name: str) -> None:
-    """Raise ConfigError for an axis of several ranks over which nothing would be sharded or summed."""
+def _reject_uncovered_axes(device_mesh: DeviceMesh, data_mesh: DeviceMesh, tp_mesh_name: str) -> None:
+    """Raise ConfigError for an axis with several ranks over which parameters are not sharded or gradients summed."""
     covered = set(data_mesh.mesh.flatten().tolist())
     names = device_mesh.mesh_dim_names or ()
     axes = {name: device_mesh[name].mesh.flatten().tolist() for name in names if name != tp_mesh_name}
-    # A flattened mesh covers every axis whose ranks are among its own.
+    # Compared by ranks, because a flattened mesh does not list its axes.
     missing = [name for name, ranks in axes.items() if len(ranks) > 1 and not covered.issuperset(ranks)]
     if missing:
         raise ConfigError(
-            f"device_mesh{names}: nothing is sharded or summed over {', '.join(missing)}, so that ranks would drift "
-            "apart; name the axes by dp_mesh_name, tp_mesh_name and dp_cp_mesh_name (which may be a flattened mesh, "
-            'such as mesh["dp", "cp"]._flatten("dp_cp")), or pass a mesh without these axes'
+            f"device_mesh{names}: nothing is sharded or summed over {', '.join(missing)}, so parameters would diverge "
+            "between its ranks; name the axes by dp_mesh_name, tp_mesh_name and dp_cp_mesh_name (which may be a "
+            'flattened mesh, such as mesh["dp", "cp"]._flatten("dp_cp")), or pass a mesh without these axes'
         )
 
 
 def _checkpoint_mlps(model: nn.Module) -> None:
-    """Recompute every MLP in the backward; parameter names stay as they are."""
+    """Apply activation checkpointing to every MLP by patching its forward, so that parameter names do not change."""
     for name, module in model.named_modules():
         if name.endswith(".mlp"):
             compute: Callable[..., Any] = module.forward

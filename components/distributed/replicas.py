@@ -1,4 +1,4 @@
-"""What training calls: the laid-out model itself, DDP around it, or a pipeline; and how each takes whole rows."""
+"""Callables over a parallelized model: for training (the model, DDP or a pipeline), and for generation."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from components.distributed.pipeline.schedule import Pipeline
 
 
 def wrap_replicas(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, layout: Layout) -> nn.Module | Pipeline:
-    """Return what training calls: a pipeline, DDP around a loaded model, the model itself for every other strategy.
+    """Return the callable for training: a Pipeline under pp, DDP around the loaded model, or the model itself.
 
-    DDP's gradients are SUMMED over the replicas, like FSDP2's here: the training step divides, once.
+    DDP's gradients are SUMMED over the replicas, like FSDP2's: the training step divides once.
     """
     if layout.stages is not None:
         return Pipeline(model, layout.stages, mesh["pp"], parallelism.pp_schedule)
@@ -35,18 +35,18 @@ def wrap_replicas(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, 
 
 @dataclass(frozen=True, slots=True)
 class WholeRows:
-    """A forward that every rank calls with the same whole rows, for generation: like a Hugging Face model's."""
+    """A forward for generation, called like a Hugging Face model with the same unsharded sequences on every rank."""
 
     call: Callable[..., Any]
     multiple: int
-    """Rows are padded on the right to a multiple of this many tokens."""
+    """Sequences are padded on the right to a multiple of this many tokens."""
     keeps_cache: bool
-    """Whether keys and values of earlier tokens may be kept."""
+    """Whether the forward supports a KV cache."""
 
 
 @contextmanager
 def whole_rows(replica: nn.Module | Pipeline, mesh: Mesh, parallelism: ParallelismConfig) -> Iterator[WholeRows]:
-    """Within the context the model that `wrap_replicas` returned takes whole rows on every rank."""
+    """Yield a forward over unsharded sequences for the result of `wrap_replicas`; valid within the context."""
     multiple = mesh.size("tp") if parallelism.sequence_parallel else 1
     if isinstance(replica, Pipeline):
         with whole_rows_attention(replica.module):
@@ -58,8 +58,9 @@ def whole_rows(replica: nn.Module | Pipeline, mesh: Mesh, parallelism: Paralleli
 
 
 def _sum_gradients(group, bucket):
-    # DDP compares a hook's annotations with its own classes and does not know postponed ones: none here.
-    summed = bucket.buffer()
-    exact = summed.float() if summed.dtype.itemsize == 2 else summed  # sums of 16 bits lose what is small
-    work = torch.distributed.all_reduce(exact, group=group, async_op=True)
-    return work.get_future().then(lambda future: summed.copy_(future.value()[0]))
+    """DDP communication hook: sum a bucket of gradients over the replicas, 16-bit ones in float32."""
+    # No annotations: DDP compares a hook's annotations with classes, and postponed ones are strings.
+    gradients = bucket.buffer()
+    summand = gradients.float() if gradients.dtype.itemsize == 2 else gradients
+    work = torch.distributed.all_reduce(summand, group=group, async_op=True)
+    return work.get_future().then(lambda future: gradients.copy_(future.value()[0]))

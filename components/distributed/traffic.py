@@ -1,7 +1,7 @@
-"""Which collectives a piece of code runs: over which group, how often, and how many bytes.
+"""Recording of collectives: process group, number of calls, and bytes.
 
-torch's CommDebugMode counts operators. It knows neither the group of a call nor its bytes, does not see sends and
-receives, and refuses to run around compiled layers. Its way to look into DTensors holds and is used here.
+torch's CommDebugMode counts operators, but records neither process groups nor bytes, misses sends and receives, and
+fails around compiled layers. Its handling of DTensors is adopted here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from components.distributed.mesh import Mesh
-from components.distributed.mesh_groups import Ranks, groups_of_mesh
+from components.distributed.mesh import Mesh, Ranks, groups_of_mesh
 
 OPERATIONS = (
     "all_gather",
@@ -35,45 +34,44 @@ OPERATIONS = (
     "scatter",
     "barrier",
 )
-"""What operators are called in a table: by the first of these that is in their name."""
+"""Operation names in the table: an operator is listed under the first of these that its name contains."""
 
 RECORDED_STEP = 2
-"""The step of a run that is recorded: the first one also sets things up."""
+"""Step of a run that is recorded, from 1; the first step also runs one-time initialization."""
 
 
 @dataclass(slots=True)
 class Volume:
-    """How much one kind of operation moved."""
+    """Calls and bytes of one operation over one group."""
 
     calls: int = 0
     bytes: int = 0
-    """What this rank put in: see `record_traffic`."""
+    """Input bytes of this rank, see `record_traffic`."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What was recorded."""
+    """Recorded operations."""
 
     volumes: dict[tuple[Ranks, str], Volume] = field(default_factory=dict)
     """(global ranks of the group, operation) -> volume, in the order of the first call."""
 
     @property
     def groups(self) -> set[Ranks]:
-        """The groups that something used."""
+        """Groups with at least one recorded operation."""
         return {group for group, _ in self.volumes}
 
 
 @contextmanager
 def record_traffic() -> Iterator[Traffic]:
-    """Record every collective and point-to-point operation of this rank within, forward and backward.
+    """Record every collective and point-to-point operation of this rank within the context, forward and backward.
 
-    Seen are the operators of torch.distributed (FSDP2, DDP, your own calls) and the functional ones (DTensor), on any
-    backend, also those of compiled layers; groups of one rank move nothing and are left out.
+    Covers the operators of torch.distributed (FSDP2, DDP, direct calls) and the functional ones (DTensor), on any
+    backend, inside compiled layers too. Groups of one rank move no data and are left out.
 
-    Bytes are those of the tensors that this rank puts into an operation: of an all-gather its own part, of a
-    reduce-scatter, all-reduce or all-to-all all that it brings, of a send what it sends; of a receive what arrives.
-    (NCCL's tests count the larger side of every operation: that is ranks x this number for an all-gather.) Copies of
-    a ring or tree within an operation are the backend's own and not counted.
+    Bytes are those of this rank's input tensors: its shard for an all-gather, the full input for a reduce-scatter,
+    all-reduce or all-to-all, the sent or received tensor for a send or receive. (nccl-tests counts the larger of input
+    and output, which for an all-gather is ranks x this number.) The hops of a ring or tree algorithm are not counted.
     """
     recorder = _Recorder()
     with recorder:
@@ -82,19 +80,19 @@ def record_traffic() -> Iterator[Traffic]:
 
 @dataclass(frozen=True, slots=True)
 class TrafficRow:
-    """A line of the table: one kind of operation over one group."""
+    """Row of the traffic table: one operation over one group."""
 
     group: str
-    """Axes or views of the mesh that the group serves."""
+    """Axes or views of the mesh with this group, or its ranks."""
     purpose: str
     operation: str
     calls: int
     bytes: int
-    """What this rank put in: see `record_traffic`."""
+    """Input bytes of this rank, see `record_traffic`."""
 
 
 class StepTraffic:
-    """Records the second optimizer step of a run and shows its table; does nothing where it is not enabled."""
+    """Recorder of a run's second optimizer step; passes the table to `show`, or does nothing if not enabled."""
 
     def __init__(self, mesh: Mesh, show: Callable[[list[TrafficRow]], None], *, enabled: bool) -> None:
         self._mesh, self._show, self._enabled = mesh, show, enabled
@@ -102,7 +100,7 @@ class StepTraffic:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One optimizer step belongs into this context."""
+        """Run one optimizer step within this context."""
         self._steps += 1
         if not self._enabled or self._steps != RECORDED_STEP:
             yield
@@ -113,13 +111,13 @@ class StepTraffic:
 
 
 def traffic_table(traffic: Traffic, mesh: Mesh) -> list[TrafficRow]:
-    """Return what was recorded, by the groups of the mesh in their order; groups of no axis come last."""
-    known = {each.ranks: each for each in groups_of_mesh(mesh)}
-    order = [*known, *(ranks for ranks in traffic.groups if ranks not in known)]
+    """Return the rows of a recording in the order of `groups_of_mesh`; groups outside the mesh come last."""
+    mesh_groups = {each.ranks: each for each in groups_of_mesh(mesh)}
+    order = [*mesh_groups, *(ranks for ranks in traffic.groups if ranks not in mesh_groups)]
     rows = []
     for (ranks, operation), volume in sorted(traffic.volumes.items(), key=lambda item: order.index(item[0][0])):
-        axes = known[ranks].axes if ranks in known else f"ranks {', '.join(map(str, ranks))}"
-        purpose = known[ranks].purpose if ranks in known else "not a group of the mesh"
+        axes = mesh_groups[ranks].axes if ranks in mesh_groups else f"ranks {', '.join(map(str, ranks))}"
+        purpose = mesh_groups[ranks].purpose if ranks in mesh_groups else "not a group of the mesh"
         rows.append(TrafficRow(axes, purpose, operation, volume.calls, volume.bytes))
     return rows
 
@@ -132,24 +130,24 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Off while torch.compile works, on while what it made runs; otherwise it refuses to compile in a mode."""
+        """Disable the mode during compilation only; torch.compile otherwise fails under a dispatch mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # DTensor answers first, and what it is made of comes back here
+            return NotImplemented  # DTensor runs first; its collectives on local tensors are dispatched here again
         kwargs = kwargs or {}
         if func not in self._arguments:
             self._arguments[func] = _find_arguments(func)
-        found = self._arguments[func]
-        if found is not None:
-            place, inputs = found
-            given = dict(enumerate(args)) | {
+        positions = self._arguments[func]
+        if positions is not None:
+            group, inputs = positions
+            values = dict(enumerate(args)) | {
                 index: kwargs[argument.name]
                 for index, argument in enumerate(func._schema.arguments)
                 if argument.name in kwargs
             }
-            self._count(_operation(func), given[place], [given.get(index) for index in inputs])
+            self._count(_operation(func), values[group], [values.get(index) for index in inputs])
         return func(*args, **kwargs)
 
     def _count(self, operation: str, handle: Any, inputs: list[Any]) -> None:
@@ -164,16 +162,16 @@ class _Recorder(TorchDispatchMode):
 
 
 def _find_arguments(func: Any) -> tuple[int, list[int]] | None:
-    """Return the places of the group and of the input tensors among an operator's arguments; None: no group.
+    """Return the positions of the group and the input tensors among an operator's arguments; None without a group.
 
-    By their names, so that no list of operators can be out of date.
+    Arguments are found by name, so that no list of operators has to be maintained.
     """
     # Higher-order operators have no schema.
     names = [argument.name for argument in func._schema.arguments] if isinstance(func, OpOverload) else []
-    places = [index for index, name in enumerate(names) if name in ("process_group", "group_name")]
-    if not places:
+    groups = [index for index, name in enumerate(names) if name in ("process_group", "group_name")]
+    if not groups:
         return None
-    return places[0], [index for index, name in enumerate(names) if name.startswith(("input", "tensor"))]
+    return groups[0], [index for index, name in enumerate(names) if name.startswith(("input", "tensor"))]
 
 
 def _operation(func: Any) -> str:
@@ -182,7 +180,7 @@ def _operation(func: Any) -> str:
 
 
 def _ranks(handle: Any) -> Ranks:
-    """The members of the group behind what operators are given: a name, a group, or a group in the dispatcher's box."""
+    """Return the global ranks of an operator's group argument: a name, a ProcessGroup, or a boxed ProcessGroup."""
     if isinstance(handle, str):
         handle = _resolve_process_group(handle)  # type: ignore[arg-type]
     elif not isinstance(handle, dist.ProcessGroup):

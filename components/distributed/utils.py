@@ -1,14 +1,17 @@
-"""Distributed helpers, most of which work in a single process too: seed pages 001 (NeMo) and 002 (OLMo-core).
+"""Distributed helpers that also work in a single process, with the names of two published modules.
+
+They are NeMo AutoModel's components.distributed.utils and OLMo-core's distributed.utils; most implementations are in
+process/.
 
 ranks         get_rank get_global_rank get_local_rank get_fs_local_rank get_world_size
               get_local_world_size get_num_nodes validate_env_vars             (ranks.py)
 values        synchronize_value synchronize_flag all_reduce_value broadcast_object
               all_gather all_gather_object reduce_loss                         (collectives.py)
 gradients     get_sync_ctx                                                     (gradient_sync.py)
-waiting       barrier barrier_and_log _barrier_with_timeout _create_gloo_group (barriers.py)
-taking turns  FirstRankPerNode do_n_at_a_time                                  (first_rank.py, turns.py)
-start         init_distributed                                                 (process_group.py)
-further       dp_eval_sample_shard get_mesh_coordinates
+barriers      barrier barrier_and_log _barrier_with_timeout _create_gloo_group (barriers.py)
+ordering      FirstRankPerNode do_n_at_a_time                                  (ordering.py)
+start-up      init_distributed                                                 (process_group.py)
+other         dp_eval_sample_shard get_mesh_coordinates
               backend_supports_cpu backend_supports_cuda                       (backends.py)
 """
 
@@ -106,37 +109,36 @@ def init_distributed(
     shared_filesytem: bool = True,
     **kwargs: Any,
 ) -> None:
-    """Initialize the distributed process group and check and set the environment variables (seed page 002).
+    """Initialize the process group, and check and set the environment variables of ranks.
 
-    With a process group there already, only the variables and the CUDA device are set. Every variable that is
-    set here is put back by `destroy_global_state`.
+    Same signature as OLMo-core's distributed.utils.init_distributed. If a process group exists, only the variables and
+    the CUDA device are set. `destroy_global_state` restores every variable set here.
 
     Args:
-        backend: Backend(s) of torch.distributed. nccl stands for cpu:gloo,cuda:nccl.
-        timeout: How long one collective may take.
-        shared_filesytem: Whether all nodes see the same files, for `get_fs_local_rank`; spelt as on the page,
-            `shared_filesystem` is understood as well. Somebody's OLMO_SHARED_FS=0 outweighs the default, False
-            outweighs everything.
+        backend: Backend(s) of torch.distributed. nccl means cpu:gloo,cuda:nccl.
+        timeout: Timeout of a collective.
+        shared_filesytem: Whether all nodes share a file system, for `get_fs_local_rank`. Spelled as in OLMo-core;
+            `shared_filesystem` is accepted too. OLMO_SHARED_FS=0 overrides the default True, and False overrides
+            OLMO_SHARED_FS=1.
         kwargs: Further arguments of `init_process_group`, such as rank, world_size and init_method or store.
 
     Raises:
-        RankEnvironmentError: the variables contradict one another, `rank` and `world_size`, or the process
-            group.
-        ConfigError: there is no CUDA device for `backend`, or the running group does not provide `backend`.
-        RendezvousError: ranks did not appear in time.
+        RankEnvironmentError: The variables contradict each other, `rank` and `world_size`, or the process group.
+        ConfigError: There is no CUDA device for `backend`, or the running group does not provide `backend`.
+        RendezvousError: Not all ranks joined in time.
     """
     shared = kwargs.pop("shared_filesystem", None)
     if shared and not shared_filesytem:
-        raise ConfigError("shared_filesystem=True: contradicts shared_filesytem=False; give one of them")
+        raise ConfigError("shared_filesystem=True: contradicts shared_filesytem=False; pass only one of them")
     if is_distributed():
         running = str(dist.get_backend())
         if not provides(running, backend) and dist.get_world_size() > 1:
             raise ConfigError(f"backend={backend}: the process group already runs on {running}")
     elif kwargs:
-        _start_as_told(backend, timeout, **kwargs)
+        _start_with_arguments(backend, timeout, **kwargs)
     else:
         start_process_group("auto", backend, collective_timeout=timeout)
-    _set_variables(shared_filesytem if shared is None else shared, stated=shared is not None)
+    _set_variables(shared_filesytem if shared is None else shared, explicit=shared is not None)
     validate_env_vars()
     info = current_info()
     if info.device.type == "cuda":
@@ -145,52 +147,52 @@ def init_distributed(
 
 
 def _barrier_with_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> bool:
-    """A timeout wrapper for a barrier, beside the main process group (seed page 001).
+    """Run a barrier with its own timeout, with the signature of NeMo AutoModel's distributed.utils.
 
-    Returns True if the barrier completed, False if the timeout occurred first: the same on all ranks. The
-    log then names the missing ranks. No process group is made or harmed.
+    Returns True if the barrier completed, False if it timed out, the same on all ranks; missing ranks are then logged.
+    The barrier runs over the rendezvous store, so no process group is created or left broken.
     """
     return barrier_until(timeout, group)
 
 
 def _create_gloo_group() -> dist.ProcessGroup | None:
-    """Create a gloo process group of all ranks, None where there is no process group (seed page 001)."""
+    """Create a gloo process group of all ranks; None without a default process group (as in NeMo AutoModel)."""
     return create_gloo_group()
 
 
 def barrier_and_log(string: str) -> None:
-    """Perform a distributed barrier and then log a message on rank 0 (seed page 001).
+    """Run a barrier, then log a message with the time on rank 0 (as in NeMo AutoModel).
 
-    A line before the barrier (at level DEBUG on the other ranks) tells which ranks had arrived if it hangs.
+    Each rank logs a line before the barrier (level DEBUG except on rank 0), which shows the ranks that arrived if the
+    barrier hangs.
     """
-    first = get_rank() == 0
-    logger.log(logging.INFO if first else logging.DEBUG, "[%s] rank %d waits for all ranks", string, get_rank())
+    is_first = get_rank() == 0
+    logger.log(logging.INFO if is_first else logging.DEBUG, "[%s] rank %d waits for all ranks", string, get_rank())
     barrier()
-    if first:
+    if is_first:
         logger.info("[%s] datetime: %s", string, datetime.now().strftime("%Y-%m-%d %H:%M:%S"))
 
 
 @runtime_checkable
 class _HasStrategy(Protocol):
-    """Any config of a parallel layout."""
+    """A parallelism config with an attribute `strategy`."""
 
     strategy: Any
 
 
 def dp_eval_sample_shard(distributed_config: Any, dp_rank: int, dp_size: int) -> tuple[int, int] | None:
-    """Return (dp_rank, dp_size) to shard eval samples across data-parallel ranks, else None (seed page 001).
+    """Return (dp_rank, dp_size) if eval samples can be sharded over data-parallel ranks, else None.
 
-    Only plain DDP holds the whole model on every rank, so only there can each rank score samples of its own. A
-    sharded model gathers its layers in every forward; ranks that score different numbers of samples would wait
-    for one another for ever, so all score the same. Shards may differ by one sample: reduce sums and counts,
-    not means.
+    Same signature as in NeMo AutoModel's distributed.utils. Only DDP replicates the model, so that ranks can evaluate
+    different numbers of samples. Every forward of an FSDP model all-gathers parameters, and ranks with different
+    numbers of forwards would hang. Shards may differ by one sample: reduce sums and counts, not means.
 
     Args:
-        distributed_config: Anything with an attribute `strategy`, such as ParallelismConfig; ddp means DDP.
+        distributed_config: Config with an attribute `strategy`, such as ParallelismConfig.
         dp_rank: This rank's coordinate along the data-parallel axis.
-        dp_size: Ranks along the data-parallel axis.
+        dp_size: Number of ranks along the data-parallel axis.
 
-    Raises ConfigError for a config without a strategy, or a rank outside the axis.
+    Raises ConfigError for a config without a strategy, or a dp_rank out of range.
     """
     if not isinstance(distributed_config, _HasStrategy) or distributed_config.strategy is None:
         name = type(distributed_config).__name__
@@ -201,21 +203,21 @@ def dp_eval_sample_shard(distributed_config: Any, dp_rank: int, dp_size: int) ->
 
 
 def get_mesh_coordinates(mesh: DeviceMesh, rank: int | None = None) -> list[int] | None:
-    """Calculate the coordinates of a global rank on a device mesh, None outside it (seed page 002).
+    """Return the coordinates of a global rank in a device mesh, None if it is not in the mesh (as in OLMo-core).
 
     Args:
         rank: Global rank; None: this process.
 
-    Raises ValueError for a mesh that holds the rank more than once.
+    Raises ValueError if the mesh contains the rank more than once.
     """
     rank = get_rank() if rank is None else rank
     coordinates = (mesh.mesh == rank).nonzero().tolist()
     if len(coordinates) > 1:
-        raise ValueError(f"rank {rank} is at {coordinates} of the mesh: a mesh must hold each rank once")
+        raise ValueError(f"rank {rank} is at {coordinates} of the mesh: a mesh must contain each rank once")
     return coordinates[0] if coordinates else None
 
 
-def _start_as_told(
+def _start_with_arguments(
     backend: str,
     timeout: timedelta,
     *,
@@ -225,9 +227,9 @@ def _start_as_told(
     store: dist.Store | None = None,
     **options: Any,
 ) -> None:
-    """Start the process group of the ranks the caller tells of, or else the environment."""
+    """Start the process group from explicit arguments; rank and world_size default to the environment variables."""
     if (rank is None) != (world_size is None):
-        raise RankEnvironmentError(f"rank={rank}, world_size={world_size}: give both or none")
+        raise RankEnvironmentError(f"rank={rank}, world_size={world_size}: pass both or neither")
     if rank is None or world_size is None:
         variables = read_rank_variables()
     else:
@@ -240,22 +242,28 @@ def _start_as_told(
     launch_group(variables, store, "auto", backend, (RENDEZVOUS_TIMEOUT, timeout), **options)
 
 
-def _set_variables(shared_fs: bool, *, stated: bool) -> None:
-    """Set the unset variables that tell of this rank; a single process knows better than all of them."""
-    known = read_local_variables(None, dist.get_rank(), dist.get_world_size())
-    facts = {
-        "RANK": known.rank,
-        "WORLD_SIZE": known.world_size,
-        "LOCAL_RANK": known.local_rank,
-        "LOCAL_WORLD_SIZE": known.local_world_size,
-        "NUM_NODES": known.num_nodes,
+def _set_variables(shared_fs: bool, *, explicit: bool) -> None:
+    """Export the rank variables that are unset, or all of them in a single process, where set ones may be stale.
+
+    Args:
+        shared_fs: Value for OLMO_SHARED_FS.
+        explicit: Whether the caller passed `shared_filesystem`, which overrides OLMO_SHARED_FS=0.
+    """
+    variables = read_local_variables(None, dist.get_rank(), dist.get_world_size())
+    values = {
+        "RANK": variables.rank,
+        "WORLD_SIZE": variables.world_size,
+        "LOCAL_RANK": variables.local_rank,
+        "LOCAL_WORLD_SIZE": variables.local_world_size,
+        "NUM_NODES": variables.num_nodes,
     }
-    alone = known.world_size == 1
-    unset = {name: str(fact) for name, fact in facts.items() if alone or not os.environ.get(name)}
-    export_variables({name: fact for name, fact in unset.items() if fact != "None"})
-    if shared_fs and not stated and os.environ.get(SHARED_FS) == "0":
-        logger.warning("%s=0 stands against the default shared_filesytem=True: not shared", SHARED_FS)
+    single = variables.world_size == 1
+    unset = {name: str(value) for name, value in values.items() if single or not os.environ.get(name)}
+    export_variables({name: value for name, value in unset.items() if value != "None"})
+    if shared_fs and not explicit and os.environ.get(SHARED_FS) == "0":
+        logger.warning("%s=0 overrides the default shared_filesytem=True", SHARED_FS)
         shared_fs = False
-    if shared_fs and not stated and (known.num_nodes or 1) > 1 and known.rank == 0 and SHARED_FS not in os.environ:
-        logger.warning("%d nodes are taken to see the same files; say shared_filesytem=False if not", known.num_nodes)
+    nodes = variables.num_nodes or 1
+    if shared_fs and not explicit and nodes > 1 and variables.rank == 0 and SHARED_FS not in os.environ:
+        logger.warning("assuming that the %d nodes share a file system; if not, pass shared_filesytem=False", nodes)
     export_variables({SHARED_FS: "1" if shared_fs else "0"})

@@ -270,6 +270,6 @@ def test_what_cannot_have_adapters_on_a_mesh_is_refused() -> None:
     )
     assert re.search(r"parallelism.pp: no layer of pipeline stage 1 has an adapter.*peft.targets=\[all-linear\]", of_pp)
     assert re.search(
-        r"parallelism.tp=2: model.layers.0.self_attn.o_proj has 48 inputs, which are quantised 64 at a time.*peft=lora",
+        r"parallelism.tp=2: model.layers.0.self_attn.o_proj has 48 inputs, which are quantized 64 at a time.*peft=lora",
         of_packed,
     )

@@ -113,7 +113,7 @@ def rows_in_wrong_order() -> None:
         size = seq // mesh.size()
         return torch.arange(size, device=device) + size * mesh.get_local_rank()
 
-    context.own_positions = from_left
+    context.local_positions = from_left
 
 
 def positions_of_another_rank() -> None:

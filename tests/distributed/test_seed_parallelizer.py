@@ -253,7 +253,7 @@ def test_a_plan_of_single_layers_is_a_plan() -> None:
         assert isinstance(plan["model.layers.0.self_attn.q_proj"], ColwiseParallel)
         for nothing in ({}, {"layers.*.self_attn.q_prj": "colwise"}, {"layers.0.input_layernorm": "sequence_parallel"}):
             model.model._tp_plan = nothing
-            with pytest.raises(AssertionError, match="LlamaForCausalLM brings no tensor-parallel plan"):
+            with pytest.raises(AssertionError, match="LlamaForCausalLM has no tensor-parallel plan"):
                 get_hf_tp_shard_plan(model)
     finally:
         type(model)._tp_plan = saved
@@ -293,8 +293,8 @@ def test_a_custom_plan_s_attention_that_tp_does_not_divide_is_reported(caplog: p
         return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
     (warning,), others = run_ranks(2, on_rank)
-    assert "3 heads and 3 kv heads cannot be shared evenly" in warning
-    assert "left out of the plan: model.layers.*.self_attn.q_proj" in warning
+    assert "3 heads and 3 kv heads cannot be divided evenly" in warning
+    assert "removed from the plan: model.layers.*.self_attn.q_proj" in warning
     assert "mlp" not in warning
     assert others == []
 
@@ -392,7 +392,7 @@ def test_a_plan_entry_that_matches_nothing_is_an_error() -> None:
         styles = {path: parallelizer.translate_to_torch_parallel_style(style) for path, style in plan.items()}
         with pytest.raises(ConfigError, match="'model.layers.\\*.self_attn.q_prj' matches no module"):
             parallelizer.fsdp2_strategy_parallelize(build("llama", torch.float32), mesh, tp_shard_plan=styles)
-        with pytest.raises(MissingPlanError, match="GPT2LMHeadModel brings no tensor-parallel plan"):
+        with pytest.raises(MissingPlanError, match="GPT2LMHeadModel has no tensor-parallel plan"):
             parallelizer.fsdp2_strategy_parallelize(build("gpt2", torch.float32), mesh)
 
     run_ranks(2, on_rank)

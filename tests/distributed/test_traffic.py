@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from components import distributed, training
 from components.config.schema import LoggingConfig, ParallelismConfig
-from components.distributed.mesh import Mesh
-from components.distributed.mesh_groups import groups_of_mesh
+from components.distributed.mesh import Mesh, groups_of_mesh
 from components.distributed.traffic import StepTraffic, Traffic, TrafficRow, record_traffic
 from components.models import compile_layers, use_causal_sdpa
 from components.observability import Reporter

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: the stages of a model run by torch's schedules.
+"""Pipeline parallelism: runs the stages of a model under torch's schedules.
 
-The micro-batches of a step are those of gradient accumulation. Losses are sums, divided by the global number of target
-tokens before the backward, so gradients need no scaling afterwards; under FSDP they are reduced once per step.
+A schedule runs over the micro-batches of gradient accumulation. Loss sums are divided by the global number of targets
+before the backward, so gradients need no scaling afterwards. FSDP reduces gradients once per step.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
 LossOfLogits = Callable[[torch.Tensor, Batch], torch.Tensor]
-"""(logits (batch, seq, vocabulary), micro-batch) -> the sum of its losses."""
+"""(logits (batch, seq, vocabulary), micro-batch) -> loss sum of the micro-batch."""
 
 
 class Pipeline:
-    """This rank's stages and the schedule over all of them; what the training step calls instead of a model."""
+    """This rank's stages and their schedule; the training step calls it instead of a model."""
 
     def __init__(self, module: nn.Module, stages: Stages, mesh: DeviceMesh, schedule: PipelineSchedule) -> None:
         self.module = module
-        """What this rank has of the model, under the model's own names."""
+        """The model with this rank's layers only, under their original names."""
         self.group = mesh.get_group()
         self._mesh = mesh
         self._stages = stages
         self._name = str(schedule)
         self._hidden = stages.hidden
         self._device = next(module.parameters()).device
-        self._built: tuple[tuple[int, ...], Any] = ((), None)
+        self._cached: tuple[tuple[int, ...], Any] = ((), None)
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self._tied_is_fresh = False
-        self._apart = False
+        self._isolated = False
         if stages.tied_head is not None:
             stages.tied_head.to_empty(device=self._device)
 
     @property
     def stage_modules(self) -> list[nn.Module]:
-        """This rank's stages: what the schedule calls."""
+        """Modules of this rank's stages, which the schedule calls."""
         return [stage.module for stage in self._stages.own]
 
     def forward_backward(
@@ -61,16 +61,18 @@ class Pipeline:
         head_keywords: dict[str, Any],
         units: torch.Tensor,
     ) -> torch.Tensor:
-        """Add the gradients of a step's micro-batches, all of one shape; return this rank's sum of losses in float64.
+        """Run forward and backward of a step's micro-batches; return this rank's loss sum, a float64 scalar.
 
         Args:
-            loss_of_logits: The sum of a micro-batch's losses; None: the last stage takes targets and returns it.
-            head_keywords: What such a stage takes besides targets and token weights.
-            units: Units of the whole step (target tokens, pairs), over all ranks.
+            batches: Micro-batches of one shape (rows, seq).
+            loss_of_logits: Maps logits and a micro-batch to its loss sum; None: the last stage takes targets and
+                returns the loss sum itself.
+            head_keywords: Arguments of such a last stage besides targets and token weights.
+            units: Global number of units of the step (targets, pairs), which losses are divided by.
         """
         self._copy_tied_weight()
-        # A forward before this one may have left the stages gathered. torch reshards those of a schedule that it builds
-        # anew, which dp ranks do at different steps: all must start alike, or their all-gathers do not match.
+        # An earlier forward may have left stages unsharded. torch reshards the stages of a new schedule, but dp ranks
+        # build new schedules at different steps. Reshard here, so that all ranks run the same all-gathers.
         for stage in self._stages.own:
             for unit in fsdp_units(stage.module):
                 unit.reshard()
@@ -80,20 +82,20 @@ class Pipeline:
             return loss / units.to(loss.dtype)
 
         self._loss = loss_of_output
-        whole = Batch.joined(batches)
+        joined = Batch.joined(batches)
         rows, seq = batches[0].shape
         schedule = self._schedule(len(batches), rows, seq, loss_of_logits is None)
-        taken = whole.head_inputs() | head_keywords if loss_of_logits is None and self._has_head else {}
+        head_inputs = joined.head_inputs() | head_keywords if loss_of_logits is None and self._has_head else {}
         losses: list[torch.Tensor] = []
         schedule.step(
-            *([whole.input_ids] if self._stages.own[0].index == 0 else []),
-            # Schedules hand the loss its part of this tensor and nothing else: the number of the micro-batch, on the
-            # host, which so need not wait to read it.
+            *([joined.input_ids] if self._stages.own[0].index == 0 else []),
+            # Schedules pass only a chunk of this tensor to the loss. It is the index of the micro-batch, on the CPU, so
+            # that reading it does not wait for the device.
             target=torch.arange(len(batches)) if self._has_head else None,
             losses=losses if self._has_head else None,
-            position_ids=_positions(whole),
-            **whole.layer_keywords(),
-            **taken,
+            position_ids=_positions(joined),
+            **joined.layer_keywords(),
+            **head_inputs,
             return_outputs=False,
         )
         self._move_tied_gradient()
@@ -102,29 +104,32 @@ class Pipeline:
         return torch.stack([loss.detach().double() for loss in losses]).sum() * units
 
     def forward(self, batch: Batch, head_keywords: dict[str, Any] | None = None) -> torch.Tensor | None:
-        """Forward a micro-batch; return what the last stage returns on its ranks, None on the others.
+        """Forward a micro-batch; return the output of the last stage on its ranks, None on the others.
 
         Args:
-            head_keywords: What a last stage that takes targets needs besides them; None: it returns logits.
+            head_keywords: Arguments of a last stage that takes targets, besides the targets; None: it returns logits.
         """
         self._copy_tied_weight()
-        taken = {} if head_keywords is None else batch.head_inputs() | head_keywords
-        return self._forward(batch.input_ids, _positions(batch), batch.layer_keywords(), **taken)
+        head_inputs = {} if head_keywords is None else batch.head_inputs() | head_keywords
+        return self._forward(batch.input_ids, _positions(batch), batch.layer_keywords(), **head_inputs)
 
     @contextmanager
     def stages_apart(self) -> Iterator[None]:
-        """Context in which `forward` does not communicate: each rank runs its stages on random hidden states.
+        """Disable communication in `forward` within the context: each rank runs its stages on random hidden states.
 
-        A stage that raises then does not leave the next one waiting.
+        If one stage raises, the next one does not hang waiting for it.
         """
-        self._apart = True
+        self._isolated = True
         try:
             yield
         finally:
-            self._apart = False
+            self._isolated = False
 
     def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor) -> Any:
-        """Return an object whose `logits` (batch, positions to keep, vocabulary) every rank has, in float32."""
+        """Return an object with `logits` (batch, positions to keep, vocabulary) in float32, on every rank.
+
+        Called like a Hugging Face model, for generation.
+        """
         self._copy_tied_weight()
         logits = self._forward(input_ids, position_ids, {}, logits_to_keep=logits_to_keep)
         shape = (len(input_ids), len(logits_to_keep), self._hidden.vocabulary)
@@ -135,56 +140,59 @@ class Pipeline:
     def _forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, keywords: dict[str, Any], **head: Any
     ) -> torch.Tensor | None:
-        """Pass one micro-batch through all stages; logits where the last one is, which alone gets `head`."""
-        passed = input_ids
+        """Pass a micro-batch through all stages; return the last stage's output on its rank, None on the others.
+
+        Only the last stage gets the keyword arguments `head`.
+        """
+        activation = input_ids
         for stage in self._stages.own:
             if stage.index > 0 and not self._is_here(stage.index - 1):
-                passed = self._hidden.buffer(len(input_ids), input_ids.shape[1], self._device)
-                if self._apart:
-                    passed.normal_()
+                activation = self._hidden.buffer(len(input_ids), input_ids.shape[1], self._device)
+                if self._isolated:
+                    activation.normal_()
                 else:
-                    dist.recv(passed, src=self._rank_of(stage.index - 1), group=self.group)
+                    dist.recv(activation, src=self._rank_of(stage.index - 1), group=self.group)
             last = stage.index == self._stages.last
-            passed = stage.module(passed, position_ids=position_ids, **keywords, **(head if last else {}))
+            activation = stage.module(activation, position_ids=position_ids, **keywords, **(head if last else {}))
             if last:
-                return passed
-            if not self._is_here(stage.index + 1) and not self._apart:
-                dist.send(passed.contiguous(), dst=self._rank_of(stage.index + 1), group=self.group)
+                return activation
+            if not self._is_here(stage.index + 1) and not self._isolated:
+                dist.send(activation.contiguous(), dst=self._rank_of(stage.index + 1), group=self.group)
         return None
 
-    def _schedule(self, micro_batches: int, rows: int, seq: int, gives_loss: bool) -> Any:
-        """torch's schedule for micro-batches of (rows, seq); a new one when the shape has changed."""
-        from torch.distributed.pipelining.schedules import get_schedule_class  # a second that only pipelines pay
+    def _schedule(self, micro_batches: int, rows: int, seq: int, returns_loss: bool) -> Any:
+        """Return torch's schedule for micro-batches of (rows, seq); build a new one if the shape has changed."""
+        from torch.distributed.pipelining.schedules import get_schedule_class  # takes a second to import
 
-        key = (micro_batches, rows, seq, gives_loss)
-        if self._built[0] != key:
-            built = [self._torch_stage(stage, rows, seq, gives_loss) for stage in self._stages.own]
+        key = (micro_batches, rows, seq, returns_loss)
+        if self._cached[0] != key:
+            torch_stages = [self._torch_stage(stage, rows, seq, returns_loss) for stage in self._stages.own]
             schedule = get_schedule_class(self._name)(
-                built[0] if self._name in SINGLE_STAGE else built,
+                torch_stages[0] if self._name in SINGLE_STAGE else torch_stages,
                 n_microbatches=micro_batches,
                 loss_fn=self._loss_of_output,
                 scale_grads=False,
             )
-            if self._built[0]:
+            if self._cached[0]:
                 _skip_shape_vote(schedule)
-            self._built = (key, schedule)
-        return self._built[1]
+            self._cached = (key, schedule)
+        return self._cached[1]
 
-    def _torch_stage(self, stage: Stage, rows: int, seq: int, gives_loss: bool) -> PipelineStage:
+    def _torch_stage(self, stage: Stage, rows: int, seq: int, returns_loss: bool) -> PipelineStage:
         from torch.distributed.pipelining import PipelineStage
 
-        # Shapes are stated, so that torch need not run the stage once to find them.
+        # Input and output shapes are given, so that torch does not run the stage once to infer them.
         hidden = self._hidden.buffer(rows, seq, "meta").requires_grad_()
         tokens = torch.empty((rows, seq), dtype=torch.int64, device="meta")
         last = stage.index == self._stages.last
         output = torch.empty((rows, seq, self._hidden.vocabulary), dtype=self._hidden.dtype, device="meta")
-        if gives_loss:
-            exact = torch.float64 if self._hidden.dtype == torch.float64 else torch.float32
-            output = torch.empty((), dtype=exact, device="meta")
+        if returns_loss:
+            loss_dtype = torch.float64 if self._hidden.dtype == torch.float64 else torch.float32
+            output = torch.empty((), dtype=loss_dtype, device="meta")
         return PipelineStage(
             stage.module,
             stage.index,
-            len(self._stages.places),
+            len(self._stages.pp_ranks),
             self._device,
             input_args=tokens if stage.index == 0 else hidden,
             output_args=output.requires_grad_() if last else hidden,
@@ -193,7 +201,7 @@ class Pipeline:
 
     def _loss_of_output(self, output: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         if self._loss is None:
-            raise RuntimeError("the schedule asks for a loss outside of a step")
+            raise RuntimeError("the schedule computed a loss before forward_backward was called")
         return self._loss(output, index)
 
     @property
@@ -201,13 +209,13 @@ class Pipeline:
         return self._is_here(self._stages.last)
 
     def _is_here(self, stage: int) -> bool:
-        return self._stages.places[stage] == self._mesh.get_local_rank()
+        return self._stages.pp_ranks[stage] == self._mesh.get_local_rank()
 
     def _rank_of(self, stage: int) -> int:
-        return dist.get_global_rank(self.group, self._stages.places[stage])
+        return dist.get_global_rank(self.group, self._stages.pp_ranks[stage])
 
     def _copy_tied_weight(self) -> None:
-        """Bring the embedding's weight to the head that is tied to it, unless no step was done since."""
+        """Copy the embedding's weight to the tied head, if it was updated since the last copy."""
         if self._tied_is_fresh:
             return
         self._tied_is_fresh = True
@@ -216,20 +224,20 @@ class Pipeline:
             self._move(embedding, head)
 
     def _move_tied_gradient(self) -> None:
-        """Add the gradient of the tied head's working copy to the embedding's; after it comes the update."""
+        """Add the gradient of the tied head's copy to the embedding's, before the optimizer step."""
         embedding, head = self._tied_weights()
         if not any(weight is not None and weight.requires_grad for weight in (embedding, head)):
-            return  # not tied, or frozen: the copy stays true
+            return  # not tied, or frozen: the copy stays valid
         self._tied_is_fresh = False
-        arrived = None if embedding is None else torch.empty_like(_local(embedding))
-        self._move(None if head is None else head.grad, arrived)
+        head_grad = None if embedding is None else torch.empty_like(_local(embedding))
+        self._move(None if head is None else head.grad, head_grad)
         if embedding is not None:
-            _local(embedding.grad).add_(arrived)
+            _local(embedding.grad).add_(head_grad)
         if head is not None:
             head.grad = None
 
     def _move(self, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
-        """Copy this rank's part of a tensor from one end of the pipeline to the other; None: not this rank's."""
+        """Copy the local shard of a tensor between the first and last stage; None on a rank without that stage."""
         if source is not None and target is not None:
             _local(target).copy_(_local(source))
             return
@@ -238,12 +246,12 @@ class Pipeline:
         if source is not None:
             dist.send(_local(source).contiguous(), dst=other, group=self.group)
         if target is not None:
-            arrived = torch.empty_like(_local(target), memory_format=torch.contiguous_format)
-            dist.recv(arrived, src=other, group=self.group)
-            _local(target).copy_(arrived)
+            received = torch.empty_like(_local(target), memory_format=torch.contiguous_format)
+            dist.recv(received, src=other, group=self.group)
+            _local(target).copy_(received)
 
     def _tied_weights(self) -> tuple[Any, Any]:
-        """The sharded weights of a tied embedding and head, as far as this rank has them."""
+        """Return the sharded weights of the tied embedding and head; None for one that this rank does not hold."""
         for stage in self._stages.own:
             if isinstance(stage.module, FSDPModule):
                 stage.module.reshard()
@@ -252,30 +260,30 @@ class Pipeline:
 
 
 def pad_to_longest(batches: Sequence[Batch]) -> list[Batch]:
-    """Pad the micro-batches of a step (micro_batch, seq) on the right to one length: stages need one shape."""
+    """Pad the micro-batches of a step (micro_batch, seq) on the right to the longest: schedules require one shape."""
     longest = max(batch.shape[1] for batch in batches)
     return [batch.pad_to(longest) for batch in batches]
 
 
 def _skip_shape_vote(schedule: Any) -> None:
-    """Let a schedule take shapes as stated, without asking the other stages.
+    """Patch a schedule to use the given shapes without communication between the stages.
 
-    Before its first step a schedule of torch 2.13 lets the stages vote on whether all state their shapes, which also
-    connects neighbors, and reads the result: the host waits for the device. The first schedule of a run has done that;
-    for those of other shapes the outcome is known. Older versions of torch do not vote.
+    Before its first step, a schedule of torch 2.13 exchanges between stages whether all shapes are given, which also
+    connects neighboring ranks, and synchronizes the host with the device to read the result. The first schedule of a
+    run has done both, and later ones have the same result. Older versions of torch have no such exchange.
     """
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining.stage import InferenceMode
 
-        def take_stated(stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+        def use_given_shapes(stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
             for stage in stages:
                 stage._inference_mode = InferenceMode.STATIC
 
-        schedule._warmup_p2p = take_stated
+        schedule._warmup_p2p = use_given_shapes
 
 
 def _positions(batch: Batch) -> torch.Tensor:
-    """Return the position ids (batch, seq) of a batch, or the order of the row."""
+    """Return the position ids (batch, seq) of a batch; 0 ... seq - 1 if it has none."""
     if batch.position_ids is not None:
         return batch.position_ids.contiguous()
     rows, seq = batch.shape

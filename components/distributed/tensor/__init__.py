@@ -1,7 +1,7 @@
 """Tensor parallelism.
 
-apply_tp.py         apply_tensor_parallel: a plan applied to a model
-tp_plan.py          the plan of a model: transformers' own, the user's, or one for its family
-tensor_parallel.py  styles: how a layer's weight and input are sharded
-adapters.py         styles of layers with LoRA adapters
+apply_tp.py         apply_tensor_parallel: applies a plan to a model
+tp_plan.py          plans: transformers' plan of a model or the user's, adjusted to its heads, and their checks
+tensor_parallel.py  parallel styles that torch does not have
+adapters.py         parallel styles of linear layers with LoRA adapters
 """

@@ -1,4 +1,4 @@
-"""Applying a tensor-parallel plan: every module gets its style, every other parameter becomes replicated."""
+"""Applying a tensor-parallel plan: modules get their styles, and all other parameters are replicated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
-from components.distributed.expert import is_laid_out
+from components.distributed.expert import holds_dtensors
 from components.distributed.tensor.adapters import adapted_style, is_adapted
 from components.distributed.tensor.tensor_parallel import (
     BlockInput,
@@ -45,15 +45,17 @@ from components.distributed.tensor.tp_plan import (
 from components.models.anatomy import Anatomy, config_of, drops_hidden_states
 
 KNOWN_STYLES = (ColwiseParallel, RowwiseParallel, KVHeadSlice, ReplicatedParameters)
-"""Styles whose borders we know: inside a block made of these, gradients of the input are partial sums."""
+"""Styles that take a DTensor input: in a block made of these, the gradient of the input is a partial sum over tp."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Which part of the parameters is sharded over tp, in [0, 1], and what a person should know."""
+    """Result of tensor parallelism, for the banner."""
 
     fraction: float
+    """Fraction of the parameters that is sharded over tp, in [0, 1]."""
     notes: tuple[str, ...]
+    """Replicated attention, and plan entries that match no module."""
 
 
 def apply_tensor_parallel(
@@ -66,17 +68,18 @@ def apply_tensor_parallel(
     strict: bool,
     stages: int = 1,
 ) -> Applied:
-    """Lay a model over the tp axis in place; afterwards every parameter is a DTensor on it, tied ones stay tied.
+    """Apply tensor parallelism to a model in place. Every parameter becomes a DTensor on the tp mesh; ties are kept.
 
     Args:
-        plan: Module path, `*` for one part of it -> style.
+        plan: Module path -> style; `*` matches one path component.
         sequence_parallel: Shard activations between the blocks of decoder layers along the sequence.
-        strict: A path that matches nothing is an error (a user's plan); else it is told (a model's own plan).
-        stages: Pipeline stages that the model is cut into afterwards; whole sequences travel between them.
+        strict: Raise ConfigError for a path that matches no module (a user's plan), instead of adding a note (the
+            model's own plan).
+        stages: Number of pipeline stages that the model is split into afterwards; stages exchange full sequences.
     """
-    given, plan = plan, fit_activations(model, fit_attention(model, plan, tp_mesh.size(), anatomy))
+    requested, plan = plan, fit_activations(model, fit_attention(model, plan, tp_mesh.size(), anatomy))
     heads = read_heads(anatomy, tp_mesh.size())
-    notes = _notes(model, plan, heads, tp_mesh.size(), strict, [path for path in given if path not in plan])
+    notes = _notes(model, plan, heads, tp_mesh.size(), strict, [path for path in requested if path not in plan])
     check_divisible(model, plan, tp_mesh.size())
     if not strict:
         check_covered(model, plan, tp_mesh.size())
@@ -86,23 +89,23 @@ def apply_tensor_parallel(
     config = config_of(model)
     if sequence_parallel and not layers:
         raise ConfigError(
-            f"parallelism.sequence_parallel=true: {type(model).__name__} has no stack of decoder layers to shard "
-            "along the sequence; set parallelism.sequence_parallel=false"
+            f"parallelism.sequence_parallel=true: {type(model).__name__} has no list of decoder layers whose "
+            "activations could be sharded; set parallelism.sequence_parallel=false"
         )
     partial_norms: set[str] = set()
     for name, layer in layers.items():
         partial_norms |= _prepare_layer(name, layer, styles, tp_mesh, sequence_parallel)
     for name, module in list(model.named_modules()):
         style = styles.get(name) or ReplicatedParameters(partial_grad=name in partial_norms)
-        if is_laid_out(module):
-            continue  # experts, over ep and tp
+        if holds_dtensors(module):
+            continue  # experts, sharded over ep and tp already
         if isinstance(style, TransformersStyle):
             style.config = config and config.get_text_config()
         if name in styles or any(True for _ in module.parameters(recurse=False)):
             _apply_style(name, module, tp_mesh, style)
     if anatomy.embedding is not None:
-        # The embedding's all-reduce is still on its way when it leaves, and a compiled layer that takes such a tensor
-        # fails in its backward; any operation on it waits (and, unlike .wait(), keeps the gradient).
+        # The embedding returns the pending result of an asynchronous all-reduce, and a compiled layer that receives it
+        # fails in the backward. Any operation waits for the result, and unlike .wait() is differentiable.
         convert_output(model.get_submodule(anatomy.embedding), lambda hidden: hidden * 1)
     if sequence_parallel:
         _shard_between_blocks(list(layers.values()), tp_mesh, stages)
@@ -111,7 +114,7 @@ def apply_tensor_parallel(
 
 
 def _shard_between_blocks(layers: list[nn.Module], tp_mesh: DeviceMesh, stages: int) -> None:
-    """Shard hidden states along the sequence from the first to the last layer of each stage, and dropout with them."""
+    """Shard hidden states along the sequence between the first and last layer of each stage, and dropout masks too."""
     for layer in filter(drops_hidden_states, layers):
         parallelize_module(layer, tp_mesh, ShardedDropout(), src_data_rank=None)
     for stage in stage_layers(len(layers), stages):
@@ -126,10 +129,10 @@ def _prepare_layer(
     tp_mesh: DeviceMesh,
     sequence_parallel: bool,
 ) -> set[str]:
-    """Set the borders of a layer's blocks; return the names of modules whose gradients are partial sums.
+    """Convert the inputs and outputs of a layer's blocks; return the names of modules with partial-sum gradients.
 
-    A block is a child that holds matrices (attention, MLP). What else a layer holds works token by token (norms), so
-    under sequence parallelism it sees a part of the sequence.
+    A block is a child with matrices (attention, MLP). Other children are tokenwise (norms) and process a shard of the
+    sequence under sequence parallelism. May replace row-wise styles in `styles`, to reduce-scatter their output.
     """
     tokenwise = {layer_name}
     for child_name, child in layer.named_children():
@@ -138,10 +141,10 @@ def _prepare_layer(
             tokenwise |= {f"{name}.{inner}".rstrip(".") for inner, _ in child.named_modules()}
             continue
         inside = {path: style for path, style in styles.items() if path == name or path.startswith(f"{name}.")}
-        shared = _is_fully_known(name, child, inside)
+        shared = _takes_dtensor(name, child, inside)
         if shared or sequence_parallel:
-            border = BlockInput(sequence_parallel=sequence_parallel, shared=shared)
-            parallelize_module(child, tp_mesh, border, src_data_rank=None)
+            block_input = BlockInput(sequence_parallel=sequence_parallel, shared=shared)
+            parallelize_module(child, tp_mesh, block_input, src_data_rank=None)
         if sequence_parallel and shared:
             for path, style in inside.items():
                 if isinstance(style, RowwiseParallel):
@@ -152,22 +155,22 @@ def _prepare_layer(
 
 
 def _apply_style(name: str, module: nn.Module, tp_mesh: DeviceMesh, style: ParallelStyle) -> None:
-    """Lay a module out by its style, or by the style that fits its adapter."""
-    fitted = adapted_style(name, style) if is_adapted(module) else style
-    parallelize_module(module, tp_mesh, fitted, src_data_rank=None)
+    """Apply a style to a module, or its adapted counterpart to a layer with a LoRA adapter."""
+    applied = adapted_style(name, style) if is_adapted(module) else style
+    parallelize_module(module, tp_mesh, applied, src_data_rank=None)
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         convert_output(module, as_writable)
 
 
-def _is_fully_known(name: str, block: nn.Module, inside: dict[str, ParallelStyle]) -> bool:
-    """Whether every parameter of a block is under a style that we know, and a row-wise layer closes it."""
-    holders = {
+def _takes_dtensor(name: str, block: nn.Module, inside: dict[str, ParallelStyle]) -> bool:
+    """Return whether a block's input may be a DTensor: KNOWN_STYLES cover all parameters, and one is row-wise."""
+    with_parameters = {
         f"{name}.{inner}".rstrip(".")
         for inner, module in block.named_modules()
         if any(True for _ in module.parameters(recurse=False))
     }
     return (
-        holders == set(inside)
+        with_parameters == set(inside)
         and all(isinstance(style, KNOWN_STYLES) for style in inside.values())
         and any(isinstance(style, RowwiseParallel) for style in inside.values())
     )
@@ -181,18 +184,18 @@ def _notes(
         raise ConfigError(
             [f"parallelism.tp_plan: {path!r} matches no module of {type(model).__name__}" for path in unmatched]
         )
-    notes = [f"tp plan: no module is named {path}" for path in unmatched]
+    notes = [f"tp plan: {path} matches no module" for path in unmatched]
     if heads is not None and heads.layout == AttentionLayout.replicated and (dropped or not strict):
-        left_out = f"; left out of the plan: {', '.join(dropped)}" if strict else ""
+        removed = f"; removed from the plan: {', '.join(dropped)}" if strict else ""
         notes.append(
-            f"attention is computed by each of the {tp} tp ranks: {heads.heads} heads and {heads.kv_heads} kv heads "
-            f"cannot be shared evenly (parallelism.uneven_heads=refuse makes this an error){left_out}"
+            f"attention is replicated over the {tp} tp ranks: {heads.heads} heads and {heads.kv_heads} kv heads "
+            f"cannot be divided evenly (parallelism.uneven_heads=refuse makes this an error){removed}"
         )
     return tuple(notes)
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the groups of names that stand for one parameter."""
+    """Return the groups of names that share one parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -200,15 +203,19 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _retie(model: nn.Module, ties: list[list[str]]) -> None:
-    """Make tied names one parameter again: styles give each module a parameter of its own."""
+    """Tie parameters again, because applying styles gives each module a separate parameter."""
     for first, *others in ties:
-        kept = model.get_parameter(first)
+        shared = model.get_parameter(first)
         for other in others:
-            lost = model.get_parameter(other)
-            if isinstance(kept, DTensor) and isinstance(lost, DTensor) and kept.placements != lost.placements:
+            duplicate = model.get_parameter(other)
+            if (
+                isinstance(shared, DTensor)
+                and isinstance(duplicate, DTensor)
+                and shared.placements != duplicate.placements
+            ):
                 raise ConfigError(
-                    f"parallelism.tp_plan: {first} and {other} are one tied parameter, but the plan lays them out as "
-                    f"{kept.placements} and {lost.placements}; give both the same"
+                    f"parallelism.tp_plan: {first} and {other} are tied, but the plan shards them differently "
+                    f"({shared.placements} and {duplicate.placements}); give both the same style"
                 )
             module_name, _, leaf = other.rpartition(".")
-            model.get_submodule(module_name).register_parameter(leaf, kept)
+            model.get_submodule(module_name).register_parameter(leaf, shared)

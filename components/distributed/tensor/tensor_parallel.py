@@ -1,14 +1,14 @@
-"""Parallel styles that torch does not have: what a module does at the border between tp ranks.
+"""Parallel styles that torch does not have, and helpers for DTensors on the tp axis.
 
-Parameters are DTensors on the tp axis, so that FSDP2 and checkpoints know their global shape; each style says how a
-module's local computation relates to them. With torch's ColwiseParallel and RowwiseParallel they cover Megatron's
-scheme (Shoeybi et al. 2019) and its sequence parallelism (Korthikanti et al. 2022).
+Parameters are DTensors on the tp axis, so that FSDP2 and checkpoints can read their global shape. Together with torch's
+ColwiseParallel and RowwiseParallel, the styles implement Megatron's tensor parallelism (Shoeybi et al. 2019) and
+sequence parallelism (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 
 class ReplicatedParameters(ParallelStyle):
-    """Every tp rank holds the module's own parameters whole and computes with them on plain tensors.
+    """Replicated direct parameters; the module computes on plain tensors.
 
-    `partial_grad=False`: all ranks see the same input, so their gradients are equal. `partial_grad=True`: each rank
-    sees its own heads or its own part of the sequence, so the gradient is the sum over ranks: q_norm and k_norm of
-    sharded heads, and every norm under sequence parallelism. Left out, such norms drift apart rank by rank while the
-    loss looks fine.
+    `partial_grad=False`: all ranks have the same input, so their gradients are equal. `partial_grad=True`: each rank
+    has its own heads or its own shard of the sequence, so gradients are summed over ranks: q_norm and k_norm of sharded
+    heads, and every norm under sequence parallelism. Without the sum, such norms diverge between ranks although the
+    loss looks normal.
     """
 
     def __init__(self, *, partial_grad: bool = False) -> None:
@@ -35,7 +35,7 @@ class ReplicatedParameters(ParallelStyle):
         self.partial_grad = partial_grad
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        replicate_parameters(module, device_mesh)
+        distribute_parameters(module, device_mesh)
         placement: Placement = Partial() if self.partial_grad else Replicate()
         compute = module.forward
 
@@ -48,9 +48,9 @@ class ReplicatedParameters(ParallelStyle):
 
 
 class KVHeadSlice(ParallelStyle):
-    """A key or value projection with fewer heads than tp ranks: each rank computes the one head that it needs.
+    """Key or value projection with fewer heads than tp ranks; each rank computes the one head it needs.
 
-    The weight is replicated; `tp / kv_heads` neighbouring ranks share a head, and its gradient is their sum.
+    The weight is replicated. `tp / kv_heads` consecutive ranks use the same head, and their gradients are summed.
     """
 
     def __init__(self, kv_heads: int) -> None:
@@ -58,7 +58,7 @@ class KVHeadSlice(ParallelStyle):
         self.kv_heads = kv_heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        replicate_parameters(module, device_mesh)
+        distribute_parameters(module, device_mesh)
         head = device_mesh.get_local_rank() // (device_mesh.size() // self.kv_heads)
 
         def this_head(parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -76,16 +76,16 @@ class KVHeadSlice(ParallelStyle):
 
 
 class TransformersStyle(ParallelStyle):
-    """A style of transformers' own registry, for layouts that torch's styles do not have (packed, MLA, MoE)."""
+    """A style from transformers' registry, for layouts that torch's styles do not cover (packed, MLA, MoE)."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
         self.config: Any = None
-        """The model's, for styles that must know more than the module (where MLA's projection is split)."""
+        """Model config, for styles that need more than the module (e.g. the split point of MLA's projection)."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # The registry is empty until this module, which fills it, is imported.
+        # Imported from the module that fills the registry, which is empty before.
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
         style = ALL_PARALLEL_STYLES[self.name]
@@ -98,12 +98,12 @@ class TransformersStyle(ParallelStyle):
 
 
 class BlockInput(ParallelStyle):
-    """The border where hidden states enter attention or an MLP.
+    """Conversion of the hidden states that enter attention or an MLP.
 
     Args:
-        sequence_parallel: The input is this rank's part of the sequence and is gathered; else every rank has it all.
-        shared: The projections inside take a DTensor, so that the gradients of q, k and v (or gate and up) are summed
-            over tp in one collective instead of one each. Only where every consumer is a known sharded style.
+        sequence_parallel: The input is sharded along the sequence and is all-gathered; otherwise it is replicated.
+        shared: Pass a DTensor to the projections inside, so that the input gradients of q, k and v (or gate and up) are
+            summed over tp in one collective instead of one each. Requires that all of them support a DTensor input.
     """
 
     def __init__(self, *, sequence_parallel: bool, shared: bool) -> None:
@@ -116,31 +116,35 @@ class BlockInput(ParallelStyle):
             hidden: torch.Tensor,
         ) -> torch.Tensor:  # (batch, seq or seq / tp, hidden) -> (batch, seq, hidden)
             source = Shard(1) if self.sequence_parallel else Replicate()
-            whole = DTensor.from_local(hidden, device_mesh, [source], run_check=False)
-            whole = whole.redistribute(placements=[Replicate()])
-            return whole if self.shared else whole.to_local()
+            gathered = DTensor.from_local(hidden, device_mesh, [source], run_check=False)
+            gathered = gathered.redistribute(placements=[Replicate()])
+            return gathered if self.shared else gathered.to_local()
 
         convert_input(module, enter)
         return module
 
 
 class ShardSequence(ParallelStyle):
-    """Cut hidden states that every tp rank has along the sequence: `where` is the module's input or its output."""
+    """Shard replicated hidden states along the sequence, at a module's input or output.
+
+    Args:
+        where: "input" or "output".
+    """
 
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where = where
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, hidden) -> (batch, seq / tp, hidden)
+        def shard(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, hidden) -> (batch, seq / tp, hidden)
             return redistribute(hidden, device_mesh, Replicate(), Shard(1))
 
-        (convert_input if self.where == "input" else convert_output)(module, cut)
+        (convert_input if self.where == "input" else convert_output)(module, shard)
         return module
 
 
 class GatherSequence(ParallelStyle):
-    """Give every tp rank the whole sequence of the module's output: the end of the sequence-parallel region."""
+    """All-gather a module's output along the sequence: the end of the sequence-parallel region."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq / tp, hidden) -> (batch, seq, hidden)
@@ -151,11 +155,11 @@ class GatherSequence(ParallelStyle):
 
 
 class ShardedDropout(ParallelStyle):
-    """A decoder layer of which each tp rank has a part of the sequence: no two parts drop alike.
+    """Dropout of hidden states in a decoder layer under sequence parallelism.
 
-    tp ranks draw equal random numbers, so each draws for the whole sequence and takes its own part of the mask, which
-    is then the mask of tp without sequence parallelism. The mask is drawn in the layer's forward, so it can be
-    recomputed and compiled. Dropout of whole sequences and of attention weights inside the layer is left as it is.
+    tp ranks have equal random streams, so each draws the mask of the full sequence and applies its shard: the same mask
+    as tp without sequence parallelism. It is drawn in the layer's forward, so it can be recomputed and compiled.
+    Dropout of full sequences and of attention weights inside the layer is not changed.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -165,15 +169,18 @@ class ShardedDropout(ParallelStyle):
             if not module.training:
                 return compute(*args, **kwargs)
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]  # (batch, seq / tp, hidden)
-            with _DropoutOfShards(hidden.shape[1], ranks, rank):
+            with _SequenceShardDropout(hidden.shape[1], ranks, rank):
                 return compute(*args, **kwargs)
 
         module.forward = forward
         return module
 
 
-class _DropoutOfShards(TorchFunctionMode):
-    """Replaces `dropout` of (batch, `tokens`, features) by one whose mask is drawn for the tokens of all ranks."""
+class _SequenceShardDropout(TorchFunctionMode):
+    """Mode that replaces F.dropout of (batch, `tokens`, features): the mask is drawn for the tokens of all ranks.
+
+    A function mode, because transformers' layers call F.dropout directly instead of a module that could be replaced.
+    """
 
     def __init__(self, tokens: int, ranks: int, rank: int) -> None:
         super().__init__()
@@ -189,54 +196,69 @@ class _DropoutOfShards(TorchFunctionMode):
     ) -> torch.Tensor:
         if not training or p == 0:
             return hidden
-        whole = hidden.new_ones(hidden.shape[0], self.tokens * self.ranks, hidden.shape[2])
-        kept = (F.dropout(whole, p) != 0).chunk(self.ranks, dim=1)[self.rank]
-        return hidden * kept / (1 - p)  # not times 1 / (1 - p), which bfloat16 would round
+        ones = hidden.new_ones(hidden.shape[0], self.tokens * self.ranks, hidden.shape[2])
+        mask = (F.dropout(ones, p) != 0).chunk(self.ranks, dim=1)[self.rank]
+        return hidden * mask / (1 - p)  # not times 1 / (1 - p), which bfloat16 would round
 
 
 @contextmanager
 def local_parameters(module: nn.Module, grad_placements: Sequence[Placement]) -> Iterator[None]:
-    """Within the context the module's own DTensor parameters are plain tensors with gradients of these placements."""
-    own: dict[str, Any] = {name: value for name, value in module._parameters.items() if isinstance(value, DTensor)}
-    plain: dict[str, Any] = {name: value.to_local(grad_placements=grad_placements) for name, value in own.items()}
+    """Replace the module's direct DTensor parameters by their local tensors within the context.
+
+    Args:
+        grad_placements: Placements of the local gradients.
+    """
+    dtensors: dict[str, Any] = {name: value for name, value in module._parameters.items() if isinstance(value, DTensor)}
+    plain: dict[str, Any] = {name: value.to_local(grad_placements=grad_placements) for name, value in dtensors.items()}
     module._parameters.update(plain)
     try:
         yield
     finally:
-        module._parameters.update(own)
+        module._parameters.update(dtensors)
 
 
-def replicate_parameters(module: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Make the module's own parameters replicated DTensors; every rank already holds the same values."""
+def distribute_parameters(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] = (Replicate(),),
+    by_name: Mapping[str, Sequence[Placement]] | None = None,
+) -> None:
+    """Make the module's direct parameters DTensors without communication: all ranks hold the same values.
+
+    Args:
+        placements: One placement per mesh dim.
+        by_name: Parameter name -> placements that replace `placements`.
+    """
     for name, parameter in list(module.named_parameters(recurse=False)):
-        whole = distribute_tensor(parameter.data, device_mesh, [Replicate()], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        dtensor = distribute_tensor(parameter.data, mesh, (by_name or {}).get(name, placements), src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(dtensor, requires_grad=parameter.requires_grad))
 
 
 def as_replicated(tensor: torch.Tensor, device_mesh: DeviceMesh) -> DTensor:
-    """Return `tensor`, the same on every rank, as a DTensor (whose partial gradients are summed over ranks)."""
+    """Return a tensor with equal values on all ranks as a replicated DTensor; partial gradients are summed over tp."""
     if isinstance(tensor, DTensor):
         return tensor
     return DTensor.from_local(tensor, device_mesh, [Replicate()], run_check=False)
 
 
 def redistribute(tensor: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> torch.Tensor:
-    """Move a plain tensor from one layout over the ranks to another; the gradient takes the way back."""
+    """Redistribute a plain tensor from one placement to another; its gradient is redistributed back."""
     return DTensor.from_local(tensor, mesh, [source], run_check=False).redistribute(placements=[target]).to_local()
 
 
 def as_writable(output: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that left a DTensor as one that the model may change in place.
+    """Return an alias of a local tensor from `DTensor.to_local` that the model may modify in place.
 
-    `DTensor.to_local` returns a view made inside a custom function. autograd refuses to change such a view in place
-    (OLMo clamps its projections so), and FSDP2 warns about a unit that returns one. The alias returned here is no view,
-    so nothing may have saved `output` for the backward: it is what a linear layer, an embedding or a collective made.
+    `to_local` returns a view created in a custom autograd function. autograd rejects in-place operations on such a view
+    (OLMo clamps its projections in place), and FSDP2 warns about a unit that returns one. The alias bypasses autograd's
+    view tracking, so `output` must not be saved for the backward: it must come from a linear layer, an embedding or a
+    collective.
     """
     return output if isinstance(output, DTensor) else torch.ops.aten._unsafe_view(output, output.shape)
 
 
 def convert_input(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Convert the hidden states that enter `module`: its `hidden_states` keyword or its first argument."""
+    """Register a pre-hook that converts a module's `hidden_states` keyword, or else its first argument."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if "hidden_states" in kwargs:
@@ -247,7 +269,7 @@ def convert_input(module: nn.Module, convert: Callable[[torch.Tensor], torch.Ten
 
 
 def convert_output(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Convert the hidden states that leave `module`: its output or the first item of it."""
+    """Register a hook that converts a module's output, or its first item if it is a tuple."""
 
     def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         return (convert(output[0]), *output[1:]) if isinstance(output, tuple) else convert(output)
@@ -256,7 +278,7 @@ def convert_output(module: nn.Module, convert: Callable[[torch.Tensor], torch.Te
 
 
 def sharded_fraction(parameters: list[torch.Tensor]) -> float:
-    """Return which part of the elements of `parameters` is sharded over the (innermost) tp axis."""
+    """Return the fraction of parameter elements that is sharded over tp, the innermost axis, in [0, 1]."""
     total = sum(math.prod(parameter.shape) for parameter in parameters)
     sharded = sum(
         math.prod(parameter.shape)

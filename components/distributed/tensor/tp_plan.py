@@ -1,4 +1,4 @@
-"""From a model to its tensor-parallel plan: module path -> style."""
+"""Tensor-parallel plans (module path -> style): reading, loading, adjusting and checking them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,23 @@ from components.distributed.tensor.tensor_parallel import KVHeadSlice, Replicate
 from components.models.anatomy import Anatomy, is_experts, read_anatomy
 
 Plan = dict[str, ParallelStyle]
+"""Module path -> style; `*` matches one path component."""
 
+TORCH_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "colwise_rep": partial(ColwiseParallel, output_layouts=Replicate()),
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "embedding_colwise": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise": RowwiseParallel,
+    "rowwise_rep": partial(RowwiseParallel, input_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+    "embedding_rowwise": partial(RowwiseParallel, input_layouts=Replicate()),
+    "sequence_parallel": SequenceParallel,
+    "replicate": ReplicatedParameters,
+    "replicated_with_grad_allreduce": partial(ReplicatedParameters, partial_grad=True),
+    "moe_tp_experts": ExpertParallel,
+}
+"""Style name of transformers -> constructor of the equivalent style."""
 TRANSFORMERS_STYLES = (
     "packed_colwise",
     "packed_rowwise",
@@ -34,62 +51,48 @@ TRANSFORMERS_STYLES = (
     "local_params",
     "all_reduce",
 )
-"""Styles that transformers implements well and torch does not have."""
+"""Styles for which transformers' implementation is used, because torch has none."""
 _MISSING = object()
 
 
 class MissingPlanError(ConfigError, AssertionError):
-    """The model brings no tensor-parallel plan (the seed page promises an AssertionError)."""
+    """Error for a model without a tensor-parallel plan; also an AssertionError, as in NeMo AutoModel."""
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """Return a fresh torch style for a name of transformers 4 or 5 (seed page 004, NeMo AutoModel).
+    """Return a new torch style for a style name of transformers 4 or 5.
 
-    Names that torch has no style for are handed to transformers' own implementation. Raises ValueError for an
-    unknown name, and TypeError (an AssertionError too, as the page promises) for what is not a string.
+    Same signature as in NeMo AutoModel's parallelizer. Styles that torch lacks use transformers' implementation.
+    Raises ValueError for an unknown name, and TypeError (also an AssertionError, as in NeMo AutoModel) if `style` is
+    not a string.
     """
     if not isinstance(style, str):
-        raise _NotAStyleNameError(f"a parallel style is named by a string, not by {style!r}")
-    match style:
-        case "colwise":
-            return ColwiseParallel()
-        case "rowwise":
-            return RowwiseParallel()
-        case "colwise_rep" | "colwise_gather_output" | "embedding_colwise":
-            return ColwiseParallel(output_layouts=Replicate())
-        case "rowwise_rep" | "rowwise_split_input" | "embedding_rowwise":
-            return RowwiseParallel(input_layouts=Replicate())
-        case "sequence_parallel":
-            return SequenceParallel()
-        case "replicate":
-            return ReplicatedParameters()
-        case "replicated_with_grad_allreduce":
-            return ReplicatedParameters(partial_grad=True)
-        case "moe_tp_experts":
-            return ExpertParallel()
-        case _ if style in TRANSFORMERS_STYLES:
-            return TransformersStyle(style)
-    raise ValueError(f"Unknown parallel style: {style!r}; give a plan of your own by parallelism.tp_plan=module:name")
+        raise _NotAStyleNameError(f"the name of a parallel style must be a string, not {style!r}")
+    if style in TRANSFORMERS_STYLES:
+        return TransformersStyle(style)
+    if style in TORCH_STYLES:
+        return TORCH_STYLES[style]()
+    raise ValueError(f"Unknown parallel style: {style!r}; set parallelism.tp_plan=module:name to use another plan")
 
 
 class _NotAStyleNameError(TypeError, AssertionError):
-    """What should name a style is not a string."""
+    """Error for a style name that is not a string."""
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> Plan:
-    """Return the plan that a Hugging Face model brings: module path (with `*` for layers) -> style.
+    """Return the tensor-parallel plan of a Hugging Face model.
 
-    The class's, the instance's and the inner model's `_tp_plan` are merged in this order, later ones win; the inner
-    model's name is put in front of an inner plan's paths. Paths may name single layers. Raises MissingPlanError where
-    nothing of the model would be sharded (seed page 004, NeMo AutoModel).
+    Same signature as in NeMo AutoModel's parallelizer. Merges the `_tp_plan` of the class, the instance and the inner
+    model, of which later ones win; paths of the inner model's plan get its name as a prefix. Raises MissingPlanError if
+    the plan would shard nothing.
     """
     return shard_plan(model, read_anatomy(model))
 
 
 def shard_plan(model: nn.Module, anatomy: Anatomy) -> Plan:
-    """Return the plan of a model's anatomy in torch's styles, the input embedding included.
+    """Return the plan of a model's anatomy as torch styles, with the input embedding added.
 
-    Raises MissingPlanError where nothing of the model would be sharded.
+    Raises MissingPlanError if the plan would shard nothing.
     """
     styles = dict(anatomy.tp_plan)
     if not shards_any(model, _translated(model, styles)):
@@ -105,24 +108,24 @@ def _translated(model: nn.Module, styles: dict[str, str]) -> Plan:
         try:
             plan[path] = translate_to_torch_parallel_style(style)
         except ValueError as error:
-            raise ConfigError(f"parallelism.tp: {type(model).__name__} plans {path} as {style!r}: {error}") from error
+            raise ConfigError(f"parallelism.tp: the plan of {type(model).__name__} for {path}: {error}") from error
     return plan
 
 
 def missing_plan(model: nn.Module) -> str:
-    """Return the message for a model that has no plan of its own."""
+    """Return the error message for a model without a tensor-parallel plan."""
     return (
-        f"parallelism.tp: {type(model).__name__} brings no tensor-parallel plan for its decoder layers; set "
-        "parallelism.tp=1, or give a plan by parallelism.tp_plan=module.path:name"
+        f"parallelism.tp: {type(model).__name__} has no tensor-parallel plan for its decoder layers; set "
+        "parallelism.tp=1, or provide a plan by parallelism.tp_plan=module.path:name"
     )
 
 
 def shards_any(model: nn.Module, plan: Plan, within: Iterable[str] = ("",)) -> bool:
-    """Whether a plan shards some module of the model, one whose name begins with one of `within`."""
-    starts = tuple(within)
+    """Return whether a plan shards any module of the model whose name starts with one of `within`."""
+    prefixes = tuple(within)
     for path in (path for path, style in plan.items() if _shards(style)):
         names = [name for name, _ in matching(model, path)] or ([path] if names_experts_parameter(model, path) else [])
-        if any(name.startswith(starts) for name in names):
+        if any(name.startswith(prefixes) for name in names):
             return True
     return False
 
@@ -133,16 +136,16 @@ def _shards(style: ParallelStyle) -> bool:
 
 
 def names_experts_parameter(model: nn.Module, path: str) -> bool:
-    """Whether a path names a parameter of fused experts, whose layout follows from their module."""
+    """Return whether a path names a parameter of fused experts, which are sharded by their module's style."""
     module_path, _, leaf = path.rpartition(".")
     return any(is_experts(module) and leaf in module._parameters for _, module in matching(model, module_path))
 
 
 def load_plan(path: str, model: nn.Module) -> Plan:
-    """Return a user's plan by import path, `package.module:name`: a dict, or a function that returns one.
+    """Import a user's plan from `package.module:name`, a dict or a function that returns one.
 
-    The function takes the model or no argument. Values are torch styles, or names of transformers' styles. Raises
-    ConfigError for anything else.
+    The function may take the model. Values are torch styles, or names of transformers' styles. Raises ConfigError for
+    anything else.
     """
     found = import_class_from_path(path)
     plan = _call_with(found, model, path) if callable(found) else found
@@ -157,8 +160,8 @@ def load_plan(path: str, model: nn.Module) -> Plan:
 def _call_with(function: Callable[..., Any], model: nn.Module, path: str) -> Any:
     try:
         signature = inspect.signature(function)
-    except ValueError as error:  # some builtins
-        raise ConfigError(f"parallelism.tp_plan={path}: {error}; give a dict or a function of the model") from error
+    except ValueError as error:  # some builtins have no signature
+        raise ConfigError(f"parallelism.tp_plan={path}: {error}; use a dict or a function of the model") from error
     for arguments in ((model,), ()):
         try:
             signature.bind(*arguments)
@@ -169,9 +172,10 @@ def _call_with(function: Callable[..., Any], model: nn.Module, path: str) -> Any
 
 
 def import_class_from_path(name: str) -> Any:
-    """Import `package.module.Name`, nested names included, or `package.module:name` (seed page 004, NeMo AutoModel).
+    """Import `package.module.Name` (nested names allowed) or `package.module:name`.
 
-    Raises ConfigError (an ImportError too) naming what of the path was found and what was not.
+    Same signature as in NeMo AutoModel's parallelizer. Raises ImportPathError (a ConfigError and an ImportError) with
+    the missing component.
     """
     module_path, _, attributes = name.partition(":")
     parts = module_path.split(".")
@@ -190,29 +194,32 @@ def import_class_from_path(name: str) -> Any:
             if found is _MISSING:
                 raise ImportPathError(f"{name!r}: {candidate} has no {attribute!r}")
         return found
-    raise ImportPathError(f"{name!r}: there is no module {parts[0]!r}; is its folder installed or on PYTHONPATH?")
+    raise ImportPathError(f"{name!r}: there is no module {parts[0]!r}; install it, or add its folder to PYTHONPATH")
 
 
 class ImportPathError(ConfigError, ImportError):
-    """An import path given by the user leads nowhere."""
+    """Error for an import path that cannot be resolved."""
 
 
 def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
-    """Import every path of a list (seed page 004, NeMo AutoModel). Raises ImportPathError naming all that fail."""
-    found, problems = [], []
+    """Import every path of a list, with the signature of NeMo AutoModel's parallelizer.
+
+    Raises ImportPathError listing all paths that fail.
+    """
+    classes, problems = [], []
     for path in class_paths or []:
         try:
-            found.append(import_class_from_path(path))
+            classes.append(import_class_from_path(path))
         except ImportPathError as error:
             problems += error.problems
     if problems:
         raise ImportPathError(problems)
-    return found
+    return classes
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention heads of a model and how they lie over the tp axis."""
+    """Attention heads of a model and their layout over the tp axis."""
 
     heads: int
     kv_heads: int
@@ -220,13 +227,13 @@ class Heads:
 
 
 def read_heads(anatomy: Anatomy, tp: int) -> Heads | None:
-    """Return the head counts of a model and their layout over tp, or None where its config states none.
+    """Return the head counts of a model and their layout over tp, or None if its config has none.
 
     Raises ConfigError for a model whose layers have different numbers of heads.
     """
     if anatomy.heads_differ:
         raise ConfigError(
-            f"parallelism.tp={tp}: the layers of this model have different numbers of heads, which tp cannot share "
+            f"parallelism.tp={tp}: the layers of this model have different numbers of heads, which tp cannot shard "
             "yet; set parallelism.tp=1"
         )
     if anatomy.heads is None or anatomy.kv_heads is None:
@@ -235,13 +242,13 @@ def read_heads(anatomy: Anatomy, tp: int) -> Heads | None:
 
 
 def fit_attention(model: nn.Module, plan: Plan, tp: int, anatomy: Anatomy) -> Plan:
-    """Return the plan with attention as the heads allow, and with the norms that published plans forget.
+    """Return the plan adjusted to the model's heads, with the q/k norms that published plans omit.
 
-    Where tp does not divide the heads, attention leaves the plan and is computed by every rank; where there are
-    fewer kv heads than ranks, ranks share them. q_norm and k_norm of sharded heads get their gradients summed.
+    If tp does not divide the heads, attention is removed from the plan and replicated. If there are fewer kv heads than
+    ranks, each kv head is computed by several ranks. The gradients of q_norm and k_norm of sharded heads are summed.
     """
     heads = read_heads(anatomy, tp)
-    attention = {path.rpartition(".")[0] for path, style in plan.items() if _cuts_heads(path, style)}
+    attention = {path.rpartition(".")[0] for path, style in plan.items() if _shards_heads(path, style)}
     if heads is None or not attention:
         return plan
     if heads.layout == AttentionLayout.replicated:
@@ -260,23 +267,23 @@ def fit_attention(model: nn.Module, plan: Plan, tp: int, anatomy: Anatomy) -> Pl
 
 
 def fit_activations(model: nn.Module, plan: Plan) -> Plan:
-    """Return the plan with the activations that published plans forget: those with parameters of their own.
+    """Return the plan with the activation functions that have parameters (xIELU), which published plans omit.
 
-    A number that all features share, beside a layer that takes each rank's part of them (xIELU), has on each rank the
-    gradient of that part.
+    Such a scalar is shared by all features. Next to a row-wise layer each rank computes its gradient from a shard of
+    the features, so gradients are summed over ranks.
     """
     fitted = dict(plan)
-    for parent in {path.rpartition(".")[0] for path, style in plan.items() if _takes_a_part(style)}:
+    for parent in {path.rpartition(".")[0] for path, style in plan.items() if _takes_sharded_input(style)}:
         for name, module in matching(model, parent):
             for leaf, child in module.named_children():
-                own = list(child.parameters())
-                if own and all(each.numel() == 1 for each in own) and not _planned(plan, f"{name}.{leaf}"):
+                scalars = list(child.parameters())
+                if scalars and all(each.numel() == 1 for each in scalars) and not _planned(plan, f"{name}.{leaf}"):
                     fitted[f"{parent}.{leaf}"] = ReplicatedParameters(partial_grad=True)
     return fitted
 
 
 def check_divisible(model: nn.Module, plan: Plan, tp: int) -> None:
-    """Raise ConfigError naming every linear layer whose sharded size tp does not divide."""
+    """Raise ConfigError listing every linear layer whose sharded size tp does not divide."""
     problems: dict[str, str] = {}
     for path, style in plan.items():
         for name, module in matching(model, path):
@@ -284,7 +291,7 @@ def check_divisible(model: nn.Module, plan: Plan, tp: int) -> None:
                 continue
             if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):
                 size = module.out_features
-            elif isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),):
+            elif _takes_sharded_input(style):
                 size = module.in_features
             else:
                 continue
@@ -295,10 +302,10 @@ def check_divisible(model: nn.Module, plan: Plan, tp: int) -> None:
 
 
 def check_covered(model: nn.Module, plan: Plan, tp: int) -> None:
-    """Raise ConfigError for a module that a model's own plan leaves out and that cannot be computed by every rank."""
+    """Raise ConfigError for modules that a model's plan omits but that cannot be replicated."""
     problems: dict[str, str] = {}
     for path, style in plan.items():
-        parent = path.rpartition(".")[0] if _cuts_heads(path, style) else None
+        parent = path.rpartition(".")[0] if _shards_heads(path, style) else None
         for name, module in matching(model, parent) if parent else []:
             for norm in ("q_norm", "k_norm"):
                 if any(each.dim() > 1 for each in (module._modules.get(norm) or nn.Identity()).parameters()):
@@ -306,7 +313,7 @@ def check_covered(model: nn.Module, plan: Plan, tp: int) -> None:
                         f"{parent}.{norm}", f"{name}.{norm} has a weight for each head, and tp divides heads"
                     )
     for name, module in model.named_modules():
-        # Mixers of tokens read the weight of their convolution themselves.
+        # Token mixers read the weight of their convolution directly, so a style on the module would have no effect.
         if isinstance(module, nn.Conv1d) and not _planned(plan, name):
             problems.setdefault("", f"{name} is a convolution, which the plan of {type(model).__name__} leaves out")
     if problems:
@@ -314,18 +321,18 @@ def check_covered(model: nn.Module, plan: Plan, tp: int) -> None:
 
 
 def matching(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of every module that a plan's path names; `*` stands for one part of the name."""
+    """Return (name, module) of every module that matches a plan's path; `*` matches one path component."""
     pattern = re.compile("[^.]+".join(re.escape(part) for part in path.split("*")))
     return [(name, module) for name, module in model.named_modules() if pattern.fullmatch(name)]
 
 
-def _cuts_heads(path: str, style: ParallelStyle) -> bool:
+def _shards_heads(path: str, style: ParallelStyle) -> bool:
     leaf = path.rpartition(".")[2]
     sharded = isinstance(style, ColwiseParallel | RowwiseParallel) and style.output_layouts == (Shard(-1),)
     return leaf in ("q_proj", "k_proj", "v_proj") and sharded
 
 
-def _takes_a_part(style: ParallelStyle) -> bool:
+def _takes_sharded_input(style: ParallelStyle) -> bool:
     return isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),)
 
 
