@@ -55,8 +55,7 @@ def choose_checkpoint(path: Path) -> Path:
         return path
     if not (path / FOLDER).is_dir():
         raise ConfigError(
-            f"{path}: neither a checkpoint (it has no {MANIFEST}) nor a run directory (it has no {FOLDER}/); give one "
-            "of them"
+            f"{path}: neither a checkpoint (no {MANIFEST}) nor a run directory (no {FOLDER}/); give one of them"
         )
     serials: dict[Path, int] = {}
     problems = []

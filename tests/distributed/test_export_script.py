@@ -219,7 +219,7 @@ ARGUMENTS: dict[str, list[str]] = {
         ("another shape", "mlp.down_proj.weight is (32, 48) in the checkpoint and (32, 64) in this model"),
         ("code", "then add --trust-remote-code"),
         ("unfinished", "step_3.tmp-1234: an unfinished save"),
-        ("no checkpoint", "neither a checkpoint (manifest.json) nor a run directory (checkpoints/)"),
+        ("no checkpoint", "neither a checkpoint (no manifest.json) nor a run directory (no checkpoints/)"),
         ("not there", "nothing: no such folder"),
         ("dtype", "--dtype float8: must be one of bfloat16, float16, float32, float64"),
         ("size", "--shard-size 4TBs: must be a size such as 500MB"),
