@@ -390,7 +390,7 @@ MIXTURES = [
         f"{TWO_SOURCES} data.sources.web.weight=2",
         "data.sources.web.weight=2: the mixture has no source web; add it: +data@data.sources.web=OPTION",
     ),
-    (f"{TWO_SOURCES} data.path=x", "data.path=x: set per source of a mixture; use data.sources.NAME.path"),
+    (f"{TWO_SOURCES} data.path=x", "data.path=x: must be set per source of a mixture; set data.sources.NAME.path"),
     (f"{TWO_SOURCES} data.max_samples=9", "data.max_samples=9", "set data.sources.NAME.max_samples"),
     (
         f"{TWO_SOURCES} data.sources.maths.eval_split=null data.sources.maths.eval_fraction=0 "
