@@ -52,7 +52,7 @@ ALONE = [
         {"float8": "tensorwise", "compute_dtype": "float32"},
         "model.dtype=float32 with model.compute_dtype=float32 has none; set model.compute_dtype=bfloat16 or model.floa",
     ),
-    ({"float8": "rowwise", "dtype": "float64"}, "and model.dtype=float64 with model.compute_dtype=auto has none; set"),
+    ({"float8": "rowwise", "dtype": "float64"}, "but model.dtype=float64 with model.compute_dtype=auto has none; set"),
 ]
 
 

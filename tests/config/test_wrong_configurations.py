@@ -296,7 +296,7 @@ ALL_STAGES = {
     "logging.progress=1": "logging.progress=1: must be true or false",
     "logging.profile.start=0": "logging.profile.start=0: must be at least 1",
     "run.seed=x": "run.seed=x: must be a whole number",
-    "run.name=a=b": "run.name=a=b: cannot be read",
+    "run.name=a=b": "run.name=a=b: cannot be parsed",
     "run.dir=/dev/null/run": "run.dir=/dev/null/run: cannot be used",
     "generation.samples=${nowhere}": "generation.samples: Interpolation key 'nowhere' not found",
     "hydra.run.dir=x": "hydra.run.dir=x: Hydra is only used for composition",

@@ -45,7 +45,11 @@ UNKNOWN_KEY = [
     ("use_lora=true", "use_lora=true: no such key; did you mean peft=lora?"),
     ("max_seq_length=512", "did you mean training.seq_len?"),
     ("output_dir=x", "did you mean run.dir?"),
-    ("--learning-rate=3", "--learning-rate=3: no such option", "written KEY=VALUE; did you mean optimizer.lr?"),
+    (
+        "--learning-rate=3",
+        "--learning-rate=3: no such option",
+        "write settings as KEY=VALUE; did you mean optimizer.lr?",
+    ),
     ("--xyzzy", "--xyzzy: no such option, see --help"),
 ]
 WRONG_TYPE = [
@@ -390,7 +394,7 @@ MIXTURES = [
         f"{TWO_SOURCES} data.sources.web.weight=2",
         "data.sources.web.weight=2: the mixture has no source web; add it: +data@data.sources.web=OPTION",
     ),
-    (f"{TWO_SOURCES} data.path=x", "data.path=x: set per source of a mixture; use data.sources.NAME.path"),
+    (f"{TWO_SOURCES} data.path=x", "data.path=x: must be set per source of a mixture; set data.sources.NAME.path"),
     (f"{TWO_SOURCES} data.max_samples=9", "data.max_samples=9", "set data.sources.NAME.max_samples"),
     (
         f"{TWO_SOURCES} data.sources.maths.eval_split=null data.sources.maths.eval_fraction=0 "
@@ -438,7 +442,7 @@ SWEEPS = [
     ("-m parallelism=ddp,fspd2", "parallelism=fspd2: no such option; did you mean fsdp2?"),
     ("-m trainig.max_steps=1,2", "trainig.max_steps=1,2: no such key; did you mean training.max_steps?"),
     ("-m training.max_steps=1,two", "training.max_steps=two", "must be a whole number"),
-    ("-m parallelism=ddp,,fsdp2", "parallelism=ddp,,fsdp2: cannot be read"),
+    ("-m parallelism=ddp,,fsdp2", "parallelism=ddp,,fsdp2: cannot be parsed"),
     ("-m optimizer.lr=interval(0,1)", "optimizer.lr=interval(0,1)", "range(START,STOP,STEP)"),
     ("-m run.seed=range(1,9,0)", "run.seed=range(1,9,0)", "a step of 0"),
     ("-m parallelism=glob(zzz*)", "parallelism=glob(zzz*): matches no option", "fsdp2_tp2"),
@@ -454,8 +458,8 @@ SWEEPS = [
     ("-m parallelism=tp3 run.seed=1,2 cluster=local_2proc", "tp 3 = 3 processes, but there are 2"),
 ]
 SYNTAX = [
-    ("training.max_steps", "training.max_steps: cannot be read", "KEY=VALUE"),
-    ("run.name=a=b", "run.name=a=b: cannot be read", "quote"),
+    ("training.max_steps", "training.max_steps: cannot be parsed", "KEY=VALUE"),
+    ("run.name=a=b", "run.name=a=b: cannot be parsed", "quote"),
     ("run.name=${nowhere}", "run.name", "nowhere", "${...}"),
     ("data=jsonl data.path=~/x.jsonl", "~ is not expanded here; write data.path=$HOME/x.jsonl", "'data.path=\"~/..."),
     ("-m run.dir=~/a,~/b", "~ is not expanded here; write run.dir=$HOME/a,$HOME/b, or quote it"),

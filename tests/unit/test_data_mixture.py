@@ -332,7 +332,7 @@ def test_what_the_section_refuses() -> None:
         ({}, ["data.sources={}: a mixture needs sources; add each as +data@data.sources.NAME=OPTION"]),
         (
             {"sources": {"a": docs}, "split": "b", "max_samples": 3, "overlong": "drop"},
-            [f"data.{said}: set per source of a mixture; use data.sources.NAME.{said.partition('=')[0]}"
+            [f"data.{said}: must be set per source of a mixture; set data.sources.NAME.{said.partition('=')[0]}"
              for said in ("split=b", "max_samples=3", "overlong=drop")],
         ),
         (

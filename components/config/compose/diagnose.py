@@ -208,7 +208,7 @@ class _Search:
             data = _values(cfg, "data")
             sources, name = data.get("sources"), key.removeprefix("data.")
             if sources is not None and key in self.keys and name != key and name not in data:
-                return f"{key}={value}: set per source of a mixture; use {SOURCES}.NAME.{name}"
+                return f"{key}={value}: must be set per source of a mixture; set {SOURCES}.NAME.{name}"
             if sources and key.startswith(f"{SOURCES}.") and key.split(".")[2] not in sources:
                 return no_source(override.lstrip("+"), key.split(".")[2], sources)
             fitting = self._options_with(key, value, cfg)

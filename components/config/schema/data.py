@@ -303,7 +303,7 @@ class MixtureDataConfig(DataConfig):
         if not self.sources:
             problems.append("data.sources={}: a mixture needs sources; add each as +data@data.sources.NAME=OPTION")
         problems += [
-            f"data.{key}={value}: set per source of a mixture; use data.sources.NAME.{key}"
+            f"data.{key}={value}: must be set per source of a mixture; set data.sources.NAME.{key}"
             for key, value in _changed(self, _OF_A_SOURCE)
         ]
         for name, source in self.sources.items():
