@@ -1,4 +1,4 @@
-"""torch's compile cache: removal of libraries that a killed compiler left incomplete."""
+"""Cleanup of torch's compile cache: shared libraries that a killed compiler left truncated."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 WRITING_SECONDS = 2.0
-"""A file modified within this time may still be in the making."""
+"""A file modified within this time may still be being written."""
 
 
 def remove_truncated_libraries() -> list[Path]:
-    """Delete incomplete libraries from the cache of torch.compile's C++ backend, and return their paths.
+    """Delete truncated files from the cache of torch.compile's C++ backend, and return their paths.
 
-    The linker writes in place, and torch takes any file that exists for a finished one. So a process killed while it
-    compiles leaves a file with which every later run ends in "ImportError: file too short".
+    The linker writes in place, and torch assumes that any existing file is complete. A process killed while compiling
+    therefore leaves a file that makes every later run fail with "ImportError: file too short".
     """
     from torch._inductor.codecache import get_lock_dir
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -31,12 +31,12 @@ def remove_truncated_libraries() -> list[Path]:
 
 
 def is_truncated(path: Path) -> bool:
-    """Return whether a file is shorter than its ELF header requires: compilers write the section table last."""
+    """Return whether a file is shorter than its ELF header states; compilers write the section table last."""
     with path.open("rb") as file:
         header = file.read(64)
         size = os.fstat(file.fileno()).st_size
     if header[:4] != b"\x7fELF"[: len(header[:4])]:
-        return False  # another platform's format
+        return False  # not ELF: another platform
     if len(header) < 64:
         return True
     (offset,) = struct.unpack_from("<Q", header, 40)
@@ -50,9 +50,10 @@ def _libraries(cache: Path) -> Iterator[Path]:
 
 
 def _remove_truncated(path: Path, locks: Path) -> bool:
-    """Delete a truncated file, unless a process is writing it.
+    """Delete a file if it is truncated and no process is writing it; return whether it was deleted.
 
-    torch holds the lock named after a library's key meanwhile. Object files have no lock of their own, but their age.
+    While it writes a library, torch holds the lock named after the library's key. Object files have no lock, so their
+    age decides.
     """
     from filelock import FileLock, Timeout
 
@@ -60,9 +61,9 @@ def _remove_truncated(path: Path, locks: Path) -> bool:
         if not is_truncated(path) or time.time() - path.stat().st_mtime < WRITING_SECONDS:
             return False
         with FileLock(locks / f"{path.name.partition('.')[0]}.lock", timeout=0):
-            if not is_truncated(path):  # it was being written until now
+            if not is_truncated(path):  # its writer finished in the meantime
                 return False
             path.unlink()
             return True
-    except (FileNotFoundError, Timeout):  # another rank removed it, or a compiler is at work
+    except (FileNotFoundError, Timeout):  # another rank deleted it, or a compiler holds the lock
         return False

@@ -124,7 +124,7 @@ def test_a_parameter_without_a_rule_is_refused() -> None:
     with torch.device("meta"):
         model = Odd._from_config(tiny_config("llama"))
     materialize(model, "cpu")
-    with pytest.raises(ConfigError, match=r"Odd has no initialisation for odd"):
+    with pytest.raises(ConfigError, match=r"Odd has no initialization for odd"):
         initialize_weights(model, 0)
 
 
