@@ -202,8 +202,7 @@ def _convert(
 def _check(plan: Plan, meta_model: PreTrainedModel, stored: dict[str, tuple[int, ...]], given: str) -> None:
     """Raise ConfigError with all missing, unexpected and misshaped tensors. stored: shapes by stored name."""
     expected = saved_tensors(meta_model)
-    names = (name for first in plan.converted for name in _converted_names(plan.converted[first], first))
-    found = {*plan.direct, *names}
+    found = {*plan.direct, *(name for first, each in plan.converted.items() for name in _converted_names(each, first))}
     missing = [name for name, _ in meta_model.named_parameters() if name not in found]
     misshaped = [
         _misshaped(given, name, stored[source], expected[name].shape)
