@@ -5,9 +5,9 @@ anatomy.py       read_anatomy: structure of a model (layers, experts, heads), as
 attention.py     use_causal_sdpa: attention without masks and host syncs; documents.py: attention in packed rows
 lora.py          add_adapters: LoRA, DoRA and QLoRA on linear layers
 float8.py        use_float8: linear layers that compute in float8
-layers.py        decoder_layers, checkpoint_activations, compile_layers, count_parameters
+layers.py        decoder_layers, checkpoint_activations, count_parameters
 activations.py   selective activation checkpointing, and the activation bytes of a layer under each policy
-compile_cache.py removal of truncated files from torch's compile cache
+compile.py       compile_layers, and removal of truncated files from torch's compile cache
 generation.py    generate: greedy decoding of prompts; tokenizer.py: load_tokenizer, including one token per byte
 meta_copy.py     copies of an unsharded model without memory for its parameters
 weights/         loading, initializing, gathering and exporting weights
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from components.models.anatomy import Anatomy, read_anatomy
     from components.models.attention import use_causal_sdpa
     from components.models.build import build_on_meta, model_shape
+    from components.models.compile import compile_layers
     from components.models.generation import generate
     from components.models.layers import (
         ParameterCounts,
         checkpoint_activations,
-        compile_layers,
         count_parameters,
         decoder_layers,
     )

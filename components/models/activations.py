@@ -214,8 +214,8 @@ class _SavedOutputs:
         return saved
 
 
-class _SaveOutputs(TorchDispatchMode):
-    """Dispatch mode of the forward: saves outputs of `SAVED_OPERATORS`, and copies one before it is modified."""
+class _OutputsMode(TorchDispatchMode):
+    """Base of the dispatch modes around a layer's forward and its recomputation."""
 
     supports_higher_order_operators = True
 
@@ -227,6 +227,10 @@ class _SaveOutputs(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Keep compiled functions inside the layer compiled."""
         return True
+
+
+class _SaveOutputs(_OutputsMode):
+    """Dispatch mode of the forward: saves outputs of `SAVED_OPERATORS`, and copies one before it is modified."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -250,19 +254,8 @@ class _SaveOutputs(TorchDispatchMode):
         self._outputs.by_storage.clear()
 
 
-class _ReuseOutputs(TorchDispatchMode):
+class _ReuseOutputs(_OutputsMode):
     """Dispatch mode of the recomputation: returns saved outputs and runs all other operators."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, outputs: _SavedOutputs) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Keep compiled functions inside the layer compiled."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

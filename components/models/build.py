@@ -20,7 +20,7 @@ from components.models.attention import use_causal_sdpa
 from components.models.float8 import use_float8
 from components.models.tokenizer import load_tokenizer
 from components.models.weights.gguf import read_config
-from components.models.weights.hub_files import explain_loading_error
+from components.models.weights.hub_files import explain_loading_error, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -73,10 +73,10 @@ def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrained
             )
     except ImportError as error:
         raise ConfigError(
-            f"model.attention={cfg.attention}: {_first_line(error)}; install it or set model.attention=sdpa"
+            f"model.attention={cfg.attention}: {first_line(error)}; install it or set model.attention=sdpa"
         ) from error
     except ValueError as error:
-        raise ConfigError(_explain_build_error(cfg, config.model_type, _first_line(error))) from error
+        raise ConfigError(_explain_build_error(cfg, config.model_type, first_line(error))) from error
     _load_generation_config(model, cfg)
     model.config.use_cache = False
     if DType.float64 in (cfg.dtype, cfg.compute_dtype):
@@ -210,7 +210,3 @@ def _load_generation_config(model: PreTrainedModel, cfg: ModelConfig) -> None:
 def _nearest(name: str, candidates: list[str]) -> str:
     nearest = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
     return f"; did you mean {nearest[0]}?" if nearest else ""
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

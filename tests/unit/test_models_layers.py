@@ -39,7 +39,7 @@ from components.models import (
     load_tokenizer,
     materialize,
 )
-from components.models.compile_cache import is_truncated, remove_truncated_libraries
+from components.models.compile import is_truncated, remove_truncated_libraries
 from components.models.weights.new_folder import NewFolder
 from components.models.weights.weight_files import WeightFiles
 from tests.tiny_models import FAMILIES, logits, reference, tiny_config, tiny_folder
@@ -383,7 +383,7 @@ COMPILED_RUN = """
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from components.models.layers import compile_layers
+from components.models.compile import compile_layers
 model = nn.Module()
 model.layers, model.config = nn.ModuleList([nn.PReLU()]), LlamaConfig(num_hidden_layers=1)
 compile_layers(model)

@@ -13,9 +13,10 @@ from torch import nn
 from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig
+from components.exchange import broadcast_json
 from components.models.lora import ADAPTER_PARAMETERS, quantized_layers, row_norms, scaling_of
 from components.models.meta_copy import meta_copy
-from components.models.weights.gather import WRITER, broadcast_from_writer, gathered_tensors, this_rank
+from components.models.weights.gather import WRITER, gathered_tensors, this_rank
 from components.models.weights.new_folder import NewFolder
 from components.models.weights.nf4 import unpacked_reader
 from components.models.weights.shards import Index
@@ -54,7 +55,7 @@ def export_adapter(
             write_adapter(tokenizer, folder, tensors, adapter_config(model, tensors, base, peft), card)
         except (OSError, ValueError) as error:
             failure = str(error)
-    failure = broadcast_from_writer(failure)
+    failure = broadcast_json(failure, src=WRITER)
     if failure is not None:
         raise OSError(f"{folder}: the adapter could not be written: {failure}")
     return folder

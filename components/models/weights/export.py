@@ -12,9 +12,10 @@ import torch
 
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig, PeftExport
+from components.exchange import broadcast_json
 from components.models.meta_copy import meta_copy
 from components.models.weights.adapter_files import Merge, export_adapter
-from components.models.weights.gather import WRITER, broadcast_from_writer, gathered_tensors, this_rank
+from components.models.weights.gather import WRITER, gathered_tensors, this_rank
 from components.models.weights.names import saved_tensors
 from components.models.weights.new_folder import NewFolder
 from components.models.weights.shards import Index
@@ -71,7 +72,7 @@ def export_model(
     folder = Path(folder)
     export = _Export(model, folder, dtype, shard_bytes)
     try:
-        failure = broadcast_from_writer(_write(export, model, tokenizer, card))
+        failure = broadcast_json(_write(export, model, tokenizer, card), src=WRITER)
     except BaseException:
         export.abandon()  # does nothing on the other ranks, which have written no files
         raise

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from components.dtypes import torch_dtype
-from components.exchange import all_gather_json, broadcast_json
+from components.exchange import all_gather_json
 from components.models.weights.names import saved_tensors
 from components.models.weights.shards import Block, is_first_holder, local_blocks, local_part, local_shape
 
@@ -76,11 +76,6 @@ def gathered_tensors(
 def this_rank() -> int:
     """Return the rank of this process, WRITER without a process group."""
     return dist.get_rank() if dist.is_initialized() else WRITER
-
-
-def broadcast_from_writer(failure: str | None) -> str | None:
-    """Return WRITER's `failure` on every rank; a collective."""
-    return broadcast_json(failure, src=WRITER)
 
 
 def _all_gather_shards(local: dict[str, torch.Tensor]) -> list[dict[str, ShardInfo]]:
