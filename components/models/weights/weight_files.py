@@ -68,8 +68,8 @@ class WeightFiles:
             for block in blocks:
                 if block.dtype != planned.dtype or block.shape[1:] != planned.shape[1:]:
                     raise ValueError(
-                        f"{name}: got a block of shape {tuple(block.shape)}, {block.dtype}; expected blocks of a tensor "
-                        f"of shape {tuple(planned.shape)}, {planned.dtype}"
+                        f"{name}: got a block of shape {tuple(block.shape)}, {block.dtype}; expected blocks of a "
+                        f"tensor of shape {tuple(planned.shape)}, {planned.dtype}"
                     )
                 yield bytes_of(block)
 
