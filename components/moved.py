@@ -71,6 +71,7 @@ MODULES = {
     "components.launch.sweep.run": "components.launch.sweep.points",
     "components.lending": "components.lazy",
     "components.models.adapter_files": "components.models.weights.adapter_files",
+    "components.models.compile_cache": "components.models.compile",
     "components.models.export": "components.models.weights.export",
     "components.models.gather": "components.models.weights.gather",
     "components.models.gguf": "components.models.weights.gguf",

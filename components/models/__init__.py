@@ -1,17 +1,18 @@
-"""Hugging Face causal LMs: built without memory, filled shard by shard, run, and written back.
+"""Hugging Face causal LMs: built on the meta device, loaded shard by shard, run, and exported.
 
-build.py       build_on_meta: config from hub, folder, GGUF or values; model_shape
-anatomy.py     read_anatomy: what a model is made of, as a value that every mesh axis takes
-attention.py   use_causal_sdpa: attention without masks and host syncs; documents.py: within packed rows
-lora.py        add_adapters: small matrices beside linear layers
-float8.py      use_float8: linear layers that compute in 8 bits
-layers.py      decoder_layers, checkpoint_activations, compile_layers, count_parameters
-activations.py bytes that a layer saves for the backward; compile_cache.py: graphs of earlier runs
-generation.py  generate: answers to prompts; tokenizer.py: load_tokenizer, also one token per byte
-meta_copy.py   what transformers made before anything was sharded
-weights/       reading, filling, gathering and exporting weights
+build.py         build_on_meta: config from the hub, a folder, a GGUF file or given values; model_shape
+anatomy.py       read_anatomy: structure of a model (layers, experts, heads), as a value that every mesh axis uses
+attention.py     use_causal_sdpa: attention without masks and host syncs; documents.py: attention in packed rows
+lora.py          add_adapters: LoRA, DoRA and QLoRA on linear layers
+float8.py        use_float8: linear layers that compute in float8
+layers.py        decoder_layers, checkpoint_activations, count_parameters
+activations.py   selective activation checkpointing, and the activation bytes of a layer under each policy
+compile.py       compile_layers, and removal of truncated files from torch's compile cache
+generation.py    generate: greedy decoding of prompts; tokenizer.py: load_tokenizer, including one token per byte
+meta_copy.py     copies of an unsharded model without memory for its parameters
+weights/         loading, initializing, gathering and exporting weights
 
-Names are imported at first use; transformers is imported by what needs it.
+Names are imported at first use. transformers is imported only by the modules that need it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from components.models.anatomy import Anatomy, read_anatomy
     from components.models.attention import use_causal_sdpa
     from components.models.build import build_on_meta, model_shape
+    from components.models.compile import compile_layers
     from components.models.generation import generate
     from components.models.layers import (
         ParameterCounts,
         checkpoint_activations,
-        compile_layers,
         count_parameters,
         decoder_layers,
     )

@@ -1,9 +1,9 @@
-"""What a Hugging Face model is made of, read once and passed as a value to every mesh axis.
+"""Structure of a Hugging Face model, read once and passed as a value to every mesh axis.
 
-`read_anatomy` is the only place that inspects a model of transformers for attributes that one family has and another
-lacks. It runs on the meta device, before adapters, sharding or pipeline stages replace modules, and it returns names
-and numbers: no module is held, so the value stays true while the model changes. A rule reads every family; where a
-rule does not do, a table of families holds the fact. To support a new odd family, add a row and a test.
+`read_anatomy` is the only place that inspects a transformers model for attributes that some families lack. It runs on
+the meta device, before adapters, sharding or pipeline stages replace modules. It returns names and numbers and holds no
+module, so the value stays valid while the model changes. Most facts follow from a rule that covers every family;
+exceptions are listed in tables by model type. To support an unusual family, add a row and a test.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""transformers' names of the kinds of layers that attend causally, to all earlier tokens or to those of a window."""
+"""transformers' layer types with causal attention: to all earlier tokens, or to those within a window."""
 LAYER_COUNTS = {
-    "blenderbot": "decoder_layers",  # num_hidden_layers counts the encoder's
+    "blenderbot": "decoder_layers",  # num_hidden_layers counts encoder layers
     "blenderbot-small": "decoder_layers",
-    "longcat_flash": "num_layers",  # num_hidden_layers counts attention blocks, of which a layer has two
+    "longcat_flash": "num_layers",  # num_hidden_layers counts attention blocks, two per layer
 }
-"""Model type -> the config value that counts decoder layers, for families where num_hidden_layers counts others."""
+"""Model type -> the config key that counts decoder layers, for families where num_hidden_layers counts others."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DIFFERS = object()
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWidths:
-    """Sizes that decide the FLOPs of attention, equal in all layers."""
+    """Sizes that determine the FLOPs of attention, equal in all layers."""
 
     heads: int
     keys: int
@@ -45,9 +45,10 @@ class AttentionWidths:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """Parts of a model by name, and what its class and config state about them.
+    """Module names of a model's parts, and facts from its class and config.
 
-    A model that is not from Hugging Face has decoder layers and experts at most; everything else is at its default.
+    For a model that is not from Hugging Face only decoder layers and experts are found; all other fields have their
+    defaults.
     """
 
     layers: tuple[str, ...]
@@ -57,66 +58,68 @@ class Anatomy:
     routers: tuple[str, ...] = ()
     """Names of the routers within the decoder layers."""
     has_router_class: bool = False
-    """Whether transformers knows the routers of the class, also where the config leaves every layer dense."""
+    """Whether the class declares routers to transformers, even if this config makes every layer dense."""
     inner: str = ""
-    """Name of the child that runs the decoder layers; empty if the model itself does."""
+    """Name of the child module that runs the decoder layers; empty if the model itself runs them."""
     embedding: str | None = None
     """Name of the input embedding."""
     head: str | None = None
     """Name of the LM head."""
     tied: bool = False
-    """Whether the head's weight is the embedding's."""
+    """Whether the head shares its weight with the embedding."""
     tp_plan: Mapping[str, str] = field(default_factory=dict)
-    """Module path, `*` for one part of it -> style, both in transformers' terms."""
+    """transformers' tensor-parallel plan: module path (`*` matches one component) -> style."""
     heads: int | None = None
     """Query heads of a layer; None if the config states none."""
     kv_heads: int | None = None
-    """Key-value heads of a layer, as many as query heads without grouped attention."""
+    """Key-value heads of a layer; equal to `heads` without grouped-query attention."""
     heads_differ: bool = False
     """Whether layers have different numbers of query or key-value heads."""
     widths: AttentionWidths | None = None
-    """None if the config states no heads, or layers differ in their widths."""
+    """Head widths; None if the config states no heads, or if layers differ."""
     kinds: tuple[str, ...] = ()
-    """Kind of each decoder layer, by transformers' names."""
+    """transformers' layer type of each decoder layer."""
     window: int | None = None
-    """Tokens that layers of kind `SLIDING` attend to."""
-    own_masks: str = ""
+    """Window in tokens of layers of type `SLIDING`."""
+    needs_masks: str = ""
     """Why mask-free attention is impossible for this model; empty if it is possible."""
     convolution: str = ""
     """Class of a convolution that mixes neighboring tokens; empty if there is none."""
     hidden_size: int = 0
     """Width of hidden states; 0 if the config states none."""
     vocabulary: int = 0
-    """Tokens of the vocabulary; 0 if the config states none."""
+    """Vocabulary size; 0 if the config states none."""
     experts_per_token: int | None = None
     router_coefficient: float | None = None
     """Coefficient of the routers' auxiliary loss; None if the config states none."""
 
     @property
     def needs_whole_rows(self) -> str:
-        """Why a part of a row cannot be computed by itself (cp); empty if it can."""
-        return self.own_masks or (self.convolution and f"mixes neighboring tokens by {self.convolution}")
+        """Why a row cannot be split over ranks (cp); empty if it can."""
+        return self.needs_masks or (self.convolution and f"mixes neighboring tokens by {self.convolution}")
 
     @property
     def needs_unpacked_rows(self) -> str:
         """Why a row cannot hold several documents; empty if it can."""
-        return self.own_masks or (self.convolution and f"mixes neighbours by {self.convolution}, across documents too")
+        return self.needs_masks or (
+            self.convolution and f"mixes neighboring tokens by {self.convolution}, also across documents"
+        )
 
     def decoder_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the decoder layers by name, in order, placeholders of other pipeline stages included."""
         return {name: model.get_submodule(name) for name in self.layers}
 
     def parts(self, model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
-        """Return those of the named modules that this rank's pipeline stages hold."""
+        """Return the named modules that exist in this rank's pipeline stages."""
         wanted = set(names)
         return {name: module for name, module in model.named_modules() if name in wanted}
 
 
 def read_anatomy(model: nn.Module) -> Anatomy:
-    """Read what a model is made of.
+    """Read the structure of a model.
 
     Args:
-        model: On the meta device or not, best before it is parallelized: FSDP hides its class.
+        model: On any device, meta included. Read it before it is parallelized, because FSDP replaces its class.
     """
     experts = tuple(name for name, module in model.named_modules() if is_experts(module))
     if not _is_pretrained(model):
@@ -149,7 +152,7 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         widths=_widths(config, heads),
         kinds=tuple(kinds),
         window=_window(config),
-        own_masks=_own_masks(model, config, set(kinds)),
+        needs_masks=_needs_masks(model, config, set(kinds)),
         convolution=next((type(each).__name__ for each in model.modules() if isinstance(each, CONVOLUTIONS)), ""),
         hidden_size=_number(config, "hidden_size") or 0,
         vocabulary=_number(config, "vocab_size") or 0,
@@ -159,20 +162,20 @@ def read_anatomy(model: nn.Module) -> Anatomy:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module counts its experts and holds matrices of all of them, (experts, ..., ...)."""
-    own = list(module.parameters(recurse=False))
+    """Return whether a module holds fused experts: `num_experts` and stacked matrices, (experts, ..., ...)."""
+    parameters = list(module.parameters(recurse=False))
     return (
-        any(each.dim() == 3 for each in own)
-        and len({each.shape[0] for each in own}) == 1
+        any(each.dim() == 3 for each in parameters)
+        and len({each.shape[0] for each in parameters}) == 1
         and isinstance(getattr(module, "num_experts", None), int)
     )
 
 
 def drops_hidden_states(layer: nn.Module) -> bool:
-    """Return whether a layer may call dropout on hidden states: a module of it has a probability of dropout.
+    """Return whether a layer may apply dropout to hidden states: one of its modules has a dropout probability > 0.
 
-    transformers' models hold probabilities in `nn.Dropout` or under a name with "drop"; those of attention weights are
-    named for attention.
+    transformers stores these probabilities in `nn.Dropout` or in an attribute with "drop" in its name. The names for
+    attention weights begin with "att".
     """
     return any(
         isinstance(value, float | int) and value > 0
@@ -183,11 +186,12 @@ def drops_hidden_states(layer: nn.Module) -> bool:
 
 
 def passes_window(module: nn.Module) -> bool:
-    """Return whether a module's forward passes the width of its window on as the keyword `sliding_window`.
+    """Return whether a module's forward passes its window to the attention function as keyword `sliding_window`.
 
-    transformers has no flag for this, and a model that does not pass it (its mask alone holds the window) would attend
-    to all earlier tokens without a mask. Python stores the names of a call's keywords as a tuple among the constants
-    of the calling function, in 3.11 to 3.14; the test that reads real models finds a version that does not.
+    A model that applies the window in its mask only would attend to all earlier tokens without that mask, and
+    transformers has no flag that distinguishes the two. So this inspects bytecode: Python 3.11 to 3.14 store the
+    keyword names of a call as a tuple in the constants of the calling function. A test on real models fails under a
+    Python version that does not.
     """
     forward = inspect.unwrap(type(module).forward)
     return inspect.isfunction(forward) and any(
@@ -195,15 +199,15 @@ def passes_window(module: nn.Module) -> bool:
     )
 
 
-def own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the class that transformers built; FSDP2 gives a model a subclass without a constructor of its own."""
+def transformers_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return the transformers class of a model; FSDP2 changes its class to a subclass without a constructor."""
     from transformers import PreTrainedModel as Base
 
     return next(cls for cls in type(model).__mro__ if "__init__" in vars(cls) and issubclass(cls, Base))
 
 
 def plain_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that a module keeps as plain attributes: neither parameters nor buffers."""
+    """Return the tensors that a module stores as plain attributes, neither parameters nor buffers."""
     return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
 
@@ -217,7 +221,7 @@ def shortened_config(config: PreTrainedConfig, layers: int) -> Any:
 
 
 def config_of(model: nn.Module) -> PreTrainedConfig | None:
-    """Return a Hugging Face model's config, None for another model."""
+    """Return the config of a Hugging Face model, None for any other model."""
     return model.config if _is_pretrained(model) else None
 
 
@@ -228,15 +232,15 @@ def _is_pretrained(model: nn.Module) -> TypeGuard[PreTrainedModel]:
 
 
 def _raw(config: PreTrainedConfig, name: str) -> Any:
-    """Return a config's value, None if its family has none, `_DIFFERS` if it differs between layers."""
+    """Return a config value, None if this family lacks it, `_DIFFERS` if it differs between layers."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # transformers refuses to return one value of what layers differ in (Gemma 4's head_dim)
+    except RuntimeError:  # transformers raises for a value that differs between layers (Gemma 4's head_dim)
         return _DIFFERS
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
-    """Return a config's value, None if its family has none or its layers differ in it."""
+    """Return a config value, None if this family lacks it or if it differs between layers."""
     found = _raw(config, name)
     return None if found is _DIFFERS else found
 
@@ -251,7 +255,7 @@ def _window(config: PreTrainedConfig) -> int | None:
 
 
 def _widths(config: PreTrainedConfig, heads: int | None) -> AttentionWidths | None:
-    """Return the widths of attention, multi-head latent attention (DeepSeek's) included."""
+    """Return the head widths, for multi-head latent attention (DeepSeek) too."""
     names = ("num_attention_heads", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     if not heads or any(_raw(config, name) is _DIFFERS for name in names):
         return None
@@ -262,9 +266,10 @@ def _widths(config: PreTrainedConfig, heads: int | None) -> AttentionWidths | No
 
 
 def _layer_names(model: PreTrainedModel, config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return the names of the decoder layers: the first ModuleList of the decoder with as many as the config counts.
+    """Return the names of the decoder layers: those of the decoder's first ModuleList with the config's layer count.
 
-    An image encoder may have a list of the same length. Without a list of this length the longest one is taken.
+    Lists outside the decoder are skipped, because an image encoder may have as many layers. If no list has this length,
+    the longest one is used.
     """
     count = _value(config, LAYER_COUNTS.get(config.model_type, "num_hidden_layers"))
     decoder: Any = model.get_decoder()
@@ -293,8 +298,8 @@ def _embedding(model: PreTrainedModel) -> nn.Module | None:
         return None
 
 
-def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
-    return next((name for name, module in model.named_modules() if module is wanted), None)
+def _name_of(model: nn.Module, target: nn.Module | None) -> str | None:
+    return next((name for name, module in model.named_modules() if module is target), None)
 
 
 def _weight(module: nn.Module | None) -> nn.Parameter | None:
@@ -302,9 +307,9 @@ def _weight(module: nn.Module | None) -> nn.Parameter | None:
 
 
 def _tp_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return the plan of transformers: the class's, the instance's and the inner model's, later ones win.
+    """Merge transformers' plans of the class, the instance and the inner model; later ones take precedence.
 
-    The inner model's name is put in front of an inner plan's paths.
+    Paths of the inner model's plan are prefixed with its name.
     """
     merged = {**(type(model)._tp_plan or {}), **(model._tp_plan or {})}
     name = model.base_model_prefix or "model"
@@ -316,15 +321,15 @@ def _tp_plan(model: PreTrainedModel) -> dict[str, str]:
     return merged
 
 
-def _own_masks(model: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]) -> str:
+def _needs_masks(model: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]) -> str:
     if others := kinds - {FULL, SLIDING}:
-        return f"has layers of {', '.join(sorted(others))}, which are neither full nor sliding attention"
+        return f"has layers of type {', '.join(sorted(others))}, which are neither full nor sliding attention"
     if _value(config, "is_causal") is False or _value(config, "use_bidirectional_attention"):
-        return "attends to both sides"
+        return "uses bidirectional attention"
     if not model._can_set_attn_implementation():
         return "computes attention in its own code, outside transformers' attention interface"
     if _window(config) and not any(map(passes_window, model.modules())):
-        return "applies its sliding window by a mask and does not pass the window to its attention"
+        return "applies its sliding window in a mask and does not pass the window to its attention"
     return ""
 
 

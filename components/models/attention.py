@@ -1,9 +1,9 @@
-"""Causal attention for training through transformers' attention interface, without a mask and without a host sync.
+"""Causal attention for training, without a mask and without a host sync, through transformers' attention interface.
 
-transformers builds its masks by asking the device whether rows hold packed documents, once per forward: the host
-waits. Training rows here hold one sample and padding on the right, which no earlier token attends to, so causality
-and the layer's sliding window are all there is to say; a kernel knows the first, a band of indices is the second. Of
-packed rows a keyword says where their documents are; it reaches attention through the layers' keywords.
+To build its masks, transformers checks on the device whether rows hold packed documents, which is one host sync per
+forward. Training rows here need no such mask: a row holds one sample with padding on the right, and causality keeps
+earlier tokens from attending to the padding. The kernels implement causality; a sliding window is a band mask made from
+indices. For packed rows, the document bounds reach attention as a keyword that the decoder layers pass on.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from components.config.schema.model import (
     ModelConfig,
 )
 from components.models.anatomy import Anatomy, read_anatomy
-from components.models.documents import Documents, attend_by_kernel, has_kernel
+from components.models.documents import Documents, supports_varlen, varlen_attention
 
 NO_KERNEL = ("No available kernel", "No viable backend")
-"""How torch begins its errors where no kernel that is allowed takes an attention."""
+"""Beginnings of torch's errors when none of the enabled kernels supports the inputs."""
 
 
 def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatomy | None = None) -> bool:
-    """Switch a model that attends by sdpa to attention without masks; return False where its layers need more.
+    """Switch a model with sdpa attention to mask-free attention; return False if it needs transformers' masks.
 
-    Layers other than full and sliding attention (chunks, linear attention, both directions) keep transformers' own
-    masks, and its host sync. Such a model refuses packed rows.
+    Layers other than full and sliding attention (chunked, linear or bidirectional) keep transformers' own masks and
+    their host sync. Such a model rejects packed rows.
 
     Args:
-        flash: Attend by torch's flash kernel or not at all. Raises ConfigError for a model that keeps its masks.
-        anatomy: The model's; None: read it.
+        flash: Require torch's flash kernel. Raises ConfigError for a model that needs masks.
+        anatomy: The structure of the model; None: read it now.
     """
     anatomy = anatomy or read_anatomy(model)
     implementation = model.config.get_text_config()._attn_implementation
-    needed, refusal = anatomy.own_masks, anatomy.needs_unpacked_rows and f"{anatomy.needs_unpacked_rows}; set"
+    reason, packing_error = anatomy.needs_masks, anatomy.needs_unpacked_rows and f"{anatomy.needs_unpacked_rows}; set"
     if implementation != "sdpa":
-        needed = f"attends by {implementation}, which does not receive them"
-        refusal = f"{needed}; set model.attention=sdpa or"
-    packed = _Packed(model, refusal)
+        reason = f"uses {implementation} attention, which does not receive document bounds"
+        packing_error = f"{reason}; set model.attention=sdpa or"
+    packed = _PackedRows(model, packing_error)
     model.base_model.register_forward_pre_hook(packed.before, with_kwargs=True)
     model.base_model.register_forward_hook(packed.after, with_kwargs=True)
-    if needed and flash:
-        raise ConfigError(f"model.attention=sdpa_flash: {type(model).__name__} {needed}; set model.attention=sdpa")
-    if needed:
+    if reason and flash:
+        raise ConfigError(f"model.attention=sdpa_flash: {type(model).__name__} {reason}; set model.attention=sdpa")
+    if reason:
         return False
     name, attend = (CAUSAL_FLASH, _causal_flash) if flash else (CAUSAL_SDPA, causal_sdpa)
     AttentionInterface.register(name, attend)
@@ -68,10 +68,10 @@ def use_causal_sdpa(model: PreTrainedModel, flash: bool = False, anatomy: Anatom
 
 @dataclass(frozen=True, slots=True)
 class ObservedAttention:
-    """One way in which a model attended: what torch ran, and of what."""
+    """One kind of attention call: the kernel that torch ran, and its inputs."""
 
     kernel: str
-    """flash_attention, efficient_attention, cudnn_attention, varlen_attn, or math: no fused kernel."""
+    """flash_attention, efficient_attention, cudnn_attention, varlen_attn, or math (no fused kernel)."""
     head_dim: int
     dtype: torch.dtype
     device: str
@@ -80,25 +80,25 @@ class ObservedAttention:
 
 
 class AttentionProbe(TorchFunctionMode):
-    """Context that observes which kernels attend in the forwards within it.
+    """Context that records the attention kernels of the forwards within it.
 
-    Queries, keys and values require gradients there, as in training, because some kernels have no backward for some
-    widths of heads; none is kept.
+    Queries, keys and values are detached and require gradients, as in training: some kernels have no backward for some
+    head widths, and torch selects accordingly. No graph is kept.
     """
 
     def __init__(self, flash_only: bool = False) -> None:
-        """`flash_only`: raise ConfigError, with the reason, where torch's flash kernel does not take an attention."""
+        """`flash_only`: raise ConfigError, with the reason, if torch's flash kernel does not support a call."""
         super().__init__()
         self.observed: list[ObservedAttention] = []
-        """Every kind of attention once, in the order in which it was observed."""
+        """Distinct kinds of attention calls, in the order of their first occurrence."""
         self._flash_only = flash_only
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Observe attention; call everything else as it is."""
+        """Record attention calls; run everything else unchanged."""
         if func is scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
         if isinstance(func, OpOverload | OpOverloadPacket) and func.__name__.startswith("_varlen_attn"):
-            self._note("varlen_attn", args[0], masked=False, dropout=0.0)
+            self._record("varlen_attn", args[0], masked=False, dropout=0.0)
         return func(*args, **(kwargs or {}))
 
     def _attend(
@@ -112,22 +112,22 @@ class AttentionProbe(TorchFunctionMode):
             except RuntimeError as error:
                 if not self._flash_only or not any(message in str(error) for message in NO_KERNEL):
                     raise
-                self._note("none", query, attn_mask is not None, dropout_p)
+                self._record("none", query, attn_mask is not None, dropout_p)
                 raise ConfigError(
                     f"model.attention=sdpa_flash: torch has no flash kernel for {_inputs(self.observed[-1])}"
                     f"{' and a mask' if attn_mask is not None else ''}; set model.attention=sdpa"
                 ) from error
-        self._note(fused.name, query, attn_mask is not None, dropout_p)
+        self._record(fused.name, query, attn_mask is not None, dropout_p)
         return output.detach()
 
-    def _note(self, kernel: str, query: torch.Tensor, masked: bool, dropout: float) -> None:
+    def _record(self, kernel: str, query: torch.Tensor, masked: bool, dropout: float) -> None:
         new = ObservedAttention(kernel, query.shape[-1], query.dtype, query.device.type, masked, dropout)
         if new not in self.observed:
             self.observed.append(new)
 
 
 class _FusedKernels(TorchDispatchMode):
-    """Finds the fused kernel that one call of scaled_dot_product_attention dispatches to."""
+    """Dispatch mode that finds the fused kernel behind one call of scaled_dot_product_attention."""
 
     name = "math"
 
@@ -144,7 +144,11 @@ def describe_attention(
     observed: Sequence[ObservedAttention],
     packed: bool,
 ) -> str:
-    """Return a sentence on how a model was observed to attend, for the banner; `packed`: rows hold documents."""
+    """Return a line for the banner with the attention kernels that a model was observed to use.
+
+    Args:
+        packed: Whether rows hold several documents.
+    """
     if not observed:
         return f"attention: {cfg.attention}, transformers' own with its masks"
     implementation = model.config.get_text_config()._attn_implementation
@@ -154,7 +158,7 @@ def describe_attention(
     elif packed:
         reason = "documents"
     elif "_all_gather_" in implementation:
-        reason = "the parts of a row"
+        reason = "the cp shards of a row"
     kinds = [
         f"torch's {each.kernel} for {_inputs(each)}{f' with a mask for {reason}' if each.masked else ''}"
         for each in observed
@@ -168,35 +172,36 @@ def _inputs(observed: ObservedAttention) -> str:
     return f"heads of {observed.head_dim} in {dtype} on {observed.device}{dropout}"
 
 
-class _Packed:
-    """Hooks of the module that runs the layers: packed rows are attended to by document, or refused."""
+class _PackedRows:
+    """Forward hooks of the base model: pass document bounds to attention, or reject packed rows."""
 
-    def __init__(self, model: PreTrainedModel, refusal: str) -> None:
-        self._refusal = refusal
+    def __init__(self, model: PreTrainedModel, error: str) -> None:
+        """`error`: why this model cannot train on packed rows, and the settings to change; empty if it can."""
+        self._error = error
         self._name = type(model).__name__
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Give all layers of this forward one object."""
+        """Replace the bounds by one `Documents` object, which all layers of this forward share."""
         longest = kwargs.pop(LONGEST_DOCUMENT, None)
         bounds = kwargs.get(DOCUMENTS)
         if bounds is None:
             return args, kwargs
-        if self._refusal:
-            raise ConfigError(f"data.pack=true: {self._name} {self._refusal} data.pack=false")
+        if self._error:
+            raise ConfigError(f"data.pack=true: {self._name} {self._error} data.pack=false")
         return args, {**kwargs, DOCUMENTS: Documents(bounds, longest)}
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Reject a model whose attention never read the document bounds, and so attended across documents."""
         documents = kwargs.get(DOCUMENTS)
-        if documents is not None and not documents.reached:
+        if documents is not None and not documents.used:
             raise ConfigError(
-                f"data.pack=true: {self._name} does not hand keywords down to its attention, which so would see "
+                f"data.pack=true: {self._name} does not pass keywords on to its attention, which would attend "
                 "across documents; set data.pack=false"
             )
 
 
 def _causal_flash(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """`causal_sdpa` by torch's flash kernel, or its error that there is none."""
+    """Call `causal_sdpa` with only torch's flash kernel enabled; torch raises RuntimeError if it is unsupported."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return causal_sdpa(*args, **kwargs)
 
@@ -211,39 +216,39 @@ def causal_sdpa(
     documents: Documents | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend to the left within a document, at most `sliding_window` tokens far (the token itself counts).
+    """Compute causal attention within documents, over at most `sliding_window` tokens including the query's own.
 
     Args:
         query: (batch, heads, seq, head_dim); key and value may have fewer heads and, with a cache, a longer seq.
-        attention_mask: None in training; a mask that somebody else made is taken as it is.
-        documents: Of packed rows; None: a row is one document.
+        attention_mask: None in training; a boolean mask from the caller is used as it is.
+        documents: Documents of packed rows; None: a row is one document.
 
-    Returns ((batch, seq, heads, head_dim), None). Raises ConfigError for a mask of numbers: a model that makes one
-    (Doge) adds it to the causal mask, and here was given none.
+    Returns ((batch, seq, heads, head_dim), None). Raises ConfigError for a floating-point mask: a model that builds one
+    (Doge) relies on the causal mask that it adds it to, which does not exist here.
     """
     if attention_mask is not None and attention_mask.is_floating_point():
         raise ConfigError(
-            f"model.attention=sdpa: {type(module).__name__} makes a mask of its own on top of transformers' causal "
-            "one; set model.attention=eager"
+            f"model.attention=sdpa: {type(module).__name__} adds its own mask to transformers' causal mask, which "
+            "mask-free attention does not build; set model.attention=eager"
         )
     query, key, value = _cast_by_autocast(query, key, value)
     queries, keys = query.shape[2], key.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < keys else None
     if attention_mask is None and documents is not None:
-        if has_kernel(query, value, kwargs.get("dropout", 0.0)):
-            return attend_by_kernel(query, key, value, documents, window, kwargs.get("scaling")), None
+        if supports_varlen(query, value, kwargs.get("dropout", 0.0)):
+            return varlen_attention(query, key, value, documents, window, kwargs.get("scaling")), None
         attention_mask = documents.mask(keys, window)
     elif attention_mask is None and window is not None:
-        place = torch.arange(keys, device=query.device)
-        distance = place[keys - queries :, None] - place[None, :]  # (seq of queries, seq of keys)
+        position = torch.arange(keys, device=query.device)
+        distance = position[keys - queries :, None] - position[None, :]  # (seq of queries, seq of keys)
         attention_mask = ((distance >= 0) & (distance < window))[None, None]
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
 def _cast_by_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Cast queries, keys and values as autocast would within torch's attention: kernels are chosen by their types.
+    """Cast queries, keys and values as autocast does inside torch's attention, because kernels are selected by dtype.
 
-    Rotary embeddings, which are float32 under autocast, promote queries and keys to float32.
+    Without this, rotary embeddings, which are float32 under autocast, promote queries and keys to float32.
     """
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):

@@ -1,7 +1,7 @@
-"""Attention within the documents of packed rows: an exact mask, or torch's kernel for sequences of unequal lengths.
+"""Attention within the documents of packed rows: an exact mask, or torch's variable-length kernel.
 
-Documents lie one after another in a row, padding being the last, and attention is causal. So where a token's document
-begins says what it may see: nothing before that place, nothing after its own.
+A row holds documents one after another; padding is the last document. Attention is causal, so a token attends to the
+positions from the start of its document up to its own.
 """
 
 from __future__ import annotations
@@ -14,65 +14,68 @@ import torch
 
 
 class Documents:
-    """Where the documents of a micro-batch are, for the attention of every layer of one forward.
+    """Document bounds of a micro-batch, shared by the attention of all layers in one forward.
 
-    One object goes through all layers, so that a mask is made once and not by each of them, and so that after the
-    forward it can be told whether any attention has asked.
+    Sharing one object builds each mask once rather than once per layer, and shows after the forward whether any
+    attention used the bounds.
     """
 
     def __init__(self, bounds: torch.Tensor, longest: int | None = None) -> None:
-        """`bounds`: (batch, documents + 1) int32: 0, each document's end, and the row's length as often as needed.
+        """Store the bounds of a micro-batch.
 
-        longest: No document has more tokens; None: one may fill its row.
+        Args:
+            bounds: (batch, documents + 1) int32: 0, then the end of each document, padded with the row's length.
+            longest: Upper bound on a document's tokens; None: the length of a row.
         """
         self.bounds = bounds
         self.longest = longest
-        self.reached = False
+        self.used = False
+        """Whether any attention has read the bounds."""
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def starts(self, seq: int) -> torch.Tensor:
-        """Return where the document of each token of whole rows begins: (batch, seq)."""
-        self.reached = True
-        place = torch.arange(seq, dtype=self.bounds.dtype, device=self.bounds.device)
-        number = torch.searchsorted(self.bounds, place.repeat(len(self.bounds), 1), right=True) - 1
-        return self.bounds.gather(1, number)
+        """Return the start of each token's document, (batch, seq), for rows that are not split."""
+        self.used = True
+        position = torch.arange(seq, dtype=self.bounds.dtype, device=self.bounds.device)
+        document = torch.searchsorted(self.bounds, position.repeat(len(self.bounds), 1), right=True) - 1
+        return self.bounds.gather(1, document)
 
     def mask(self, seq: int, window: int | None) -> torch.Tensor:
-        """Return what each token of whole rows sees: (batch, 1, seq, seq), at most `window` tokens far."""
-        self.reached = True
-        if torch.compiler.is_compiling():  # a compiled layer makes its own, fused with what it does
+        """Return the boolean mask (batch, 1, seq, seq), True where a query attends, within `window` tokens."""
+        self.used = True
+        if torch.compiler.is_compiling():  # a compiled layer fuses the mask into its own graph
             return self._mask(seq, window)
         if (seq, window) not in self._masks:
             self._masks[seq, window] = self._mask(seq, window)
         return self._masks[seq, window]
 
     def ends(self, seq: int) -> torch.Tensor:
-        """Return the bounds of all documents in the rows laid end to end: (batch x documents + 1,) int32.
+        """Return cumulative document ends over the concatenated rows: (batch x documents + 1,) int32.
 
-        Its size is fixed: documents that a row does not have are empty ones at its end.
+        The size is fixed: rows with fewer documents end with empty ones.
         """
-        self.reached = True
-        rows = torch.arange(len(self.bounds), dtype=torch.int32, device=self.bounds.device)[:, None] * seq
+        self.used = True
+        offsets = torch.arange(len(self.bounds), dtype=torch.int32, device=self.bounds.device)[:, None] * seq
         first = torch.zeros(1, dtype=torch.int32, device=self.bounds.device)
-        return torch.cat([first, (self.bounds[:, 1:] + rows).flatten()])
+        return torch.cat([first, (self.bounds[:, 1:] + offsets).flatten()])
 
     def _mask(self, seq: int, window: int | None) -> torch.Tensor:
-        place = torch.arange(seq, dtype=self.bounds.dtype, device=self.bounds.device)
+        position = torch.arange(seq, dtype=self.bounds.dtype, device=self.bounds.device)
         first = self.starts(seq)  # (batch, seq)
         if window is not None:
-            first = torch.maximum(first, place - (window - 1))
-        return ((place <= place[:, None]) & (place >= first[:, :, None]))[:, None]
+            first = torch.maximum(first, position - (window - 1))
+        return ((position <= position[:, None]) & (position >= first[:, :, None]))[:, None]
 
 
-def has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    """Whether torch's kernel for unequal lengths takes these: on accelerators, in half precision, all of one width."""
+def supports_varlen(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+    """Return whether torch's variable-length kernel supports these: CUDA, half precision, equal head widths."""
     if query.device.type not in ("cuda", "meta") or dropout:
         return False
     half, width = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
-    return half and value.shape[-1] == width and width <= 256 and width % 8 == 0 and _torch_has_windows()
+    return half and value.shape[-1] == width and width <= 256 and width % 8 == 0 and _has_windows()
 
 
-def attend_by_kernel(
+def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -80,14 +83,14 @@ def attend_by_kernel(
     window: int | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attend within documents, to the left, without a mask: the work is that of the documents, not of the rows.
+    """Compute causal attention within documents, without a mask; FLOPs depend on document lengths, not on rows.
 
-    The kernel launches blocks for as many tokens as its longest document may have, in every document: those past a
-    document's end only exit, but there can be more of them than of the others.
+    The kernel launches thread blocks for the upper bound `longest` in every document. Blocks past a document's end exit
+    at once, but they can outnumber the others, so a tight bound matters.
 
     Args:
-        query: (batch, heads, seq, head_dim) of whole rows; key and value may have fewer heads, all of one width.
-        window: How many tokens are seen, the token itself counted; None: all of the document.
+        query: (batch, heads, seq, head_dim), rows not split; key and value may have fewer heads of the same width.
+        window: Tokens that a query attends to, including its own; None: its whole document.
 
     Returns (batch, seq, heads, head_dim).
     """
@@ -95,7 +98,7 @@ def attend_by_kernel(
 
     batch, heads, seq, width = query.shape
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if _torch_shares_keys():
+    if _has_grouped_queries():
         options["enable_gqa"] = key.shape[1] != heads
     else:  # torch 2.11
         key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
@@ -109,9 +112,9 @@ def attend_by_kernel(
 
 
 def longest_document(bounds: torch.Tensor) -> int | None:
-    """Bound the length of the longest document of a micro-batch; None where asking would make the host wait.
+    """Return an upper bound on the longest document of a micro-batch; None for bounds on a device (a host sync).
 
-    Rounded up to a power of two, so that it takes few values: a compiled layer is compiled again for each.
+    The bound is rounded up to a power of two, because a compiled layer is recompiled for each value.
 
     Args:
         bounds: (batch, documents + 1), on the host.
@@ -122,19 +125,19 @@ def longest_document(bounds: torch.Tensor) -> int | None:
 
 
 @torch.compiler.assume_constant_result
-def _torch_has_windows() -> bool:
-    """Whether this torch can attend to the left within documents: it says so by the names of arguments."""
-    return {"window_size", "scale"} <= _options_of_kernel()
+def _has_windows() -> bool:
+    """Return whether this torch's kernel supports causal windows, judged by its parameter names."""
+    return {"window_size", "scale"} <= _varlen_parameters()
 
 
 @torch.compiler.assume_constant_result
-def _torch_shares_keys() -> bool:
-    """Whether the kernel takes fewer key heads than query heads; torch 2.11's does not."""
-    return "enable_gqa" in _options_of_kernel()
+def _has_grouped_queries() -> bool:
+    """Return whether the kernel supports fewer key heads than query heads; torch 2.11 does not."""
+    return "enable_gqa" in _varlen_parameters()
 
 
-def _options_of_kernel() -> frozenset[str]:
-    """Return the names of the kernel's arguments; none where this torch has no such kernel."""
+def _varlen_parameters() -> frozenset[str]:
+    """Return the parameter names of torch's variable-length attention; empty if this torch lacks it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -1,7 +1,7 @@
-"""Linear layers whose products are computed in float8, by torchao; weights, gradients and all else stay as they are.
+"""Linear layers with float8 GEMMs by torchao; weights, gradients and all other operations keep their dtype.
 
-tensorwise: one scale for each operand, the fastest; rowwise: a scale for each row and column, closer to what bfloat16
-gives. Scales are of the operands themselves, made anew each time (dynamic).
+tensorwise: one scale per operand, the fastest. rowwise: one scale per row and column, numerically closer to bfloat16.
+Scaling is dynamic: scales are computed from the operands of each GEMM.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MULTIPLE = 16
-"""Inputs and outputs of a layer must be multiples of this: torch's float8 products take no others."""
+"""Inputs and outputs of a layer must be multiples of this, as torch's float8 GEMM requires."""
 CAPABILITY = (8, 9)
-"""Of the CUDA devices that have float8 products: Ada, Hopper and later."""
+"""Minimum CUDA compute capability for float8 GEMMs: Ada, Hopper and later."""
 
 
 def use_float8(model: PreTrainedModel, cfg: ModelConfig) -> None:
-    """Let a model's linear layers compute in float8, in place, as `cfg.float8` says; the output head never does.
+    """Convert a model's linear layers to float8 GEMMs in place, with the recipe `cfg.float8`; never the LM head.
 
-    Before the model is laid over the mesh, usually on the meta device. Names and parameters stay as they are.
+    Call it before the model is sharded, usually on the meta device. Names and parameters do not change.
 
-    Raises ConfigError where torchao is missing, this machine has no float8 products, or no layer has fitting sizes.
+    Raises ConfigError if torchao is missing, this machine has no float8 GEMM, or no layer has suitable sizes.
     """
     if cfg.float8 == Float8.none:
         return
     key = f"model.float8={cfg.float8}"
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError(f"{key}: install the extra first: pip install 'meshbook[quantization]'")
-    if not cfg.float8_emulate and not _has_products():
+        raise ConfigError(f"{key}: torchao is not installed; run pip install 'meshbook[quantization]'")
+    if not cfg.float8_emulate and not _has_float8_gemm():
         raise ConfigError(
-            f"{key}: needs a CUDA device of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, and this is "
-            f"{_device()}; set model.float8=none (model.float8_emulate=true shows its rounding anywhere, slowly)"
+            f"{key}: needs a CUDA device of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or higher, but this is "
+            f"{_device()}; set model.float8=none (model.float8_emulate=true emulates the rounding anywhere, slowly)"
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # The gradient of a weight is a product over tokens, of which there may be any number.
+    # The GEMM of a weight's gradient sums over tokens, whose number need not be a multiple of 16: pad that dim.
     settings = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(str(cfg.float8)), emulate=cfg.float8_emulate, pad_inner_dim=True
     )
     head = model.get_output_embeddings()
-    convert_to_float8_training(model, config=settings, module_filter_fn=lambda module, _: _fits(module, head))
+    convert_to_float8_training(model, config=settings, module_filter_fn=lambda module, _: _is_convertible(module, head))
     if not float8_layers(model):
         raise ConfigError(
             f"{key}: no linear layer of {type(model).__name__} has inputs and outputs that are multiples of "
@@ -61,14 +61,14 @@ def use_float8(model: PreTrainedModel, cfg: ModelConfig) -> None:
 
 
 def float8_layers(model: nn.Module) -> list[nn.Linear]:
-    """Return the layers that compute in float8."""
+    """Return the layers converted by `use_float8`."""
     linear = (module for module in model.modules() if isinstance(module, nn.Linear))
     return [module for module in linear if type(module).__name__ == "Float8Linear"]
 
 
 @contextmanager
 def without_float8(model: nn.Module) -> Iterator[None]:
-    """Within the context these layers compute as any linear layer does."""
+    """Context in which float8 layers compute like ordinary linear layers."""
     layers = float8_layers(model)
     for layer in layers:
         layer.forward = partial(nn.Linear.forward, layer)  # type: ignore[method-assign]
@@ -79,7 +79,7 @@ def without_float8(model: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
-def _fits(module: nn.Module, head: nn.Module | None) -> bool:
+def _is_convertible(module: nn.Module, head: nn.Module | None) -> bool:
     return (
         type(module) is nn.Linear
         and module is not head
@@ -87,12 +87,12 @@ def _fits(module: nn.Module, head: nn.Module | None) -> bool:
     )
 
 
-def _has_products() -> bool:
+def _has_float8_gemm() -> bool:
     return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= CAPABILITY
 
 
 def _device() -> str:
     if not torch.cuda.is_available():
-        return "a machine without one"
+        return "a machine without CUDA"
     major, minor = torch.cuda.get_device_capability()
-    return f"{torch.cuda.get_device_name()} of {major}.{minor}"
+    return f"{torch.cuda.get_device_name()} of compute capability {major}.{minor}"

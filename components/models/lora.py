@@ -1,12 +1,11 @@
-"""LoRA: a pair of matrices of low rank beside linear layers, which stay frozen.
+"""LoRA, DoRA and QLoRA: low-rank adapters on linear layers, whose own weights are frozen.
 
-The mathematics, the starting values and the files (adapter_files.py) are those of the peft library. Its modules are not
-used here, because they do not hold on a mesh: they rename the layer's own weight (base_layer.weight), which loading,
-tensor-parallel plans, pipeline stages and export know by transformers' names; on DTensors they mix plain tensors with
-distributed ones, and a row-wise layer would reduce over tp twice; and DoRA's lengths are computed when a layer is
-wrapped, before it has weights. An adapted layer keeps its name and its weight here, and has the adapter as parameters
-of its own, so that FSDP2, checkpoints and resumes see nothing but further parameters. Under QLoRA its weight is packed
-(nf4.py): the same parameter in fewer bytes.
+The formulas, the initialization and the files (adapter_files.py) match the PEFT library, but its modules do not work on
+a mesh. They rename a layer's weight to base_layer.weight, while loading, tensor-parallel plans, pipeline stages and
+export use transformers' names. They mix plain tensors with DTensors, and a row-wise layer would reduce over tp twice.
+And they compute DoRA's magnitudes when a layer is wrapped, before it has weights. Here, an adapted layer keeps its name
+and its weight, and the adapter is registered as additional parameters of the layer, so that FSDP2 and checkpoints need
+no special case. Under QLoRA the weight is packed in NF4 (nf4.py) under the same parameter name.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from components.config.errors import ConfigError
 from components.config.schema.peft import ALL_LINEAR, PeftConfig, PeftExport
-from components.models.weights.nf4 import BLOCK, level_pairs, pack, packed_shape, product, unpack
+from components.models.weights.nf4 import BLOCK, level_pairs, nf4_linear, pack, packed_shape, unpack
 from components.models.weights.shards import fill, local_part
 
 if TYPE_CHECKING:
@@ -38,17 +37,17 @@ ADAPTER_PARAMETERS = ("lora_A", "lora_B", "lora_magnitude_vector")
 
 
 class InputsShard(Protocol):
-    """How a rank that has some of a layer's inputs, and these columns of W and A, does what needs all of them."""
+    """Operations over all inputs of a row-wise tensor-parallel layer, of which each rank holds a shard."""
 
     def dropout(self, hidden: torch.Tensor, probability: float) -> torch.Tensor:
-        """Drop out of (..., inputs of this rank) what one process would drop."""
+        """Apply dropout to (..., in / tp), with this rank's shard of the mask that one process would draw."""
 
     def norms(self, norms: torch.Tensor) -> torch.Tensor:
-        """Return the norms of whole rows, given those of this rank's part of them, (out,)."""
+        """Return the norms of complete weight rows, (out,), from the norms of this rank's columns of them."""
 
 
 class LoraLayer(nn.Module):
-    """What adapted layers have in common: an adapter as parameters, and the forward that uses it."""
+    """Base class of adapted layers: the adapter's parameters and the forward that applies them."""
 
     weight: Any
     bias: Any
@@ -59,23 +58,23 @@ class LoraLayer(nn.Module):
     lora_B: nn.Parameter
     """(out, rank)"""
     lora_magnitude_vector: nn.Parameter | None
-    """(out,): the lengths of the rows under DoRA, else None."""
+    """(out,): DoRA's magnitudes; None without DoRA."""
     is_off: bool = False
-    """Compute as the layer does without its adapter: see `adapters_off`."""
+    """Whether to skip the adapter; set by `adapters_off`."""
     columns_together: int = 1
-    """Inputs whose columns of the weight lie on one rank."""
+    """Tensor parallelism may split the weight's columns only at multiples of this."""
 
     def adapt(self, cfg: PeftConfig, features: tuple[int, int]) -> None:
-        """Add an adapter, uninitialised, on the device of the weight. features: (in, out)."""
-        # The optimizer updates these: never in less than float32, whatever the frozen weights are stored in.
+        """Add an uninitialized adapter on the device of the weight. features: (in, out)."""
+        # The optimizer updates the adapter, so it is at least float32, whatever the dtype of the frozen weights.
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
 
-        def room(*shape: int) -> nn.Parameter:
+        def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=self.weight.device))
 
         self.scaling, self.dropout = cfg.scaling, cfg.dropout
-        self.lora_A, self.lora_B = room(cfg.rank, features[0]), room(features[1], cfg.rank)
-        self.lora_magnitude_vector = room(features[1]) if cfg.dora else None
+        self.lora_A, self.lora_B = empty(cfg.rank, features[0]), empty(features[1], cfg.rank)
+        self.lora_magnitude_vector = empty(features[1]) if cfg.dora else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
@@ -83,15 +82,15 @@ class LoraLayer(nn.Module):
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The layer's own weight as (out, in)."""
+        """The layer's weight as (out, in)."""
         return self.weight
 
-    def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return what the layer without its adapter gives of (..., in), by this weight."""
+    def base_linear(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Apply the layer without its adapter, (..., in) -> (..., out)."""
         return F.linear(hidden, weight, bias)
 
-    def whole(self, weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return this weight as a matrix of so many columns to compute with; `dtype` where it has none of its own."""
+    def dequantized(self, weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight as a dense matrix of `columns` columns, in `dtype` if it was packed."""
         return weight
 
     def compute(
@@ -104,29 +103,29 @@ class LoraLayer(nn.Module):
         magnitude: torch.Tensor | None,
         inputs: InputsShard | None = None,
     ) -> torch.Tensor:
-        """Return the layer's output of (..., in), for parameters that may be this tp rank's parts.
+        """Apply the layer with its adapter, (..., in) -> (..., out), to parameters that may be tp shards.
 
         Args:
-            inputs: Where `hidden`, `weight` and `lora_A` are this rank's part of the inputs; None: they are whole.
+            inputs: Set if `hidden`, `weight` and `lora_A` are this rank's shards of the inputs; None: not sharded.
         """
         if self.is_off:
-            return self.product(hidden, weight, bias)
-        kept = hidden
+            return self.base_linear(hidden, weight, bias)
+        dropped = hidden
         if self.training and self.dropout:
-            kept = inputs.dropout(hidden, self.dropout) if inputs else F.dropout(hidden, self.dropout)
+            dropped = inputs.dropout(hidden, self.dropout) if inputs else F.dropout(hidden, self.dropout)
         lora_A, lora_B = lora_A.to(hidden.dtype), lora_B.to(hidden.dtype)
-        added = F.linear(F.linear(kept, lora_A), lora_B) * self.scaling  # (..., out)
+        delta = F.linear(F.linear(dropped, lora_A), lora_B) * self.scaling  # (..., out)
         if magnitude is None:
-            return self.product(hidden, weight, bias) + added
-        with torch.no_grad():  # DoRA takes the norm for a constant (Liu et al. 2024, section 4.3)
-            weight_alone = self.whole(weight, lora_A.shape[1], lora_A.dtype)
-            norms = row_norms(weight_alone + self.scaling * (lora_B @ lora_A))
+            return self.base_linear(hidden, weight, bias) + delta
+        with torch.no_grad():  # DoRA treats the norm as a constant (Liu et al. 2024, section 4.3)
+            base = self.dequantized(weight, lora_A.shape[1], lora_A.dtype)
+            norms = row_norms(base + self.scaling * (lora_B @ lora_A))
             norms = inputs.norms(norms) if inputs else norms
-        directed = self.product(kept, weight, None)  # (..., out)
-        scale = (magnitude / norms).to(directed.dtype)
-        output = scale * (directed + added)
-        if kept is not hidden:  # as in peft, dropout spares what the layer itself gives
-            output = output + self.product(hidden, weight, None) - directed
+        base_output = self.base_linear(dropped, weight, None)  # (..., out)
+        scale = (magnitude / norms).to(base_output.dtype)
+        output = scale * (base_output + delta)
+        if dropped is not hidden:  # as in PEFT, dropout does not apply to the output of the base layer
+            output = output + self.base_linear(hidden, weight, None) - base_output
         return output if bias is None else output + bias
 
 
@@ -135,70 +134,71 @@ class LoraLinear(LoraLayer, nn.Linear):
 
 
 class QuantizedLoraLinear(LoraLinear):
-    """nn.Linear with an adapter and its own weight packed in 4 bits a value (QLoRA)."""
+    """nn.Linear with an adapter, and with its weight packed in 4 bits (QLoRA)."""
 
     pairs: torch.Tensor
-    """(256, 2): what a byte of the weight stands for; one tensor for all layers of a model."""
+    """(256, 2): the two values of each byte of the weight; one tensor shared by all layers of a model."""
     columns_together = BLOCK
 
     def quantize(self) -> None:
-        """Pack the weight; on the meta device there is only its shape to change."""
+        """Pack the weight; on the meta device only its shape and dtype change."""
         weight = self.weight
         packed = torch.empty(packed_shape(*weight.shape), dtype=torch.uint8, device=weight.device)
         self.weight = nn.Parameter(packed if weight.is_meta else pack(weight.detach()), requires_grad=False)
         self.register_buffer("pairs", level_pairs(weight.device), persistent=False)
 
-    def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return what the layer without its adapter gives of (..., in), by this packed weight."""
-        return product(hidden, weight, bias, self.pairs)
+    def base_linear(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Apply the layer without its adapter, (..., in) -> (..., out), with a packed weight."""
+        return nf4_linear(hidden, weight, bias, self.pairs)
 
-    def whole(self, weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return this packed weight as a matrix."""
+    def dequantized(self, weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a packed weight as a dense matrix of `columns` columns in `dtype`."""
         return unpack(weight, columns, self.pairs, dtype)
 
 
 class LoraConv1D(LoraLayer):
-    """transformers' Conv1D, GPT-2's linear layer, whose weight is (in, out), with an adapter."""
+    """transformers' Conv1D (GPT-2's linear layer, whose weight is (in, out)) with an adapter."""
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The layer's own weight as (out, in)."""
+        """The layer's weight as (out, in)."""
         return self.weight.T
 
 
 def row_norms(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the length of each row of (out, in), in float32 or float64: (out,)."""
+    """Return the L2 norm of each row of (out, in), in float32 or float64: (out,)."""
     return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.promote_types(matrix.dtype, torch.float32))
 
 
 def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = True) -> None:
-    """Freeze a model and give its targets adapters, in place; nothing happens for peft.method=none.
+    """Freeze a model and add adapters to its target layers in place; do nothing for peft.method=none.
 
-    Before the model is laid over the mesh, usually on the meta device: `fill_weights` gives them their values.
+    Call it before the model is sharded, usually on the meta device. `fill_weights` initializes the adapters.
 
     Args:
-        exports: Whether the adapters will be written for PEFT, if peft.export says so.
+        exports: Whether the run writes an export; PEFT must then be able to read the adapters, unless peft.export
+            merges them.
 
-    Raises ConfigError for a target that names no layer, or one that cannot have an adapter, or cannot be written.
+    Raises ConfigError for a target that matches no layer, a layer that cannot be adapted, or one that PEFT cannot read.
     """
     if not cfg.adapts:
         return
-    chosen = _chosen(model, cfg, exports and cfg.export != PeftExport.merged)
+    targets = _target_layers(model, cfg, exports and cfg.export != PeftExport.merged)
     model.requires_grad_(False)
-    for name in chosen:
+    for name in targets:
         path, _, leaf = name.rpartition(".")
         parent = model.get_submodule(path)
         parent.register_module(leaf, _adapted(parent.get_submodule(leaf), cfg))
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return the layers with adapters by name; none for a model without."""
+    """Return the layers with adapters by name; empty for a model without adapters."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Context in which adapted layers compute as they do without their adapters."""
+    """Context in which adapted layers compute without their adapters."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.is_off = True
@@ -210,27 +210,27 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLoraLinear]:
-    """Return the layers whose own weight is packed, by name."""
+    """Return the layers with packed weights by name."""
     return {name: layer for name, layer in adapted_layers(model).items() if isinstance(layer, QuantizedLoraLinear)}
 
 
 def scaling_of(model: nn.Module) -> float:
-    """Return by what the adapters of a model are scaled, one number for all of them; 0 where there are none."""
+    """Return the scaling factor that all adapters of a model share; 0 for a model without adapters."""
     return next((layer.scaling for layer in adapted_layers(model).values()), 0.0)
 
 
 @torch.no_grad()
 def initialize_adapters(model: nn.Module, seed: int) -> None:
-    """Set every adapter to its start, where it changes nothing: A as peft draws it, B zero, DoRA's lengths W's own.
+    """Initialize adapters so that they do not change the model: A random as in PEFT, B zero, magnitudes W's row norms.
 
-    A's values depend on the seed and its name alone, whatever the mesh; the global random state stays as it was. Call
-    it on all ranks, after the model's own weights were filled.
+    A depends only on the seed and its name, not on the mesh. The global random state does not change. Call it on all
+    ranks, after the model's own weights were filled.
     """
     for name, layer in adapted_layers(model).items():
         digest = hashlib.sha256(f"{seed}:{name}.lora_A".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         rank, features = layer.lora_A.shape
-        # Kaiming's uniform distribution with a = sqrt(5), as nn.Linear has it.
+        # Kaiming uniform with a = sqrt(5), the initialization of nn.Linear.
         drawn = (2 * torch.rand(rank, features, generator=generator) - 1) / math.sqrt(features)
         fill(layer.lora_A, f"{name}.lora_A", drawn.__getitem__)
         local_part(layer.lora_B).zero_()
@@ -239,9 +239,9 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 
 
 def _set_magnitudes(layer: LoraLayer) -> None:
-    """Row by row of this rank's part; where the weight is cut across its rows, the parts are summed."""
+    """Set DoRA's magnitudes to the weight's row norms, all-reduced over mesh axes that shard the columns."""
     columns = local_part(layer.lora_A).shape[1]
-    norms = row_norms(layer.whole(local_part(layer.weight), columns, torch.float32))
+    norms = row_norms(layer.dequantized(local_part(layer.weight), columns, torch.float32))
     if isinstance(layer.weight, DTensor):
         mesh = layer.weight.device_mesh
         for axis, placement in enumerate(layer.weight.placements):
@@ -253,19 +253,20 @@ def _set_magnitudes(layer: LoraLayer) -> None:
 
 
 def _adapted(layer: nn.Module, cfg: PeftConfig) -> LoraLayer:
-    """A layer of the class with an adapter, which takes over the parameters of `layer`."""
+    """Return a copy of `layer` with an adapter, which shares the layer's parameters."""
     linear = isinstance(layer, nn.Linear)
     kind: Any = (QuantizedLoraLinear if cfg.quantizes else LoraLinear) if linear else LoraConv1D
-    made: Any = copy.copy(layer)
-    made.__class__ = kind  # keeps the layer's parameters, hooks and flags
+    adapted: Any = copy.copy(layer)
+    adapted.__class__ = kind  # rather than calling a constructor: keeps parameters, hooks and flags
     rows, columns = layer.weight.shape  # type: ignore[misc]
-    made.adapt(cfg, (columns, rows) if linear else (rows, columns))
+    adapted.adapt(cfg, (columns, rows) if linear else (rows, columns))
     if cfg.quantizes:
-        made.quantize()
-    return made
+        adapted.quantize()
+    return adapted
 
 
-def _chosen(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> list[str]:
+def _target_layers(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> list[str]:
+    """Return the names of the layers that peft.targets selects; `for_peft`: PEFT must be able to read the adapters."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
@@ -281,16 +282,21 @@ def _chosen(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> list[str
     chosen = [name for name in linear if any(t == ALL_LINEAR or _ends_with(name, t) for t in cfg.targets)]
     if not chosen and not problems:
         problems.append(f"peft.targets={cfg.targets}: {kind} has no linear layer to adapt; set peft=none")
-    foreign = {type(linear[name]).__name__ for name in chosen if type(linear[name]) not in (nn.Linear, Conv1D)}
-    problems += [f"peft.targets={cfg.targets}: {each} of {kind} has a forward of its own" for each in sorted(foreign)]
+    subclasses = {type(linear[name]).__name__ for name in chosen if type(linear[name]) not in (nn.Linear, Conv1D)}
+    problems += [
+        f"peft.targets={cfg.targets}: {each} of {kind} is a linear layer with its own forward, which cannot be "
+        "adapted; choose other peft.targets"
+        for each in sorted(subclasses)
+    ]
     if any(isinstance(linear[name], Conv1D) for name in chosen):
-        transposed = f"{kind} keeps its matrices transposed (Conv1D)"
+        transposed = f"{kind} stores its matrices transposed (Conv1D)"
         problems += [f"peft.dora=true: {transposed}; set peft.dora=false"] if cfg.dora else []
         problems += [f"peft.method=qlora: {transposed}; set peft=lora"] if cfg.quantizes else []
     if for_peft and (misread := _read_as_experts(model, chosen)):
         problems.append(
-            f"peft.targets={cfg.targets}: the PEFT library reads adapters on {', '.join(misread)} of {kind} as those "
-            "of its experts, and so cannot open RUN/adapter; set peft.export=merged, or leave them out of peft.targets"
+            f"peft.targets={cfg.targets}: the PEFT library mistakes adapters on {', '.join(misread)} of {kind} for "
+            "adapters of its experts and cannot open RUN/adapter; set peft.export=merged, or remove these layers from "
+            "peft.targets"
         )
     if problems:
         raise ConfigError(problems)
@@ -298,9 +304,10 @@ def _chosen(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> list[str
 
 
 def _read_as_experts(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
-    """Return the last names of adapted `layers` that PEFT takes for those of experts, which transformers 5 has fused.
+    """Return the last name components of adapted `layers` that PEFT mistakes for layers of experts.
 
-    In transformers 4 the matrices of experts were layers with the names of dense ones, and PEFT still converts them.
+    In transformers 4, experts were linear layers with the same names as dense ones. transformers 5 fuses them, and PEFT
+    converts adapters by these names.
     """
     if not any(parameter.dim() == 3 for parameter in model.parameters()):  # (experts, out, in)
         return []
@@ -311,20 +318,20 @@ def _read_as_experts(model: PreTrainedModel, layers: Iterable[str]) -> list[str]
     converted = LoraConfig(target_modules=sorted(leaves))
     try:
         convert_peft_config_for_transformers(converted, model, None)
-    except ValueError:  # it wants all matrices of the experts, or none
+    except ValueError:  # PEFT requires all matrices of the experts, or none
         return sorted(leaves & {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
     return sorted(leaves - set(converted.target_modules or ()))
 
 
 def _no_such_target(model: PreTrainedModel, target: str, leaves: list[str]) -> str:
-    named = [module for name, module in model.named_modules() if _ends_with(name, target)]
-    if model.get_output_embeddings() in named:
-        why = "the output head is never adapted: the loss may be computed from its weight alone"
-    elif named:
-        why = f"{type(named[0]).__name__} is no linear layer"
+    matches = [module for name, module in model.named_modules() if _ends_with(name, target)]
+    if model.get_output_embeddings() in matches:
+        why = "the LM head cannot be adapted, because the loss may be computed from its weight without its forward"
+    elif matches:
+        why = f"{type(matches[0]).__name__} is not a linear layer"
     else:
         nearest = difflib.get_close_matches(target, leaves, n=1, cutoff=0.6)
-        why = f"no layer of {type(model).__name__} is called so{f'; did you mean {nearest[0]}?' if nearest else ''}"
+        why = f"{type(model).__name__} has no such layer{f'; did you mean {nearest[0]}?' if nearest else ''}"
     return f"peft.targets=[{target}]: {why}; choose {ALL_LINEAR} or some of {', '.join(leaves)}"
 
 

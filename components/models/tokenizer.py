@@ -1,4 +1,4 @@
-"""Tokenizers: from the hub, a folder or a GGUF file, or one token per byte made in memory."""
+"""Tokenizers from the hub, a folder or a GGUF file, and a byte tokenizer built in memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BYTES = "bytes"
-"""The value of `model.tokenizer` that asks for one token per byte."""
+"""Value of `model.tokenizer` that selects one token per byte."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
-"""A folder with a tokenizer has one of these."""
+"""Files of which a folder with a tokenizer contains at least one."""
 
 BYTE_SPECIAL_TOKENS = {
     "bos_token": "<|bos|>",
@@ -28,7 +28,7 @@ BYTE_SPECIAL_TOKENS = {
     "pad_token": "<|pad|>",
     "additional_special_tokens": ["<|im_start|>"],
 }
-"""The end of a turn is the end of a text too, as in the ChatML models, so that generation needs one stop token."""
+"""The end-of-turn token is also the end-of-text token, as in ChatML models, so that generation has one stop token."""
 
 BYTE_CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}"
@@ -37,22 +37,25 @@ BYTE_CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML; what the assistant says is marked for `apply_chat_template(return_assistant_tokens_mask=True)`."""
+"""ChatML; assistant messages are marked for `apply_chat_template(return_assistant_tokens_mask=True)`."""
 
 
 def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `cfg.tokenizer`, or of `cfg.path` where that is null.
+    """Load the tokenizer of `cfg.tokenizer`, or of `cfg.path` if that is None.
 
-    It always has a pad token: the end-of-text token where it came without one (logged), padding on the right.
+    It pads on the right. If it has no pad token, the end-of-text token becomes the pad token, which is logged.
 
     Raises:
-        ConfigError: Nothing there, not reachable, or it has neither a pad nor an end-of-text token.
+        ConfigError: The tokenizer is missing or unreachable, or has neither a pad nor an end-of-text token.
     """
     if cfg.tokenizer == BYTES:
         return byte_tokenizer()
     key, path = ("model.path", cfg.path) if cfg.tokenizer is None else ("model.tokenizer", cfg.tokenizer)
     if path is None:
-        raise ConfigError("model.tokenizer=null: without model.path name one, or bytes for one token per byte")
+        raise ConfigError(
+            "model.tokenizer=null: a model without model.path needs a tokenizer; set model.tokenizer to one, or to "
+            "bytes for one token per byte"
+        )
     tokenizer = _load(cfg, path, key)
     tokenizer.padding_side = "right"
     if tokenizer.pad_token_id is None:
@@ -62,14 +65,14 @@ def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
                 "tokenizer_config.json, or set model.tokenizer to another"
             )
         tokenizer.pad_token = tokenizer.eos_token
-        logger.info("The tokenizer has no pad token: rows are padded with %s", tokenizer.eos_token)
+        logger.info("the tokenizer has no pad token: padding rows with %s", tokenizer.eos_token)
     return tokenizer
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
     """Return a tokenizer whose tokens are the 256 byte values (id = byte) and four special tokens.
 
-    Nothing is merged, added or normalised: `encode(text)` is the UTF-8 of `text`.
+    It has no merges, no normalization and adds no tokens: `encode(text)` is the UTF-8 encoding of `text`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -98,8 +101,7 @@ def _load(cfg: ModelConfig, path: str, key: str) -> PreTrainedTokenizerBase:
         )
     try:
         if files.gguf_file:
-            # AutoTokenizer would first build the model's config with the gguf package, which takes 3.5 s of its
-            # 4; the tokenizer it then returns is this one.
+            # AutoTokenizer returns this tokenizer too, but first spends 3.5 s on the model's config.
             return PreTrainedTokenizerFast.from_pretrained(files.name_or_folder, gguf_file=files.gguf_file)
         return AutoTokenizer.from_pretrained(
             files.name_or_folder,

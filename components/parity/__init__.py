@@ -1,11 +1,11 @@
-"""The same training in one process of plain PyTorch and on a mesh, compared.
+"""Comparison of training on a mesh with the same training in one process of plain PyTorch.
 
-shapes.py      MeshPlan, plan_all: every mesh of N processes, and why some cannot be; imports no torch
-reference.py   the curve of one process; shares nothing with the training step
-comparison.py  a mesh's curve, gradients and replicas against the reference
-spawn.py       compare: the processes that do so for many meshes
+shapes.py      MeshPlan, plan_all: every mesh of N processes, or why it is not possible; imports no torch
+reference.py   the loss curve of one process; shares no code with the training step
+comparison.py  comparison of a mesh's curve, gradients and replicas with the reference
+spawn.py       compare: starts the processes that compare many meshes
 
-`python scripts/parity.py` runs it on a user's model and data, the tests on tiny models.
+`python scripts/parity.py` runs it on a user's model and data; the tests run it on tiny models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A mesh compared with the reference: losses, gradient norms, first gradients and replicas.
+"""Comparison of a mesh with the reference: losses, gradient norms, gradients of the first step, and replicas.
 
 The tokenizer, the data and the model are built as recipes/finetune.py builds them, except that dropout is off: its
 random streams differ between meshes.
@@ -31,32 +31,35 @@ from components.config.schema.recipes import FinetuneConfig
 from components.distributed.mesh import Mesh
 from components.exchange import all_gather_json
 from components.models.weights.weight_files import write_file
-from components.parity.reference import Course, Curve, Sample, compute_in_float64, reference
+from components.parity.reference import Curve, Hyperparameters, Sample, compute_in_float64, reference
 from components.parity.shapes import MeshPlan
 
 FLOOR = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""A gradient's error is measured relative to at least this part of the global norm: some gradients are zero by
-mathematics (the bias of a key projection), and what rounding leaves of them is no error."""
+"""Minimum denominator of a gradient's relative error, as a fraction of the global norm. Some gradients are zero
+mathematically (the bias of a key projection), so that only rounding errors remain of them."""
 
 COMPARED_STEPS = 50
-"""Steps of two curves that are compared. Training amplifies rounding: later, equal programs differ as well."""
+"""Number of steps whose losses and norms are compared. Training amplifies rounding, so later steps of correct programs
+differ too."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The job to compare, and how."""
+    """Job to compare on all meshes, and options of the comparison."""
 
     cfg: FinetuneConfig
     processes: int
     steps: int
     dtype: str
     gradients: bool
+    """Whether to compare the gradients of the first step."""
     out: Path
+    """Folder of the report."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The largest relative differences that rounding explains."""
+    """Largest relative differences that rounding can explain."""
 
     loss: float
     norm: float
@@ -64,15 +67,15 @@ class Bounds:
 
 
 BOUNDS = {"float32": Bounds(1e-5, 1e-5, 1e-4), "float64": Bounds(1e-9, 1e-9, 1e-10)}
-"""Adam amplifies rounding a little from step to step, so curves get larger bounds than the first gradients."""
+"""Adam amplifies rounding from step to step, so bounds of curves are larger than those of the first gradients."""
 SPREAD = 4
-"""bfloat16's bounds are measured: this factor times the difference that bfloat16 makes to the curve of one process. A
-mesh rounds in another order, so its own difference is another sample of the same distribution."""
+"""Factor for the bounds of bfloat16, which are measured: SPREAD times the difference between bfloat16 and float32 in
+one process. A mesh rounds in another order, so its difference is another sample of the same distribution."""
 
 
 @dataclass(slots=True)
 class MeshResult:
-    """The worst relative differences over the ranks of a mesh, and what else is wrong with it."""
+    """Worst relative differences over the ranks of a mesh, and other failures; written as a row of the report."""
 
     mesh: str
     accumulation: int = 0
@@ -88,12 +91,12 @@ class MeshResult:
     failed: str = ""
 
     def wrong(self, bounds: Bounds) -> list[str]:
-        """Return what is wrong in a few words each; empty if the mesh agrees."""
+        """Return short descriptions of all failures; empty if the mesh agrees with the reference."""
         if self.failed:
             return [f"failed: {self.failed}"]
         found = [
-            f"{what} off by {value:.1e}"
-            for what, value, bound in (
+            f"{quantity} off by {value:.1e}"
+            for quantity, value, bound in (
                 ("loss", self.loss, bounds.loss),
                 ("norm", self.norm, bounds.norm),
                 (f"gradient of {self.worst_gradient}", self.gradient, bounds.gradient),
@@ -108,7 +111,7 @@ class MeshResult:
 
 
 def reference_rank(send: Callable[[str, Any], None], comparison: Comparison, folder: Path) -> None:
-    """Train in one process and write the curve, the first gradients and the bounds to `folder`."""
+    """Train in one process and write the curve, the gradients of the first step and the bounds to `folder`."""
     cfg = comparison.cfg
     info = distributed.start_process_group(cfg.cluster.device)
     tokenizer, dataset = _tokenizer_and_data(cfg)
@@ -123,19 +126,19 @@ def reference_rank(send: Callable[[str, Any], None], comparison: Comparison, fol
     def curve_of(autocast: torch.dtype | None) -> Curve:
         model = models.build_on_meta(cfg.model, len(tokenizer)).eval()
         models.add_adapters(model, cfg.peft, exports=False)
-        model.set_attn_implementation(str(cfg.model.attention))  # transformers' own, with its masks
+        model.set_attn_implementation(str(cfg.model.attention))  # transformers' attention with its masks
         if comparison.dtype == "float64":
             compute_in_float64(model)
         models.materialize(model, info.device)
         models.fill_weights(model, cfg.model, cfg.run.seed)
-        course = replace(_course(comparison), autocast=autocast, router_aux=_router_coefficient(cfg, model))
-        return reference(model, samples_of, course)
+        settings = replace(_hyperparameters(comparison), autocast=autocast, router_aux=_router_coefficient(cfg, model))
+        return reference(model, samples_of, settings)
 
     curve, bounds = curve_of(None), BOUNDS.get(comparison.dtype)
     if bounds is None:
         rounded = curve_of(getattr(torch, comparison.dtype))
         floor = _floor(curve.norms[0], torch.float32)
-        gradients = [relative(rounded.gradients[name], whole, floor) for name, whole in curve.gradients.items()]
+        gradients = [relative(rounded.gradients[name], exact, floor) for name, exact in curve.gradients.items()]
         loss, norm = (worst_difference(getattr(rounded, name), getattr(curve, name)) for name in ("losses", "norms"))
         bounds = Bounds(SPREAD * loss, SPREAD * norm, SPREAD * max(gradients))
     write_file(folder / "gradients.safetensors", curve.gradients)
@@ -145,7 +148,7 @@ def reference_rank(send: Callable[[str, Any], None], comparison: Comparison, fol
 
 
 def mesh_rank(send: Callable[[str, Any], None], comparison: Comparison, plans: list[MeshPlan], folder: Path) -> None:
-    """Train on one mesh after the other; rank 0 sends the name and the result of each."""
+    """Train on one mesh after the other; rank 0 sends each mesh's name and result."""
     cfg = comparison.cfg
     distributed.start_process_group(cfg.cluster.device, collective_timeout=cfg.cluster.collective_timeout)
     expected = Curve(**json.loads((folder / "curve.json").read_text()))
@@ -155,7 +158,7 @@ def mesh_rank(send: Callable[[str, Any], None], comparison: Comparison, plans: l
         try:
             row = _run_mesh(comparison, plan, (len(tokenizer), tokenizer.pad_token_id, dataset), expected, folder)
             row.seconds = time.perf_counter() - started
-        except ConfigError as error:  # alike on every rank, before any of them trains
+        except ConfigError as error:  # raised on every rank, before the first collective of training
             row = MeshResult(plan.name, refused=error.problems)
         if dist.get_rank() == 0:
             send(plan.name, row)
@@ -163,7 +166,7 @@ def mesh_rank(send: Callable[[str, Any], None], comparison: Comparison, plans: l
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """The attributes of a run that `training.prepare_built` reads; no checkpoint replaces the weights."""
+    """Attributes of a run that `training.prepare_built` requires; without a checkpoint to resume from."""
 
     mesh: Mesh
     device: torch.device
@@ -173,28 +176,28 @@ class _Start:
 def _run_mesh(
     comparison: Comparison, plan: MeshPlan, samples: tuple[int, int, Any], expected: Curve, folder: Path
 ) -> MeshResult:
-    """Train on one mesh as the recipe does; every rank returns the same result.
+    """Train on one mesh as the recipe does; return the same result on every rank.
 
     Args:
-        samples: Vocabulary size and padding token of the tokenizer, and the data set.
+        samples: (vocabulary size, padding token, data set).
     """
-    cfg, (vocabulary, pad_token, dataset) = plan.cfg, samples
+    cfg, (vocab_size, pad_token, dataset) = plan.cfg, samples
     info = distributed.start_process_group(cfg.cluster.device)
     mesh = distributed.build_mesh(cfg.parallelism, info.device.type)
     batches = _batches(cfg, dataset, mesh, data.Padding(multiple=mesh.sequence_multiple, token_id=pad_token))
-    model = models.build_on_meta(cfg.model, vocabulary).eval()
+    model = models.build_on_meta(cfg.model, vocab_size).eval()
     anatomy = models.read_anatomy(model)
     models.add_adapters(model, cfg.peft, exports=False)
     if comparison.dtype == "float64":
         compute_in_float64(model)
     eager = replace(cfg, model=replace(cfg.model, compile=False))
     prepared = training.prepare_built(model, anatomy, eager, _Start(mesh, info.device))
-    notes = [note for note in prepared.notes if isinstance(note, str)]  # the mesh's own; the others describe the step
+    notes = [note for note in prepared.notes if isinstance(note, str)]  # about the mesh; the others are about the step
     row = MeshResult(plan.name, len(batches.at(0)), notes=notes)
     if comparison.gradients:
         row.gradient, row.worst_gradient, row.missing = _gradients(prepared, batches.at(0), expected, folder)
     optimizer = training.build_optimizer(model, cfg.optimizer)
-    curve = train_on_mesh(prepared, optimizer, batches.at, _course(comparison))
+    curve = train_on_mesh(prepared, optimizer, batches.at, _hyperparameters(comparison))
     row.loss = worst_difference(curve.losses, expected.losses)
     row.norm = worst_difference(curve.norms, expected.norms)
     row.different_replicas = differing_replicas(model)
@@ -204,32 +207,33 @@ def _run_mesh(
 def _gradients(
     prepared: training.Prepared, batches: list[Batch], expected: Curve, folder: Path
 ) -> tuple[float, str, list[str]]:
-    """Return this rank's worst gradient error, its parameter, and the parameters that no rank holds."""
+    """Return this rank's worst gradient error, the name of its parameter, and parameters that no rank has."""
     worst, seen = (0.0, ""), set()
     with safe_open(folder / "gradients.safetensors", framework="pt") as stored:
 
         def visit(name: str, gradient: torch.Tensor) -> None:
             nonlocal worst
             seen.add(name)
-            if name not in stored.keys():  # noqa: SIM118 (a file's, no dict's)
+            if name not in stored.keys():  # noqa: SIM118 (safe_open has no __contains__)
                 worst = (float("inf"), name)
                 return
             error = relative(gradient, stored.get_tensor(name).to(gradient), _floor(expected.norms[0], gradient.dtype))
             worst = max(worst, (error if error == error else float("inf"), name))
 
         visit_gradients(prepared, batches, visit)
-        everyone = all_gather_json(sorted(seen))
-        return *worst, sorted(set(stored.keys()) - set().union(*everyone))
+        by_rank = all_gather_json(sorted(seen))
+        return *worst, sorted(set(stored.keys()) - set().union(*by_rank))
 
 
 def _merge(row: MeshResult) -> MeshResult:
-    everyone = [MeshResult(**each) for each in all_gather_json(asdict(row))]
-    worst = max(everyone, key=lambda each: each.gradient)
+    """Combine the results of all ranks: the worst differences, and all replicas that differ."""
+    by_rank = [MeshResult(**each) for each in all_gather_json(asdict(row))]
+    worst = max(by_rank, key=lambda each: each.gradient)
     return replace(
         worst,
-        loss=max(each.loss for each in everyone),
-        norm=max(each.norm for each in everyone),
-        different_replicas=sorted({name for each in everyone for name in each.different_replicas}),
+        loss=max(each.loss for each in by_rank),
+        norm=max(each.norm for each in by_rank),
+        different_replicas=sorted({name for each in by_rank for name in each.different_replicas}),
     )
 
 
@@ -246,18 +250,18 @@ def _batches(
     return data.TrainBatches(dataset, plan, seed=cfg.run.seed)
 
 
-def _course(comparison: Comparison) -> Course:
+def _hyperparameters(comparison: Comparison) -> Hyperparameters:
     cfg = comparison.cfg
     if not isinstance(cfg.optimizer, AdamWConfig):
-        raise ConfigError(f"optimizer={cfg.optimizer.kind}: the reference trains by AdamW; set optimizer=adamw")
-    return Course(cfg.optimizer, comparison.steps, cfg.training.max_steps, cfg.training.max_grad_norm)
+        raise ConfigError(f"optimizer={cfg.optimizer.kind}: the reference supports AdamW only; set optimizer=adamw")
+    return Hyperparameters(cfg.optimizer, comparison.steps, cfg.training.max_steps, cfg.training.max_grad_norm)
 
 
 def _router_coefficient(cfg: FinetuneConfig, model: Any) -> float:
     config = model.config.get_text_config()
-    own = getattr(config, "router_aux_loss_coef", None) if hasattr(config, "num_experts_per_tok") else None
-    asked = own if cfg.model.router_aux_coef is None else cfg.model.router_aux_coef
-    return 0.0 if cfg.model.router_aux == RouterAux.none else asked or 0.0
+    default = getattr(config, "router_aux_loss_coef", None) if hasattr(config, "num_experts_per_tok") else None
+    coefficient = default if cfg.model.router_aux_coef is None else cfg.model.router_aux_coef
+    return 0.0 if cfg.model.router_aux == RouterAux.none else coefficient or 0.0
 
 
 def _floor(norm: float, dtype: torch.dtype) -> float:
@@ -268,14 +272,14 @@ def train_on_mesh(
     model: training.Prepared,
     optimizer: torch.optim.Optimizer,
     batches_of: Callable[[int], list[Batch]],
-    course: Course,
+    settings: Hyperparameters,
 ) -> Curve:
     """Train a prepared model on this rank's micro-batches of each step, and return its curve."""
     curve = Curve()
-    terms = NextTokenConfig(label_smoothing=course.label_smoothing, z_loss=course.z_loss)
+    terms = NextTokenConfig(label_smoothing=settings.label_smoothing, z_loss=settings.z_loss)
     objective = training.NextToken(terms)
-    for step in range(course.steps):
-        training.set_learning_rate(optimizer, course.optimizer, step, course.max_steps)
+    for step in range(settings.steps):
+        training.set_learning_rate(optimizer, settings.optimizer, step, settings.max_steps)
         numbers = training.train_step(model, batches_of(step), optimizer, objective)
         curve.losses.append(numbers["loss"].item())
         curve.norms.append(numbers["grad_norm"].item())
@@ -283,12 +287,13 @@ def train_on_mesh(
 
 
 def visit_gradients(model: training.Prepared, batches: list[Batch], visit: Callable[[str, torch.Tensor], None]) -> None:
-    """Call `visit` with the name and the unsharded gradient of each of this rank's parameters.
+    """Call `visit` with the name and the full gradient of each parameter of this rank.
 
-    The gradients are those that the optimizer would use, and the weights do not change. Every rank must call it:
-    sharded gradients are gathered, one at a time.
+    The gradients are those that an optimizer step would use; the weights do not change. A collective: sharded gradients
+    are gathered, one at a time.
     """
 
+    # An optimizer, because only its `step` runs between the reduction of the gradients and `zero_grad`.
     class Visitor(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for name, parameter in model.module.named_parameters():
@@ -301,29 +306,29 @@ def visit_gradients(model: training.Prepared, batches: list[Batch], visit: Calla
 
 
 def differing_replicas(model: nn.Module) -> list[str]:
-    """Return the names of parameters of which two ranks hold the same shard with different bits."""
-    mine = {}
+    """Return the names of parameters of which two ranks hold the same shard with different bits. A collective."""
+    digests = {}
     for name, parameter in model.named_parameters():
-        where: tuple[Any, ...] = ()
+        coordinate: tuple[Any, ...] = ()
         local = parameter.detach()
         if isinstance(parameter, DTensor):
             mesh, local = parameter.device_mesh, parameter.to_local().detach()
-            where = tuple(
-                mesh.get_local_rank(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate()
+            coordinate = tuple(
+                mesh.get_local_rank(dim) for dim, each in enumerate(parameter.placements) if not each.is_replicate()
             )
         content = local.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        mine[f"{name} {where}"] = hashlib.sha256(content).hexdigest()
-    everyone = all_gather_json(mine)
+        digests[f"{name} {coordinate}"] = hashlib.sha256(content).hexdigest()
+    by_rank = all_gather_json(digests)
     different = {
-        part.partition(" ")[0]
-        for part, digest in mine.items()
-        if any(other.get(part, digest) != digest for other in everyone)
+        shard.partition(" ")[0]
+        for shard, digest in digests.items()
+        if any(other.get(shard, digest) != digest for other in by_rank)
     }
     return sorted(different)
 
 
 def relative(value: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
-    """Return ||value - expected|| over max(||expected||, floor); the absolute difference if both are zero."""
+    """Return ||value - expected|| / max(||expected||, floor), or the absolute difference if that denominator is 0."""
     scale = max(expected.double().norm().item(), floor)
     return (value - expected).double().norm().item() / (scale if scale > 0 else 1.0)
 
@@ -336,4 +341,4 @@ def worst_difference(values: list[float], expected: list[float]) -> float:
     if len(values) != len(expected) or not all(map(math.isfinite, [*values, *expected])):
         return math.inf
     pairs = zip(values[:COMPARED_STEPS], expected[:COMPARED_STEPS], strict=True)
-    return max((abs(value - want) / abs(want) for value, want in pairs), default=0.0)
+    return max((abs(value - exact) / abs(exact) for value, exact in pairs), default=0.0)

@@ -1,7 +1,7 @@
-"""The training curve of one process in plain PyTorch, which every mesh is compared with.
+"""Reference training in one process of plain PyTorch, with whose curve every mesh is compared.
 
-The reference shares nothing with the training step: it runs each sample through the model alone and without padding,
-divides once by the number of target tokens, and uses torch's own clipping and unfused AdamW.
+The reference shares no code with the training step: it runs each sample separately and without padding, divides once by
+the number of targets, and uses torch's own gradient clipping and unfused AdamW.
 """
 
 from __future__ import annotations
@@ -24,60 +24,61 @@ Sample = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """The hyperparameters that the reference and every mesh share."""
+class Hyperparameters:
+    """Hyperparameters that the reference and every mesh share."""
 
     optimizer: AdamWConfig
     steps: int
+    """Steps to train."""
     max_steps: int
-    """Length of the learning rate's schedule; training may stop earlier."""
+    """Length of the learning-rate schedule."""
     max_grad_norm: float = 1.0
     autocast: torch.dtype | None = None
-    """Dtype of the reference's matmuls, if it differs from that of its parameters."""
+    """Autocast dtype of the reference; None: compute in the dtype of the parameters."""
     router_aux: float = 0.0
-    """Coefficient of the routers' auxiliary loss; 0 leaves it out."""
+    """Coefficient of the routers' auxiliary loss; 0: no auxiliary loss."""
     label_smoothing: float = 0.0
-    """Probability mass of each target that is spread evenly over the vocabulary."""
+    """Probability mass of each target that is distributed evenly over the vocabulary."""
     z_loss: float = 0.0
-    """Coefficient of the squared log of the softmax's denominator."""
+    """Coefficient of the squared log of the softmax denominator."""
 
 
 @dataclass(slots=True)
 class Curve:
-    """The loss and the gradient norm of each step, and the gradients of the first step by parameter name."""
+    """Loss and gradient norm of each step, and the gradients of the first step by parameter name."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], course: Course) -> Curve:
-    """Train `model` in place on the samples of each step in one process and return its curve."""
-    curve, config = Curve(), course.optimizer
+def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], settings: Hyperparameters) -> Curve:
+    """Train `model` in place on the samples of each step and return its curve."""
+    curve, config = Curve(), settings.optimizer
     device = next(model.parameters()).device
     decayed = [p for p in model.parameters() if p.dim() >= 2]
-    plain = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    not_decayed = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, foreach=False
     )
-    for step in range(course.steps):
+    for step in range(settings.steps):
         optimizer.zero_grad()
         samples = list(samples_of(step))
         count = sum(int((labels[1:] != -100).sum()) for _, labels in samples)
         total = 0.0
         for tokens, labels in samples:
-            asked = {"output_router_logits": True} if course.router_aux else {}
-            with torch.autocast(device.type, dtype=course.autocast, enabled=course.autocast is not None):
-                output = model(input_ids=tokens[None].to(device), use_cache=False, **asked)
+            router_options = {"output_router_logits": True} if settings.router_aux else {}
+            with torch.autocast(device.type, dtype=settings.autocast, enabled=settings.autocast is not None):
+                output = model(input_ids=tokens[None].to(device), use_cache=False, **router_options)
             logits = at_least_float32(output.logits[0, :-1])  # (seq - 1, vocabulary)
             loss = F.cross_entropy(logits, labels[1:].to(device), ignore_index=-100, reduction="sum")
-            if course.label_smoothing or course.z_loss:
-                loss = smoothed_loss(logits[labels[1:] != -100], labels[1:][labels[1:] != -100], course)
-            if asked:
+            if settings.label_smoothing or settings.z_loss:
+                loss = smoothed_loss(logits[labels[1:] != -100], labels[1:][labels[1:] != -100], settings)
+            if router_options:
                 top_k = cast(Any, model.config).get_text_config().num_experts_per_tok
                 balance = balance_loss(output.router_logits, top_k)
-                loss = loss + course.router_aux * int((labels[1:] != -100).sum()) * balance
+                loss = loss + settings.router_aux * int((labels[1:] != -100).sum()) * balance
             (loss / count).backward()
             total += float(loss.detach())
         if step == 0:
@@ -85,26 +86,26 @@ def reference(model: nn.Module, samples_of: Callable[[int], Iterable[Sample]], c
         norm = norm_of(p.grad for p in model.parameters() if p.grad is not None)
         curve.losses.append(total / count)
         curve.norms.append(float(norm))
-        if course.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), course.max_grad_norm, norm.to(decayed[0].dtype))
+        if settings.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.max_grad_norm, norm.to(decayed[0].dtype))
         for group in optimizer.param_groups:
-            group["lr"] = training.learning_rate(config, step, course.max_steps)
+            group["lr"] = training.learning_rate(config, step, settings.max_steps)
         optimizer.step()
     return curve
 
 
-def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, course: Course) -> torch.Tensor:
-    """Return the summed loss with label smoothing and z-loss, by the formulas of their papers.
+def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, settings: Hyperparameters) -> torch.Tensor:
+    """Return the summed loss with label smoothing and z-loss, computed literally as in their papers.
 
     Args:
         logits: (targets, vocabulary).
-        targets: (targets,), none of them ignored.
+        targets: (targets,), without ignored targets.
     """
     denominators = logits.exp().sum(1)  # (targets,)
     probabilities = logits.exp() / denominators[:, None]
-    wanted = F.one_hot(targets, logits.shape[1]).to(logits.dtype)
-    wanted = (1 - course.label_smoothing) * wanted + course.label_smoothing / logits.shape[1]
-    return -(wanted * probabilities.log()).sum() + course.z_loss * (denominators.log() ** 2).sum()
+    smoothed = F.one_hot(targets, logits.shape[1]).to(logits.dtype)
+    smoothed = (1 - settings.label_smoothing) * smoothed + settings.label_smoothing / logits.shape[1]
+    return -(smoothed * probabilities.log()).sum() + settings.z_loss * (denominators.log() ** 2).sum()
 
 
 def balance_loss(router_logits: Iterable[torch.Tensor], top_k: int) -> torch.Tensor:
@@ -123,9 +124,9 @@ def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the global norm of all gradients.
+    """Return the global norm of all gradients, computed in float64.
 
-    Computed in float64, because torch's own norm of a large float32 tensor is not exact on the CPU.
+    torch's own norm of a large float32 tensor is not accurate enough on the CPU.
     """
     return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()
 
@@ -133,14 +134,15 @@ def norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 def compute_in_float64(model: nn.Module) -> None:
     """Make a float64 model compute everything in float64, in place.
 
-    transformers casts to float32 in norms, rotary embeddings and routers, for the sake of bfloat16; that rounding would
-    hide every difference a float64 comparison looks for. torch's grouped GEMM for experts does not support float64.
+    transformers casts to float32 in norms, rotary embeddings and routers, which helps bfloat16 but would hide the small
+    differences that a float64 comparison looks for. So the forwards of leaf modules outside torch are patched to cast
+    to float64 instead. Experts use the eager implementation, as torch's grouped GEMM does not support float64.
     """
     if any(getattr(module, "num_experts", None) for module in model.modules()):
         model.set_experts_implementation("eager")  # type: ignore[operator]
     for module in model.modules():
-        own = type(module).__module__.startswith("torch.")
-        if not own and not list(module.children()) and "forward" not in vars(module):
+        from_torch = type(module).__module__.startswith("torch.")
+        if not from_torch and not list(module.children()) and "forward" not in vars(module):
             module.forward = types.MethodType(_forward_in_float64, module)
 
 
@@ -150,7 +152,7 @@ def _forward_in_float64(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _NoFloat32(TorchFunctionMode):
-    """Torch function mode that replaces every request for float32 with float64."""
+    """Torch function mode that replaces casts to float32, and float32 arguments, with float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:

@@ -1,4 +1,4 @@
-"""Every mesh of N processes, and whether a model and its batch allow it. Imports no torch."""
+"""Enumeration of all meshes of N processes, checked against a model and its batch. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from components.config.shape import ModelShape
 from components.config.validate import validate
 
 RECOMPUTE = tuple(policy for policy in ActivationCheckpointing if policy != ActivationCheckpointing.auto)
-"""Every policy of activation checkpointing; `auto` chooses one of them."""
+"""Policies of activation checkpointing, except `auto`, which selects one of them."""
 NAME = re.compile(rf"(?:ddp\d+|(?:(?:{'|'.join(AXES)})\d+)(?:_(?:{'|'.join(AXES)})\d+)*(?:_sp)?)")
-"""Mesh names, such as pp2_dp_shard2_tp2_sp; a policy of activation checkpointing may follow."""
+"""Mesh names such as pp2_dp_shard2_tp2_sp, without the optional policy of activation checkpointing at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
-    """The config of a run on one mesh, or the reasons why there cannot be one."""
+    """Config of a run on one mesh, or the reasons why it cannot run there."""
 
     name: str
     cfg: FinetuneConfig
@@ -30,7 +30,7 @@ class MeshPlan:
 
     @property
     def is_legal(self) -> bool:
-        """Whether the mesh can be run."""
+        """Whether the config can run on the mesh."""
         return not self.problems
 
 
@@ -46,12 +46,12 @@ def mesh_shapes(processes: int) -> Iterator[MeshShape]:
 def all_layouts(
     processes: int, base: ParallelismConfig, recompute: Sequence[ActivationCheckpointing] | None = None
 ) -> Iterator[ParallelismConfig]:
-    """Yield every mesh of `processes` under fsdp2, with sequence parallel off and on where tp > 1, and ddp.
+    """Yield every mesh of `processes` under fsdp2 (for tp > 1 with and without sequence parallel), and ddp.
 
-    Everything else in `base` (schedule of pp, attention of cp, tp plan) stays.
+    All other values of `base` (pp schedule, cp attention, tp plan) are kept.
 
     Args:
-        recompute: Policies of activation checkpointing to combine with each mesh; None: that of `base` alone.
+        recompute: Policies of activation checkpointing to combine with each mesh; None: only that of `base`.
     """
     for layout in _meshes(processes, base):
         for policy in recompute or (base.activation_checkpointing,):
@@ -64,27 +64,27 @@ def _meshes(processes: int, base: ParallelismConfig) -> Iterator[ParallelismConf
         for sequence_parallel in (False, True) if shape.tp > 1 else (False,):
             yield replace(base, strategy=Strategy.fsdp2, sequence_parallel=sequence_parallel, **degrees)
     if processes > 1:
-        alone: dict[str, Any] = {**dict.fromkeys(AXES, 1), "dp_replicate": processes}
-        yield replace(base, strategy=Strategy.ddp, sequence_parallel=False, cpu_offload=False, **alone)
+        replicated: dict[str, Any] = {**dict.fromkeys(AXES, 1), "dp_replicate": processes}
+        yield replace(base, strategy=Strategy.ddp, sequence_parallel=False, cpu_offload=False, **replicated)
 
 
 def name_of(parallelism: ParallelismConfig, processes: int) -> str:
-    """Return the name of a mesh: its axes larger than 1, or `ddp` and its size.
+    """Return the name of a mesh: its axes of size > 1, or `ddp` and its size.
 
-    `sp` follows for sequence parallel, and the policy of activation checkpointing unless it is none.
+    `sp` is appended for sequence parallel, then the policy of activation checkpointing unless it is none.
     """
     degrees = asdict(parallelism.resolve(processes))
     policy = parallelism.activation_checkpointing
-    recomputed = [str(policy)] * (policy != ActivationCheckpointing.none)
+    policy_suffix = [str(policy)] * (policy != ActivationCheckpointing.none)
     if parallelism.strategy == Strategy.ddp:
-        return "_".join([f"ddp{processes}", *recomputed])
-    parts = [f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1]
-    parts = parts + ["sp"] * parallelism.sequence_parallel or [str(parallelism.strategy)]
-    return "_".join(parts + recomputed)
+        return "_".join([f"ddp{processes}", *policy_suffix])
+    axes = [f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1]
+    axes = axes + ["sp"] * parallelism.sequence_parallel or [str(parallelism.strategy)]
+    return "_".join(axes + policy_suffix)
 
 
 def layout_of(name: str, base: ParallelismConfig) -> ParallelismConfig | None:
-    """Return the mesh of a name made by `name_of`, None for any other name; the policy defaults to that of `base`."""
+    """Parse a name from `name_of`; return None for any other name. The policy defaults to that of `base`."""
     policy = next((each for each in RECOMPUTE if name.endswith(f"_{each}")), None)
     name = name.removesuffix(f"_{policy}")
     base = replace(base, activation_checkpointing=policy or base.activation_checkpointing)
@@ -101,7 +101,7 @@ def layout_of(name: str, base: ParallelismConfig) -> ParallelismConfig | None:
 def plan_mesh(
     name: str, parallelism: ParallelismConfig, cfg: FinetuneConfig, processes: int, shape: ModelShape
 ) -> MeshPlan:
-    """Return the plan of `cfg` on a mesh; the global batch and the sequence length stay those of `cfg`."""
+    """Plan `cfg` on a mesh, with the global batch size and the sequence length of `cfg`."""
     planned = replace(cfg, parallelism=parallelism)
     problems = validate(planned, processes, shape)
     return MeshPlan(name, cfg, tuple(problems)) if problems else MeshPlan(name, fit_micro_batches(planned, processes))
@@ -110,10 +110,10 @@ def plan_mesh(
 def plan_all(
     cfg: FinetuneConfig, processes: int, shape: ModelShape, recompute: Sequence[ActivationCheckpointing] | None = None
 ) -> list[MeshPlan]:
-    """Return a plan for every mesh of `processes`, including those that are refused, with their reasons.
+    """Return a plan for every mesh of `processes`, including those that cannot run, with the reasons.
 
     Args:
-        recompute: Policies of activation checkpointing to combine with each mesh; None: that of `cfg` alone.
+        recompute: Policies of activation checkpointing to combine with each mesh; None: only that of `cfg`.
     """
     return [
         plan_mesh(name_of(parallelism, processes), parallelism, cfg, processes, shape)

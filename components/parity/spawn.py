@@ -1,6 +1,6 @@
-"""The processes of a comparison: one for the reference, then N that train on one mesh after the other.
+"""Processes of a comparison: one for the reference, then N that train on one mesh after the other.
 
-A mesh on which a rank fails is reported as failed; the remaining meshes run in new processes.
+If a rank fails, its mesh is reported as failed, and the remaining meshes run in new processes.
 """
 
 from __future__ import annotations
@@ -28,42 +28,51 @@ from components.parity.shapes import MeshPlan
 from components.protocol.failures import LOST_PEER
 from components.protocol.role import without_ranks
 
-AT_ONCE = 40
-"""Meshes that share processes: each leaves its process groups and their sockets open."""
-GRACE = 3.0
-"""Seconds in which the peers of a failed rank may report their own errors."""
+MESHES_PER_START = 40
+"""Meshes that run in the same processes, limited because each leaves its process groups and their sockets open."""
+GRACE_SECONDS = 3.0
+"""Time after a rank's failure in which other ranks may report theirs, one of which may be the root cause."""
 
 
 def compare(comparison: Comparison, plans: list[MeshPlan], log: Callable[[str], None]) -> Iterator[MeshResult | Bounds]:
-    """Yield the bounds, then each mesh's result as soon as it is known. Raises ConfigError if the reference does."""
+    """Yield the bounds, then the result of each mesh once it is complete.
+
+    Raises:
+        ConfigError: The reference raised it.
+        RuntimeError: The reference failed otherwise.
+    """
     with tempfile.TemporaryDirectory(prefix="parity-") as temporary:
         folder = Path(temporary)
         log("one process in plain PyTorch ...")
-        for _, outcome in _world(1, reference_rank, (comparison, folder), 1):
+        for _, outcome in _run_ranks(1, reference_rank, (comparison, folder), 1):
             if isinstance(outcome, ConfigError):
                 raise outcome
             if isinstance(outcome, str):
                 raise RuntimeError(f"the reference failed: {outcome}")
         yield Bounds(**json.loads((folder / "bounds.json").read_text()))
         yield from (MeshResult(each.name, refused=list(each.problems)) for each in plans if each.problems)
-        waiting = [each for each in plans if each.is_legal]
-        while waiting:
-            some = waiting[:AT_ONCE]
+        pending = [each for each in plans if each.is_legal]
+        while pending:
+            started = pending[:MESHES_PER_START]
             done = 0
-            for name, outcome in _world(comparison.processes, mesh_rank, (comparison, some, folder), len(some)):
+            for name, outcome in _run_ranks(
+                comparison.processes, mesh_rank, (comparison, started, folder), len(started)
+            ):
                 failed = not isinstance(outcome, MeshResult)
-                result = MeshResult(some[done].name, failed=str(outcome)) if failed else outcome
+                result = MeshResult(started[done].name, failed=str(outcome)) if failed else outcome
                 done += 1
                 yield replace(result, mesh=name or result.mesh)
-            waiting = waiting[max(done, 1) :]
+            pending = pending[max(done, 1) :]
 
 
-def _world(processes: int, target: Callable[..., None], args: tuple[Any, ...], count: int) -> Iterator[tuple[str, Any]]:
-    """Start ranks and yield `count` messages of rank 0; end early with the error of a rank that failed."""
+def _run_ranks(
+    processes: int, target: Callable[..., None], args: tuple[Any, ...], count: int
+) -> Iterator[tuple[str, Any]]:
+    """Start ranks and yield `count` messages (name, outcome) of rank 0; after a rank's failure, yield that and stop."""
     context = get_context("spawn")
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     threads = str(max((os.cpu_count() or 1) // processes, 1))
     pipes, ranks = [], []
     for rank in range(processes):
@@ -71,14 +80,14 @@ def _world(processes: int, target: Callable[..., None], args: tuple[Any, ...], c
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads}
         variables |= {name: str(number) for name, number in numbers.items()}
-        process = context.Process(target=_enter, args=(target, sender, variables, args), daemon=True)
+        process = context.Process(target=_rank_main, args=(target, sender, variables, args), daemon=True)
         process.start()
         sender.close()
         pipes.append(receiver)
         ranks.append(process)
     try:
         for _ in range(count):
-            message = _next(pipes)
+            message = _next_message(pipes)
             yield message
             if not isinstance(message[1], MeshResult | None):
                 return
@@ -88,8 +97,8 @@ def _world(processes: int, target: Callable[..., None], args: tuple[Any, ...], c
             process.join()
 
 
-def _next(pipes: list[Any]) -> tuple[str, Any]:
-    """Return the next message of rank 0, or a rank's failure: a root cause rather than the loss of a peer, if any."""
+def _next_message(pipes: list[Any]) -> tuple[str, Any]:
+    """Return the next message of rank 0, or a rank's failure: preferably a root cause, not a lost connection."""
     failures: list[Any] = []
     deadline: float | None = None
     open_pipes: list[Any] = list(pipes)
@@ -104,15 +113,18 @@ def _next(pipes: list[Any]) -> tuple[str, Any]:
             if isinstance(outcome, MeshResult | None):
                 return name, outcome
             failures.append(outcome)
-            deadline = deadline or time.monotonic() + GRACE
-    own = [each for each in failures if not any(sign in str(each) for sign in (*LOST_PEER, "a process died"))]
-    return "", (own or failures)[0]
+            deadline = deadline or time.monotonic() + GRACE_SECONDS
+    root_causes = [each for each in failures if not any(sign in str(each) for sign in (*LOST_PEER, "a process died"))]
+    return "", (root_causes or failures)[0]
 
 
-def _enter(target: Callable[..., None], sender: Connection, variables: dict[str, str], args: tuple[Any, ...]) -> None:
-    kept = without_ranks(os.environ)
+def _rank_main(
+    target: Callable[..., None], sender: Connection, variables: dict[str, str], args: tuple[Any, ...]
+) -> None:
+    """Run `target` as one rank; send its messages and its failure to the parent, then wait to be killed."""
+    inherited = without_ranks(os.environ)
     os.environ.clear()
-    os.environ |= kept | variables
+    os.environ |= inherited | variables
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
     try:
         target(lambda name, outcome: sender.send((name, outcome)), *args)
@@ -124,4 +136,4 @@ def _enter(target: Callable[..., None], sender: Connection, variables: dict[str,
     sys.stdout.flush()
     sys.stderr.flush()
     with suppress(KeyboardInterrupt):
-        time.sleep(3600)  # until the parent kills it: a peer may still read what this rank sent
+        time.sleep(3600)  # stay alive until the parent kills it: a peer may still receive data that this rank sent

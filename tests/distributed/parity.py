@@ -128,9 +128,9 @@ def samples_of_step(step: int) -> list[Sample]:
     return samples
 
 
-def course(case: Case) -> plain.Course:
+def course(case: Case) -> plain.Hyperparameters:
     terms = {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
-    return plain.Course(OPTIMIZER, case.steps, case.steps, CLIP, router_aux=case.router_aux, **terms)
+    return plain.Hyperparameters(OPTIMIZER, case.steps, case.steps, CLIP, router_aux=case.router_aux, **terms)
 
 
 def router_config(case: Case) -> ModelConfig:

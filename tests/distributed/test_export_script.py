@@ -287,7 +287,7 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
     for wrong in (torch.empty(3, 2), torch.empty(4, 2, dtype=torch.float64), torch.empty(4, 3)):
         with pytest.raises(ValueError, match="a: .* expected"):
             other.write("a", [wrong])
-    with pytest.raises(ValueError, match="0 tensors were written where 1"):
+    with pytest.raises(ValueError, match="0 tensors were written, but 1"):
         other.finish()
 
 

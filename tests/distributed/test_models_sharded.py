@@ -170,7 +170,7 @@ def test_a_tensor_missing_on_disk_is_named_by_every_rank(tmp_path: Path) -> None
 
     messages = run_ranks(2, body)
     assert messages[0] == messages[1]
-    assert "lack what LlamaForCausalLM needs: model.layers.2.self_attn.q_proj.weight" in messages[0]
+    assert "lack tensors of LlamaForCausalLM: model.layers.2.self_attn.q_proj.weight" in messages[0]
 
 
 @pytest.mark.parametrize(

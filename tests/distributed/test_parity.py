@@ -268,9 +268,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
                "model.layers.1 and model.layers.3 of Zamba2ForCausalLM share parameters"),
     "falcon": ({}, CP, "FalconForCausalLM computes attention in its own code, outside transformers' attention "
                "interface, so its sequences cannot be sharded; set parallelism.cp=1"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, CP, "Lfm2ForCausalLM has layers of conv, which are neither"),
-    "minimax": ({"num_local_experts": 2}, CP, "MiniMaxForCausalLM has layers of linear_attention, which are neither"),
-    "doge": ({"sliding_window": None}, FSDP2, "makes a mask of its own on top of transformers' causal one"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, CP,
+             "Lfm2ForCausalLM has layers of type conv, which are neither"),
+    "minimax": ({"num_local_experts": 2}, CP,
+                "MiniMaxForCausalLM has layers of type linear_attention, which are neither"),
+    "doge": ({"sliding_window": None}, FSDP2, "adds its own mask to transformers' causal mask"),
 }  # fmt: skip
 
 

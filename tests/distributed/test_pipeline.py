@@ -265,5 +265,5 @@ def test_a_refusal_of_one_stage_reaches_all_ranks() -> None:
 
     (first, second) = run_ranks(2, body, timeout=120)
     assert len(first) == 1
-    assert "data.pack=true: NemotronForCausalLM does not hand keywords down" in first[0]
+    assert "data.pack=true: NemotronForCausalLM does not pass keywords on" in first[0]
     assert second == first

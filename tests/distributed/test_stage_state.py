@@ -253,7 +253,7 @@ def test_every_rank_hears_of_what_one_rank_cannot_give(tmp_path: Path) -> None:
 
     first, second = run_ranks(2, body, partial_sum)
     assert first == second
-    assert "model.norm.weight: a partial sum" in first
+    assert "model.norm.weight: holds a partial sum" in first
     first, second = run_ranks(2, body, too_much)
     assert first == second == "model.norm.weight: the ranks hold 48 of the 32 values of (32,)"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama3"]

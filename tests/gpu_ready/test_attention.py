@@ -46,7 +46,7 @@ def test_the_flash_kernel_alone_takes_packed_rows_in_mixed_precision(fake_cuda: 
         (MIXED, {"strategy": "single"}, "flash_attention", "heads of 16 in bfloat16 on cuda"),
         ({**MIXED, "compute_dtype": "float32"}, {"strategy": "single"}, "math", "heads of 16 in float32"),
         ({**MIXED, "compute_dtype": "float32"}, {"dp_shard": 2}, "efficient_attention", "mask for documents"),
-        (MIXED, {"cp": 2, "cp_attention": "all_gather"}, "efficient_attention", "mask for the parts of a row"),
+        (MIXED, {"cp": 2, "cp_attention": "all_gather"}, "efficient_attention", "mask for the cp shards of a row"),
     ],
 )  # fmt: skip
 def test_the_banner_reports_the_kernel_of_the_step(

@@ -24,7 +24,7 @@ from components.config.schema import ParallelismConfig
 from components.config.schema.parallelism import ActivationCheckpointing, MeshShape
 from components.config.schema.training import TrainingConfig
 from components.distributed.mesh import Mesh
-from components.models.activations import KEPT, LayerBytes, layer_bytes
+from components.models.activations import SAVED_OPERATORS, LayerBytes, layer_bytes
 from components.training.setup.recompute_policy import StepLoad, estimate
 from tests.distributed import parity
 from tests.distributed.parity import MODELS, MOE_MODELS
@@ -94,7 +94,7 @@ _HIGHER_ORDER = {"flex_attention": _flex, "inductor_compiled_code": _compiled}
 
 @contextmanager
 def kept_operator(name: str) -> Iterator[tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]:
-    """Yield a call of an operator of `KEPT` and a composite that computes the same.
+    """Yield a call of an operator of `SAVED_OPERATORS` and a composite that computes the same.
 
     An operator without a CPU kernel gets one within the context: the composite, as the first of its outputs.
     """
@@ -173,7 +173,7 @@ class _ChangesInPlace(torch.nn.Module):
 IN_PLACE = ("itself", "a view", "an alias with a version counter of its own", "outside")
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", SAVED_OPERATORS)
 def test_gradients_are_right_where_the_output_of_a_kept_operator_is_changed_in_place(name: str) -> None:
     torch.manual_seed(0)
     shape = (8, 8) if name.endswith("mm") else (1, 2, 8, 8)

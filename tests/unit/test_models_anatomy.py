@@ -48,7 +48,7 @@ def test_every_family_has_its_parts(family: str) -> None:
     assert bool(anatomy.experts) == bool(anatomy.routers) == (family in SPARSE)
     assert (anatomy.experts_per_token is not None) == (family in SPARSE)
     assert (anatomy.vocabulary, anatomy.heads) == (64, model.config.num_attention_heads)
-    assert anatomy.own_masks == anatomy.convolution == ""
+    assert anatomy.needs_masks == anatomy.convolution == ""
     assert model_flops(model, anatomy).of([8]) > 0
 
 
@@ -87,19 +87,22 @@ def test_layers_of_families_whose_count_is_of_others(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"model_type": "llama4_text", "head_dim": 8}, "has layers of chunked_attention, which are neither"),
-        ({"model_type": "qwen3_next", "head_dim": 8}, "has layers of linear_attention, which are neither"),
-        ({"model_type": "gemma3_text", "head_dim": 8, "use_bidirectional_attention": True}, "attends to both sides"),
+        ({"model_type": "llama4_text", "head_dim": 8}, "has layers of type chunked_attention, which are neither"),
+        ({"model_type": "qwen3_next", "head_dim": 8}, "has layers of type linear_attention, which are neither"),
+        (
+            {"model_type": "gemma3_text", "head_dim": 8, "use_bidirectional_attention": True},
+            "uses bidirectional attention",
+        ),
         ({"model_type": "bloom"}, "computes attention in its own code, outside transformers' attention interface"),
-        ({"model_type": "moshi", "sliding_window": 8}, "applies its sliding window by a mask"),
+        ({"model_type": "moshi", "sliding_window": 8}, "applies its sliding window in a mask"),
         ({"model_type": "mistral", "sliding_window": 8}, ""),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_why_a_model_needs_its_own_masks(values: dict[str, Any], reason: str) -> None:
+def test_why_a_model_needs_its_needs_masks(values: dict[str, Any], reason: str) -> None:
     anatomy = read_anatomy(build({**TINY, **values}))
-    assert anatomy.own_masks.startswith(reason)
-    assert bool(anatomy.own_masks) == bool(reason)
+    assert anatomy.needs_masks.startswith(reason)
+    assert bool(anatomy.needs_masks) == bool(reason)
 
 
 @pytest.mark.parametrize("family", [name for name, values in FAMILIES.items() if values.get("sliding_window")])

@@ -15,7 +15,7 @@ from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig, ModelConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import Attention, WeightInit
-from components.models.documents import has_kernel
+from components.models.documents import supports_varlen
 from components.training import StepSettings
 from tests.distributed.packed import batches_of, packed
 from tests.tiny_models import SIZES, VOCAB
@@ -120,8 +120,8 @@ def test_documents_have_a_kernel_where_values_are_as_wide_as_keys() -> None:
         (64, torch.float16, 0.1, False),
     ):
         query, value = (torch.empty(1, 4, 16, each, dtype=half, device="meta") for each in (64, width))
-        assert has_kernel(query, value, dropout) == expected
-        assert not has_kernel(query.to("meta", torch.float64), value, dropout)
+        assert supports_varlen(query, value, dropout) == expected
+        assert not supports_varlen(query.to("meta", torch.float64), value, dropout)
 
 
 def test_the_flash_kernel_alone_gives_what_torch_would_choose() -> None:
@@ -153,7 +153,7 @@ def test_a_model_that_keeps_its_masks_is_refused_the_flash_kernel() -> None:
     cfg = config("sdpa_flash")
     cfg.config = {"model_type": "gemma3_text", **SIZES, "head_dim": 8, "use_bidirectional_attention": True}
     with pytest.raises(
-        ConfigError, match=r"sdpa_flash: Gemma3ForCausalLM attends to both sides; set model.attention=s"
+        ConfigError, match=r"sdpa_flash: Gemma3ForCausalLM uses bidirectional attention; set model.attention=s"
     ):
         models.build_on_meta(cfg)
 

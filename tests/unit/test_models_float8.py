@@ -86,7 +86,7 @@ def test_the_head_and_sizes_that_do_not_fit_stay_as_they_are() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be float8 products")
 def test_a_machine_without_float8_products_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"model.float8=tensorwise: needs a CUDA device of .*8.9 or more, and this is"
+        ConfigError, match=r"model.float8=tensorwise: needs a CUDA device of .*8.9 or higher, but this is"
     ):
         models.build_on_meta(replace(config(), float8_emulate=False, compute_dtype=DType.auto))
 

@@ -39,7 +39,7 @@ from components.models import (
     load_tokenizer,
     materialize,
 )
-from components.models.compile_cache import is_truncated, remove_truncated_libraries
+from components.models.compile import is_truncated, remove_truncated_libraries
 from components.models.weights.new_folder import NewFolder
 from components.models.weights.weight_files import WeightFiles
 from tests.tiny_models import FAMILIES, logits, reference, tiny_config, tiny_folder
@@ -124,7 +124,7 @@ def test_a_parameter_without_a_rule_is_refused() -> None:
     with torch.device("meta"):
         model = Odd._from_config(tiny_config("llama"))
     materialize(model, "cpu")
-    with pytest.raises(ConfigError, match=r"Odd has no initialisation for odd"):
+    with pytest.raises(ConfigError, match=r"Odd has no initialization for odd"):
         initialize_weights(model, 0)
 
 
@@ -383,7 +383,7 @@ COMPILED_RUN = """
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from components.models.layers import compile_layers
+from components.models.compile import compile_layers
 model = nn.Module()
 model.layers, model.config = nn.ModuleList([nn.PReLU()]), LlamaConfig(num_hidden_layers=1)
 compile_layers(model)

@@ -86,12 +86,16 @@ def test_only_adapters_are_trained_and_counted() -> None:
         (
             "llama",
             {"targets": ["q_prj"]},
-            r"peft.targets=\[q_prj\]: no layer .*; did you mean q_proj\?; choose all-lin",
+            r"peft.targets=\[q_prj\]: LlamaForCausalLM has no such layer; did you mean q_proj\?; choose all-lin",
         ),
-        ("llama", {"targets": ["lm_head"]}, r"peft.targets=\[lm_head\]: the output head is never adapted"),
-        ("llama", {"targets": ["embed_tokens"]}, r"peft.targets=\[embed_tokens\]: Embedding is no linear layer"),
-        ("mixtral", {"targets": ["experts"]}, r"peft.targets=\[experts\]: MixtralExperts is no linear layer; choose"),
-        ("gpt2", {"dora": True}, r"peft.dora=true: GPT2LMHeadModel keeps its matrices transposed"),
+        ("llama", {"targets": ["lm_head"]}, r"peft.targets=\[lm_head\]: the LM head cannot be adapted"),
+        ("llama", {"targets": ["embed_tokens"]}, r"peft.targets=\[embed_tokens\]: Embedding is not a linear layer"),
+        (
+            "mixtral",
+            {"targets": ["experts"]},
+            r"peft.targets=\[experts\]: MixtralExperts is not a linear layer; choose",
+        ),
+        ("gpt2", {"dora": True}, r"peft.dora=true: GPT2LMHeadModel stores its matrices transposed"),
     ],
 )
 def test_targets_that_cannot_be_are_refused(family: str, peft: dict[str, object], words: str) -> None:
@@ -105,11 +109,12 @@ def test_adapters_that_peft_would_take_for_those_of_experts_are_refused_unless_m
     values = {**SIZES, "model_type": "glm4_moe", "first_k_dense_replace": 1, **experts}
     cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config={**values, "n_group": 1, "topk_group": 1})
     words = (
-        "reads adapters on down_proj, gate_proj, up_proj of Glm4MoeForCausalLM as .* set peft.export=merged, or leave"
+        "mistakes adapters on down_proj, gate_proj, up_proj of Glm4MoeForCausalLM for "
+        ".* set peft.export=merged, or remove"
     )
     with pytest.raises(ConfigError, match=words):
         models.add_adapters(models.build_on_meta(cfg), LORA)
-    with pytest.raises(ConfigError, match="reads adapters on gate_proj of Glm4MoeForCausalLM"):
+    with pytest.raises(ConfigError, match="mistakes adapters on gate_proj of Glm4MoeForCausalLM"):
         models.add_adapters(models.build_on_meta(cfg), replace(LORA, targets=["q_proj", "gate_proj"]))
     for readable in (replace(LORA, export=PeftExport.merged), replace(LORA, targets=["q_proj", "o_proj"])):
         models.add_adapters(models.build_on_meta(cfg), readable)

@@ -17,7 +17,15 @@ from components import distributed, models
 from components.config.errors import ConfigError
 from components.config.schema import ModelConfig, ParallelismConfig
 from components.models.lora import quantized_layers
-from components.models.weights.nf4 import BLOCK_BYTES, level_pairs, pack, packing, product, unpack, unpacking
+from components.models.weights.nf4 import (
+    BLOCK_BYTES,
+    level_pairs,
+    nf4_linear,
+    pack,
+    packed_reader,
+    unpack,
+    unpacked_reader,
+)
 from components.parity.shapes import layout_of
 from components.training.setup.flops import model_flops
 from components.training.setup.recompute_policy import _gathered
@@ -58,8 +66,8 @@ def test_blocks_of_rows_and_columns_are_packed_as_the_whole() -> None:
     matrix = torch.randn(6, 300)
     whole = pack(matrix)
     part = (slice(2, 5), slice(BLOCK_BYTES, 5 * BLOCK_BYTES))
-    assert torch.equal(packing(matrix.__getitem__, 300)(part), whole[part])
-    assert torch.equal(unpacking(whole.__getitem__, 300)((slice(1, 4), slice(0, 300))), restored(matrix)[1:4])
+    assert torch.equal(packed_reader(matrix.__getitem__, 300)(part), whole[part])
+    assert torch.equal(unpacked_reader(whole.__getitem__, 300)((slice(1, 4), slice(0, 300))), restored(matrix)[1:4])
 
 
 @pytest.mark.parametrize("gathered_in", [torch.uint8, torch.bfloat16, torch.float32])
@@ -77,7 +85,7 @@ def test_a_product_keeps_bytes_and_gives_the_gradient_of_the_matrix(gathered_in:
         hidden = torch.randn(2, 5, 100, dtype=dtype, requires_grad=True)
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
-            made = product(hidden, packed, bias.to(dtype), level_pairs())
+            made = nf4_linear(hidden, packed, bias.to(dtype), level_pairs())
         assert {each.dtype for each in kept} <= {gathered_in, torch.float32}
         assert max(each.numel() for each in kept) <= max(packed.numel(), 512)
         (gradient,) = torch.autograd.grad(made.square().sum(), hidden)
@@ -90,7 +98,7 @@ def test_a_product_keeps_bytes_and_gives_the_gradient_of_the_matrix(gathered_in:
 def test_under_autocast_a_product_is_that_of_a_linear_layer() -> None:
     matrix, bias, hidden = torch.randn(40, 100), torch.randn(40), torch.randn(2, 100, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        made = product(hidden, pack(matrix), bias, level_pairs())
+        made = nf4_linear(hidden, pack(matrix), bias, level_pairs())
         expected = F.linear(hidden, rounded_to_nf4(matrix), bias)
     assert made.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(made, expected, rtol=2e-2, atol=2e-2)  # the bias is added before or after rounding
@@ -100,7 +108,7 @@ def test_under_autocast_a_product_is_that_of_a_linear_layer() -> None:
 
 
 def test_matrices_that_are_kept_transposed_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"peft.method=qlora: GPT2LMHeadModel keeps its matrices transp.*peft=lora"):
+    with pytest.raises(ConfigError, match=r"peft.method=qlora: GPT2LMHeadModel stores its matrices transp.*peft=lora"):
         adapted("gpt2", QLORA)
 
 

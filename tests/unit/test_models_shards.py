@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, Placement, _StridedShard
 
-from components.models.weights.shards import blocks_at, part_shape
+from components.models.weights.shards import blocks_at, local_shape
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Layout:
 
 def taken(layout: Layout, full: torch.Tensor, coordinate: tuple[int, ...]) -> torch.Tensor:
     blocks = blocks_at(layout, coordinate, "weight")
-    part = torch.full(part_shape(blocks, full.ndim), -1)
+    part = torch.full(local_shape(blocks, full.ndim), -1)
     for block in blocks:
         part[block.local] = full[block.full]
     return part
@@ -102,7 +102,7 @@ def test_layouts_that_are_not_understood_are_refused(placements: tuple[Placement
 
 def test_partial_sums_are_refused() -> None:
     layout = Layout((4,), (Partial(),), FakeMesh((2,)))
-    with pytest.raises(NotImplementedError, match="weight: a partial sum"):
+    with pytest.raises(NotImplementedError, match="weight: holds a partial sum"):
         blocks_at(layout, (0,), "weight")
 
 
@@ -110,4 +110,4 @@ def test_a_scalar_is_held_by_everybody() -> None:
     layout = Layout((), (Replicate(),), FakeMesh((2,)))
     (block,) = blocks_at(layout, (1,), "step")
     assert block.full == block.local == ()
-    assert math.prod(part_shape([block], 0)) == 1
+    assert math.prod(local_shape([block], 0)) == 1

@@ -19,7 +19,7 @@ from components.config.schema import AdamWConfig, ModelConfig
 from components.config.schema.parallelism import ActivationCheckpointing
 from components.data.dataset import Dataset, Facts
 from components.data.packing import best_fit, minimum_slack, plan_rows
-from components.models.documents import attend_by_kernel
+from components.models.documents import varlen_attention
 from tests.distributed.packed import (
     MODELS,
     SEQ_LEN,
@@ -188,9 +188,9 @@ def test_a_packed_step_never_waits_for_the_device(dtype: torch.dtype, monkeypatc
 
     def by_kernel(*args: Any) -> torch.Tensor:
         calls.append(args)
-        return attend_by_kernel(*args)
+        return varlen_attention(*args)
 
-    monkeypatch.setattr("components.models.attention.attend_by_kernel", by_kernel)
+    monkeypatch.setattr("components.models.attention.varlen_attention", by_kernel)
     with torch.device("meta"):
         model = Qwen3ForCausalLM(build("qwen3", torch.float32).config).to(dtype)
     models.use_causal_sdpa(model)
@@ -236,7 +236,7 @@ def test_the_kernel_is_asked_for_the_attention_of_the_mask(shares_keys: bool, mo
         return torch.cat(parts)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", shared if shares_keys else by_document)
-    monkeypatch.setattr("components.models.attention.has_kernel", lambda *_: True)
+    monkeypatch.setattr("components.models.attention.supports_varlen", lambda *_: True)
     assert differences(expected, packed_step(plain)) == []
     assert set(calls) == {(2 * packed().documents + 1,)}  # of fixed size, whatever the rows hold
 
@@ -266,16 +266,16 @@ def test_a_model_that_would_see_across_documents_is_refused() -> None:
     plain = build("llama", torch.float32)
     deaf = Deaf(copy.deepcopy(plain.config))
     models.use_causal_sdpa(deaf)
-    assert "Deaf does not hand keywords down to its attention" in refusal(deaf)
+    assert "Deaf does not pass keywords on to its attention" in refusal(deaf)
     eager = copy.deepcopy(plain)
     eager.set_attn_implementation("eager")
     assert not models.use_causal_sdpa(eager)
-    told = "attends by eager, which does not receive them; set model.attention=sdpa or data.pack=false"
+    told = "uses eager attention, which does not receive document bounds; set model.attention=sdpa or data.pack=false"
     assert told in refusal(eager)
     mixed = copy.deepcopy(plain)
     mixed.model.short = torch.nn.Conv1d(2, 2, 3)
     models.use_causal_sdpa(mixed)
-    assert "mixes neighbours by Conv1d, across documents too; set data.pack=false" in refusal(mixed)
+    assert "mixes neighboring tokens by Conv1d, also across documents; set data.pack=false" in refusal(mixed)
 
 
 def test_data_sets_are_packed_by_their_section() -> None:

@@ -1,9 +1,11 @@
-"""Weights: read, filled, moved between ranks, and written.
+"""Model weights: loading, random initialization, gathering from ranks, and export.
 
-loading.py       fill_weights: load_weights from disk, or initialize.py from a seed; memory.py: materialize
-weight_files.py  safetensors files, streamed; safetensors_files.py, gguf.py, hub_files.py: files of others
-shards.py        the part of a tensor that a rank holds; gather.py: the parts of all ranks together
-names.py         which tensors are saved; nf4.py: 4 bits a value
-export.py        export_run, export_model, export_stored: a folder that transformers loads; adapter_files.py: PEFT's
-new_folder.py    lets a folder appear once it is complete
+loading.py           fill_weights: load_weights from files, or initialize.py from a seed
+memory.py            materialize: memory for the parameters of a meta model, values for its buffers
+safetensors_files.py reading safetensors by block; gguf.py: reading GGUF; hub_files.py: errors of the Hugging Face hub
+weight_files.py      writing safetensors by block
+shards.py            blocks of a full tensor that a rank holds; gather.py: full tensors, gathered on rank 0
+names.py             which tensors are saved, and which are tied; nf4.py: 4-bit packed matrices
+export.py            export_run, export_model, export_stored: folders for transformers; adapter_files.py: for PEFT
+new_folder.py        NewFolder: a folder that is renamed into place once it is complete
 """

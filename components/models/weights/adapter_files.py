@@ -1,4 +1,4 @@
-"""Adapters on their way out: as a folder in PEFT's own format, or merged into the weights of their layers."""
+"""Export of adapters: as a folder in PEFT's format, or merged into the weights of their layers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import nn
 from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig
+from components.exchange import broadcast_json
 from components.models.lora import ADAPTER_PARAMETERS, quantized_layers, row_norms, scaling_of
-from components.models.meta_copy import meta_twin
-from components.models.weights.gather import WRITER, gathered_tensors, told_by_writer, writer_rank
+from components.models.meta_copy import meta_copy
+from components.models.weights.gather import WRITER, gathered_tensors, this_rank
 from components.models.weights.new_folder import NewFolder
-from components.models.weights.nf4 import unpacking
+from components.models.weights.nf4 import unpacked_reader
 from components.models.weights.shards import Index
 from components.models.weights.weight_files import write_file
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Read = Callable[[Index], torch.Tensor]
-"""Returns a block of a tensor."""
+"""Function that returns a block of a full tensor."""
 
 
 def export_adapter(
@@ -36,76 +37,76 @@ def export_adapter(
     peft: PeftConfig,
     card: str = "",
 ) -> Path:
-    """Write the adapters of a model on any mesh as `folder`, which `peft.PeftModel.from_pretrained` opens.
+    """Write the adapters of a model on any mesh to `folder`, for `peft.PeftModel.from_pretrained`.
 
-    Call it on all ranks; each may hold other parameters (pipeline stages). The folder appears once it is complete,
-    replacing an older one.
+    A collective: call it on all ranks. Ranks may hold different parameters (pipeline stages). The folder is renamed
+    into place once it is complete, and replaces an existing one.
 
     Args:
-        base: Names the model that the adapters belong to.
-        card: Text for the model card, below its title.
+        base: Config of the base model; its path is written to the adapter's config.
+        card: Text of the model card, below its title.
 
-    Raises OSError on every rank, when rank 0 could not write.
+    Raises OSError on every rank if rank 0 could not write.
     """
-    folder, problem = Path(folder), None
+    folder, failure = Path(folder), None
     tensors = {name: full for name, full in gathered_tensors(model, [], trained=True) if full is not None}
-    if writer_rank() == WRITER:
+    if this_rank() == WRITER:
         try:
             write_adapter(tokenizer, folder, tensors, adapter_config(model, tensors, base, peft), card)
         except (OSError, ValueError) as error:
-            problem = str(error)
-    problem = told_by_writer(problem)
-    if problem is not None:
-        raise OSError(f"{folder}: the adapter could not be written: {problem}")
+            failure = str(error)
+    failure = broadcast_json(failure, src=WRITER)
+    if failure is not None:
+        raise OSError(f"{folder}: the adapter could not be written: {failure}")
     return folder
 
 
 def write_adapter(
     tokenizer: PreTrainedTokenizerBase, folder: Path, tensors: Mapping[str, torch.Tensor], config: object, card: str
 ) -> None:
-    """Write `folder` from whole adapters under the model's names. Raises OSError."""
-    made = NewFolder(folder)
+    """Write `folder` from full adapter tensors under the model's names. Raises OSError."""
+    new_folder = NewFolder(folder)
     try:
-        made.begin()
+        new_folder.begin()
         stored = {_name_in_file(name): tensor for name, tensor in tensors.items()}
-        write_file(made.path / "adapter_model.safetensors", stored)
-        config.save_pretrained(made.path)  # type: ignore[attr-defined]
-        tokenizer.save_pretrained(made.path)
+        write_file(new_folder.path / "adapter_model.safetensors", stored)
+        config.save_pretrained(new_folder.path)  # type: ignore[attr-defined]
+        tokenizer.save_pretrained(new_folder.path)
         base = config.base_model_name_or_path or "a model from scratch"  # type: ignore[attr-defined]
-        (made.path / "README.md").write_text(CARD.format(name=folder.name, base=base, text=card.strip()))
-        made.publish()
+        (new_folder.path / "README.md").write_text(CARD.format(name=folder.name, base=base, text=card.strip()))
+        new_folder.publish()
     except BaseException:
-        made.abandon()
+        new_folder.abandon()
         raise
 
 
 def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConfig, peft: PeftConfig) -> object:
     """Return the `peft.LoraConfig` of the adapters whose parameters have these names."""
-    from peft import LoraConfig  # two seconds that only an export pays
+    from peft import LoraConfig  # takes two seconds to import
 
-    twin = meta_twin(model)
+    meta_model = meta_copy(model)
     layers = {name.rpartition(".")[0] for name in names}
     leaves = {name.rpartition(".")[2] for name in layers}
-    so_called = {name for name, _ in twin.named_modules() if name.rpartition(".")[2] in leaves}
+    same_leaf = {name for name, _ in meta_model.named_modules() if name.rpartition(".")[2] in leaves}
     return LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_name(base),
         revision=base.revision,
         r=peft.rank,
-        lora_alpha=peft.alpha,  # type: ignore[arg-type] # whole in peft's annotation, any number in its formula
+        lora_alpha=peft.alpha,  # type: ignore[arg-type] # annotated as int by PEFT, but used as a float
         lora_dropout=peft.dropout,
         use_rslora=peft.rslora,
         use_dora=peft.dora,
-        target_modules=sorted(leaves if so_called == layers else layers),
-        fan_in_fan_out=not any(isinstance(twin.get_submodule(name), nn.Linear) for name in layers),
+        target_modules=sorted(leaves if same_leaf == layers else layers),
+        fan_in_fan_out=not any(isinstance(meta_model.get_submodule(name), nn.Linear) for name in layers),
         inference_mode=True,
     )
 
 
 def base_name(base: ModelConfig) -> str | None:
-    """Return what PEFT can open as the base model: a hub name or an absolute folder; else a sentence that says why not.
+    """Return the base model's hub name or absolute folder, or None for a model from scratch.
 
-    PEFT repeats it where it fails to open the base model. None: the model was made from scratch.
+    For a GGUF file, which PEFT cannot open, return an explanation: PEFT repeats it in its error.
     """
     if base.path is None:
         return None
@@ -116,52 +117,52 @@ def base_name(base: ModelConfig) -> str | None:
 
 
 class Merge:
-    """Adds adapters to the weights of their layers, block by block; to packed ones as they are unpacked."""
+    """Merges adapters into the weights of their layers, block by block, unpacking packed weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """model: Tells what kinds of layers there are, and by what adapters are scaled; its values do not count."""
-        self._twin, self._scaling = meta_twin(model), scaling_of(model)
+        """`model`: provides layer types, dtypes and the adapters' scaling; its parameter values are not read."""
+        self._meta_model, self._scaling = meta_copy(model), scaling_of(model)
         self._packed = bool(quantized_layers(model))
         self._adapters: dict[str, torch.Tensor] = {}
 
     def order(self, names: Iterable[str]) -> list[str]:
-        """Return the names of weights in their order, each behind the names of its adapter's parameters."""
+        """Return the names of weights in their order, each preceded by the names of its adapter's parameters."""
         return [each for name in names for each in (*_adapter_of(name), name)]
 
     def take(self, name: str, whole: torch.Tensor) -> bool:
-        """Keep a tensor until its layer's weight comes, if it is an adapter's; return whether it is."""
-        mine = name.rpartition(".")[2] in ADAPTER_PARAMETERS
-        if mine:
+        """Store a full tensor if it belongs to an adapter, until `forget`; return whether it does."""
+        is_adapter = name.rpartition(".")[2] in ADAPTER_PARAMETERS
+        if is_adapter:
             self._adapters[name] = whole
-        return mine
+        return is_adapter
 
     def reader(self, name: str, read: Read) -> Read:
-        """Return what reads blocks of a tensor with the adapter of its layer, if it has one, added."""
+        """Return a function that reads blocks of a weight with its layer's adapter, if any, merged into them."""
         return partial(self._read, name, read)
 
     def _read(self, name: str, read: Read, index: Index) -> torch.Tensor:
         adapter = [self._adapters[each] for each in _adapter_of(name) if each in self._adapters]
         if not adapter:
             return read(index)
-        first, second, *magnitude = adapter
-        dtype = self._twin.get_parameter(name).dtype
-        block = (unpacking(read, first.shape[1]) if self._packed else read)(index)
-        linear = isinstance(self._twin.get_submodule(name.rpartition(".")[0]), nn.Linear)
+        lora_A, lora_B, *magnitude = adapter
+        dtype = self._meta_model.get_parameter(name).dtype
+        block = (unpacked_reader(read, lora_A.shape[1]) if self._packed else read)(index)
+        linear = isinstance(self._meta_model.get_submodule(name.rpartition(".")[0]), nn.Linear)
         rows, columns = index if linear else reversed(index)  # of (out, in)
-        added = self._scaling * (second[rows] @ first[:, columns])
-        merged = block.to(first.dtype) + (added if linear else added.T)
-        if magnitude:  # of whole rows: so blocks of a matrix are cut
+        delta = self._scaling * (lora_B[rows] @ lora_A[:, columns])
+        merged = block.to(lora_A.dtype) + (delta if linear else delta.T)
+        if magnitude:  # needs norms of complete rows, which blocks of matrices are
             merged *= (magnitude[0][rows] / row_norms(merged))[:, None]
         return merged.to(dtype)
 
     def forget(self, name: str) -> None:
-        """Let go of the adapter of a weight that is done."""
+        """Release the adapter of a weight that has been written."""
         for each in _adapter_of(name):
             self._adapters.pop(each, None)
 
 
 def _adapter_of(name: str) -> list[str]:
-    """Names of the parameters that an adapter beside the weight `name` would have; none for what is no weight."""
+    """Return the names of the adapter parameters that belong to the weight `name`; empty for other parameters."""
     path, _, leaf = name.rpartition(".")
     return [f"{path}.{each}" for each in ADAPTER_PARAMETERS] if leaf == "weight" else []
 
@@ -178,7 +179,7 @@ pipeline_tag: text-generation
 
 # {name}
 
-An adapter of {base}.
+An adapter for {base}.
 
 {text}
 

@@ -1,4 +1,4 @@
-"""Write a model on any mesh as a folder that transformers loads."""
+"""Export of a model on any mesh, or of a checkpoint, to a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig, PeftExport
-from components.models.meta_copy import meta_twin
+from components.exchange import broadcast_json
+from components.models.meta_copy import meta_copy
 from components.models.weights.adapter_files import Merge, export_adapter
-from components.models.weights.gather import WRITER, gathered_tensors, told_by_writer, writer_rank
+from components.models.weights.gather import WRITER, gathered_tensors, this_rank
 from components.models.weights.names import saved_tensors
 from components.models.weights.new_folder import NewFolder
 from components.models.weights.shards import Index
@@ -32,9 +33,9 @@ def export_run(
     peft: PeftConfig,
     card: str = "",
 ) -> list[Path]:
-    """Write what a run made, and return the folders: RUN/export for transformers, RUN/adapter for PEFT, or both.
+    """Export the model of a run and return the folders: RUN/export for transformers, RUN/adapter for PEFT, or both.
 
-    Arguments and errors are those of `export_model` and `export_adapter`; call it on all ranks.
+    A collective. Arguments and errors are those of `export_model` and `export_adapter`.
     """
     run_dir, folders = Path(run_dir), []
     if peft.adapts and peft.export != PeftExport.merged:
@@ -53,57 +54,57 @@ def export_model(
     shard_bytes: int = 2 * 1024**3,
     card: str = "",
 ) -> Path:
-    """Write `folder`: weights in safetensors, config, generation config, tokenizer and a model card.
+    """Write weights in safetensors, config, generation config, tokenizer and a model card to `folder`.
 
-    Call it on all ranks; each may hold other parameters (pipeline stages). Rank 0 gathers and writes one tensor at a
-    time. The folder appears under its name once it is complete, replacing an older one. Tensors have the names that
-    transformers expects on disk; tied ones are written once. Adapters are merged into the weights of their layers.
+    A collective: call it on all ranks. Ranks may hold different parameters (pipeline stages); rank 0 gathers and writes
+    one tensor at a time. The folder is renamed into place once it is complete, and replaces an existing one. Tensors
+    have the names that transformers expects on disk; tied ones are written once. Adapters are merged into the weights.
 
     Args:
-        dtype: Type to write; None: as stored.
-        shard_bytes: Largest weight file; a single larger tensor still makes one file.
-        card: Text for the model card, below its title.
+        dtype: Dtype of the written tensors; None: unchanged.
+        shard_bytes: Maximum size of a weight file; a single larger tensor gets its own file.
+        card: Text of the model card, below its title.
 
     Raises:
-        NotImplementedError: On every rank: weights whose form on disk cannot be made one parameter at a time.
-        OSError: On every rank, when rank 0 could not write.
+        NotImplementedError: On every rank, if several parameters must be combined into one tensor on disk.
+        OSError: On every rank, if rank 0 could not write.
     """
     folder = Path(folder)
     export = _Export(model, folder, dtype, shard_bytes)
     try:
-        problem = told_by_writer(_write(export, model, tokenizer, card))
+        failure = broadcast_json(_write(export, model, tokenizer, card), src=WRITER)
     except BaseException:
-        export.abandon()  # of the other ranks nothing is there
+        export.abandon()  # does nothing on the other ranks, which have written no files
         raise
-    if problem is not None:
-        raise OSError(f"{folder}: the export could not be written: {problem}")
+    if failure is not None:
+        raise OSError(f"{folder}: the export could not be written: {failure}")
     return folder
 
 
 def _write(export: _Export, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str) -> str | None:
-    """Gather and write everything; return the writer's problem. A collective."""
-    merge, problem, is_writer = Merge(model), None, writer_rank() == WRITER
+    """Gather and write all tensors; return the failure on the writer, if any. A collective."""
+    merge, failure, is_writer = Merge(model), None, this_rank() == WRITER
     try:
         if is_writer:
             export.begin()
     except OSError as error:
-        problem = str(error)
+        failure = str(error)
     for name, full in gathered_tensors(model, merge.order(export.tensors)):
-        if problem is not None or full is None or merge.take(name, full):
-            continue  # after a failure the others still give their parts, so that nobody waits for anybody
+        if failure is not None or full is None or merge.take(name, full):
+            continue  # even after a failure, exhaust the collective, so that no rank hangs
         try:
             export.add(name, merge.reader(name, full.__getitem__))
             merge.forget(name)
         except (OSError, ValueError) as error:
-            problem = str(error)
+            failure = str(error)
     try:
-        if is_writer and problem is None:
+        if is_writer and failure is None:
             export.finish(model, tokenizer, card)
     except (OSError, ValueError) as error:
-        problem = str(error)
-    if problem is not None:
+        failure = str(error)
+    if failure is not None:
         export.abandon()
-    return problem
+    return failure
 
 
 def export_stored(
@@ -116,15 +117,15 @@ def export_stored(
     shard_bytes: int = 2 * 1024**3,
     card: str = "",
 ) -> Path:
-    """Write what `export_model` would, of weights that are stored somewhere, in one process that never holds them.
+    """Write the same folder as `export_model` from stored weights, in one process, block by block.
 
     Args:
-        model: Tells names, shapes and types; its own weights are not looked at, so it may be on the meta device.
-        read: Returns a block of the model's tensor of a name.
+        model: Provides names, shapes and dtypes; its weights are not read, so it may be on the meta device.
+        read: Returns a block of the tensor with a given name.
         dtype, shard_bytes, card: As for `export_model`.
 
     Raises:
-        NotImplementedError: Weights whose form on disk cannot be made one parameter at a time.
+        NotImplementedError: Several parameters must be combined into one tensor on disk.
         OSError: The folder could not be written.
     """
     export = _Export(model, Path(folder), dtype, shard_bytes)
@@ -140,69 +141,71 @@ def export_stored(
 
 
 class _Export:
-    """A folder in the making, not yet under its name."""
+    """An exported folder while it is being written, before it is renamed into place."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
-        """Plan it: which tensors come, and what is written of each. Nothing is written yet."""
-        twin = meta_twin(model)
-        self.tensors = saved_tensors(twin)
-        """What is exported, in the model's order, on the meta device."""
-        self._made, self._dtype = NewFolder(folder), dtype
-        self._to_disk = _disk_form(twin)
+        """Plan the tensors on disk and their files; nothing is written yet."""
+        meta_model = meta_copy(model)
+        self.tensors = saved_tensors(meta_model)
+        """Tensors to export, in the model's order, on the meta device."""
+        self._folder, self._dtype = NewFolder(folder), dtype
+        self._to_disk = _disk_conversion(meta_model)
         self._stored: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in self.tensors.items():
             self.tensors[name] = tensor.detach().to(dtype or tensor.dtype)
             self._stored[name] = self._to_disk(name, self.tensors[name])
-        planned = {name: tensor for made in self._stored.values() for name, tensor in made.items()}
-        self._files = WeightFiles(self._made.path, planned, shard_bytes)
+        planned = {name: tensor for stored in self._stored.values() for name, tensor in stored.items()}
+        self._files = WeightFiles(self._folder.path, planned, shard_bytes)
 
     def begin(self) -> None:
-        """Make room, and the folder under another name. Raises OSError."""
-        self._made.begin()
+        """Clean up after killed exports and create the folder under a temporary name. Raises OSError."""
+        self._folder.begin()
 
     def add(self, name: str, read: Callable[[Index], torch.Tensor]) -> None:
         """Write a tensor of the model, of which `read` returns blocks. Raises OSError, ValueError."""
         if name not in self.tensors:
             raise ValueError(f"{name} is not a tensor of the model as transformers builds it")
-        whole, made = self.tensors[name], self._stored[name]
-        if list(map(id, made.values())) == [id(whole)]:  # on disk it has at most another name
-            blocks = (self._typed(read(index)) for index in row_blocks(whole))
-            self._files.write(next(iter(made)), blocks)
+        tensor, stored = self.tensors[name], self._stored[name]
+        if list(map(id, stored.values())) == [id(tensor)]:  # unchanged on disk except for its name: write by block
+            blocks = (self._cast(read(index)) for index in row_blocks(tensor))
+            self._files.write(next(iter(stored)), blocks)
             return
-        everything = tuple(slice(0, size) for size in whole.shape)
-        for stored, value in self._to_disk(name, self._typed(read(everything))).items():
-            self._files.write(stored, [value])
+        full = tuple(slice(0, size) for size in tensor.shape)
+        for stored_name, value in self._to_disk(name, self._cast(read(full))).items():
+            self._files.write(stored_name, [value])
 
     def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
-        """Write the rest and put the folder under its name. Raises OSError, ValueError."""
+        """Write configs, tokenizer and card, and rename the folder into place. Raises OSError, ValueError."""
         self._files.finish()
-        _write_configs(model, tokenizer, self._made.path, self._dtype, _card(self._made.folder.name, card))
-        self._made.publish()
+        _write_configs(model, tokenizer, self._folder.path, self._dtype, _card(self._folder.folder.name, card))
+        self._folder.publish()
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Close the files and delete the folder."""
         self._files.close()
-        self._made.abandon()
+        self._folder.abandon()
 
-    def _typed(self, value: torch.Tensor) -> torch.Tensor:
+    def _cast(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self._dtype or value.dtype)
 
 
-def _disk_form(twin: PreTrainedModel) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return what turns a parameter into the tensors that transformers keeps on disk for it."""
+def _disk_conversion(meta_model: PreTrainedModel) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return a function that converts a parameter to the tensors that transformers stores for it, by name."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
-    conversions = get_model_conversion_mapping(twin, add_legacy=False)
+    conversions = get_model_conversion_mapping(meta_model, add_legacy=False)
     for conversion in conversions:
         if isinstance(conversion, WeightConverter) and len(conversion.target_patterns) > 1:
             raise NotImplementedError(
-                f"{type(twin).__name__}: {', '.join(conversion.target_patterns)} are one tensor on disk; exporting "
-                "such models is not built yet, use transformers' save_pretrained on one process"
+                f"{type(meta_model).__name__}: {', '.join(conversion.target_patterns)} are one tensor on disk; the "
+                "export of such models is not supported yet, use transformers' save_pretrained in one process"
             )
-    kept = [each for each in conversions if not isinstance(each, PrefixChange)]
-    object.__setattr__(twin, "_weight_conversions", kept)
-    return lambda name, value: revert_weight_conversion(twin, {name: value})
+    # revert_weight_conversion would derive the same list again for each tensor; it reads this private attribute first.
+    # Prefix changes are dropped as it does: reverted, they would add a prefix that the files need not have had.
+    reverted = [each for each in conversions if not isinstance(each, PrefixChange)]
+    object.__setattr__(meta_model, "_weight_conversions", reverted)
+    return lambda name, value: revert_weight_conversion(meta_model, {name: value})
 
 
 def _write_configs(
@@ -213,13 +216,13 @@ def _write_configs(
     card: str,
 ) -> None:
     config = copy.deepcopy(model.config)
-    config.architectures = [type(meta_twin(model)).__name__]
+    config.architectures = [type(meta_copy(model)).__name__]
     config.dtype = dtype or config.dtype
     config.use_cache = True
     generation = copy.deepcopy(model.generation_config)
     for each in (config, generation):
         _align_special_tokens(each, tokenizer)
-    # Not through save_pretrained, which refuses values that models on the hub do have.
+    # Not save_pretrained, which rejects values that some models on the hub have.
     config.to_json_file(folder / "config.json")
     generation.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)
@@ -227,7 +230,7 @@ def _write_configs(
 
 
 def _align_special_tokens(config: PreTrainedConfig | GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The tokenizer the model was trained with decides; a list that holds its token already stays."""
+    """Set special tokens in a config to those of the tokenizer; a list that already contains the token stays."""
     tokens = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,

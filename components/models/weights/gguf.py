@@ -1,8 +1,8 @@
-"""Models in GGUF files: their config, and their tensors one at a time, equal to what transformers makes of them.
+"""Config and tensors of models in GGUF files, read one tensor at a time, equal to what transformers loads.
 
-`AutoConfig` and `from_pretrained` read such files with the gguf package, which needs 3 s for the 98,000 strings
-of a vocabulary, and dequantise the whole model on every rank. Here transformers' own fast reader finds
-everything in 20 ms, while names, values and dequantisation still come from transformers' and gguf's tables.
+`AutoConfig` and `from_pretrained` use the gguf package, which takes 3 s to parse a vocabulary of 98,000 strings, and
+dequantize the complete model on every rank. This module uses transformers' own header reader (20 ms). Names, config
+values and dequantization still come from the tables of transformers and gguf.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Those whose config is a renaming of the header and whose tensors map one to one."""
+"""Supported architectures: their config is a renaming of the header, and their tensors map one to one."""
 
 ROTARY_FACTORS = "rope_freqs.weight"
-"""Scaling of the rotary frequencies, which transformers does not read from GGUF files."""
+"""Tensor with the scaling of rotary frequencies, which transformers does not read from GGUF files."""
 
 
 def read_config(path: Path, key: str = "model.path") -> dict[str, Any]:
-    """Return the Hugging Face config that a GGUF file describes, `model_type` included.
+    """Return the values of the Hugging Face config that a GGUF file describes, including `model_type`.
 
     Raises:
-        ConfigError: Not a GGUF file, or an architecture outside `ARCHITECTURES`.
+        ConfigError: The file is not GGUF, or its architecture is not in `ARCHITECTURES`.
     """
     from transformers.integrations import GGUF_CONFIG_MAPPING
     from transformers.integrations.gguf import read_gguf_metadata
@@ -43,12 +43,12 @@ def read_config(path: Path, key: str = "model.path") -> dict[str, Any]:
     architecture = metadata["general.architecture"]
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"{key}={path}: GGUF files of architecture {architecture} cannot be trained from here (only "
+            f"{key}={path}: GGUF files of architecture {architecture} are not supported (only "
             f"{', '.join(ARCHITECTURES)}); set {key} to the model's safetensors folder or hub name"
         )
     if ROTARY_FACTORS in tensors:
         logger.warning(
-            "%s scales its rotary frequencies, which transformers does not read from GGUF files; state the scaling "
+            "%s scales its rotary frequencies, which transformers does not read from GGUF files; set the scaling "
             "in model.config.rope_parameters, or use the model's safetensors folder",
             path.name,
         )
@@ -56,36 +56,38 @@ def read_config(path: Path, key: str = "model.path") -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name, value in metadata.items():
         prefix, _, rest = name.partition(".")
-        wanted = mapping.get(prefix, {}).get(rest)
-        if wanted and not wanted.startswith("_"):
-            config[wanted] = value
+        config_key = mapping.get(prefix, {}).get(rest)
+        if config_key and not config_key.startswith("_"):
+            config[config_key] = value
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    config.setdefault("vocab_size", metadata["tokenizer.ggml.tokens"])  # the reader leaves its length
+    config.setdefault("vocab_size", metadata["tokenizer.ggml.tokens"])  # the reader replaces arrays by their length
     return config
 
 
 class GGUFTensors:
-    """The tensors of a GGUF file under the names of a model's parameters."""
+    """Tensors of a GGUF file under the names of a model's parameters."""
 
-    def __init__(self, path: Path, twin: PreTrainedModel) -> None:
-        """`twin` is the undivided model on the meta device: its names decide the mapping."""
+    def __init__(self, path: Path, meta_model: PreTrainedModel) -> None:
+        """`meta_model`: the unsharded model on the meta device, which provides the parameter names."""
         from transformers.integrations.gguf import GgufHeader
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
         self._path = path
         header = GgufHeader.from_file(str(path))
         self._start = header.data_start
-        # Undoes what the conversion to GGUF does to values, such as the order of rows in Llama's attention.
-        self._processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=twin.config.to_dict())
-        names = _model_names(header.architecture, twin)
+        # Reverts changes that the conversion to GGUF makes to values, such as the row order of Llama's attention.
+        self._processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(
+            config=meta_model.config.to_dict()
+        )
+        names = _model_names(header.architecture, meta_model)
         self._infos = {names.get(info.name, info.name): info for info in header.tensors if info.name != ROTARY_FACTORS}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes under the model's names; a tensor that the model does not have keeps the file's name."""
+        """Return shapes by the model's names, or by the file's name for a tensor that the model lacks."""
         return {name: tuple(info.shape) for name, info in self._infos.items()}
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """Return a block of a tensor in float32; the whole tensor is dequantised for it."""
+        """Return a block of a tensor in float32; this dequantizes the complete tensor."""
         import numpy as np
         from gguf import GGMLQuantizationType, dequantize, quant_shape_to_byte_shape
 
@@ -102,14 +104,14 @@ class GGUFTensors:
         return torch.from_numpy(np.ascontiguousarray(values))[index]
 
 
-def _model_names(architecture: str, twin: PreTrainedModel) -> dict[str, str]:
-    """Names in a GGUF file -> the model's names, by the gguf package's table."""
+def _model_names(architecture: str, meta_model: PreTrainedModel) -> dict[str, str]:
+    """Return GGUF names -> the model's names, by the gguf package's table."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    table = get_tensor_name_map(kind, twin.config.num_hidden_layers)
+    table = get_tensor_name_map(kind, meta_model.config.num_hidden_layers)
     names: dict[str, str] = {}
-    for name in twin.state_dict():
+    for name in meta_model.state_dict():
         module, _, leaf = name.rpartition(".")
         stored = table.get_name(module)
         if stored is not None:

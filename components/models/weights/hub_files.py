@@ -1,4 +1,4 @@
-"""What transformers raises when files are missing or unreachable, in one sentence with the key to change."""
+"""Errors of transformers and the Hugging Face hub, converted to config errors that name the key to change."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from components.config.model_files import ModelFiles
 
 
 def explain_loading_error(error: Exception, files: ModelFiles, key: str, what: str) -> ConfigError:
-    """Return the ConfigError for `error`, raised while `what` was read from `files`.
+    """Return the ConfigError for an exception that transformers raised while loading `what` from `files`.
 
     Args:
-        key: The config key that named the files.
+        key: Config key of the path.
         what: "config", "tokenizer" or "weights".
     """
     given = f"{key}={files.name_or_folder}"
@@ -19,22 +19,26 @@ def explain_loading_error(error: Exception, files: ModelFiles, key: str, what: s
     text = " ".join(str(cause) for cause in causes)
     if "trust_remote_code" in text:
         return ConfigError(
-            f"{given}: its {what} needs code from its own repository; read that code, then set "
+            f"{given}: its {what} runs code from its repository; review that code, then set "
             "model.trust_remote_code=true"
         )
     if names & {"GatedRepoError"}:
         return ConfigError(
-            f"{given}: access is gated; accept its licence on the hub and log in (hf auth login), or set {key} to a "
+            f"{given}: access is gated; accept its license on the hub and log in (hf auth login), or set {key} to a "
             "local folder"
         )
     if names & {"RepositoryNotFoundError", "RevisionNotFoundError"}:
-        return ConfigError(f"{given}: no such model or revision on the hub; check {key} and model.revision")
+        return ConfigError(f"{given}: the hub has no such model or revision; check {key} and model.revision")
     if not files.is_local and (names & _UNREACHABLE or "offline" in text or "connect" in text.lower()):
         return ConfigError(
             f"{given}: its {what} is not in the local cache and the hub cannot be reached; set {key} to a local folder"
         )
-    first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return ConfigError(f"{given}: the {what} cannot be read: {first_line}")
+    return ConfigError(f"{given}: the {what} cannot be read: {first_line(error)}")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an exception's message, or the name of its type if the message is empty."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 _UNREACHABLE = {
@@ -46,7 +50,7 @@ _UNREACHABLE = {
     "ProxyError",
     "ReadTimeout",
 }
-"""Names of exceptions of huggingface_hub and its HTTP client; by name, because the client changes."""
+"""Exceptions of huggingface_hub and its HTTP client; by name, because the client library differs between versions."""
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -1,4 +1,4 @@
-"""Load pretrained weights into a model on any mesh: every rank reads its own parts, one tensor at a time."""
+"""Loading of weights into a model on any mesh: every rank reads its own shards, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, WeightInit
 from components.models.lora import initialize_adapters
-from components.models.meta_copy import meta_twin
+from components.models.meta_copy import meta_copy
 from components.models.weights.gguf import GGUFTensors
 from components.models.weights.initialize import drawn_weight, initialize_weights
 from components.models.weights.names import saved_tensors, tied_names
-from components.models.weights.nf4 import fill_or_pack, is_packed, packing
+from components.models.weights.nf4 import fill_or_pack, is_packed, packed_reader
 from components.models.weights.safetensors_files import SafetensorsTensors, find_safetensors
 from components.models.weights.shards import Index, local_blocks, local_part
 
@@ -29,40 +29,42 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter
 
 OLD_BUFFERS = r"rotary_emb\.inv_freq$"
-"""Written by transformers of old; computed since."""
+"""Buffers that old versions of transformers stored, and that models compute today."""
 
 SHOWN = 8
-"""Tensors named in an error; the rest is counted."""
+"""Maximum number of tensors named in an error."""
 
 
 class StoredTensors(Protocol):
-    """Tensors on disk, by name."""
+    """Reader of the tensors in a model's files."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return shapes by stored name."""
 
-    def read(self, name: str, index: Index) -> torch.Tensor: ...
+    def read(self, name: str, index: Index) -> torch.Tensor:
+        """Return a block of a stored tensor."""
 
 
 @dataclass(slots=True)
 class Conversion:
-    """Stored tensors that become parameters only together, such as the experts of a layer."""
+    """Stored tensors that are combined into parameters, such as the experts of a layer."""
 
     converter: WeightConverter
-    sources: list[tuple[str, str]] = field(default_factory=list)  # stored name, pattern it matched
+    sources: list[tuple[str, str]] = field(default_factory=list)  # stored name, pattern that it matched
 
 
 @dataclass(slots=True)
 class Plan:
-    """Where every tensor of the model comes from."""
+    """Source of each tensor of the model."""
 
     direct: dict[str, str] = field(default_factory=dict)  # the model's name -> the stored name
-    converted: dict[str, Conversion] = field(default_factory=dict)  # the first of the names it makes ->
+    converted: dict[str, Conversion] = field(default_factory=dict)  # the first of the parameters it makes -> conversion
     repeated: dict[str, tuple[str, str]] = field(default_factory=dict)  # tied name -> its first name, stored name
-    unexpected: list[str] = field(default_factory=list)  # stored names without a place in the model
+    unexpected: list[str] = field(default_factory=list)  # stored names that the model lacks
 
 
 def fill_weights(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
-    """Load the weights of `cfg.path`, or draw them from `seed`, as `cfg.init` says; and draw adapters, if any."""
+    """Load the weights of `cfg.path` or draw them from `seed`, depending on `cfg.init`; then initialize adapters."""
     if cfg.init == WeightInit.random:
         initialize_weights(model, seed)
     else:
@@ -71,39 +73,39 @@ def fill_weights(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
 
 
 def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
-    """Set parameters and persistent buffers from the files of `cfg.path`, cast to the types they have, or packed.
+    """Set parameters and persistent buffers from the files of `cfg.path`, cast to their current dtypes or packed.
 
-    For a materialised model whose parameters are plain tensors or DTensors. It may lack those of other pipeline
-    stages; the files are compared with the whole model. A rank reads the bytes of its own parts; only GGUF tensors
-    and fused experts are made whole first, one parameter at a time.
+    The model must be materialized, with plain tensors or DTensors as parameters. It may lack those of other pipeline
+    stages; the files are checked against the complete model. A rank reads only the bytes of its shards, except for GGUF
+    tensors and fused experts, which are read completely, one parameter at a time.
 
     Raises:
-        ConfigError: Files that are missing or not reachable; any tensor that is missing, not expected, of
-            another shape, or stored twice with different values where the model ties it.
+        ConfigError: Files are missing or unreachable; or a tensor is missing, unexpected, of another shape, or tied in
+            the model but stored twice with different values.
     """
     if cfg.path is None:
         raise ConfigError("model.path=null: there are no weights to load; set model.init=random")
-    twin = meta_twin(model)
-    stored = _open(cfg, twin)
-    plan = _plan(twin, list(stored.shapes()))
+    meta_model = meta_copy(model)
+    stored = _open(cfg, meta_model)
+    plan = _plan(meta_model, list(stored.shapes()))
     given = f"model.path={cfg.path}"
-    _check(plan, twin, stored.shapes(), given)
+    _check(plan, meta_model, stored.shapes(), given)
     targets = saved_tensors(model)
-    shapes = {name: tensor.shape for name, tensor in saved_tensors(twin).items()}
+    shapes = {name: tensor.shape for name, tensor in saved_tensors(meta_model).items()}
     for name, source in plan.direct.items():
         if name in targets:
             fill_or_pack(targets[name], name, partial(stored.read, source), shapes[name])
     for first, conversion in plan.converted.items():
-        if targets.keys().isdisjoint(_made_from(conversion, first)):
+        if targets.keys().isdisjoint(_converted_names(conversion, first)):
             continue
         try:
-            made = _convert(conversion, first, twin, stored)
+            converted = _convert(conversion, first, meta_model, stored)
         except (RuntimeError, ValueError, KeyError) as error:
             stored_names = [source for source, _ in conversion.sources]
             raise ConfigError(
-                _listed(f"{given}: {first} cannot be made from its parts ({error})", stored_names)
+                _listed(f"{given}: {first} cannot be combined from stored tensors ({error})", stored_names)
             ) from error
-        for name, values in made.items():
+        for name, values in converted.items():
             if values.shape != shapes[name]:
                 raise ConfigError(_misshaped(given, name, values.shape, shapes[name]))
             fill_or_pack(targets[name], name, values.__getitem__, shapes[name])
@@ -113,70 +115,70 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
 
 
 def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callable[[str, Index], torch.Tensor]:
-    """Return what reads a block of a tensor as `fill_weights` would set it, in its type there, without its memory.
+    """Return a function that reads blocks of tensors as `fill_weights` would set them, without a materialized model.
 
-    Raises ConfigError as `load_weights` does.
+    Blocks have the dtype of the model's tensor, or are packed. Raises ConfigError as `load_weights` does.
     """
-    twin = meta_twin(model)
-    whole = saved_tensors(twin)
+    meta_model = meta_copy(model)
+    full = saved_tensors(meta_model)
     packed = {name for name, tensor in saved_tensors(model).items() if is_packed(tensor)}
 
-    def typed(read: Callable[[str, Index], torch.Tensor]) -> Callable[[str, Index], torch.Tensor]:
+    def cast(read: Callable[[str, Index], torch.Tensor]) -> Callable[[str, Index], torch.Tensor]:
         return lambda name, index: (
-            packing(partial(read, name), whole[name].shape[1])(index)
+            packed_reader(partial(read, name), full[name].shape[1])(index)
             if name in packed
-            else read(name, index).to(whole[name].dtype)
+            else read(name, index).to(full[name].dtype)
         )
 
     if cfg.init == WeightInit.random:
-        float32 = meta_twin(model, dtype=torch.float32)
+        float32 = meta_copy(model, dtype=torch.float32)
         drawn = lru_cache(maxsize=1)(lambda name: drawn_weight(float32, name, seed))
-        return typed(lambda name, index: drawn(name)[index])
-    stored = _open(cfg, twin)
-    plan = _plan(twin, list(stored.shapes()))
-    _check(plan, twin, stored.shapes(), f"model.path={cfg.path}")
-    source = {name: first for first, each in plan.converted.items() for name in _made_from(each, first)}
-    made = lru_cache(maxsize=1)(lambda first: _convert(plan.converted[first], first, twin, stored))
+        return cast(lambda name, index: drawn(name)[index])
+    stored = _open(cfg, meta_model)
+    plan = _plan(meta_model, list(stored.shapes()))
+    _check(plan, meta_model, stored.shapes(), f"model.path={cfg.path}")
+    source = {name: first for first, each in plan.converted.items() for name in _converted_names(each, first)}
+    converted = lru_cache(maxsize=1)(lambda first: _convert(plan.converted[first], first, meta_model, stored))
 
     def read(name: str, index: Index) -> torch.Tensor:
         if name in plan.direct:
             return stored.read(plan.direct[name], index)
-        return made(source[name])[name][index]
+        return converted(source[name])[name][index]
 
-    return typed(read)
+    return cast(read)
 
 
-def _open(cfg: ModelConfig, twin: PreTrainedModel) -> StoredTensors:
+def _open(cfg: ModelConfig, meta_model: PreTrainedModel) -> StoredTensors:
     files = locate(str(cfg.path))
     if files.gguf_file:
-        return GGUFTensors(Path(files.name_or_folder) / files.gguf_file, twin)
+        return GGUFTensors(Path(files.name_or_folder) / files.gguf_file, meta_model)
     return SafetensorsTensors(find_safetensors(files, cfg.revision))
 
 
-def _plan(twin: PreTrainedModel, stored_names: list[str]) -> Plan:
-    """Map stored names to the model's as transformers does: its renamings, conversions and base-model prefix."""
+def _plan(meta_model: PreTrainedModel, stored_names: list[str]) -> Plan:
+    """Map stored names to the model's with transformers' renamings, conversions and base-model prefix."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    transforms = get_model_conversion_mapping(twin)
+    transforms = get_model_conversion_mapping(meta_model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    wanted = twin.state_dict()
-    ignored = re.compile("|".join([OLD_BUFFERS, *(twin._keys_to_ignore_on_load_unexpected or [])]))
+    state_dict = meta_model.state_dict()
+    ignored = re.compile("|".join([OLD_BUFFERS, *(meta_model._keys_to_ignore_on_load_unexpected or [])]))
     plan = Plan()
     for stored in sorted(stored_names, key=dot_natural_key):
-        name, pattern = rename_source_key(stored, renamings, converters, twin.base_model_prefix, wanted)
-        if name not in wanted and stored in wanted:
+        name, pattern = rename_source_key(stored, renamings, converters, meta_model.base_model_prefix, state_dict)
+        if name not in state_dict and stored in state_dict:
             name, pattern = stored, None
-        if name not in wanted:
+        if name not in state_dict:
             plan.unexpected += [] if ignored.search(stored) else [stored]
         elif pattern is None:
             plan.direct[name] = stored
         else:
             conversion = plan.converted.setdefault(name, Conversion(copy.deepcopy(by_pattern[pattern])))
             conversion.sources.append((stored, pattern))
-    for alias, name in tied_names(twin).items():
+    for alias, name in tied_names(meta_model).items():
         if alias in plan.direct:
             source = plan.direct.pop(alias)
             if plan.direct.setdefault(name, source) != source:
@@ -185,54 +187,56 @@ def _plan(twin: PreTrainedModel, stored_names: list[str]) -> Plan:
 
 
 def _convert(
-    conversion: Conversion, first: str, twin: PreTrainedModel, stored: StoredTensors
+    conversion: Conversion, first: str, meta_model: PreTrainedModel, stored: StoredTensors
 ) -> dict[str, torch.Tensor]:
+    """Return the parameters that a conversion makes from its stored tensors, by name."""
     for source, pattern in conversion.sources:
-        whole = tuple(slice(0, size) for size in stored.shapes()[source])
-        # Annotated for the futures of transformers' own loader; it takes tensors, too.
-        value: Any = stored.read(source, whole)
+        full = tuple(slice(0, size) for size in stored.shapes()[source])
+        # add_tensor is annotated for the futures of transformers' own loader, but accepts tensors too.
+        value: Any = stored.read(source, full)
         conversion.converter.add_tensor(first, source, pattern, value)
-    made = conversion.converter.convert(first, model=twin, config=twin.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+    converted = conversion.converter.convert(first, model=meta_model, config=meta_model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
-def _check(plan: Plan, twin: PreTrainedModel, stored: dict[str, tuple[int, ...]], given: str) -> None:
-    wanted = saved_tensors(twin)
-    found = {*plan.direct, *(name for first in plan.converted for name in _made_from(plan.converted[first], first))}
-    missing = [name for name, _ in twin.named_parameters() if name not in found]
+def _check(plan: Plan, meta_model: PreTrainedModel, stored: dict[str, tuple[int, ...]], given: str) -> None:
+    """Raise ConfigError with all missing, unexpected and misshaped tensors. stored: shapes by stored name."""
+    expected = saved_tensors(meta_model)
+    found = {*plan.direct, *(name for first, each in plan.converted.items() for name in _converted_names(each, first))}
+    missing = [name for name, _ in meta_model.named_parameters() if name not in found]
     misshaped = [
-        _misshaped(given, name, stored[source], wanted[name].shape)
+        _misshaped(given, name, stored[source], expected[name].shape)
         for name, source in plan.direct.items()
-        if stored[source] != tuple(wanted[name].shape)
+        if stored[source] != tuple(expected[name].shape)
     ]
-    kind = type(twin).__name__
+    kind = type(meta_model).__name__
     problems = [
-        *_listed(f"{given}: its files lack what {kind} needs", missing),
-        *_listed(f"{given}: its files hold what {kind} does not have", plan.unexpected),
+        *_listed(f"{given}: its files lack tensors of {kind}", missing),
+        *_listed(f"{given}: its files contain tensors that {kind} does not have", plan.unexpected),
         *misshaped[:SHOWN],
     ]
     if problems:
         raise ConfigError(problems)
 
 
-def _made_from(conversion: Conversion, first: str) -> list[str]:
-    """Names of the parameters that a conversion makes, of which `first` is the first."""
+def _converted_names(conversion: Conversion, first: str) -> list[str]:
+    """Return the names of the parameters that a conversion makes; `first` is the first of them."""
     patterns = conversion.converter.target_patterns
     return [first.replace(patterns[0], pattern) for pattern in patterns]
 
 
 def _check_equal(tensor: torch.Tensor, name: str, read: Callable[[Index], torch.Tensor], given: str) -> None:
-    """A tied parameter that is stored under both of its names must have one value."""
+    """Raise ConfigError if a tied parameter that is stored under two names has different values."""
     local = local_part(tensor)
     for block in local_blocks(tensor, name):
         if not torch.equal(local[block.local], read(block.full).to(local)):
             raise ConfigError(
-                f"{given} differs from {name}, to which the config ties it; set model.config.tie_word_embeddings=false"
+                f"{given} differs from {name}, but the config ties them; set model.config.tie_word_embeddings=false"
             )
 
 
-def _misshaped(given: str, name: str, stored: Sequence[int], wanted: Sequence[int]) -> str:
-    return f"{given}: {name} is {tuple(stored)} there and {tuple(wanted)} in the model; see model.config"
+def _misshaped(given: str, name: str, stored: Sequence[int], expected: Sequence[int]) -> str:
+    return f"{given}: {name} is {tuple(stored)} in the files but {tuple(expected)} in the model; correct model.config"
 
 
 def _listed(problem: str, names: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""From the meta device to a real one: memory for the parameters, values for the buffers."""
+"""Materialization of a model from the meta device: memory for parameters, values for buffers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from components.models.anatomy import plain_tensors
 from components.models.lora import quantized_layers
-from components.models.meta_copy import buffer_twin
+from components.models.meta_copy import copy_with_buffers
 from components.models.weights.names import tied_names
 from components.models.weights.nf4 import level_pairs
 
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def materialize(model: PreTrainedModel, device: torch.device | str, *, offload: bool = False) -> None:
-    """Give every parameter its memory on `device`, uninitialised, and every buffer its value there.
+    """Allocate every parameter on `device`, uninitialized, and compute every buffer there.
 
-    For a model from `build_on_meta`, before or after tensor parallelism and `fully_shard`. Only this rank's
-    parts are allocated; modules of other pipeline stages may be missing. Buffers, such as rotary frequencies, are in
-    no file: they get what the model's own constructor computes on a CPU, the same on every device. Tied parameters
-    stay tied.
+    The model comes from `build_on_meta`, with or without tensor parallelism and `fully_shard`. Only this rank's shards
+    are allocated; modules of other pipeline stages may be missing. Buffers such as rotary frequencies are not in weight
+    files: they are computed by the model's constructor on the CPU, so that they are equal on every device. Tied
+    parameters stay tied.
 
     Args:
-        offload: Parameters stay in host memory, as FSDP2's CPU offloading wants them; buffers do not.
+        offload: Allocate parameters in host memory, as FSDP2's CPU offloading requires; buffers still go to `device`.
+
+    Raises RuntimeError for a buffer that the constructor does not compute.
     """
     tied = tied_names(model)
     model.to_empty(device="cpu" if offload else device)
@@ -36,20 +38,20 @@ def materialize(model: PreTrainedModel, device: torch.device | str, *, offload: 
     pairs = level_pairs(device)
     for layer in quantized_layers(model).values():
         layer.pairs = pairs
-    twin = buffer_twin(model)
-    computed = dict(twin.named_buffers(remove_duplicate=False))
+    computed_model = copy_with_buffers(model)
+    computed = dict(computed_model.named_buffers(remove_duplicate=False))
     for name, buffer in model.named_buffers(remove_duplicate=False):
         value = pairs if buffer is pairs else computed.get(name)
         if value is None or value.is_meta:
             raise RuntimeError(f"buffer {name} of {type(model).__name__} is not computed by its constructor")
         path, _, attribute = name.rpartition(".")
         model.get_submodule(path)._buffers[attribute] = buffer.to(device).copy_(value)
-    # Some models keep computed tensors as plain attributes, which `to_empty` does not see.
-    twins = dict(twin.named_modules())
+    # Some models store computed tensors as plain attributes, which `to_empty` does not move.
+    computed_modules = dict(computed_model.named_modules())
     for name, module in model.named_modules():
-        computed_here = plain_tensors(twins[name]) if name in twins else {}
-        for attribute in computed_here.keys() & plain_tensors(module):
-            setattr(module, attribute, computed_here[attribute].to(device))
+        attributes = plain_tensors(computed_modules[name]) if name in computed_modules else {}
+        for attribute in attributes.keys() & plain_tensors(module):
+            setattr(module, attribute, attributes[attribute].to(device))
 
 
 def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

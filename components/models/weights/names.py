@@ -1,4 +1,4 @@
-"""Names of a model's tensors: which are saved, and which are the same tensor under a second name."""
+"""Names of a model's tensors: those that are saved, and those of tied parameters."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import nn
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers, each under its first name, in the model's order.
+    """Return parameters and persistent buffers in the model's order, each once, under its first name.
 
-    Asking for the state dict also makes FSDP put the parameters back into shards after a forward.
+    `state_dict` also makes FSDP reshard parameters that a forward left unsharded.
     """
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
@@ -21,7 +21,7 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the further names of shared parameters -> the first name of each."""
+    """Return the additional names of shared parameters -> the first name of each."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

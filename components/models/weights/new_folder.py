@@ -1,4 +1,4 @@
-"""A folder that appears under its name once it is complete, whatever is killed before."""
+"""Atomic creation of a folder, which gets its name only once it is complete, even if its writer is killed."""
 
 from __future__ import annotations
 
@@ -13,37 +13,43 @@ _OLD = "-old"
 
 
 class NewFolder:
-    """A folder in the making, under a name of its own beside the one that it will have.
+    """A folder that is written under a temporary name next to its final one, and then renamed.
 
-    What killed attempts left beside it goes when the next one begins. Of two attempts at the same name at once, the
-    one that began first is taken for killed: it fails with an OSError at the next file that it opens, or at the end,
-    and the other one publishes. Attempts at different names do not see one another.
+    Each attempt first deletes the temporary folders of killed attempts. If two processes write the same folder at once,
+    the one that began first is treated as killed: it fails with OSError at the next file that it opens or in `publish`,
+    and the other one succeeds. Attempts with different final names are independent.
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is its name to be; nothing is written yet."""
+        """`folder`: the final path; nothing is written yet."""
         self.folder = folder
-        self.path = self._fresh()
-        """Where it is until then."""
+        self.path = self._temporary_name()
+        """Temporary path to write to until `publish`."""
 
     def begin(self) -> None:
-        """Remove what earlier attempts left, put back what they had moved away, and make the folder. Raises OSError."""
-        ours = re.compile(rf"{re.escape(self.folder.name)}\.tmp-[0-9a-f]{{8}}({_OLD})?")
+        """Delete leftovers of killed attempts, restore a folder that they moved away, and create `path`.
+
+        Raises OSError.
+        """
+        pattern = re.compile(rf"{re.escape(self.folder.name)}\.tmp-[0-9a-f]{{8}}({_OLD})?")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for left in sorted(each for each in self.path.parent.iterdir() if ours.fullmatch(each.name)):
-            with contextlib.suppress(OSError):  # somebody else's, or gone by now: not in the way
-                if left.name.endswith(_OLD) and not os.path.lexists(self.folder):
-                    left.rename(self.folder)  # killed after it was moved away, before another was there
+        for leftover in sorted(each for each in self.path.parent.iterdir() if pattern.fullmatch(each.name)):
+            with contextlib.suppress(OSError):  # of another user, or deleted meanwhile: it does not disturb
+                if leftover.name.endswith(_OLD) and not os.path.lexists(self.folder):
+                    leftover.rename(self.folder)  # `publish` was killed between its two renames
                     continue
-                # Its name goes first and at once, so that a process that is still writing there cannot publish the rest
-                aside = left.rename(self._fresh())
-                shutil.rmtree(aside, ignore_errors=True)
+                # Rename before deleting: a process that still writes there can then not publish a partial folder.
+                renamed = leftover.rename(self._temporary_name())
+                shutil.rmtree(renamed, ignore_errors=True)
         self.path.mkdir()
 
     def publish(self) -> None:
-        """Put it under its name, in place of what is there. Raises OSError; what was there is then there again."""
+        """Rename the folder to its final path, replacing what exists there.
+
+        Raises OSError; the existing folder is then restored.
+        """
         old = self.path.with_name(f"{self.path.name}{_OLD}")
-        if os.path.lexists(self.folder):  # a file, or a link that leads nowhere, has the name too
+        if os.path.lexists(self.folder):  # true for files and dangling links too, which must also be moved away
             self.folder.rename(old)
         try:
             self.path.rename(self.folder)
@@ -56,8 +62,8 @@ class NewFolder:
         shutil.rmtree(old, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Delete the temporary folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _fresh(self) -> Path:
+    def _temporary_name(self) -> Path:
         return self.folder.with_name(f"{self.folder.name}.tmp-{secrets.token_hex(4)}")

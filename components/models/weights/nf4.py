@@ -1,12 +1,12 @@
-"""Frozen matrices in 4-bit NormalFloat (NF4, QLoRA: Dettmers et al. 2023, arXiv:2305.14314), and products with them.
+"""Frozen matrices in 4-bit NormalFloat (NF4, QLoRA: Dettmers et al. 2023, arXiv:2305.14314), and matmuls with them.
 
-A row is cut into blocks of 64 values. A block is 34 bytes: its largest magnitude in float16, then 64 codes of 4 bits,
-each for the level nearest to value / magnitude. So a matrix is one tensor of bytes, 4.25 bits a value, that is cut by
-rows or by blocks of columns like any other matrix: FSDP2 shards and gathers the bytes themselves, tensor parallelism
-divides them, and no scale is ever on another rank than its codes. The paper quantises the scales a second time, over
-groups that span rows; that would save 0.1 bits of a value, and keep such groups together on every mesh.
+Each row is divided into blocks of 64 values. A block is 34 bytes: the scale (its largest magnitude, float16), then 64
+4-bit codes, each the index of the level nearest to value / scale. So a matrix is one uint8 tensor with 4.25 bits per
+value, which can be sharded by rows or by blocks of columns like any other matrix. FSDP2 and tensor parallelism shard
+the bytes, and a scale is always on the same rank as its codes. The paper's double quantization of scales is not
+implemented: its groups span rows, which would constrain sharding, and it would save only 0.1 bits per value.
 
-torchao's NF4Tensor (0.18) is not used: it takes multiples of 16,384 values alone, and cannot be cut by columns.
+torchao's NF4Tensor (0.18) is not used: it requires multiples of 16,384 values and cannot be sharded by columns.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ LEVELS = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""Of the paper's appendix E: quantiles of the normal distribution, scaled to [-1, 1], zero among them."""
+"""From appendix E of the paper: quantiles of the normal distribution, scaled to [-1, 1], including zero."""
 BLOCK = 64
-"""Neighbours in a row that share a scale."""
+"""Consecutive values of a row that share a scale."""
 SCALE_BYTES = 2
 BLOCK_BYTES = SCALE_BYTES + BLOCK // 2
 PACKED_AT_ONCE = 2**20
-"""About how many values are packed at a time: what that needs besides is many times as large as its result."""
+"""Approximate number of values that are packed at a time, because temporaries are many times larger than the result."""
 
 
 def packed_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Return the shape in bytes of a packed matrix; the last block of a row may be filled up with zeros."""
+    """Return the shape in bytes of a packed matrix; the last block of each row is padded with zeros."""
     return rows, -(-columns // BLOCK) * BLOCK_BYTES
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is a packed matrix: no other has bytes."""
+    """Return whether a parameter is a packed matrix; no other parameters are uint8."""
     return tensor.dtype == torch.uint8
 
 
 def pack(matrix: torch.Tensor) -> torch.Tensor:
-    """Quantise (rows, columns) to the nearest levels; returns uint8 of `packed_shape`, on the same device."""
+    """Quantize (rows, columns) to the nearest levels; return uint8 of `packed_shape` on the same device."""
     rows, columns = matrix.shape
     packed = torch.empty(packed_shape(rows, columns), dtype=torch.uint8, device=matrix.device)
-    some = max(1, PACKED_AT_ONCE // max(1, columns))
-    for start in range(0, rows, some):
-        packed[start : start + some] = _pack(matrix[start : start + some].float())
+    chunk = max(1, PACKED_AT_ONCE // max(1, columns))
+    for start in range(0, rows, chunk):
+        packed[start : start + chunk] = _pack(matrix[start : start + chunk].float())
     return packed
 
 
 def unpack(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the matrix that was packed, (rows, columns) of `dtype`: products in float32, rounded once.
+    """Dequantize a packed matrix to (rows, columns) of `dtype`: computed in float32, then rounded once.
 
     pairs: From `level_pairs`, on the device of `packed`.
     """
-    # FSDP2 of torch 2.11 gathers them in the type of the products, all of which hold 0 to 255 exactly.
+    # FSDP2 of torch 2.11 all-gathers parameters in the mixed-precision dtype; all of them hold 0 to 255 exactly.
     blocks = packed.to(torch.uint8).view(len(packed), -1, BLOCK_BYTES)
     scales = blocks[..., :SCALE_BYTES].contiguous().view(torch.float16)  # (rows, blocks, 1)
     values = F.embedding(blocks[..., SCALE_BYTES:].int(), pairs)  # (rows, blocks, 32, 2)
@@ -66,46 +66,53 @@ def unpack(packed: torch.Tensor, columns: int, pairs: torch.Tensor, dtype: torch
 
 
 def level_pairs(device: torch.device | str | None = None) -> torch.Tensor:
-    """Return what each byte of codes stands for, the first value in its high bits: (256, 2) float32."""
+    """Return the two values of each code byte, high bits first: (256, 2) float32."""
     levels = torch.tensor(LEVELS, device=device)
     return torch.cartesian_prod(levels, levels)
 
 
-def product(hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, pairs: torch.Tensor) -> torch.Tensor:
-    """Return hidden @ W.T + bias, for W packed; only bytes are kept for the backward, where W is unpacked again.
+def nf4_linear(
+    hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, pairs: torch.Tensor
+) -> torch.Tensor:
+    """Return hidden @ W.T + bias for a packed W; autograd saves the packed bytes, and the backward unpacks W again.
 
     Args:
-        hidden: (..., columns); bias: (rows,) or None. Neither W nor the bias gets a gradient.
+        hidden: (..., columns).
+        bias: (rows,) or None. Neither W nor the bias receives a gradient.
     """
     kind = hidden.device.type
     if hidden.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    output: Any = _Product.apply(hidden, packed, pairs)
+    output: Any = _NF4Linear.apply(hidden, packed, pairs)
     return output if bias is None else output + bias.to(output.dtype)
 
 
 def fill_or_pack(tensor: torch.Tensor, name: str, read: Callable[[Index], torch.Tensor], shape: Sequence[int]) -> None:
-    """Set this rank's part of `tensor` to what `read` returns of the whole one, packed where the tensor is.
+    """Set this rank's shard of `tensor` from blocks of the full tensor, packing them if `tensor` is packed.
 
-    shape: Of what `read` reads. Unpacked, no more is held than this rank's part of one matrix.
+    At most this rank's shard of one matrix is held unpacked.
+
+    Args:
+        read: Returns a block of the full, unpacked tensor.
+        shape: Shape of the full, unpacked tensor.
     """
-    fill(tensor, name, packing(read, shape[1]) if is_packed(tensor) else read)
+    fill(tensor, name, packed_reader(read, shape[1]) if is_packed(tensor) else read)
 
 
-def packing(read: Callable[[Index], torch.Tensor], columns: int) -> Callable[[Index], torch.Tensor]:
-    """Return what reads blocks of a matrix packed, their bytes being the index, given what reads it as it is."""
+def packed_reader(read: Callable[[Index], torch.Tensor], columns: int) -> Callable[[Index], torch.Tensor]:
+    """Return a function that reads and packs blocks, indexed in packed bytes, given one that reads a dense matrix."""
     return lambda index: pack(read((index[0], _columns(index[1], columns))))
 
 
-def unpacking(read: Callable[[Index], torch.Tensor], columns: int) -> Callable[[Index], torch.Tensor]:
-    """Return what reads blocks of whole rows as they are, given what reads them packed: the other way round."""
+def unpacked_reader(read: Callable[[Index], torch.Tensor], columns: int) -> Callable[[Index], torch.Tensor]:
+    """Return a function that reads dense blocks, given one that reads packed bytes: the inverse of `packed_reader`."""
     bytes_of_row = slice(0, packed_shape(1, columns)[1])
     return lambda index: unpack(read((index[0], bytes_of_row)), columns, level_pairs(), torch.float32)[:, index[1]]
 
 
-def _columns(place: slice, columns: int) -> slice:
-    """The columns of these bytes of a row; parts of rows are whole blocks."""
-    return slice(place.start // BLOCK_BYTES * BLOCK, min(place.stop // BLOCK_BYTES * BLOCK, columns))
+def _columns(packed_bytes: slice, columns: int) -> slice:
+    """Return the columns stored in a slice of a row's bytes, which begins and ends at block boundaries."""
+    return slice(packed_bytes.start // BLOCK_BYTES * BLOCK, min(packed_bytes.stop // BLOCK_BYTES * BLOCK, columns))
 
 
 def _pack(matrix: torch.Tensor) -> torch.Tensor:
@@ -113,14 +120,14 @@ def _pack(matrix: torch.Tensor) -> torch.Tensor:
     blocks = F.pad(matrix, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
     scales = blocks.abs().amax(2, keepdim=True).half()  # (rows, blocks, 1)
     levels = torch.tensor(LEVELS, device=matrix.device)
-    # A block of zeros has no scale: 0 / 1 is the level of zero too.
+    # The scale of a block of zeros is 0; dividing by 1 instead still gives level 0.
     codes = torch.bucketize(blocks / torch.where(scales > 0, scales, 1).float(), (levels[1:] + levels[:-1]) / 2)
     codes = codes.to(torch.uint8)
     return torch.cat([scales.view(torch.uint8), codes[..., 0::2] << 4 | codes[..., 1::2]], dim=2).flatten(1)
 
 
-class _Product(torch.autograd.Function):
-    """hidden @ W.T for W packed."""
+class _NF4Linear(torch.autograd.Function):
+    """hidden @ W.T for a packed, frozen W."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, packed: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:

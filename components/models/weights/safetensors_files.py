@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face model's safetensors files, read block by block."""
+"""Reading of a Hugging Face model's safetensors files, block by block."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class SafetensorsTensors:
-    """The tensors of safetensors files under their names on disk."""
+    """Tensors of safetensors files under their stored names."""
 
     def __init__(self, paths: list[Path]) -> None:
-        """Reads the headers only. Raises ConfigError naming a file that is missing or damaged."""
+        """Read the headers. Raises ConfigError with the path of a file that is missing or damaged."""
         self._path_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for path in paths:
@@ -28,23 +28,24 @@ class SafetensorsTensors:
             self._shapes |= shapes
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes under the names on disk."""
+        """Return shapes by stored name."""
         return self._shapes
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """Return a block of a tensor in its stored type; only its bytes are read."""
+        """Return a block of a tensor in its stored dtype; only the block's bytes are read."""
         from safetensors import safe_open
 
-        # Opened anew for each block: as long as a file is mapped, every page read counts as this rank's memory.
+        # Reopened for each block: while a file stays mapped, every page read counts towards this rank's memory.
         with safe_open(self._path_of[name], framework="pt") as file:
             return file.get_slice(name)[index].clone() if index else file.get_tensor(name).clone()
 
 
 def find_safetensors(files: ModelFiles, revision: str | None) -> list[Path]:
-    """Return the model's weight files, from its folder or downloaded from the hub.
+    """Return the model's weight files from its folder, or from the hub after downloading them.
 
     Raises:
-        ConfigError: There are none, or they cannot be reached.
+        ConfigError: There are no safetensors files, the index is invalid or names missing files, or the hub cannot be
+            reached.
     """
     single = _find(files, SINGLE_FILE, revision)
     if single is not None:
@@ -52,28 +53,30 @@ def find_safetensors(files: ModelFiles, revision: str | None) -> list[Path]:
     index = _find(files, INDEX_FILE, revision)
     if index is None:
         raise ConfigError(
-            f"model.path={files.name_or_folder}: no {SINGLE_FILE} and no {INDEX_FILE}; convert its weights to "
+            f"model.path={files.name_or_folder}: has no {SINGLE_FILE} or {INDEX_FILE}; convert its weights to "
             "safetensors, or set model.init=random to start from scratch"
         )
     try:
         named = list(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{index}: not an index of safetensors files: {error!r}") from error
+        raise ConfigError(f"{index}: not a valid index of safetensors files: {error!r}") from error
     if outside := [name for name in named if not _is_inside(name)]:
         raise ConfigError(
-            f"{index}: names {outside[0]!r}, but weight files must be named by a path inside the folder; correct the "
-            "index, or do not use a model from this source"
+            f"{index}: lists {outside[0]!r}, but weight files must be inside the folder; correct the index, or do not "
+            "use a model from this source"
         )
     names = sorted(set(named))
     paths = [_find(files, name, revision) for name in names]
     missing = [name for name, path in zip(names, paths, strict=True) if path is None]
     if missing:
-        raise ConfigError(f"model.path={files.name_or_folder}: {INDEX_FILE} names {', '.join(missing)}: no such file")
+        raise ConfigError(
+            f"model.path={files.name_or_folder}: {INDEX_FILE} lists files that do not exist: {', '.join(missing)}"
+        )
     return [path for path in paths if path is not None]
 
 
 def _is_inside(name: object) -> bool:
-    """Whether a name is a path inside the folder. Links are not followed: files of the hub's cache are links."""
+    """Return whether a name is a path inside the folder; links are allowed, as files in the hub's cache are links."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         return False
     path = PurePosixPath(name)

@@ -1,4 +1,4 @@
-"""Write safetensors files of bounded size block by block: no tensor has to be whole in memory, let alone a file."""
+"""Writing of safetensors files of bounded size, block by block: neither a file nor a tensor must fit in memory."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ from components.models.weights.shards import Index
 from components.safetensors_writer import Entry, SafetensorsWriter
 
 BLOCK_BYTES = 4 * 1024**2
-"""About what is read, converted and written at a time."""
+"""Approximate size of a block that is read, converted and written at a time."""
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""Dtypes as a safetensors header names them."""
+"""Dtype names of safetensors headers."""
 METADATA = {"format": "pt"}
-"""What transformers requires of a file of PyTorch weights."""
+"""Metadata that transformers requires in files of PyTorch weights."""
 
 
 @dataclass(slots=True)
 class _File:
-    """A file that is being planned: what is in it, in the order in which it will arrive."""
+    """A planned file: its tensors in the order in which they will be written."""
 
     tensors: dict[str, torch.Tensor]
     bytes: int = 0
 
 
 class WeightFiles:
-    """model.safetensors, or model-N-of-M.safetensors with an index; the same bytes as safetensors' save_file writes.
+    """Writer of model.safetensors, or of model-N-of-M.safetensors with an index, byte-identical to save_file.
 
-    Names, shapes and the order of the tensors are known from the start, so that a header can be written before the
-    values.
+    Names, shapes and the order of the tensors must be given at the start, because the header precedes the values.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
         """Plan the files; nothing is written yet.
 
         Args:
-            tensors: Every tensor by name, in the order in which they will be written; shapes and types count, so
-                they may be on the meta device.
-            shard_bytes: Largest file without its header; a single larger tensor still makes one file.
+            tensors: All tensors by name, in the order in which they will be written. Only shapes and dtypes are used,
+                so they may be on the meta device.
+            shard_bytes: Maximum size of a file without its header; a single larger tensor gets its own file.
         """
         self._folder = folder
         self._files = _split(tensors, shard_bytes)
@@ -61,16 +60,16 @@ class WeightFiles:
 
         Raises:
             OSError: The file could not be written.
-            ValueError: The blocks do not make the tensor that was announced.
+            ValueError: The blocks do not match the planned shape or dtype.
         """
-        announced = self._files[self._file_of[name]].tensors[name]
+        planned = self._files[self._file_of[name]].tensors[name]
 
         def checked() -> Iterator[memoryview]:
             for block in blocks:
-                if block.dtype != announced.dtype or block.shape[1:] != announced.shape[1:]:
+                if block.dtype != planned.dtype or block.shape[1:] != planned.shape[1:]:
                     raise ValueError(
-                        f"{name}: a block of {tuple(block.shape)} {block.dtype} where {tuple(announced.shape)} "
-                        f"{announced.dtype} were expected"
+                        f"{name}: got a block of shape {tuple(block.shape)}, {block.dtype}; expected blocks of a "
+                        f"tensor of shape {tuple(planned.shape)}, {planned.dtype}"
                     )
                 yield bytes_of(block)
 
@@ -78,17 +77,17 @@ class WeightFiles:
         self._written += 1
 
     def finish(self) -> None:
-        """Close the last file and write the index where there are several. Raises OSError, ValueError."""
+        """Close the last file and write the index if there are several files. Raises OSError, ValueError."""
         self.close()
         if self._written != len(self._file_of):
-            raise ValueError(f"{self._written} tensors were written where {len(self._file_of)} were expected")
+            raise ValueError(f"{self._written} tensors were written, but {len(self._file_of)} were planned")
         if len(self._files) > 1:
             weight_map = {name: self._name(index) for name, index in self._file_of.items()}
             body = {"metadata": {"total_size": sum(file.bytes for file in self._files)}, "weight_map": weight_map}
             (self._folder / INDEX_FILE).write_text(json.dumps(body, indent=2) + "\n")
 
     def close(self) -> None:
-        """Close the file that is open."""
+        """Close the current file, if any."""
         if self._open is not None:
             self._open[1].close()
             self._open = None
@@ -98,12 +97,13 @@ class WeightFiles:
         return SINGLE_FILE if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
 
     def _writer_of(self, name: str) -> SafetensorsWriter:
-        """Return the writer of the file that a tensor belongs to; opens the file if it is the next one."""
+        """Return the writer of a tensor's file; open the file first if it is not the current one."""
         index = self._file_of[name]
         if self._open is None or self._open[0] != index:
             self.close()
             tensors = self._files[index].tensors
-            file = (self._folder / self._name(index)).open("xb")  # a file is left only when it is full
+            # Mode x: returning to an earlier file fails, because tensors must be written in the planned order.
+            file = (self._folder / self._name(index)).open("xb")
             try:
                 writer = SafetensorsWriter(file, {each: _entry(tensors[each]) for each in tensors}, METADATA)
             except BaseException:
@@ -114,7 +114,7 @@ class WeightFiles:
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors that are in memory to one file. Raises OSError."""
+    """Write tensors in memory to one file. Raises OSError."""
     with path.open("xb") as file:
         writer = SafetensorsWriter(file, {name: _entry(each) for name, each in tensors.items()}, METADATA)
         for name, each in tensors.items():
@@ -122,12 +122,12 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the values of a tensor as bytes; copied only if they are not contiguous in host memory."""
+    """Return a tensor's values as bytes; copied only if they are not contiguous in host memory."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def row_blocks(tensor: torch.Tensor) -> Iterator[Index]:
-    """Yield the blocks of rows, about BLOCK_BYTES each, in which a tensor is read and written."""
+    """Yield the indices of blocks of rows, about BLOCK_BYTES each, in which a tensor is read and written."""
     if tensor.ndim == 0:
         yield ()
         return
