@@ -15,7 +15,7 @@ ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16"
 """Bytes per element, by dtype name in a safetensors header."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Shape of a tensor, and its dtype as named in a safetensors header."""
 
     dtype: str
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 class SafetensorsWriter:
     """Writer of one file. The header comes first and declares all tensors; their values may be written in any order."""
 
-    def __init__(self, file: IO[bytes], entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+    def __init__(self, file: IO[bytes], entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> None:
         """Write the header for `entries`, by tensor name. Raises OSError.
 
         Larger dtypes come first in the file, so that every tensor is aligned when the file is memory-mapped.

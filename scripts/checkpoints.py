@@ -18,7 +18,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
 from pathlib import Path
 
-from components.checkpoint.listing import Entry, check_contents, list_checkpoints, removable
+from components.checkpoint.listing import ListedCheckpoint, check_contents, list_checkpoints, removable
 from components.checkpoint.retention import remove
 from components.config.compose.frozen import read_section
 from components.config.errors import ConfigError
@@ -98,7 +98,7 @@ def prune(run_dir: Path, policy: CheckpointConfig, confirmed: bool) -> int:
     return 0
 
 
-def _print_removals(verb: str, entries: list[Entry], leftovers: list[Path]) -> None:
+def _print_removals(verb: str, entries: list[ListedCheckpoint], leftovers: list[Path]) -> None:
     for entry in entries:
         print_text(f"{verb} {entry.path.name} ({_size(entry)})")
     for path in leftovers:
@@ -109,7 +109,7 @@ def _print_removals(verb: str, entries: list[Entry], leftovers: list[Path]) -> N
         print_text("add --yes to remove")
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: ListedCheckpoint) -> tuple[str, ...]:
     state = "; ".join(entry.problems) or "complete"
     manifest = entry.manifest
     if manifest is None:
@@ -120,7 +120,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
     return entry.path.name, str(manifest.step), manifest.saved, _size(entry), mesh, loss, kept, state
 
 
-def _size(entry: Entry) -> str:
+def _size(entry: ListedCheckpoint) -> str:
     size = float(entry.manifest.bytes if entry.manifest else 0)
     for unit in ("bytes", "KB", "MB"):
         if size < 1000:

@@ -12,7 +12,7 @@ from components.config.schema.checkpoint import CheckpointConfig
 
 
 @dataclass(slots=True)
-class Entry:
+class ListedCheckpoint:
     """A folder that is named like a checkpoint."""
 
     path: Path
@@ -24,7 +24,7 @@ class Entry:
     """Why the policy keeps it. Empty: it may be removed, or it is incomplete and so never removed."""
 
 
-def list_checkpoints(run_dir: Path, policy: CheckpointConfig) -> list[Entry]:
+def list_checkpoints(run_dir: Path, policy: CheckpointConfig) -> list[ListedCheckpoint]:
     """Return an entry for each checkpoint folder, oldest first; only the sizes of files are checked."""
     entries = [_entry(path) for path in candidates(run_dir / FOLDER)]
     entries.sort(key=lambda entry: (entry.manifest.serial if entry.manifest else 0, entry.path.name))
@@ -32,7 +32,7 @@ def list_checkpoints(run_dir: Path, policy: CheckpointConfig) -> list[Entry]:
     return entries
 
 
-def apply_policy(entries: list[Entry], policy: CheckpointConfig) -> None:
+def apply_policy(entries: list[ListedCheckpoint], policy: CheckpointConfig) -> None:
     """Set `reasons` of each entry; only complete checkpoints count."""
     complete = [(entry, entry.manifest) for entry in entries if entry.manifest and not entry.problems]
     reasons = reasons_to_keep([manifest for _, manifest in complete], policy)
@@ -42,14 +42,14 @@ def apply_policy(entries: list[Entry], policy: CheckpointConfig) -> None:
         entry.reasons = why
 
 
-def check_contents(entry: Entry) -> list[str]:
+def check_contents(entry: ListedCheckpoint) -> list[str]:
     """Compare every block of a checkpoint with its hash; store the problems in the entry and return them."""
     if entry.manifest and not entry.problems:
         entry.problems = entry.manifest.check_hashes(entry.path, rank=0, world=1)
     return entry.problems
 
 
-def removable(run_dir: Path, policy: CheckpointConfig) -> tuple[list[Entry], list[Path]]:
+def removable(run_dir: Path, policy: CheckpointConfig) -> tuple[list[ListedCheckpoint], list[Path]]:
     """Return the complete checkpoints that `policy` does not keep, and the leftovers of killed attempts.
 
     The newest checkpoint is verified block by block before the policy is applied. A damaged one is not counted, and the
@@ -63,9 +63,9 @@ def removable(run_dir: Path, policy: CheckpointConfig) -> tuple[list[Entry], lis
     return [e for e in entries if not e.problems and not e.reasons], leftovers(run_dir / FOLDER)
 
 
-def _entry(path: Path) -> Entry:
+def _entry(path: Path) -> ListedCheckpoint:
     try:
         manifest = Manifest.read(path)
     except ManifestError as error:
-        return Entry(path, None, [str(error)], [])
-    return Entry(path, manifest, manifest.check_sizes(path), [])
+        return ListedCheckpoint(path, None, [str(error)], [])
+    return ListedCheckpoint(path, manifest, manifest.check_sizes(path), [])

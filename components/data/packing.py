@@ -27,7 +27,7 @@ _KEPT_FREE = 2  # room, in documents of mean length, left for the exact completi
 _DOCUMENTS_MULTIPLE = 8  # so that document tensors of train and eval batches mostly have one shape
 
 
-class Plan(NamedTuple):
+class RowPlan(NamedTuple):
     """Assignment of documents to rows: row r holds `documents[starts[r] : starts[r + 1]]`."""
 
     documents: np.ndarray  # (documents,) int64
@@ -82,7 +82,7 @@ class PackedDataset(ItemSequence[PackedRow]):
         return self._plan.documents[starts[row] : starts[row + 1]].tolist()
 
 
-def plan_rows(lengths: Sequence[int] | np.ndarray, size: int) -> Plan:
+def plan_rows(lengths: Sequence[int] | np.ndarray, size: int) -> RowPlan:
     """Assign every document to a row of `size` tokens. Deterministic; documents of equal length are used in order.
 
     Args:
@@ -105,7 +105,7 @@ def plan_rows(lengths: Sequence[int] | np.ndarray, size: int) -> Plan:
         indices.append(table.reshape(-1))
         starts.append(filled + len(pattern) * np.arange(1, rows + 1))
         filled += table.size
-    return Plan(by_length[np.concatenate(indices)], np.concatenate(starts))
+    return RowPlan(by_length[np.concatenate(indices)], np.concatenate(starts))
 
 
 def _rows(patterns: list[Pattern]) -> int:

@@ -25,7 +25,7 @@ import xxhash
 
 from components.data.examples import IGNORED, Example
 from components.protocol.run_files import PRIVATE, atomic_file
-from components.safetensors_writer import ITEM_BYTES, Entry, SafetensorsWriter
+from components.safetensors_writer import ITEM_BYTES, SafetensorsWriter, TensorEntry
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +260,9 @@ class _OpenFile:
 def _write_columns(output: IO[bytes], columns: dict[str, tuple[str, IO[bytes]]], summary: str) -> None:
     """Write header and columns, then replace the zeros reserved in the header by the hash of the content."""
     digest = xxhash.xxh3_128(summary.encode())
-    entries = {name: Entry(dtype, (content.tell() // ITEM_BYTES[dtype],)) for name, (dtype, content) in columns.items()}
+    entries = {
+        name: TensorEntry(dtype, (content.tell() // ITEM_BYTES[dtype],)) for name, (dtype, content) in columns.items()
+    }
     writer = SafetensorsWriter(output, entries, {"summary": summary, "hash": "0" * 32})
 
     def blocks_of(content: IO[bytes]) -> Iterator[bytes]:

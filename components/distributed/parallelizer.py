@@ -41,7 +41,7 @@ from components.distributed.pipeline.stages import Stages, cut_into_stages
 from components.distributed.tensor.apply_tp import apply_tensor_parallel
 from components.distributed.tensor.tp_plan import (
     MissingPlanError,
-    Plan,
+    TpPlan,
     get_hf_tp_shard_plan,
     import_class_from_path,
     import_classes_from_paths,
@@ -243,7 +243,7 @@ def _destroy_dist_connection() -> None:
     destroy_global_state()
 
 
-def _select_plan(plan: dict[str, ParallelStyle] | str | None, model: nn.Module, anatomy: Anatomy) -> Plan:
+def _select_plan(plan: dict[str, ParallelStyle] | str | None, model: nn.Module, anatomy: Anatomy) -> TpPlan:
     """Return the user's plan if given, even if empty, or the model's own.
 
     Raises MissingPlanError if the model's own plan shards no decoder layer.

@@ -20,7 +20,7 @@ from components.models.attention import use_causal_sdpa
 from components.models.float8 import use_float8
 from components.models.tokenizer import load_tokenizer
 from components.models.weights.gguf import read_config
-from components.models.weights.hub_files import explain_loading_error, first_line
+from components.models.weights.hub_files import error_line, explain_loading_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -73,10 +73,10 @@ def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrained
             )
     except ImportError as error:
         raise ConfigError(
-            f"model.attention={cfg.attention}: {first_line(error)}; install it or set model.attention=sdpa"
+            f"model.attention={cfg.attention}: {error_line(error)}; install it or set model.attention=sdpa"
         ) from error
     except ValueError as error:
-        raise ConfigError(_explain_build_error(cfg, config.model_type, first_line(error))) from error
+        raise ConfigError(_explain_build_error(cfg, config.model_type, error_line(error))) from error
     _load_generation_config(model, cfg)
     model.config.use_cache = False
     if DType.float64 in (cfg.dtype, cfg.compute_dtype):

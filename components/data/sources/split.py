@@ -44,7 +44,7 @@ from components.data.sources.rows import (
     text_of,
     train_location,
 )
-from components.data.sources.text import STDLIB, first_line, split_document, stdlib_rows
+from components.data.sources.text import STDLIB, opening_line, split_document, stdlib_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -218,7 +218,7 @@ def first_prompts(split: SourceSplit, count: int) -> list[str]:
     found = []
     for record in islice(split, count):
         if isinstance(record, Document):
-            found.append(first_line(record))
+            found.append(opening_line(record))
         else:
             roles = [message["role"] for message in record.messages]
             found.append(text_of(record.messages[roles.index(ASSISTANT) - 1].get("content")))

@@ -63,6 +63,6 @@ def split_document(document: Document, fraction: float, is_eval: bool) -> Docume
     return Document(document.where, document.text[cut:] if is_eval else document.text[:cut])
 
 
-def first_line(document: Document) -> str:
+def opening_line(document: Document) -> str:
     """Return the first non-empty line of a document, at most 80 characters, as a prompt for generation."""
     return document.text.strip().partition("\n")[0][:80]

@@ -33,7 +33,7 @@ from components.distributed.tensor.tensor_parallel import (
 from components.distributed.tensor.tp_plan import (
     AttentionLayout,
     Heads,
-    Plan,
+    TpPlan,
     check_covered,
     check_divisible,
     fit_activations,
@@ -61,7 +61,7 @@ class Applied:
 def apply_tensor_parallel(
     model: nn.Module,
     tp_mesh: DeviceMesh,
-    plan: Plan,
+    plan: TpPlan,
     anatomy: Anatomy,
     *,
     sequence_parallel: bool,
@@ -177,7 +177,7 @@ def _takes_dtensor(name: str, block: nn.Module, inside: dict[str, ParallelStyle]
 
 
 def _notes(
-    model: nn.Module, plan: Plan, heads: Heads | None, tp: int, strict: bool, dropped: list[str]
+    model: nn.Module, plan: TpPlan, heads: Heads | None, tp: int, strict: bool, dropped: list[str]
 ) -> tuple[str, ...]:
     unmatched = [path for path in plan if not matching(model, path) and not names_experts_parameter(model, path)]
     if unmatched and strict:

@@ -25,7 +25,7 @@ from components.distributed.expert import ExpertParallel
 from components.distributed.tensor.tensor_parallel import KVHeadSlice, ReplicatedParameters, TransformersStyle
 from components.models.anatomy import Anatomy, is_experts, read_anatomy
 
-Plan = dict[str, ParallelStyle]
+TpPlan = dict[str, ParallelStyle]
 """Module path -> style; `*` matches one path component."""
 
 TORCH_STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -79,7 +79,7 @@ class _NotAStyleNameError(TypeError, AssertionError):
     """Error for a style name that is not a string."""
 
 
-def get_hf_tp_shard_plan(model: nn.Module) -> Plan:
+def get_hf_tp_shard_plan(model: nn.Module) -> TpPlan:
     """Return the tensor-parallel plan of a Hugging Face model.
 
     Same signature as in NeMo AutoModel's parallelizer. Merges the `_tp_plan` of the class, the instance and the inner
@@ -89,7 +89,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> Plan:
     return shard_plan(model, read_anatomy(model))
 
 
-def shard_plan(model: nn.Module, anatomy: Anatomy) -> Plan:
+def shard_plan(model: nn.Module, anatomy: Anatomy) -> TpPlan:
     """Return the plan of a model's anatomy as torch styles, with the input embedding added.
 
     Raises MissingPlanError if the plan would shard nothing.
@@ -102,8 +102,8 @@ def shard_plan(model: nn.Module, anatomy: Anatomy) -> Plan:
     return _translated(model, styles)
 
 
-def _translated(model: nn.Module, styles: dict[str, str]) -> Plan:
-    plan: Plan = {}
+def _translated(model: nn.Module, styles: dict[str, str]) -> TpPlan:
+    plan: TpPlan = {}
     for path, style in styles.items():
         try:
             plan[path] = translate_to_torch_parallel_style(style)
@@ -120,7 +120,7 @@ def missing_plan(model: nn.Module) -> str:
     )
 
 
-def shards_any(model: nn.Module, plan: Plan, within: Iterable[str] = ("",)) -> bool:
+def shards_any(model: nn.Module, plan: TpPlan, within: Iterable[str] = ("",)) -> bool:
     """Return whether a plan shards any module of the model whose name starts with one of `within`."""
     prefixes = tuple(within)
     for path in (path for path, style in plan.items() if _shards(style)):
@@ -141,7 +141,7 @@ def names_experts_parameter(model: nn.Module, path: str) -> bool:
     return any(is_experts(module) and leaf in module._parameters for _, module in matching(model, module_path))
 
 
-def load_plan(path: str, model: nn.Module) -> Plan:
+def load_plan(path: str, model: nn.Module) -> TpPlan:
     """Import a user's plan from `package.module:name`, a dict or a function that returns one.
 
     The function may take the model. Values are torch styles, or names of transformers' styles. Raises ConfigError for
@@ -241,7 +241,7 @@ def read_heads(anatomy: Anatomy, tp: int) -> Heads | None:
     return Heads(anatomy.heads, anatomy.kv_heads, attention_layout(anatomy.heads, anatomy.kv_heads, tp))
 
 
-def fit_attention(model: nn.Module, plan: Plan, tp: int, anatomy: Anatomy) -> Plan:
+def fit_attention(model: nn.Module, plan: TpPlan, tp: int, anatomy: Anatomy) -> TpPlan:
     """Return the plan adjusted to the model's heads, with the q/k norms that published plans omit.
 
     If tp does not divide the heads, attention is removed from the plan and replicated. If there are fewer kv heads than
@@ -266,7 +266,7 @@ def fit_attention(model: nn.Module, plan: Plan, tp: int, anatomy: Anatomy) -> Pl
     return fitted
 
 
-def fit_activations(model: nn.Module, plan: Plan) -> Plan:
+def fit_activations(model: nn.Module, plan: TpPlan) -> TpPlan:
     """Return the plan with the activation functions that have parameters (xIELU), which published plans omit.
 
     Such a scalar is shared by all features. Next to a row-wise layer each rank computes its gradient from a shard of
@@ -282,7 +282,7 @@ def fit_activations(model: nn.Module, plan: Plan) -> Plan:
     return fitted
 
 
-def check_divisible(model: nn.Module, plan: Plan, tp: int) -> None:
+def check_divisible(model: nn.Module, plan: TpPlan, tp: int) -> None:
     """Raise ConfigError listing every linear layer whose sharded size tp does not divide."""
     problems: dict[str, str] = {}
     for path, style in plan.items():
@@ -301,7 +301,7 @@ def check_divisible(model: nn.Module, plan: Plan, tp: int) -> None:
         raise ConfigError([f"{problem}; change parallelism.tp" for problem in problems.values()])
 
 
-def check_covered(model: nn.Module, plan: Plan, tp: int) -> None:
+def check_covered(model: nn.Module, plan: TpPlan, tp: int) -> None:
     """Raise ConfigError for modules that a model's plan omits but that cannot be replicated."""
     problems: dict[str, str] = {}
     for path, style in plan.items():
@@ -336,5 +336,5 @@ def _takes_sharded_input(style: ParallelStyle) -> bool:
     return isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),)
 
 
-def _planned(plan: Plan, name: str) -> bool:
+def _planned(plan: TpPlan, name: str) -> bool:
     return any(re.fullmatch("[^.]+".join(re.escape(part) for part in path.split("*")), name) for path in plan)

@@ -33,10 +33,10 @@ def explain_loading_error(error: Exception, files: ModelFiles, key: str, what: s
         return ConfigError(
             f"{given}: its {what} is not in the local cache and the hub cannot be reached; set {key} to a local folder"
         )
-    return ConfigError(f"{given}: the {what} cannot be read: {first_line(error)}")
+    return ConfigError(f"{given}: the {what} cannot be read: {error_line(error)}")
 
 
-def first_line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Return the first line of an exception's message, or the name of its type if the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 

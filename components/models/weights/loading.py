@@ -54,7 +54,7 @@ class Conversion:
 
 
 @dataclass(slots=True)
-class Plan:
+class LoadPlan:
     """Source of each tensor of the model."""
 
     direct: dict[str, str] = field(default_factory=dict)  # the model's name -> the stored name
@@ -155,7 +155,7 @@ def _open(cfg: ModelConfig, meta_model: PreTrainedModel) -> StoredTensors:
     return SafetensorsTensors(find_safetensors(files, cfg.revision))
 
 
-def _plan(meta_model: PreTrainedModel, stored_names: list[str]) -> Plan:
+def _plan(meta_model: PreTrainedModel, stored_names: list[str]) -> LoadPlan:
     """Map stored names to the model's with transformers' renamings, conversions and base-model prefix."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -166,7 +166,7 @@ def _plan(meta_model: PreTrainedModel, stored_names: list[str]) -> Plan:
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state_dict = meta_model.state_dict()
     ignored = re.compile("|".join([OLD_BUFFERS, *(meta_model._keys_to_ignore_on_load_unexpected or [])]))
-    plan = Plan()
+    plan = LoadPlan()
     for stored in sorted(stored_names, key=dot_natural_key):
         name, pattern = rename_source_key(stored, renamings, converters, meta_model.base_model_prefix, state_dict)
         if name not in state_dict and stored in state_dict:
@@ -199,7 +199,7 @@ def _convert(
     return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
-def _check(plan: Plan, meta_model: PreTrainedModel, stored: dict[str, tuple[int, ...]], given: str) -> None:
+def _check(plan: LoadPlan, meta_model: PreTrainedModel, stored: dict[str, tuple[int, ...]], given: str) -> None:
     """Raise ConfigError with all missing, unexpected and misshaped tensors. stored: shapes by stored name."""
     expected = saved_tensors(meta_model)
     found = {*plan.direct, *(name for first, each in plan.converted.items() for name in _converted_names(each, first))}

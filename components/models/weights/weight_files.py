@@ -13,7 +13,7 @@ import torch
 
 from components.models.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 from components.models.weights.shards import Index
-from components.safetensors_writer import Entry, SafetensorsWriter
+from components.safetensors_writer import SafetensorsWriter, TensorEntry
 
 BLOCK_BYTES = 4 * 1024**2
 """Approximate size of a block that is read, converted and written at a time."""
@@ -147,8 +147,8 @@ def _split(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[_File]
     return files
 
 
-def _entry(tensor: torch.Tensor) -> Entry:
-    return Entry(_DTYPES[tensor.dtype], tuple(tensor.shape))
+def _entry(tensor: torch.Tensor) -> TensorEntry:
+    return TensorEntry(_DTYPES[tensor.dtype], tuple(tensor.shape))
 
 
 def _size(tensor: torch.Tensor) -> int:
