@@ -91,7 +91,7 @@ def test_a_machine_of_cpus_runs_four_processes_a_core_and_as_many_as_its_memory_
     assert degree.startswith("parallelism.cp=9999: 19998 processes on this machine")
     assert device_problems(config("2"), 2, gpus=0, memory=2**29) == []
     (large,) = device_problems(config("3"), 3, gpus=0, memory=2**29)
-    assert "they take 0.8 GiB before they have a model, more than the 0.5 GiB there are" in large
+    assert "they need 0.8 GiB before loading a model, but only 0.5 GiB are usable" in large
     for few_gpus in (0, 8):
         cfg = config("9999", Device.cpu)
         assert len(device_problems(cfg, 9999, gpus=few_gpus, memory=2**50)) == 1

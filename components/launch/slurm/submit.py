@@ -15,7 +15,7 @@ from components.config.schema.cluster import ClusterConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import CheckedRun, Job, Recipe
-from components.launch.run_checks import decides
+from components.launch.run_checks import affects
 from components.launch.slurm.commands import NoAnswer, ask
 from components.launch.slurm.job_checks import job_problems, refusal
 from components.launch.slurm.jobs import (
@@ -61,7 +61,7 @@ class SlurmBackend:
         self, cfg: RecipeConfig, processes: int, refused: Collection[str], *, quick: bool = False
     ) -> tuple[list[str], list[str]]:
         """Check the script, paths and caches, and run sbatch --test-only. Notes: earliest start, local paths."""
-        return ([], []) if quick else job_problems(cfg, ask_slurm=not decides(refused, ["cluster"]))
+        return ([], []) if quick else job_problems(cfg, ask_slurm=not affects(refused, ["cluster"]))
 
     def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
         """Print the script that would be submitted."""
