@@ -242,7 +242,9 @@ def test_the_script_by_hand_is_an_attempt_of_its_own(login: Login) -> None:
     (run / "job_id").unlink()  # a script that looks before the other one has written it
     at_once = cluster.run("sbatch", "--parsable", "--nodelist=n5", str(run / "job.sbatch")).stdout.strip()
     assert cluster.wait_for(at_once, "FAILED")["ExitCode"] == "2:0"
-    assert re.search(rf"job {answer.job} .process \d+ on host n1. trains in it; wait for its end", log_of(run))
+    assert re.search(
+        rf"job {answer.job} .process \d+ on host n1. is training in it; wait for it to finish", log_of(run)
+    )
     assert not (run / "result.json").exists()
     (login.folder / "go").touch()
     login.ended(answer)
