@@ -411,8 +411,8 @@ NOT_BUILT = [
     ("parallelism=ddp,fsdp2", "parallelism=ddp,fsdp2: is several values, a sweep; add -m, give one value, or"),
 ]
 SWEEPS = [
-    ("-m", "a sweep needs a key with several values, such as parallelism=ddp,fsdp2", "leave -m out"),
-    ("-m training.max_steps=3", "a sweep needs a key with several values", "leave -m out"),
+    ("-m", "a sweep needs a key with several values, such as parallelism=ddp,fsdp2", "or remove -m"),
+    ("-m training.max_steps=3", "a sweep needs a key with several values", "or remove -m"),
     ("--multirun parallelism=fsdp2", "a sweep needs a key with several values"),
     ("-m cluster.dry_run=true", "a sweep needs a key with several values"),
     ("-m parallelism=ddp,fsdp2 training.max_step=3", "training.max_step=3: no such key", "training.max_steps"),

@@ -113,8 +113,8 @@ def test_a_lease_of_a_job_that_is_over_is_free_at_once(pods: Pods, monkeypatch: 
     [
         (JobState.running, "running", "job pod-1, no step yet"),
         (JobState.submitted, "submitted", "job pod-1"),
-        (JobState.unknown, "submitted", "job pod-1; Pods cannot be asked here"),
-        (JobState.gone, "failed", "job pod-1 left no result, and Pods knows nothing of it any more"),
+        (JobState.unknown, "submitted", "job pod-1; Pods cannot be queried from here"),
+        (JobState.gone, "failed", "job pod-1 left no result, and Pods no longer lists it"),
         (JobState.oom, "oom", "job pod-1 ended with the state oom and left no result"),
     ],
 )

@@ -522,7 +522,7 @@ def test_a_job_that_nobody_can_ask_about_is_told(
     assert f"{directory.path}: belongs to job 17, which may still run: there is no squeue on PATH" in told
     assert "do not start this run twice at once" in told
     with (
-        pytest.raises(ConfigError, match="job 17, which may still run.*remove .*job_id if it has"),
+        pytest.raises(ConfigError, match="job 17, which may still run.*remove .*job_id if the job has"),
         held(directory.path),
     ):
         pass

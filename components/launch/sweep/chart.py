@@ -1,4 +1,4 @@
-"""report.png: how fast each mesh was, and the curves that must lie on one another."""
+"""report.png: throughput and loss curve of each point; curves of equivalent meshes must coincide."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from components.protocol.run_files import atomic_file
 
 
 def plot_report(report: SweepReport, file: Path) -> str | None:
-    """Draw the sweep; return why nothing was drawn, or None."""
+    """Plot the sweep to a PNG; return the reason if there is nothing to plot."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no report.png: matplotlib is not installed (pip install 'meshbook[plot]')"
     rows = [row for row in report.rows if row.tokens_per_second]
     if not rows:
-        return "no report.png: no point has measured its speed"
+        return "no report.png: no point has measured its throughput"
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -30,8 +30,8 @@ def plot_report(report: SweepReport, file: Path) -> str | None:
     speeds.invert_yaxis()
     speeds.margins(x=0.2)
     speeds.set(xlabel="target tokens per second", title=report.sweep.directory.name)
-    for under, row in enumerate(rows):  # equal curves hide one another: the first is the widest
-        curves.plot(*_curve(row, report), label=row.point.name, linewidth=max(8 - 2 * under, 1))
+    for index, row in enumerate(rows):  # coinciding curves would hide each other: draw the first one widest
+        curves.plot(*_curve(row, report), label=row.point.name, linewidth=max(8 - 2 * index, 1))
     curves.xaxis.set_major_locator(MaxNLocator(integer=True))
     curves.set(xlabel="optimizer step", ylabel="loss per target token (nats)")
     curves.grid(alpha=0.3)
@@ -42,5 +42,6 @@ def plot_report(report: SweepReport, file: Path) -> str | None:
 
 
 def _curve(row: SweepRow, report: SweepReport) -> tuple[list[int], list[float]]:
+    """Return the steps and training losses of a point."""
     lines = [line for line in MetricsLog(report.sweep.run_dir(row.point)).read() if "loss" in line]
     return [line["step"] for line in lines], [line["loss"] for line in lines]

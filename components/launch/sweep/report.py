@@ -1,4 +1,4 @@
-"""Print and write the table of a sweep, and derive the exit status."""
+"""Report of a sweep: the table on the console and in files, and the exit status."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from components.protocol.run_files import atomic_write
 from components.terminal import print_text
 
 WATCH_EVERY = 5.0
-"""Seconds between two looks."""
+"""Refresh interval in seconds."""
 WIDTH = 200
-"""Columns where the output is no terminal: the table is then read in a file."""
+"""Line width if the output is not a terminal, but a file to read later."""
 
 
 def report_now(sweep: Sweep) -> int:
     """Print the table, write report.md, report.csv and report.png, and return the exit status.
 
-    1 too if the disk does not take the report.
+    The status is also 1 if the report cannot be written.
     """
     report = read_report(sweep)
     console = _console()
@@ -38,15 +38,15 @@ def report_now(sweep: Sweep) -> int:
         print_text(f"report: {sweep.directory / 'report.md'}", flush=True)
     except OSError as error:
         file, why = error.filename or sweep.directory, error.strerror or error
-        print_text(f"{file}: cannot be written: {why}; mend that, then: {report_command(sweep)}", file=sys.stderr)
+        print_text(f"{file}: cannot be written: {why}; fix that, then run: {report_command(sweep)}", file=sys.stderr)
         status = 1
     if any(row.state in ALIVE for row in report.rows):
-        print_text(f"look again: {report_command(sweep, '--watch')}", flush=True)
+        print_text(f"to follow it: {report_command(sweep, '--watch')}", flush=True)
     return status
 
 
 def watch(sweep: Sweep) -> int:
-    """Print the table again and again until nothing runs or waits any more; then as `report_now`."""
+    """Print the table repeatedly until no point is running or pending; then report as `report_now` does."""
     console = _console()
     while True:
         report = read_report(sweep)
@@ -59,7 +59,7 @@ def watch(sweep: Sweep) -> int:
 
 
 def report_command(sweep: Sweep, *options: str) -> str:
-    """Return the command that prints the table, from the current folder."""
+    """Return the shell command that prints the report, relative to the current folder."""
     here = Path.cwd()
     paths = (CONF.parent / "scripts" / "sweep_report.py", sweep.directory)
     shown = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths]
@@ -67,7 +67,7 @@ def report_command(sweep: Sweep, *options: str) -> str:
 
 
 def exit_status(report: SweepReport) -> int:
-    """Return 0 where every point is ok, or on its way, and the losses agree; else 1."""
+    """Return 0 if every point is ok or may still become ok, and the losses agree; else 1."""
     fine = (*NOT_BAD, "not started") if is_running(report.sweep.directory) else NOT_BAD
     return int(bool(report.agreement.disagreeing) or any(row.state not in fine for row in report.rows))
 
@@ -77,7 +77,7 @@ def _plot(report: SweepReport) -> str | None:
 
     try:
         return plot_report(report, report.sweep.directory / "report.png")
-    except (MemoryError, OSError, ImportError) as error:  # the table must not depend on a picture
+    except (MemoryError, OSError, ImportError) as error:  # a failed plot must not cost the table
         return f"no report.png: {type(error).__name__}: {error}"
 
 
