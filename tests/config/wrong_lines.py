@@ -158,7 +158,7 @@ MESH = [
     ("parallelism.tp_plan=no_such_module:plan", "no module 'no_such_module' is found", "beside the recipe"),
     (
         "cluster.procs_per_node=4001 training.global_batch_size=4001",
-        *("cluster.procs_per_node=4001: 4001 processes on this machine", "at most 4 per core"),
+        *("cluster.procs_per_node=4001: 4001 processes on this machine", "the limit is 4 per core"),
         "cluster.oversubscribe=true",
     ),
     (

@@ -136,8 +136,7 @@ def held(path: Path) -> Iterator[None]:
     try:
         if lock is None and not (path / RESULT).exists():
             raise ConfigError(
-                f"run.dir={path}: cannot determine whether its run has ended: there are no locks and "
-                f"no {RESULT}"
+                f"run.dir={path}: cannot determine whether its run has ended: there are no locks and no {RESULT}"
             )
         if doubt := _reject_live_job(path, advice):
             raise ConfigError(
