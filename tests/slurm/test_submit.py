@@ -238,7 +238,7 @@ def test_the_script_by_hand_is_an_attempt_of_its_own(login: Login) -> None:
     until((run / "job_id").exists, lambda: log_of(run))
     by_hand = cluster.run("sbatch", "--parsable", str(run / "job.sbatch")).stdout.strip()
     assert cluster.wait_for(by_hand, "FAILED")["ExitCode"] == "2:0"
-    assert f"belongs to job {answer.job}, which has not ended; end it with scancel {answer.job}" in log_of(run)
+    assert f"belongs to job {answer.job}, which has not ended; cancel it with scancel {answer.job}" in log_of(run)
     (run / "job_id").unlink()  # a script that looks before the other one has written it
     at_once = cluster.run("sbatch", "--parsable", "--nodelist=n5", str(run / "job.sbatch")).stdout.strip()
     assert cluster.wait_for(at_once, "FAILED")["ExitCode"] == "2:0"

@@ -88,7 +88,7 @@ def test_what_is_too_much_for_code_is_refused_before_it_is_copied(project: Path,
     write(project, "huge.py")
     with (project / "huge.py").open("r+b") as file:
         file.truncate(snapshot.LARGEST + 1)  # takes no room on a disk
-    with pytest.raises(ConfigError, match=f"the code at {project} .* is 64 MiB, more than 64; have git ignore"):
+    with pytest.raises(ConfigError, match=f"the code at {project} .* is 64 MiB, more than 64; add files that are not"):
         copy_code(project / "recipes" / "mine.py", tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 

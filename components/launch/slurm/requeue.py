@@ -1,8 +1,8 @@
 """Requeue policy of a job: limits on requeues, on hangs, and on attempts without progress.
 
 An attempt makes progress if it publishes a checkpoint. `conclude` applies the policy at the end of an attempt. The
-batch script applies it at the start of a requeued one (`python -m components.launch.slurm.requeue RUN_DIR ATTEMPT`), since
-Slurm kills and requeues a job by itself if its node failed or its grace time was too short, without running `conclude`.
+batch script applies it at the start of a requeued one (`python -m components.launch.slurm.requeue RUN_DIR ATTEMPT`),
+since Slurm kills and requeues a job by itself if its node failed or its grace time was too short, without `conclude`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ def copy_code(recipe_file: Path, target: Path) -> int:
     """Copy the project, and the recipe's folder if it is outside, to `target`; return the number of files.
 
     In a git repository, copy tracked and new files, but not ignored ones. Elsewhere, copy code and text files: the
-    whole project, but only the top level and the packages of the recipe's folder. Raises ConfigError above `LARGEST` bytes.
+    whole project, but only the top level and the packages of the recipe's folder.
+
+    Raises ConfigError if that is more than `LARGEST` bytes.
     """
     copy, folder = copied_recipe_path(recipe_file, target), recipe_file.parent
     pairs = [(PROJECT / name, target / name) for name in _files(PROJECT, include_all=True)]
