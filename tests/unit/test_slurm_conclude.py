@@ -17,7 +17,9 @@ from components.config.errors import ConfigError
 from components.launch.slurm import conclude as concluded
 from components.launch.slurm.commands import Answer, clean_environment, run_slurm
 from components.launch.slurm.conclude import conclude
+from components.launch.slurm.requeue import hung_nodes
 from components.protocol.failures import HungRun, write_report
+from components.resilience.heartbeat import Post, blame
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -159,6 +161,16 @@ def test_a_run_that_hung_is_requeued_while_it_makes_progress(run_dir: Path, name
     assert result(run_dir)["status"] == "hung"
     marker = run_dir / "requeue"
     assert (marker.read_text() if marker.exists() else None) == ("n2\n" if requeued else None)
+
+
+def test_the_nodes_of_silent_and_late_ranks_are_found_in_the_message_of_a_hang() -> None:
+    """They are parsed from the message, and the requeued job excludes them; without a culprit it excludes none."""
+    posts = {
+        rank: Post(9, "in step 3", "forward (model.py:7)", f"n{rank}", {"world": 7 - rank % 2}) for rank in range(4)
+    }
+    assert hung_nodes(f"no progress for 12 s in step 3: {blame([2], posts)}") == ["n2"]
+    assert hung_nodes(blame([], posts)) == ["n1", "n3"]
+    assert hung_nodes(blame([], {rank: posts[rank] for rank in (0, 2)})) == []
 
 
 def test_cancelled_before_anything_could_be_concluded(run_dir: Path) -> None:
