@@ -62,15 +62,13 @@ def device_problems(cfg: RecipeConfig, processes: int, gpus: int, memory: int | 
     if cfg.cluster.device == Device.cuda and not gpus:
         return ["cluster.device=cuda: no GPU is visible; set cluster.device=cpu, or check CUDA_VISIBLE_DEVICES"]
     if cfg.cluster.device != Device.cpu and gpus:
-        return _too_many_for_gpus(cfg, processes, gpus) if processes > gpus else []
+        if processes <= gpus:
+            return []
+        return [
+            f"cluster.procs_per_node={cfg.cluster.procs_per_node}: {processes} processes, but {gpus} visible GPUs; "
+            "each process needs its own GPU; lower it, or set cluster.device=cpu"
+        ]
     return [] if cfg.cluster.oversubscribe else _too_many_for_cpus(cfg, processes, memory)
-
-
-def _too_many_for_gpus(cfg: RecipeConfig, processes: int, gpus: int) -> list[str]:
-    return [
-        f"cluster.procs_per_node={cfg.cluster.procs_per_node}: {processes} processes, but {gpus} visible GPUs; "
-        "each process needs its own GPU; lower it, or set cluster.device=cpu"
-    ]
 
 
 def _too_many_for_cpus(cfg: RecipeConfig, processes: int, memory: int | None) -> list[str]:

@@ -113,7 +113,7 @@ class Lease:
             with suppress(OSError):  # full or unresponsive disk: the next beat retries
                 newest = _newest(self._file.parent)
                 if newest != int(self._file.name):
-                    taker = _read(self._file.parent / str(newest)) or "another run"
+                    taker = _parse(_text(self._file.parent / str(newest)) or "") or "another run"
                     self._lost(LeaseLost(f"run.dir={self._file.parent.parent}: {taker} has taken over the run"))
                     return
                 self._holder = replace(self._holder, beat=self._holder.beat + 1)
@@ -204,10 +204,6 @@ def _text(file: Path) -> str | None:
         return file.read_text(errors="replace")
     except FileNotFoundError:
         return None
-
-
-def _read(file: Path) -> Holder | None:
-    return _parse(_text(file) or "")
 
 
 def _parse(text: str) -> Holder | None:

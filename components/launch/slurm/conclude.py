@@ -32,7 +32,9 @@ STOPPED_EARLY = 128 + signal.SIGUSR2
 def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> int:
     """Print and record the outcome of an attempt, and return the exit status of the job."""
     logs, result = attempt_logs(run_dir, attempt), read_result(run_dir)
-    failure = _first_failure(logs)
+    reports = read_reports(logs)
+    exits = [RankExit(rank, 1, report.time, asked=False) for rank, report in reports.items()]
+    failure = first_failure(exits, reports)
     cancelled = cancelled or (logs / CANCELLED).exists()
     if cancelled and result.get("status") != "ok" and (failure is None or _lost_peer(failure)):
         (run_dir / REQUEUE).unlink(missing_ok=True)
@@ -75,13 +77,6 @@ def _agents_were_stopped(logs: Path) -> bool:
     """Return whether the stop request ended torchrun's agents, by their logs: their exit status is always 1."""
     line = f"got signal: {signal.SIGUSR2:d}"
     return any(line in log.read_text(errors="replace") for log in logs.glob("node_*.log"))
-
-
-def _first_failure(logs: Path) -> Failure | None:
-    """Return the first failure among the ranks' reports; None if no rank wrote one."""
-    reports = read_reports(logs)
-    exits = [RankExit(rank, 1, report.time, asked=False) for rank, report in reports.items()]
-    return first_failure(exits, reports)
 
 
 def _lost_peer(failure: Failure) -> bool:

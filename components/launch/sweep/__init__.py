@@ -6,6 +6,5 @@ points.py      run or retry the points sequentially, each with its own launcher 
 point_rows.py  the state of each point, from its files and its job
 losses.py      comparison of the losses of points that should train the same curve
 table.py       the table: console, Markdown, CSV
-chart.py       speeds and loss curves as a PNG
-report.py      the report in all formats, and the exit status
+report.py      the report on the console, as files and as a plot, and the exit status
 """

@@ -38,8 +38,11 @@ def run_sweep(recipe: Recipe) -> int:
     """
     gpus = visible_gpus(os.environ)
 
-    def check(cfg: RecipeConfig, refused: Collection[str]) -> list[str]:
-        return _problems(cfg, gpus, refused)
+    def check(cfg: RecipeConfig, rejected: Collection[str]) -> list[str]:
+        processes = processes_of(cfg, gpus)
+        # quick: without querying the cluster, which the launcher of each point does
+        backend_problems, _ = backend_of(cfg.cluster.kind).validate(cfg, processes, rejected, quick=True)
+        return backend_problems + problems_before_start(cfg, processes, rejected)
 
     request = expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)
     if request.shown:
@@ -66,7 +69,9 @@ def run_sweep(recipe: Recipe) -> int:
         return _dry_run(sweep, configs, problems)
     if any(cfg is not None and cfg.run.private for cfg in configs):
         os.umask(0o077)
-    _make(sweep)
+    with reported_by_path(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        sweep.write()
     print_text(f"sweep {sweep.directory}: {len(points)} points", flush=True)
     return run_points(sweep, points)
 
@@ -77,32 +82,25 @@ def _compose_all(request: SweepRequest, check: Check) -> tuple[list[RecipeConfig
     Raises ConfigError if any point does not compose, along with the problems shared by all others; if no point can run;
     and if no key is swept.
     """
-    refused: list[str] = []
+    rejections: list[str] = []
     configs: list[RecipeConfig | None] = []
     problems: list[list[str]] = []
     for point in request.points:
         try:
             cfg, found = compose_point(request, point, check)
         except ConfigError as error:
-            refused += error.problems
+            rejections += error.problems
             continue
         configs.append(cfg)
         problems.append(found)
-    if refused and problems:
-        refused += [problem for problem in problems[0] if all(problem in found for found in problems)]
-    if not refused and all(problems):
-        refused = [problem for found in problems for problem in found]
+    if rejections and problems:
+        rejections += [problem for problem in problems[0] if all(problem in found for found in problems)]
+    if not rejections and all(problems):
+        rejections = [problem for found in problems for problem in found]
     if not request.points[0].values:
-        refused.append(NOTHING_SWEPT)
-    raise_all(list(dict.fromkeys(refused)))
+        rejections.append(NOTHING_SWEPT)
+    raise_all(list(dict.fromkeys(rejections)))
     return configs, problems
-
-
-def _problems(cfg: RecipeConfig, gpus: int, refused: Collection[str]) -> list[str]:
-    """Return the problems of a point, without querying its cluster: the point's launcher does that."""
-    processes = processes_of(cfg, gpus)
-    backend_problems, _ = backend_of(cfg.cluster.kind).validate(cfg, processes, refused, quick=True)
-    return backend_problems + problems_before_start(cfg, processes, refused)
 
 
 def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems: list[str], sweep_id: str) -> Point:
@@ -116,12 +114,6 @@ def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems:
         if cfg.run.name is None:
             overrides.append(override_of("run.name", name))  # used as job name
     return Point(number, name, point.values, overrides, mesh, processes)
-
-
-def _make(sweep: Sweep) -> None:
-    with reported_by_path(sweep.directory):
-        sweep.directory.mkdir(parents=True, exist_ok=True)
-        sweep.write()
 
 
 def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[list[str]]) -> int:

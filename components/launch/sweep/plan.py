@@ -136,7 +136,8 @@ def new_directory(recipe: str, given: str | None) -> tuple[Path, str]:
         return Path.cwd() / "outputs" / "sweeps" / recipe / name, name
     path = Path(given).expanduser().absolute()
     if path.is_dir() and any(path.iterdir()):
-        advice = f"continue it with scripts/sweep_report.py {given} --retry, or choose" if _is_sweep(path) else "choose"
+        is_sweep = (path / PLAN).exists()
+        advice = f"continue it with scripts/sweep_report.py {given} --retry, or choose" if is_sweep else "choose"
         raise ConfigError(f"run.dir={given}: contains files, but a sweep needs a new folder; {advice} another run.dir")
     return path, f"{path.name}-{secrets.token_hex(2)}"
 
@@ -183,10 +184,6 @@ def _is_locked(descriptor: int) -> bool:
     except OSError:
         return True
     return False
-
-
-def _is_sweep(path: Path) -> bool:
-    return (path / PLAN).exists()
 
 
 def _select_fields(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:

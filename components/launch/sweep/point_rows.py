@@ -197,10 +197,7 @@ def _is_older(result: Path, note: Note) -> bool:
 
 def _progress(run_dir: Path) -> str:
     """Return a run's step, loss and throughput from the last line of its metrics."""
-    try:
-        steps = [line for line in MetricsLog(run_dir).read() if "loss" in line]
-    except OSError:
-        return "no step yet"
+    steps = _steps(run_dir)
     if not steps:
         return "no step yet"
     speed = steps[-1].get("tokens_per_second", math.nan)
@@ -208,11 +205,15 @@ def _progress(run_dir: Path) -> str:
 
 
 def _early_losses(run_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in _steps(run_dir) if line["step"] <= EARLY_STEPS}
+
+
+def _steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the training steps in a run's metrics; none if the file is missing or cannot be read."""
     try:
-        lines = MetricsLog(run_dir).read()
+        return [line for line in MetricsLog(run_dir).read() if "loss" in line]
     except OSError:
-        return {}
-    return {line["step"]: line["loss"] for line in lines if "loss" in line and line["step"] <= EARLY_STEPS}
+        return []
 
 
 def _config(run_dir: Path) -> dict[str, Any]:
