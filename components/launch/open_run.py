@@ -86,12 +86,12 @@ def directory_problems(cfg: RecipeConfig, recipe: str) -> list[str]:
 
 
 def _batch_notes(requested: RecipeConfig, cfg: RecipeConfig) -> list[str]:
-    """Return a note if the micro-batch size was lowered to divide the global batch on this mesh."""
+    """Return a note if the micro-batch size was reduced to fit the global batch and the mesh."""
     before, after = section(requested, TrainingConfig), section(cfg, TrainingConfig)
     if before is None or after is None or before == after:
         return []
     size, fitting = before.micro_batch_size, after.micro_batch_size
     return [
-        f"training.micro_batch_size={size}: too large for the global batch on this mesh; using {fitting}, which does "
+        f"training.micro_batch_size={size}: does not fit the global batch on this mesh; using {fitting}, which does "
         "not change results"
     ]

@@ -68,7 +68,7 @@ def _plan_problems(cfg: RecipeConfig) -> list[str]:
     package = (plan or "").partition(":")[0].partition(".")[0]
     if plan is None or importlib.util.find_spec(package) is not None:
         return []
-    return [f"parallelism.tp_plan={plan}: module {package!r} was not found; install it, or put it next to the recipe"]
+    return [f"parallelism.tp_plan={plan}: no module named {package!r}; install it, or put it next to the recipe"]
 
 
 def _model_problems(cfg: RecipeConfig) -> list[str]:

@@ -374,11 +374,11 @@ def test_nothing_wrong_is_not_refused(commands: Commands, finetune: Path, tmp_pa
 def test_micro_batches_shrink_to_what_fits_and_it_is_told(
     commands: Commands, finetune: Path, tmp_path: Path, overrides: list[str], size: int
 ) -> None:
-    told = "training.micro_batch_size=4: too large for the global batch" if size < 4 else ""
+    told = "training.micro_batch_size=4: does not fit the global batch" if size < 4 else ""
     shown = commands.run(finetune, ["model=tiny", "cluster.dry_run=true", *overrides], tmp_path)
     assert (shown.status, shown.output.count("training.micro_batch_size")) == (0, bool(told)), shown
     assert told in shown.output
-    assert not told or f"; {size} at a time" in shown.output
+    assert not told or f"; using {size}, which does not change results" in shown.output
 
 
 @pytest.mark.parametrize("name", ["finetune", "evaluate"])

@@ -155,7 +155,7 @@ MESH = [
         "parallelism.strategy=fsdp2",
     ),
     ("parallelism.tp_plan=a:", "parallelism.tp_plan=a:: is not an import path; write package.module:name"),
-    ("parallelism.tp_plan=no_such_module:plan", "no module 'no_such_module' is found", "beside the recipe"),
+    ("parallelism.tp_plan=no_such_module:plan", "no module named 'no_such_module'", "next to the recipe"),
     (
         "cluster.procs_per_node=4001 training.global_batch_size=4001",
         *("cluster.procs_per_node=4001: 4001 processes on this machine", "the limit is 4 per core"),
@@ -452,7 +452,7 @@ PLACES = [
     (
         "cluster.dry_run=true run.resume=/",
         "run.resume=/: no such checkpoint",
-        "give auto, never or RUN/checkpoints/step_N",
+        "set it to auto, never or RUN/checkpoints/step_N",
     ),
     ("cluster.device=cuda", "cluster.device=cuda: no GPU is visible"),
 ]
