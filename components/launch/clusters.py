@@ -28,9 +28,9 @@ def job_of(run_dir: Path, *, search: bool = False) -> str | None:
 
 def jobs_by_id(ids: Iterable[str]) -> dict[str, Job]:
     """Return the jobs with these ids, from all backends."""
-    wanted, jobs = list(ids), dict[str, Job]()
-    for backend in _backends() if wanted else ():
-        jobs |= backend.state(wanted)
+    job_ids, jobs = list(ids), dict[str, Job]()
+    for backend in _backends() if job_ids else ():
+        jobs |= backend.state(job_ids)
     return jobs
 
 

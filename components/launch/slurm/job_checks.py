@@ -80,8 +80,8 @@ def refusal(lines: list[str], cluster: ClusterConfig) -> str:
         why = unreachable.partition(", retrying")[0]
         return f"cluster.kind=slurm: Slurm cannot be reached from here: {why}; {advice}"
     why = "; ".join(dict.fromkeys(reasons)) or "no reason given"
-    wanted = " ".join(as_argument(option) for option in resource_options(cluster))
-    return f"cluster.kind=slurm: sbatch refuses {wanted}: {why}; change these keys of cluster (see sinfo)"
+    requested = " ".join(as_argument(option) for option in resource_options(cluster))
+    return f"cluster.kind=slurm: sbatch refuses {requested}: {why}; change these keys of cluster (see sinfo)"
 
 
 def _script_problems(cluster: ClusterConfig) -> list[str]:

@@ -40,10 +40,10 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
     Query squeue once for all jobs; then scontrol and sacct for each job that squeue no longer lists. Each command may
     be missing or fail. If the controller is down, skip scontrol, since every call would wait for its timeout.
     """
-    wanted = [job for job in jobs if job.isdigit()]
-    listed = _answer("squeue", "-h", "-t", "all", "-j", ",".join(wanted), "-o", "%A %T") if wanted else None
+    slurm_ids = [job for job in jobs if job.isdigit()]
+    listed = _answer("squeue", "-h", "-t", "all", "-j", ",".join(slurm_ids), "-o", "%A %T") if slurm_ids else None
     states = dict(line.split()[:2] for line in (listed or "").splitlines() if len(line.split()) > 1)
-    unlisted = [job for job in wanted if job not in states]
+    unlisted = [job for job in slurm_ids if job not in states]
     is_up = " is UP" in (_answer("scontrol", "ping") or "") if unlisted else False
     return states | {job: _unlisted_state(job, is_up) for job in unlisted}
 

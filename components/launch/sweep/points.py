@@ -79,10 +79,10 @@ def retry(sweep: Sweep, states: Sequence[str]) -> int:
         raise ConfigError(f"{sweep.directory}: this sweep is still running; wait for it to finish, or stop it first")
     if not sweep.directory.stat().st_mode & 0o077:  # started with run.private=true
         os.umask(0o077)
-    wanted = states or [state for state in may_retry if state not in NOT_BAD]
-    points = [row.point for row in read_points(sweep) if row.state in wanted]
+    selected = states or [state for state in may_retry if state not in NOT_BAD]
+    points = [row.point for row in read_points(sweep) if row.state in selected]
     if not points:
-        print_text(f"nothing to retry: no point is {' or '.join(wanted)}")
+        print_text(f"nothing to retry: no point is {' or '.join(selected)}")
         return report_now(sweep)
     _check_origin(sweep)
     return run_points(sweep, points)
