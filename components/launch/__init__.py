@@ -1,18 +1,18 @@
-"""From a command line to ranks: `@recipe("name")` on a recipe's main. Imports no torch.
+"""Launching of recipes, from the command line to running ranks: `@recipe("name")` on a main. Imports no torch.
 
-recipe.py       the decorator, and what happens when main() is called
-open_run.py     compose, check, create the run directory
-run_checks.py   every check that needs milliseconds and writes nothing
-hub_access.py   whether what a run needs from the Hugging Face hub is cached or reachable
+recipe.py       the decorator, and the dispatch by process role
+open_run.py     compose and validate the config, create the run directory
+run_checks.py   the fast, read-only checks that all backends share
+hub_access.py   availability of the Hugging Face models and datasets of a run
 machine.py      cores, GPUs and memory of this machine, and the number of processes
-backend.py      the interface of a backend, and the values it works with
+backend.py      the backend interface and its data types
 clusters.py     the backend of each cluster.kind
-local.py        the local backend: start ranks on this machine, watch them, stop them
+local.py        the local backend: start, monitor and stop ranks on this machine
 slurm/          the Slurm backend
-sweep/          -m: many runs from one command line, and one table of them
-attached.py     ranks that the user's own torchrun or srun started
-rank.py         main on one rank, and the record of its failure
-run_directory/  choose, guard, lock and fill the run directory
+sweep/          -m: many runs from one command line, reported in one table
+attached.py     ranks started by the user's own torchrun or srun
+rank.py         main on one rank, and its failure report
+run_directory/  choose, validate, lock and populate the run directory
 """
 
 from components.launch.recipe import recipe

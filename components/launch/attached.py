@@ -1,4 +1,4 @@
-"""Ranks that the user's own torchrun or srun started: rank 0 composes and distributes the config, all run main."""
+"""Ranks started by the user's own torchrun or srun: rank 0 composes and broadcasts the config, every rank runs main."""
 
 from __future__ import annotations
 
@@ -21,57 +21,60 @@ from components.protocol.role import rank_and_size
 from components.terminal import print_text
 
 AGENT = "TORCHELASTIC_RUN_ID"
-"""Set for the ranks of torchrun, whose parent is its agent: one that is killed would leave them running."""
+"""Variable that torchrun's agent, the parent process of its ranks, sets for them."""
 
 
 def run_attached(recipe: Recipe) -> int:
-    """Run main as one of the user's ranks, with the config that rank 0 composed; return the exit status.
+    """Run main on a rank of the user's launcher, with the config that rank 0 composed; return the exit status.
 
-    Where rank 0 refuses or only answers (`--cfg job`), every rank ends with rank 0's status.
+    If rank 0 rejects the config or only prints it (`--cfg job`), every rank exits with rank 0's status.
     """
     if AGENT in os.environ:
-        die_with(os.getppid())
-        if _agent_is_gone():  # before that: it would hold the run directory, and wait for ranks that never come
-            print_text("torchrun's agent ended before this rank could start", file=sys.stderr)
+        die_with(os.getppid())  # a killed agent would leave its ranks running
+        # die_with misses an agent that ended earlier; this rank would then hold the run directory and wait forever.
+        if _agent_is_gone():
+            print_text("torchrun's agent exited before this rank started", file=sys.stderr)
             return 1
     rank, world_size = rank_and_size(os.environ)
-    return _lead(recipe, world_size) if rank == 0 else _follow(recipe)
+    return _run_rank_zero(recipe, world_size) if rank == 0 else _run_other_rank(recipe)
 
 
-def _lead(recipe: Recipe, world_size: int) -> int:
+def _run_rank_zero(recipe: Recipe, world_size: int) -> int:
+    """Open the run, broadcast its description or the exit status, and run main."""
     run, status = None, 1
     try:
         run, status = open_run(recipe, world_size), 0
     except ConfigError as error:
         print_problems(error.problems)
         status = EXIT_INVALID
-    except SystemExit as end:  # an option that Hydra does not know, or --version
+    except SystemExit as end:  # an option unknown to Hydra, or --version
         status = end.code if isinstance(end.code, int) else 1
-    finally:  # the others wait for an answer even if this failed
-        note = {"status": status} if run is None else _note(run)
+    finally:  # the other ranks block in the broadcast even if this failed
+        message = {"status": status} if run is None else _describe_run(run)
         if world_size > 1:
-            _broadcast(json.dumps(note))
+            _broadcast(json.dumps(message))
     return status if run is None else run_here(recipe, run.cfg, run.directory)
 
 
-def _follow(recipe: Recipe) -> int:
-    note = json.loads(_broadcast(None))
-    if "status" in note:
-        return note["status"]
+def _run_other_rank(recipe: Recipe) -> int:
+    """Receive the run from rank 0 and run main, or return rank 0's exit status."""
+    message = json.loads(_broadcast(None))
+    if "status" in message:
+        return message["status"]
     directory = RunDirectory(
-        Path(note["run_dir"]),
-        fresh=note["fresh"],
-        created=[Path(folder) for folder in note["created"]],
+        Path(message["run_dir"]),
+        fresh=message["fresh"],
+        created=[Path(folder) for folder in message["created"]],
         lock=None,
-        attempt=note["attempt"],
+        attempt=message["attempt"],
     )
-    cfg = from_yaml(note["config"], recipe.schema)
+    cfg = from_yaml(message["config"], recipe.schema)
     restrict_new_files(cfg)
     return run_here(recipe, cfg, directory)
 
 
 def _agent_is_gone() -> bool:
-    """Return whether nothing listens where torchrun's agent serves the store, as it does before it starts a rank."""
+    """Return whether the store of torchrun's agent, which is up before any rank starts, refuses connections."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not port.isdigit():
         return False
@@ -80,19 +83,20 @@ def _agent_is_gone() -> bool:
     except ConnectionRefusedError:
         return True
     except OSError:
-        return False  # unknown here; joining the store will report it
+        return False  # inconclusive: joining the store reports it
     return False
 
 
 def _broadcast(text: str | None) -> str:
     """Return rank 0's text on every rank."""
-    # This process is a rank, which needs torch anyway; a launcher never comes here.
+    # Imported here because it imports torch: only ranks call this function, never a launcher.
     from components.distributed.process.process_group import exchange_text_from_rank_zero
 
     return exchange_text_from_rank_zero(text)
 
 
-def _note(run: CheckedRun) -> dict[str, Any]:
+def _describe_run(run: CheckedRun) -> dict[str, Any]:
+    """Return the config and run directory as JSON-compatible values."""
     directory = run.directory
     return {
         "config": to_yaml(run.cfg),

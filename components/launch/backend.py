@@ -1,6 +1,6 @@
-"""The interface between a checked run and what runs it: this machine, or a cluster's scheduler.
+"""Interface of a backend, which starts a checked run on this machine or through a cluster's scheduler.
 
-A new backend is a schema in components/config, a folder here, and a branch of `clusters.backend_of`.
+To add a backend, add its schema to components/config, its folder here, and a branch to `clusters.backend_of`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from components.launch.run_directory.directory import RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A decorated main."""
+    """A main decorated with `@recipe`."""
 
     name: str
     main: Callable[[Any], object]
@@ -27,18 +27,18 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRun:
-    """A run that passed every check and whose run directory is locked and frozen."""
+    """A run that passed every check, with its run directory locked and its config frozen."""
 
     recipe: Recipe
     cfg: RecipeConfig
     directory: RunDirectory
     processes: int
     notes: list[str] = field(default_factory=list)
-    """What the checks report besides problems."""
+    """Informational messages of the checks."""
 
 
 class JobState(StrEnum):
-    """State of a job, in the words of a sweep's table."""
+    """State of a job, independent of the scheduler; shown in a sweep's table."""
 
     submitted = "submitted"
     running = "running"
@@ -49,56 +49,56 @@ class JobState(StrEnum):
     preempted = "preempted"
     failed = "failed"
     gone = "gone"
-    """The cluster no longer lists the job: it ended long ago."""
+    """The scheduler no longer lists the job: it ended long ago."""
     unknown = "unknown"
-    """The cluster does not answer."""
+    """The scheduler does not respond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as its cluster reports it."""
+    """A job as reported by its scheduler."""
 
     id: str
     cluster: str
     """Name of the scheduler, for messages."""
     state: JobState
     reported: str
-    """State in the scheduler's own terms."""
+    """State as named by the scheduler."""
     over: bool
-    """Whether the job will not run any more."""
+    """Whether the job has ended for good."""
     doubt: str = ""
     """Why the state is unknown."""
 
 
 class Backend(Protocol):
-    """What starts a run and answers for its job."""
+    """Starts runs, and queries and cancels their jobs."""
 
     runs_here: bool
-    """Whether ranks are processes of this machine that end with the launcher."""
+    """Whether ranks are local processes that end with the launcher."""
 
     def validate(
-        self, cfg: RecipeConfig, processes: int, refused: Collection[str], *, quick: bool = False
+        self, cfg: RecipeConfig, processes: int, rejected: Collection[str], *, quick: bool = False
     ) -> tuple[list[str], list[str]]:
-        """Return the problems that only this backend has with a run, and notes for the user.
+        """Return the problems specific to this backend, and notes for the user.
 
         Args:
-            cfg: The run.
-            processes: Its number of ranks.
-            refused: Keys and sections rejected before, whose values in `cfg` are not what the user wanted.
-            quick: Check only what takes milliseconds. Sweeps do, and leave the rest to the launcher of each point.
+            cfg: Config of the run.
+            processes: Number of ranks.
+            rejected: Keys and sections already rejected; their values in `cfg` are not the user's.
+            quick: Skip checks that take longer than milliseconds. Sweeps leave those to the launcher of each point.
         """
 
     def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
-        """Print what `submit` would start (cluster.dry_run)."""
+        """Print what `submit` would start (cluster.dry_run=true)."""
 
     def submit(self, run: CheckedRun, run_here: Callable[[], int]) -> int:
-        """Run or submit a run, and return the exit status of the launcher.
+        """Start or submit a run, and return the exit status of the launcher.
 
         Args:
-            run: What to start.
-            run_here: Runs main in this process as the only rank and returns its exit status.
+            run: The run.
+            run_here: Runs main in this process as the only rank, and returns its exit status.
 
-        Raises ConfigError if it cannot be submitted; a new run directory is then removed again.
+        Raises ConfigError if submission fails, after removing a newly created run directory.
         """
 
     def job(self, run_dir: Path, *, search: bool = False) -> str | None:
@@ -106,15 +106,15 @@ class Backend(Protocol):
 
         Args:
             run_dir: The run directory.
-            search: Ask the cluster for a submission whose answer was lost, and record its job. Raises ConfigError if
-                the cluster does not answer.
+            search: Query the scheduler for a job whose submission was not confirmed, and record its id. Raises
+                ConfigError if the scheduler does not respond.
         """
 
     def state(self, jobs: Iterable[str]) -> dict[str, Job]:
-        """Return the jobs with these ids, in as few queries as possible; ids of other backends are left out."""
+        """Return the jobs with these ids, in as few queries as possible. Ids of other backends are omitted."""
 
     def stop(self, job: str) -> bool:
-        """Cancel a job, and return whether the cluster accepted that."""
+        """Cancel a job, and return whether the scheduler accepted the request."""
 
     def stop_command(self, job: str) -> str | None:
-        """Return the command with which the user cancels a job; None for an id of another backend."""
+        """Return the shell command that cancels a job; None for an id of another backend."""

@@ -1,4 +1,4 @@
-"""The backend of each cluster.kind, and the jobs of all of them."""
+"""Backend lookup by cluster.kind, and job queries over all backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from components.launch.backend import Backend, Job
 
 
 def backend_of(kind: ClusterKind) -> Backend:
-    """Return the backend that runs what has this cluster.kind."""
+    """Return the backend of a cluster.kind."""
     if kind == ClusterKind.slurm:
         from components.launch.slurm.submit import SlurmBackend
 
@@ -21,21 +21,21 @@ def backend_of(kind: ClusterKind) -> Backend:
 
 
 def job_of(run_dir: Path, *, search: bool = False) -> str | None:
-    """Return the id of the job submitted for a run directory, by whichever backend: see `Backend.job`."""
+    """Return the id of the job that any backend submitted for a run directory. See `Backend.job`."""
     found = (backend.job(run_dir, search=search) for backend in _backends())
     return next((job for job in found if job is not None), None)
 
 
 def jobs_by_id(ids: Iterable[str]) -> dict[str, Job]:
-    """Return the jobs with these ids, whichever backend issued them."""
-    wanted, jobs = list(ids), dict[str, Job]()
-    for backend in _backends() if wanted else ():
-        jobs |= backend.state(wanted)
+    """Return the jobs with these ids, from all backends."""
+    job_ids, jobs = list(ids), dict[str, Job]()
+    for backend in _backends() if job_ids else ():
+        jobs |= backend.state(job_ids)
     return jobs
 
 
 def stop_command(job: str) -> str | None:
-    """Return the command with which the user cancels a job; None if no backend issued its id."""
+    """Return the shell command that cancels a job; None if the id belongs to no backend."""
     commands = (backend.stop_command(job) for backend in _backends())
     return next((command for command in commands if command is not None), None)
 

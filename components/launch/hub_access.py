@@ -1,6 +1,6 @@
-"""Check that what a run needs from the Hugging Face hub is in its cache or within reach.
+"""Check that the Hugging Face models and datasets of a run are cached, or that the hub is reachable.
 
-Done before anything starts: the hub's own clients retry for most of a minute, in every process.
+Checked before ranks start: the hub's own client retries for most of a minute, in every process.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from components.config.schema.recipes import RecipeConfig
 from components.data.sources.files import is_local
 
 OFFLINE = "HF_HUB_OFFLINE"
-"""Variable that makes the hub's clients use their cache alone."""
+"""Variable that restricts Hugging Face libraries to their local cache."""
 _TRUE = ("1", "on", "yes", "true")
-_PATIENCE = 5.0
-"""Seconds that the hub's address may take to answer."""
+_CONNECT_TIMEOUT = 5.0
+"""Timeout in seconds for connecting to the hub."""
 _PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A model or dataset of the hub that a run reads."""
+class _HubRepo:
+    """A model or dataset that a run reads from the hub."""
 
     key: str
     name: str
@@ -38,27 +38,27 @@ class _Wanted:
 
 
 def check_hub(cfg: RecipeConfig, environ: Mapping[str, str]) -> str | None:
-    """Return why the hub is out of reach if all that `cfg` needs is cached; None if it is reachable or not needed.
+    """Return why the hub is unreachable, or None if it is reachable or not needed.
 
-    Raises ConfigError naming what is neither cached nor within reach.
+    Raises ConfigError if the hub is unreachable and `cfg` needs models or datasets that are not cached.
     """
-    wanted = _wanted(cfg)
-    why = _unreachable(environ) if wanted else None
+    needed = _hub_repos(cfg)
+    why = _unreachable(environ) if needed else None
     if why is None:
         return None
-    missing = [each for each in wanted if not _is_cached(each, environ)]
+    missing = [each for each in needed if not _is_cached(each, environ)]
     if missing:
-        raise ConfigError([_told(each, why, environ) for each in missing])
+        raise ConfigError([_missing_problem(each, why, environ) for each in missing])
     return why
 
 
 def is_offline(environ: Mapping[str, str]) -> bool:
-    """Return whether processes with these variables use the hub's cache alone."""
+    """Return whether these environment variables restrict Hugging Face libraries to their local cache."""
     return environ.get(OFFLINE, "").lower() in _TRUE
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
-    """Return the folder in which the hub's client keeps files."""
+    """Return the cache folder of huggingface_hub."""
     return Path(environ.get("HF_HUB_CACHE") or _home(environ) / "hub").expanduser()
 
 
@@ -67,13 +67,13 @@ def _home(environ: Mapping[str, str]) -> Path:
     return Path(home).expanduser()
 
 
-def _wanted(cfg: RecipeConfig) -> list[_Wanted]:
+def _hub_repos(cfg: RecipeConfig) -> list[_HubRepo]:
     found = []
     for key, path in (("model.path", cfg.model.path), ("model.tokenizer", cfg.model.tokenizer)):
         if path not in (None, "bytes"):
             files = locate(path, key)
             if not files.is_local and not files.gguf_file:
-                found.append(_Wanted(key, files.name_or_folder, "model"))
+                found.append(_HubRepo(key, files.name_or_folder, "model"))
     sources = {"data": cfg.data}
     if isinstance(cfg.data, MixtureDataConfig):
         sources = {f"data.sources.{name}": source for name, source in cfg.data.sources.items()}
@@ -81,41 +81,41 @@ def _wanted(cfg: RecipeConfig) -> list[_Wanted]:
         if isinstance(source, RowsDataConfig):
             paths = {"path": source.path, "eval_path": source.eval_path}
             found += [
-                _Wanted(f"{section}.{name}", path, "dataset")
+                _HubRepo(f"{section}.{name}", path, "dataset")
                 for name, path in paths.items()
                 if path is not None and not is_local(path)
             ]
     return found
 
 
-def _is_cached(wanted: _Wanted, environ: Mapping[str, str]) -> bool:
-    repository = hub_cache(environ) / f"{wanted.kind}s--{wanted.name.replace('/', '--')}" / "snapshots"
+def _is_cached(repo: _HubRepo, environ: Mapping[str, str]) -> bool:
+    repository = hub_cache(environ) / f"{repo.kind}s--{repo.name.replace('/', '--')}" / "snapshots"
     if any(repository.glob("*/*")):
         return True
     prepared = Path(environ.get("HF_DATASETS_CACHE") or _home(environ) / "datasets").expanduser()
-    return wanted.kind == "dataset" and (prepared / wanted.name.replace("/", "___")).is_dir()
+    return repo.kind == "dataset" and (prepared / repo.name.replace("/", "___")).is_dir()
 
 
 def _unreachable(environ: Mapping[str, str]) -> str | None:
-    """Return why nothing answers at the hub's address; None if something does, or if there is a proxy."""
+    """Return why the hub is unreachable; None if it accepts a connection, or if a proxy is configured."""
     if is_offline(environ):
         return f"{OFFLINE} is set"
     if any(environ.get(name) or environ.get(name.upper()) for name in _PROXIES):
         return None
     address = urlsplit(_endpoint(environ))
-    failed = ["it does not answer"]
+    failed = [f"no connection within {_CONNECT_TIMEOUT:g} s"]
 
     def connect() -> None:
         port = address.port or (80 if address.scheme == "http" else 443)
         try:
-            socket.create_connection((address.hostname or "", port), timeout=_PATIENCE).close()
+            socket.create_connection((address.hostname or "", port), timeout=_CONNECT_TIMEOUT).close()
             failed.clear()
         except OSError as error:
             failed[:] = [error.strerror or str(error)]
 
-    attempt = Thread(target=connect, daemon=True)  # looking up a name has no timeout of its own
+    attempt = Thread(target=connect, daemon=True)  # a thread because DNS resolution has no timeout
     attempt.start()
-    attempt.join(_PATIENCE)
+    attempt.join(_CONNECT_TIMEOUT)
     return failed[0] if failed else None
 
 
@@ -123,11 +123,11 @@ def _endpoint(environ: Mapping[str, str]) -> str:
     return environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
-def _told(wanted: _Wanted, why: str, environ: Mapping[str, str]) -> str:
-    model = wanted.kind == "model"
+def _missing_problem(repo: _HubRepo, why: str, environ: Mapping[str, str]) -> str:
+    model = repo.kind == "model"
     option, local = ("", "a local folder") if model else ("--repo-type dataset ", "a local file or folder")
     return (
-        f"{wanted.key}={wanted.name}: is not in the hub's cache {_home(environ)}, and {_endpoint(environ)} cannot be "
-        f"reached ({why}); download it where there is a network (hf download {option}{wanted.name}), or set "
-        f"{wanted.key} to {local}"
+        f"{repo.key}={repo.name}: is not in the hub's cache {_home(environ)}, and {_endpoint(environ)} cannot be "
+        f"reached ({why}); download it on a machine with network access (hf download {option}{repo.name}), or set "
+        f"{repo.key} to {local}"
     )

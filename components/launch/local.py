@@ -1,8 +1,8 @@
-"""The local backend: start ranks on this machine, watch them, and leave none behind when the run is over.
+"""The local backend: start and monitor ranks on this machine, and terminate all of them when the run ends.
 
-A spawner of our own rather than torch.distributed.run: that imports torch in the launcher (seconds, and hundreds of
-megabytes for the life of the run), turns every exit status into 1, dies of SIGUSR2 without forwarding it to its
-ranks, and its port is free to be taken between choice and use.
+Used instead of torch.distributed.run, which imports torch in the launcher (seconds, and hundreds of megabytes for the
+duration of the run), turns every exit status into 1, dies of SIGUSR2 without forwarding it to its ranks, and leaves
+its port unbound between choosing and using it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import IO
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import CheckedRun, Job, Recipe
 from components.launch.machine import device_problems, killed_for_memory, usable_cores, usable_memory, visible_gpus
-from components.launch.run_checks import MESH_KEYS, decides
+from components.launch.run_checks import MESH_KEYS, affects
 from components.launch.run_directory.directory import RunDirectory
 from components.protocol.exit_codes import EXIT_HUNG, EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import (
@@ -40,72 +40,72 @@ from components.protocol.signals import CTRL_C_ANSWER, collected_signals
 from components.terminal import print_text
 
 POLL = 0.05
-"""Seconds between two looks at the ranks."""
+"""Polling interval for the ranks' processes, in seconds."""
 REPORTS_EVERY = 1.0
-"""Seconds between two looks for the report of a rank that failed and hangs in its own end."""
+"""Polling interval for failure reports, in seconds: a rank that failed may hang before its process exits."""
 GRACE = 2.0
-"""Seconds that the others have to fail by themselves and to report it, before they get SIGTERM."""
+"""Seconds from the first failure to SIGTERM, in which the other ranks can fail by themselves and report it."""
 REFUSED_GRACE = 1.0
-"""The same after a config error: there is nothing to save, so SIGKILL follows at once."""
+"""Seconds from a config error to SIGKILL, without SIGTERM: there is nothing to save."""
 STACKS_AFTER, STACKS_WITHIN = 1.0, 3.0
-"""The same after a hang, until SIGUSR1 requests stacks; and from there to SIGKILL."""
+"""Seconds from the report of a hang to SIGUSR1, which requests stacks, and from there to SIGKILL."""
 KILL_AFTER = 5.0
-"""Seconds from SIGTERM, which ranks take as save and stop, to SIGKILL."""
+"""Seconds from SIGTERM, on which ranks save and stop, to SIGKILL."""
 
 
 class LocalBackend:
-    """Runs on this machine. There are no jobs: ranks end with their launcher, which gets the signals of the user."""
+    """Backend for this machine. It has no jobs: ranks end with their launcher, which receives the user's signals."""
 
     runs_here = True
 
     def validate(
-        self, cfg: RecipeConfig, processes: int, refused: Collection[str], *, quick: bool = False
+        self, cfg: RecipeConfig, processes: int, rejected: Collection[str], *, quick: bool = False
     ) -> tuple[list[str], list[str]]:
-        """Check that this machine has the GPUs, cores and memory."""
-        if decides(refused, MESH_KEYS):
+        """Check that this machine has enough GPUs, cores and memory."""
+        if affects(rejected, MESH_KEYS):
             return [], []
         return device_problems(cfg, processes, visible_gpus(os.environ), usable_memory()), []
 
     def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
         """Print what would start."""
-        place = cfg.run.dir or f"a new folder in outputs/{recipe.name}"
+        run_dir = cfg.run.dir or f"a new folder in outputs/{recipe.name}"
         print_text(
             f"cluster.dry_run=true: would start {processes} x {recipe.file}, mesh "
-            f"{cfg.parallelism.resolve(processes)}, run directory {place}",
+            f"{cfg.parallelism.resolve(processes)}, run directory {run_dir}",
             *notes,
             sep="\n",
         )
 
     def submit(self, run: CheckedRun, run_here: Callable[[], int]) -> int:
-        """Run a single rank in this process, where a debugger works; start several, and wait for their end."""
+        """Run a single rank in this process, so that a debugger works; start several as processes and wait for them."""
         if run.processes > 1:
             return _run_ranks(run)
         port, store = _loopback_socket()
-        place = LocalRank(0, 1, port, store.detach(), run.directory.path, run.directory.attempt)
+        local_rank = LocalRank(0, 1, port, store.detach(), run.directory.path, run.directory.attempt)
         for name in set(os.environ) - set(without_ranks(os.environ)):
             del os.environ[name]
-        os.environ.update(place.variables())
+        os.environ.update(local_rank.variables())
         return run_here()
 
     def job(self, run_dir: Path, *, search: bool = False) -> str | None:
-        """Return None."""
+        """Return None: there are no local jobs."""
         return None
 
     def state(self, jobs: Iterable[str]) -> dict[str, Job]:
-        """Return nothing: no job is local."""
+        """Return an empty dict: there are no local jobs."""
         return {}
 
     def stop(self, job: str) -> bool:
-        """Return False: no job is local."""
+        """Return False: there are no local jobs."""
         return False
 
     def stop_command(self, job: str) -> str | None:
-        """Return None: no job is local."""
+        """Return None: there are no local jobs."""
         return None
 
 
 def _run_ranks(run: CheckedRun) -> int:
-    """Start the ranks, wait for all of them, report a failure, and return the exit status."""
+    """Start the ranks, wait for all of them, report any failure, and return the exit status."""
     with collected_signals() as signals:
         ranks = _Ranks(run.directory)
         try:
@@ -117,28 +117,30 @@ def _run_ranks(run: CheckedRun) -> int:
 
 
 class _Ranks:
+    """The rank processes of a local run, their exits, and the signals sent to them."""
+
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
         self.processes: list[subprocess.Popen[bytes]] = []
         self.exits: dict[int, RankExit] = {}
         self.stops: list[int] = []
-        """Signals that were passed on, in order."""
+        """Signals forwarded to the ranks, in order."""
         self.aborted = False
         self.plan: deque[tuple[float, signal.Signals]] = deque()
-        """What to send to the remaining ranks once the run is lost, each so many seconds after the one before."""
+        """Signals to send to the remaining ranks after a failure, each with its delay in seconds after the previous."""
         self.next_signal = 0.0
-        """When the first of `plan` is due; seconds of time.monotonic()."""
-        self.asked_to_end = False
-        self.next_look_for_reports = 0.0
+        """Time of the first signal of `plan`, on the clock time.monotonic()."""
+        self.end_requested = False
+        self.next_report_check = 0.0
         self.killed_for_memory_before = killed_for_memory()
 
     def start(self, recipe: Recipe, processes: int) -> None:
-        """Start the ranks from a clean environment.
+        """Start the ranks, without inherited rank variables in their environment.
 
-        Each is the leader of its own process group: a terminal's Ctrl-C then reaches the launcher alone, which
-        passes it on once. As background groups they may write to the terminal (unless `stty tostop`), but not
-        read: a read would stop them, so their input is empty. They are started by the main thread, to whose life
-        PDEATHSIG ties them.
+        Each rank leads its own process group, so that a terminal's Ctrl-C reaches only the launcher, which forwards it
+        once. Background process groups may write to the terminal (unless `stty tostop`), but reading would stop them,
+        so their stdin is /dev/null. Call from the main thread: PDEATHSIG ends a rank when the thread that started it
+        ends.
         """
         port, store = _loopback_socket()
         shared = without_ranks(os.environ) | {WORKER: "1", LAUNCHER_PID: str(os.getpid())}
@@ -147,11 +149,11 @@ class _Ranks:
         with store:
             for rank in range(processes):
                 store_fd = store.fileno() if rank == 0 else None
-                place = LocalRank(rank, processes, port, store_fd, self.directory.path, self.directory.attempt)
+                local_rank = LocalRank(rank, processes, port, store_fd, self.directory.path, self.directory.attempt)
                 with self._output(rank) as output:
                     process = subprocess.Popen(
                         [sys.executable, str(recipe.file)],
-                        env=shared | place.variables(),
+                        env=shared | local_rank.variables(),
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
@@ -161,19 +163,19 @@ class _Ranks:
                 self.processes.append(process)
 
     def watch(self, signals: deque[int]) -> None:
-        """Return when every rank has ended."""
+        """Forward signals and collect exits until every rank has ended."""
         while len(self.exits) < len(self.processes):
             while signals:
-                self._pass_on(signals.popleft())
+                self._forward(signals.popleft())
             self._collect()
             if self.plan and time.monotonic() >= self.next_signal:
-                self.asked_to_end = True
+                self.end_requested = True
                 self._send(self.plan.popleft()[1])
                 self._schedule()
             time.sleep(POLL)
 
     def kill(self) -> None:
-        """Leave no process behind, nor one that a rank has started."""
+        """Kill all remaining ranks and the processes that they started."""
         for process in self.processes:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -181,17 +183,17 @@ class _Ranks:
 
     @contextmanager
     def _output(self, rank: int) -> Iterator[IO[bytes] | None]:
-        """Rank 0 keeps the terminal; a pipe in between would take it from progress bars."""
+        """Open the log of a rank; None for rank 0, which keeps the terminal since progress bars need one."""
         if rank == 0:
             yield None
             return
         with open_append(log_file(self.directory.logs, rank), PRIVATE) as log:
             yield log
 
-    def _pass_on(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         if number == signal.SIGINT and signal.SIGINT in self.stops:
             self.aborted = True
-            self._end_by((0.0, signal.SIGKILL))
+            self._set_plan((0.0, signal.SIGKILL))
             return
         if number == signal.SIGINT:
             print_text(f"\n{CTRL_C_ANSWER}", file=sys.stderr, flush=True)
@@ -204,33 +206,33 @@ class _Ranks:
             if status is None:
                 continue
             stopped = -status in self.stops or (status == EXIT_INTERRUPTED and signal.SIGINT in self.stops)
-            self.exits[rank] = RankExit(rank, status, time.time(), asked=self.asked_to_end or stopped)
+            self.exits[rank] = RankExit(rank, status, time.time(), asked=self.end_requested or stopped)
             if status != 0:
-                self._lose()
-        if time.monotonic() >= self.next_look_for_reports:
-            self.next_look_for_reports = time.monotonic() + REPORTS_EVERY
+                self._plan_termination()
+        if time.monotonic() >= self.next_report_check:
+            self.next_report_check = time.monotonic() + REPORTS_EVERY
             if read_reports(self.directory.logs):
-                self._lose()
+                self._plan_termination()
 
-    def _lose(self) -> None:
-        """The run is lost: plan the end of the ranks that are left."""
-        if self.plan or self.asked_to_end:
+    def _plan_termination(self) -> None:
+        """Plan the termination of the remaining ranks after a failure."""
+        if self.plan or self.end_requested:
             return
         reports = read_reports(self.directory.logs).values()
         if any(report.is_config for report in reports):
-            self._end_by((REFUSED_GRACE, signal.SIGKILL))
+            self._set_plan((REFUSED_GRACE, signal.SIGKILL))
         elif any(report.kind == Kind.hung for report in reports):
-            after = STACKS_AFTER  # a rank that was stopped must continue for a moment to write its stacks
-            self._end_by((after, signal.SIGUSR1), (0.0, signal.SIGCONT), (STACKS_WITHIN, signal.SIGKILL))
+            after = STACKS_AFTER  # SIGCONT: a stopped rank must continue in order to write its stacks
+            self._set_plan((after, signal.SIGUSR1), (0.0, signal.SIGCONT), (STACKS_WITHIN, signal.SIGKILL))
         else:
-            self._end_by((GRACE, signal.SIGTERM), (KILL_AFTER, signal.SIGKILL))
+            self._set_plan((GRACE, signal.SIGTERM), (KILL_AFTER, signal.SIGKILL))
 
-    def _end_by(self, *steps: tuple[float, signal.Signals]) -> None:
+    def _set_plan(self, *steps: tuple[float, signal.Signals]) -> None:
         self.plan = deque(steps)
         self._schedule()
 
     def _schedule(self) -> None:
-        """Count from the signal sent last, so that a launcher that was delayed still leaves the ranks their time."""
+        """Set the time of the next signal, relative to now: a delayed launcher then does not shorten a grace period."""
         if self.plan:
             self.next_signal = time.monotonic() + self.plan[0][0]
 
@@ -246,7 +248,7 @@ class _Ranks:
 
 
 def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
-    """Report a bad end of the run, and return the exit status."""
+    """Report and record a failure, and return the exit status."""
     reports = read_reports(directory.logs)
     failure = first_failure(ranks.exits.values(), reports)
     if ranks.aborted:
@@ -261,7 +263,7 @@ def _conclude(ranks: _Ranks, directory: RunDirectory) -> int:
             directory.discard(report.message)
         print_failure(failure, directory.logs)
         return EXIT_INVALID
-    directory.conclude(_status(ranks, failure), failure.error)  # first: the output may have no reader any more
+    directory.conclude(_status(ranks, failure), failure.error)  # before printing: stderr may be closed
     print_failure(failure, directory.logs)
     return EXIT_HUNG if report is not None and report.kind == Kind.hung else 1
 
@@ -274,7 +276,7 @@ def _status(ranks: _Ranks, failure: Failure) -> str:
 
 
 def _stopped(ranks: _Ranks, directory: RunDirectory) -> int:
-    """The status of a run without a failure: 0, unless a signal ended ranks that could not take it yet."""
+    """Return the exit status of a run without a failure: 0 unless a signal ended ranks before they could handle it."""
     if all(ended.status == 0 for ended in ranks.exits.values()):
         return 0
     interrupted = signal.SIGINT in ranks.stops
@@ -288,7 +290,7 @@ def _stopped(ranks: _Ranks, directory: RunDirectory) -> int:
 def _loopback_socket() -> tuple[int, socket.socket]:
     """Bind a free port of the loopback interface, so that no other process takes it before rank 0 serves the store.
 
-    It does not listen yet. A rank 0 that takes no notice of the descriptor can still listen on the port itself.
+    The socket does not listen yet, so a rank 0 that ignores the descriptor can still bind and listen on the port.
     """
     store = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -297,6 +299,6 @@ def _loopback_socket() -> tuple[int, socket.socket]:
 
 
 def _defaults(processes: int) -> dict[str, str]:
-    """Return the variables that ranks get unless the user has set them: threads per rank, and unbuffered logs."""
+    """Return the ranks' default variables, which the user's override: CPU threads, unbuffered output, faulthandler."""
     threads = str(max(usable_cores() // processes, 1))
     return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}

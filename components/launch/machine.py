@@ -1,4 +1,4 @@
-"""Cores, GPUs and memory of this machine, and how many processes a run starts on it."""
+"""CPU cores, GPUs and memory of this machine, and the number of ranks of a run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig
 
 RANKS_PER_CORE = 4
-"""Ranks of a local run that share a CPU core; more only wait for one another."""
+"""Maximum number of local ranks per CPU core; more ranks only compete for the cores."""
 RANK_BYTES = 256 * 2**20
-"""Memory that a rank shares with no other once it has imported torch and transformers, before it has a model."""
+"""Private memory of a rank in bytes after importing torch and transformers, before a model is loaded."""
 
 
 def processes_of(cfg: RecipeConfig, gpus: int) -> int:
-    """Return the number of ranks that are to be started, on this machine or by a cluster.
+    """Return the number of ranks to start, on this machine or on a cluster.
 
-    cluster.nodes x cluster.procs_per_node if that is a number, as it must be on a cluster; else one per visible GPU;
-    without GPUs, or with cluster.device=cpu, the product of the stated mesh degrees, where -1 counts as 1.
+    cluster.nodes * cluster.procs_per_node if the latter is a number, which clusters require. For "auto": one rank per
+    visible GPU; without GPUs or with cluster.device=cpu, the product of the mesh degrees, counting -1 as 1.
     """
     if cfg.cluster.procs_per_node != "auto":
         return cfg.cluster.nodes * int(cfg.cluster.procs_per_node)
@@ -31,15 +31,15 @@ def processes_of(cfg: RecipeConfig, gpus: int) -> int:
 
 
 def usable_cores() -> int:
-    """Return how many CPU cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """Return how many CUDA devices a process with these variables sees, without asking CUDA.
+    """Return the number of CUDA devices visible to a process with these variables, without initializing CUDA.
 
-    CUDA_VISIBLE_DEVICES decides where it is set: its entries up to the first -1, as CUDA reads it. Otherwise the
-    device files count, or what the driver lists.
+    If CUDA_VISIBLE_DEVICES is set, count its entries before the first invalid one, as CUDA does. Otherwise count the
+    device files, or the GPUs that the driver lists in /proc.
     """
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
@@ -51,35 +51,33 @@ def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
 
 
 def device_problems(cfg: RecipeConfig, processes: int, gpus: int, memory: int | None = None) -> list[str]:
-    """Return why this machine cannot run that many processes of a local run, as sentences.
+    """Return the problems of starting that many local ranks on this machine.
 
     Args:
-        cfg: The run.
-        processes: Ranks that are to be started here.
-        gpus: Visible GPUs.
-        memory: Bytes that this process and its children may use; None: unknown.
+        cfg: Config of the run.
+        processes: Number of ranks to start.
+        gpus: Number of visible GPUs.
+        memory: Bytes that this process and its children may use; None if unknown.
     """
     if cfg.cluster.device == Device.cuda and not gpus:
-        return ["cluster.device=cuda: no GPU is visible here; set cluster.device=cpu, or see CUDA_VISIBLE_DEVICES"]
+        return ["cluster.device=cuda: no GPU is visible; set cluster.device=cpu, or check CUDA_VISIBLE_DEVICES"]
     if cfg.cluster.device != Device.cpu and gpus:
-        return _too_many_for_gpus(cfg, processes, gpus) if processes > gpus else []
+        if processes <= gpus:
+            return []
+        return [
+            f"cluster.procs_per_node={cfg.cluster.procs_per_node}: {processes} processes, but {gpus} visible GPUs; "
+            "each process needs its own GPU; lower it, or set cluster.device=cpu"
+        ]
     return [] if cfg.cluster.oversubscribe else _too_many_for_cpus(cfg, processes, memory)
-
-
-def _too_many_for_gpus(cfg: RecipeConfig, processes: int, gpus: int) -> list[str]:
-    return [
-        f"cluster.procs_per_node={cfg.cluster.procs_per_node}: {processes} processes, but {gpus} visible GPUs; "
-        "each process needs its own; lower it, or set cluster.device=cpu"
-    ]
 
 
 def _too_many_for_cpus(cfg: RecipeConfig, processes: int, memory: int | None) -> list[str]:
     cores = usable_cores()
     if processes > RANKS_PER_CORE * cores:
-        limit = f"at most {RANKS_PER_CORE} per core are started, {RANKS_PER_CORE * cores} on {cores} usable cores"
+        limit = f"the limit is {RANKS_PER_CORE} per core, {RANKS_PER_CORE * cores} on {cores} usable cores"
     elif memory is not None and processes * RANK_BYTES > memory:
         needed = f"{processes * RANK_BYTES / 2**30:.1f} GiB"
-        limit = f"they take {needed} before they have a model, more than the {memory / 2**30:.1f} GiB there are"
+        limit = f"they need {needed} before loading a model, but only {memory / 2**30:.1f} GiB are usable"
     else:
         return []
     if cfg.cluster.procs_per_node != "auto":
@@ -92,12 +90,12 @@ def _too_many_for_cpus(cfg: RecipeConfig, processes: int, memory: int | None) ->
 
 
 def killed_for_memory(root: Path = Path("/")) -> int:
-    """Return how many processes beside this one the kernel has killed so far because memory ran out.
+    """Return how many processes the kernel's OOM killer has ended; only differences between calls are meaningful.
 
-    Counted in this process' control group (its limit is what a job of a cluster or a container runs into), else on
-    the whole machine; 0 where nothing counts. Only a difference between two calls means something.
+    Read the counter of this process's control group, whose limit applies to batch jobs and containers, or else that of
+    the machine. 0 if neither exists.
     """
-    for file in (*_own_files(root, ("memory.events", "memory.oom_control")), root / "proc/vmstat"):
+    for file in (*_cgroup_files(root, ("memory.events", "memory.oom_control")), root / "proc/vmstat"):
         try:
             counts = dict(line.split() for line in file.read_text().splitlines())
         except (OSError, ValueError):
@@ -108,27 +106,27 @@ def killed_for_memory(root: Path = Path("/")) -> int:
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """Return how many bytes this process and its children may use: the machine's, or its control group's limit."""
+    """Return the memory limit of this process and its children in bytes: physical memory or the cgroup limit."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for file in _own_files(root, ("memory.max", "memory.limit_in_bytes")):
+    for file in _cgroup_files(root, ("memory.max", "memory.limit_in_bytes")):
         try:
             limits.append(int(file.read_text()))
-        except (OSError, ValueError):  # not this version of control groups, or no limit ("max")
+        except (OSError, ValueError):  # another cgroup version, or no limit ("max")
             continue
     return min(limits)
 
 
-def _own_files(root: Path, names: tuple[str, ...]) -> list[Path]:
-    """Where the control group's files may be; inside a container they lie at the mount's root."""
+def _cgroup_files(root: Path, names: tuple[str, ...]) -> list[Path]:
+    """Return candidate paths of cgroup files, v2 and v1; inside a container they are at the root of the mount."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    mount, places = root / "sys/fs/cgroup", []
+    mount, folders = root / "sys/fs/cgroup", []
     for line in lines:
         controllers, _, path = line.partition(":")[2].partition(":")
         if "memory" in controllers.split(","):
-            places += [mount / "memory" / path.lstrip("/"), mount / "memory"]
+            folders += [mount / "memory" / path.lstrip("/"), mount / "memory"]
         elif not controllers:
-            places += [mount / path.lstrip("/"), mount]
-    return [place / name for place in places for name in names]
+            folders += [mount / path.lstrip("/"), mount]
+    return [folder / name for folder in folders for name in names]

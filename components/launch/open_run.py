@@ -1,4 +1,7 @@
-"""Compose and validate the config, then create, lock and fill the run directory. Nothing is written before that."""
+"""Compose and validate the config, then create, lock and populate the run directory.
+
+Nothing is written until validation passes.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +27,31 @@ from components.terminal import print_text
 
 
 def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None:
-    """Compose, check, and create the run directory; None if there is nothing to start (--cfg job, dry_run).
+    """Compose and check a run and create its directory; return None if nothing is to be started (--cfg job, dry_run).
 
     Args:
-        recipe: The decorated main.
-        world_size: Number of ranks if they are running already; None: they are to be started.
+        recipe: The recipe.
+        world_size: Number of ranks if they are already running; None if they are to be started.
 
-    Raises ConfigError with every problem, and SystemExit for an option that Hydra does not have.
+    Raises ConfigError with all problems, and SystemExit for an option unknown to Hydra.
     """
     gpus = visible_gpus(os.environ)
     notes: list[str] = []
 
-    def check(cfg: RecipeConfig, refused: Collection[str]) -> list[str]:
+    def check(cfg: RecipeConfig, rejected: Collection[str]) -> list[str]:
         backend, processes = backend_of(cfg.cluster.kind), world_size or processes_of(cfg, gpus)
-        own: list[str] = []
+        backend_problems: list[str] = []
         if world_size is None:
-            own, notes[:] = backend.validate(cfg, processes, refused)
+            backend_problems, notes[:] = backend.validate(cfg, processes, rejected)
         elif not backend.runs_here:
-            own = [f"cluster.kind={cfg.cluster.kind}: this is one of {world_size} ranks already; set cluster=local"]
-        problems = problems_before_start(cfg, processes, refused)
-        if own or problems or refused:  # else the run directory is checked when it is opened
+            backend_problems = [
+                f"cluster.kind={cfg.cluster.kind}: this process is already one of {world_size} ranks; set cluster=local"
+            ]
+        problems = problems_before_start(cfg, processes, rejected)
+        if backend_problems or problems or rejected:  # otherwise the run directory is checked when it is opened
             named = {problem.partition("=")[0] for problem in problems}
             problems += [each for each in directory_problems(cfg, recipe.name) if each.partition("=")[0] not in named]
-        return own + problems
+        return backend_problems + problems
 
     cfg = compose_from_command_line(recipe.name, recipe.schema, recipe.file.parent, check)
     if cfg is None:
@@ -54,9 +59,9 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
     backend, processes = backend_of(cfg.cluster.kind), world_size or processes_of(cfg, gpus)
     if backend.runs_here and (why := check_hub(cfg, os.environ)) and not is_offline(os.environ):
         os.environ[OFFLINE] = "1"
-        notes.append(f"the hub cannot be reached ({why}): only its cache is used ({OFFLINE}=1)")
-    cfg, wanted = fit_micro_batches(cfg, processes), cfg
-    notes += _batch_notes(wanted, cfg)
+        notes.append(f"the hub cannot be reached ({why}): using only its local cache ({OFFLINE}=1)")
+    cfg, requested = fit_micro_batches(cfg, processes), cfg
+    notes += _batch_notes(requested, cfg)
     if cfg.cluster.dry_run:
         check_run_directory(cfg, recipe.name)
         backend.show(recipe, cfg, processes, notes)
@@ -72,7 +77,7 @@ def open_run(recipe: Recipe, world_size: int | None = None) -> CheckedRun | None
 
 
 def directory_problems(cfg: RecipeConfig, recipe: str) -> list[str]:
-    """Return why the run directory of `cfg` cannot be used, without creating anything."""
+    """Return the problems of the run directory of `cfg`, without creating it."""
     try:
         check_run_directory(cfg, recipe)
     except ConfigError as error:
@@ -80,11 +85,13 @@ def directory_problems(cfg: RecipeConfig, recipe: str) -> list[str]:
     return []
 
 
-def _batch_notes(wanted: RecipeConfig, cfg: RecipeConfig) -> list[str]:
-    before, after = section(wanted, TrainingConfig), section(cfg, TrainingConfig)
+def _batch_notes(requested: RecipeConfig, cfg: RecipeConfig) -> list[str]:
+    """Return a note if the micro-batch size was reduced to fit the global batch and the mesh."""
+    before, after = section(requested, TrainingConfig), section(cfg, TrainingConfig)
     if before is None or after is None or before == after:
         return []
     size, fitting = before.micro_batch_size, after.micro_batch_size
     return [
-        f"training.micro_batch_size={size}: more than fits on this mesh; {fitting} at a time, which changes no result"
+        f"training.micro_batch_size={size}: does not fit the global batch on this mesh; using {fitting}, which does "
+        "not change results"
     ]

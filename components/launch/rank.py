@@ -1,4 +1,4 @@
-"""Run the recipe's main on one rank, and record its failure."""
+"""Run a recipe's main on one rank, and write its failure report."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ from components.protocol.signals import STOP_SIGNALS, keep_stop_signals
 from components.terminal import print_text, printable
 
 FLIGHT_RECORDER = "flight_recorder_rank_"
-"""Start of the names of files in an attempt's logs that hold a rank's last collectives."""
+"""Prefix of the files in an attempt's logs to which NCCL dumps a rank's most recent collectives."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def record_collectives(logs: Path) -> None:
-    """Let torch keep the last collectives of this rank, and NCCL write them to the attempt's logs when one times out.
+    """Enable torch's flight recorder, with NCCL dumps of recent collectives to the attempt's logs on a timeout.
 
-    Before torch is imported, which reads these variables once; what the environment sets stays.
+    Call before torch is imported, which reads these variables once. Variables set by the user take precedence.
     """
     settings = {
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -71,9 +71,9 @@ def record_collectives(logs: Path) -> None:
 
 
 def run_worker(recipe: Recipe) -> int:
-    """Run main as a rank that our launcher or batch script started, and return the exit status.
+    """Run main on a rank started by the local launcher or the batch script, and return the exit status.
 
-    Failures go to the attempt's logs and not to the terminal: what started the ranks reports the first of them.
+    Failures are written to the attempt's logs, not to the terminal: the parent of the ranks reports the first one.
     """
     by_launcher = LAUNCHER_PID in os.environ
     if by_launcher:
@@ -83,11 +83,11 @@ def run_worker(recipe: Recipe) -> int:
     rank, run_dir = rank_and_size(os.environ)[0], Path(os.environ[RUN_DIR])
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _write_to(log_file(logs, rank))  # an agent has one output for all its ranks
+        _redirect_output(log_file(logs, rank))  # torchrun's agent has one output for all its ranks
     if not by_launcher:
         os.environ[STORE_FILE] = str(logs / "store.json")
     record_collectives(logs)
-    faulthandler.register(signal.SIGUSR1)  # it writes the stacks of all threads, whatever they do, and harms nothing
+    faulthandler.register(signal.SIGUSR1)  # dumps the stacks of all threads, also in the middle of C++ code
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):
@@ -100,16 +100,16 @@ def run_worker(recipe: Recipe) -> int:
     try:
         cfg = read_frozen(run_dir / CONFIG, recipe.schema)
         restrict_new_files(cfg)
-        with _leased(run_dir, logs, rank):
+        with _lease_held(run_dir, logs, rank):
             recipe.main(cfg)
     except ConfigError as error:
         write_report(logs, rank, error)
         return EXIT_INVALID
-    for number in STOP_SIGNALS:  # the run is over: there is nothing left to stop, only an exit status to lose
+    for number in STOP_SIGNALS:  # the run has finished: a late signal would only spoil the exit status
         signal.signal(number, signal.SIG_IGN)
     result = read_result(run_dir) if rank == 0 and not by_launcher else {}
     if result.get("status") == "preempted":
-        if (logs / CANCELLED).exists():  # the batch script may be killed before it can record that
+        if (logs / CANCELLED).exists():  # recorded here, as the batch script may be killed before it can
             record_result(run_dir, {**result, "status": "cancelled"})
         else:
             create_marker(run_dir / REQUEUE)
@@ -117,15 +117,15 @@ def run_worker(recipe: Recipe) -> int:
 
 
 def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
-    """Run main in this process, as the only rank or as one that the user's launcher started.
+    """Run main in this process, as the only rank or as a rank of the user's launcher; return the exit status.
 
-    Returns the exit status. What main raises is raised again, for a debugger and for Python to print.
+    Exceptions of main other than config errors and Ctrl-C are recorded and re-raised, for a debugger and the traceback.
     """
     os.environ |= {RUN_DIR: str(directory.path), ATTEMPT: str(directory.attempt)}
     record_collectives(directory.logs)
     rank = current_rank(os.environ)
     try:
-        with _leased(directory.path, directory.logs, rank):
+        with _lease_held(directory.path, directory.logs, rank):
             recipe.main(cfg)
     except ConfigError as error:
         write_report(directory.logs, rank, error)
@@ -144,8 +144,8 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
         raise
     except Exception as error:
         kind, name = kind_of(error), type(error).__name__
-        if kind == Kind.lost_peer and _was_refused(directory.logs):
-            print_text(f"rank {rank}: the config was refused on another rank, which prints the reason", file=sys.stderr)
+        if kind == Kind.lost_peer and _was_rejected(directory.logs):
+            print_text(f"rank {rank}: another rank rejected the config and prints the reason", file=sys.stderr)
             return EXIT_INVALID
         write_report(directory.logs, rank, error)
         directory.conclude(failure_status(kind, name, str(error)), f"rank {rank}: {name}: {error}")
@@ -154,29 +154,29 @@ def run_here(recipe: Recipe, cfg: RecipeConfig, directory: RunDirectory) -> int:
 
 
 def end_rank(status: int) -> NoReturn:
-    """End this process with `status`, without finalizing the interpreter.
+    """Exit with `status` after joining threads, running exit functions and flushing output.
 
-    A daemon thread that comes back from C++ code (an operation on the ranks' store, a collective) while Python is
-    being finalized ends the process with SIGABRT, and a run that succeeded would count as failed. What finalization
-    does for the user happens all the same: other threads are awaited, exit functions run, output is flushed.
+    The interpreter is not finalized: a daemon thread that returns from C++ code (a store operation, a collective)
+    during finalization aborts the process with SIGABRT, and a successful run would count as failed.
     """
+    # Private functions of CPython: the parts of Py_FinalizeEx that matter here, in its order.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or without a reader
+        with suppress(OSError, ValueError):  # closed, or a pipe without a reader
             stream.flush()
     os._exit(status)
 
 
 def restrict_new_files(cfg: RecipeConfig) -> None:
-    """Let this process create files for its owner only, if the run is private; otherwise the user's umask decides."""
+    """Create files with owner-only permissions from now on if run.private is set; otherwise keep the user's umask."""
     if cfg.run.private:
         os.umask(0o077)
 
 
 @contextmanager
-def _leased(run_dir: Path, logs: Path, rank: int) -> Iterator[None]:
-    """Hold the lease on the run directory on rank 0. Raises RunDirectoryInUse while another run trains in it."""
+def _lease_held(run_dir: Path, logs: Path, rank: int) -> Iterator[None]:
+    """Hold the lease on the run directory, on rank 0. Raises RunDirectoryInUse if another run holds it."""
     if rank != 0:
         yield
         return
@@ -194,29 +194,29 @@ def _leased(run_dir: Path, logs: Path, rank: int) -> Iterator[None]:
 
 
 def _from_main(recipe: Recipe, trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from main on, without the launcher's frames."""
+    """Return the traceback without the launcher's frames above main."""
     entry = trace
     while entry is not None and entry.tb_frame.f_code is not recipe.main.__code__:
         entry = entry.tb_next
     return entry or trace
 
 
-def _write_to(log: Path) -> None:
-    """Let all output of this process, of its libraries too, go to a file."""
+def _redirect_output(log: Path) -> None:
+    """Redirect stdout and stderr of this process, including output of C libraries, to a file."""
     with open_append(log, PRIVATE) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 
 
-def _was_refused(logs: Path) -> bool:
-    """Return whether the config was refused on another rank, which reported it, or removed a new run directory."""
+def _was_rejected(logs: Path) -> bool:
+    """Return whether another rank rejected the config: it wrote a report, or removed the new run directory."""
     return not logs.is_dir() or any(report.is_config for report in read_reports(logs).values())
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel end this process when the thread that started it ends; leave at once if it has already.
+    """Have the kernel kill this process when the thread that started it ends; exit if `parent` has already ended.
 
-    Only Linux can do that. Elsewhere a rank outlives a launcher that is killed, until its next collective fails.
+    Linux only. Elsewhere, ranks of a killed launcher keep running until their next collective fails.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""`@recipe("finetune")`: what happens when a recipe's main() is called without arguments."""
+"""`@recipe("finetune")`: the decorator of a recipe's main, and the dispatch by process role."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def recipe(name: str) -> Callable[[Callable[[Any], object]], Callable[[], NoReturn]]:
     """Make `main(cfg)` a recipe: a program that composes conf/<name>.yaml, starts ranks, and runs main on each.
 
-    The class of the config is main's annotation: `def main(cfg: FinetuneConfig)`. Calling the decorated main reads
-    the command line and ends the process: status 0, 2 for a rejected configuration, 130 when interrupted, else 1.
+    The annotation of main's argument is the config class: `def main(cfg: FinetuneConfig)`. Calling the decorated main
+    parses the command line and exits: status 0, 2 for a rejected config, 130 after Ctrl-C, 75 for a hung run, else 1.
     """
 
     def decorate(main: Callable[[Any], object]) -> Callable[[], NoReturn]:
@@ -52,29 +52,29 @@ def _start(name: str, main: Callable[[Any], object]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for closed standard streams (`>&-`), whose numbers the next file or socket would get."""
+    """Open /dev/null for closed standard streams (`>&-`): the next file or socket would get their descriptors."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 @contextmanager
-def _reader_may_leave() -> Iterator[None]:
-    """End as by SIGPIPE if the reader of the output has gone: `--help | head`."""
+def _exit_on_broken_pipe() -> Iterator[None]:
+    """Exit with the status of SIGPIPE if the reader of stdout has closed it: `--help | head`."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
         raise SystemExit(128 + signal.SIGPIPE) from error
 
 
 def _run(described: Recipe) -> int:
-    """Act by the role of this process. Each role imports only what it needs."""
+    """Run the recipe in the role of this process. Imports are local so that each role imports only what it needs."""
     role = detect_role(os.environ)
     if role is Role.worker:
         from components.launch.rank import end_rank, run_worker
@@ -94,7 +94,7 @@ def _run(described: Recipe) -> int:
         from components.launch.sweep.command import run_sweep
 
         return run_sweep(described)
-    with _reader_may_leave():
+    with _exit_on_broken_pipe():
         run = open_run(described)
     if run is None:
         return 0
@@ -102,21 +102,21 @@ def _run(described: Recipe) -> int:
 
 
 def _describe(name: str, main: Callable[[Any], object]) -> Recipe:
-    """Return the recipe with its schema and file. Raises ConfigError if main has no annotation of its config."""
+    """Return the recipe with its schema and file. Raises ConfigError if main's config argument is not annotated."""
     from components.launch.backend import Recipe
 
     parameters = list(inspect.signature(main).parameters)
     schema = get_type_hints(main).get(parameters[0]) if len(parameters) == 1 else None
     if not (isinstance(schema, type) and issubclass(schema, RecipeConfig)):
         raise ConfigError(
-            f"recipe {name}: main must take one argument whose annotation is its config class, for example "
+            f"recipe {name}: main must take one argument annotated with its config class, for example "
             "main(cfg: FinetuneConfig)"
         )
     file = Path(main.__globals__["__file__"]).resolve()
-    beside, ours = file.parent / "components", Path(__file__).resolve().parents[1]
-    if beside.is_dir() and beside.resolve() != ours:
+    neighbor, expected = file.parent / "components", Path(__file__).resolve().parents[1]
+    if neighbor.is_dir() and neighbor.resolve() != expected:
         raise ConfigError(
-            f"{beside}: a folder of this name beside the recipe hides this project's components ({ours}); rename it, "
-            "or move the recipe"
+            f"{neighbor}: this folder next to the recipe shadows Meshbook's components ({expected}); rename it, or "
+            "move the recipe"
         )
     return Recipe(name, main, schema, file)

@@ -1,4 +1,4 @@
-"""Every check of a run that needs milliseconds and writes nothing, whichever backend runs it."""
+"""The fast, read-only checks of a run that all backends share."""
 
 from __future__ import annotations
 
@@ -24,51 +24,51 @@ MESH_KEYS = frozenset(
     ["cluster.kind", "cluster.nodes", "cluster.procs_per_node", "cluster.device", "cluster.oversubscribe"]
     + [f"parallelism.{name}" for name in (*AXES, "strategy")]
 )
-"""Keys that decide the number of processes and the degrees of the mesh."""
+"""Keys that determine the number of processes and the mesh degrees."""
 MODEL_KEYS = frozenset(["model.config", *(f"model.{each.name}" for each in fields(ModelShape)), "model.path"])
-"""Keys that decide the shape of the model."""
+"""Keys that determine the shape of the model."""
 _MANIFEST = "manifest.json"
-"""What makes a folder a checkpoint."""
+"""File that every published checkpoint contains."""
 
 
-def problems_before_start(cfg: RecipeConfig, world_size: int, refused: Collection[str] = ()) -> list[str]:
-    """Return every problem of `cfg` on `world_size` processes, one sentence each, files included.
+def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collection[str] = ()) -> list[str]:
+    """Return all problems of `cfg` on `world_size` ranks, including those of the files it names, one sentence each.
 
-    Secrets are reported alone: the sentences of other problems repeat values.
+    If the config contains secrets, only those are reported, since the messages of other problems quote values.
 
     Args:
         cfg: The config.
         world_size: Number of ranks.
-        refused: Keys and sections rejected before, whose values in `cfg` are not what the user wanted.
+        rejected: Keys and sections already rejected; their values in `cfg` are not the user's.
     """
     if secrets := secret_problems(cfg, sys.argv[1:]):
         return secrets
     shape, problems = ModelShape(), []
     try:
-        if not decides(refused, MODEL_KEYS):
+        if not affects(rejected, MODEL_KEYS):
             shape = read_shape(cfg.model)
         problems = _model_problems(cfg)
     except ConfigError as error:
         problems = error.problems
-    problems = validate(cfg, None if decides(refused, MESH_KEYS) else world_size, shape) + problems
+    problems = validate(cfg, None if affects(rejected, MESH_KEYS) else world_size, shape) + problems
     problems += _problems_of(lambda: check_files(cfg.data)) + _plan_problems(cfg)
     return list(dict.fromkeys(problems + _checkpoint_problems(cfg)))
 
 
-def decides(refused: Collection[str], keys: Collection[str]) -> bool:
-    """Whether one of the refused keys or sections is among `keys`, or holds one of them."""
+def affects(rejected: Collection[str], keys: Collection[str]) -> bool:
+    """Return whether any rejected key or section is among `keys`, contains one of them, or lies inside one."""
     return any(
-        key == each or each.startswith(f"{key}.") or key.startswith(f"{each}.") for key in refused for each in keys
+        key == each or each.startswith(f"{key}.") or key.startswith(f"{each}.") for key in rejected for each in keys
     )
 
 
 def _plan_problems(cfg: RecipeConfig) -> list[str]:
-    """Check that the module of a tp plan exists, on every mesh, before a sweep starts its first point."""
+    """Check that the module of parallelism.tp_plan exists, also for meshes without tp, before a sweep starts."""
     plan = cfg.parallelism.tp_plan
     package = (plan or "").partition(":")[0].partition(".")[0]
     if plan is None or importlib.util.find_spec(package) is not None:
         return []
-    return [f"parallelism.tp_plan={plan}: no module {package!r} is found; install it, or put it beside the recipe"]
+    return [f"parallelism.tp_plan={plan}: no module named {package!r}; install it, or put it next to the recipe"]
 
 
 def _model_problems(cfg: RecipeConfig) -> list[str]:
@@ -80,20 +80,20 @@ def _model_problems(cfg: RecipeConfig) -> list[str]:
 
 
 def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:
-    """Check that checkpoints exist before a job waits in a queue for them; ranks check their contents."""
+    """Check that the named checkpoints exist, before a job is queued. Their contents are checked by the ranks."""
     problems = []
     resume = cfg.run.resume
     if resume not in ("auto", "never") and not Path(os.path.expanduser(resume), _MANIFEST).is_file():
-        problems.append(f"run.resume={resume}: no such checkpoint; give auto, never or RUN/checkpoints/step_N")
+        problems.append(f"run.resume={resume}: no such checkpoint; set it to auto, never or RUN/checkpoints/step_N")
     evaluation = section(cfg, EvaluationConfig)
     checkpoint = evaluation.checkpoint if evaluation is not None else None
     if checkpoint is not None and not Path(os.path.expanduser(checkpoint), _MANIFEST).is_file():
-        problems.append(f"evaluation.checkpoint={checkpoint}: no such checkpoint; give RUN/checkpoints/step_N")
+        problems.append(f"evaluation.checkpoint={checkpoint}: no such checkpoint; set it to RUN/checkpoints/step_N")
     return problems
 
 
 def _problems_of(check: Callable[[], list[str]]) -> list[str]:
-    """Return the problems that a check returns or raises."""
+    """Return the problems that a check returns or raises as ConfigError."""
     try:
         return check()
     except ConfigError as error:

@@ -227,7 +227,7 @@ def test_a_checkpoint_is_looked_for_before_the_start(
     (tmp_path / "empty").mkdir()
     for wrong in ("~nobody/nope", "empty"):
         ended = commands.run(evaluate, ["model=tiny", f'evaluation.checkpoint="{wrong}"'], tmp_path)
-        told = f"evaluation.checkpoint={wrong}: no such checkpoint; give RUN/checkpoints/step_N"
+        told = f"evaluation.checkpoint={wrong}: no such checkpoint; set it to RUN/checkpoints/step_N"
         assert_refused(ended, [told], tmp_path)
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "manifest.json").write_text("{}")
@@ -260,7 +260,7 @@ def test_a_hub_out_of_reach_is_reported_at_once_and_its_cache_is_used(
         (tmp_path / "home" / folder / "config.json").write_text("{}")
         ended = commands.run(finetune, arguments, tmp_path, **environment)
         assert (ended.status, ended.output) == (0, "started\n"), ended
-        assert "the hub cannot be reached (Connection refused): only its cache is used" in ended.errors
+        assert "the hub cannot be reached (Connection refused): using only its local cache" in ended.errors
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"], ["model=tiny", "cluster.dry_run=true"]])
@@ -374,11 +374,11 @@ def test_nothing_wrong_is_not_refused(commands: Commands, finetune: Path, tmp_pa
 def test_micro_batches_shrink_to_what_fits_and_it_is_told(
     commands: Commands, finetune: Path, tmp_path: Path, overrides: list[str], size: int
 ) -> None:
-    told = "training.micro_batch_size=4: more than fits" if size < 4 else ""
+    told = "training.micro_batch_size=4: does not fit the global batch" if size < 4 else ""
     shown = commands.run(finetune, ["model=tiny", "cluster.dry_run=true", *overrides], tmp_path)
     assert (shown.status, shown.output.count("training.micro_batch_size")) == (0, bool(told)), shown
     assert told in shown.output
-    assert not told or f"; {size} at a time" in shown.output
+    assert not told or f"; using {size}, which does not change results" in shown.output
 
 
 @pytest.mark.parametrize("name", ["finetune", "evaluate"])

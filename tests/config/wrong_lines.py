@@ -169,10 +169,10 @@ MESH = [
         "parallelism.strategy=fsdp2",
     ),
     ("parallelism.tp_plan=a:", "parallelism.tp_plan=a:: is not an import path; write package.module:name"),
-    ("parallelism.tp_plan=no_such_module:plan", "no module 'no_such_module' is found", "beside the recipe"),
+    ("parallelism.tp_plan=no_such_module:plan", "no module named 'no_such_module'", "next to the recipe"),
     (
         "cluster.procs_per_node=4001 training.global_batch_size=4001",
-        *("cluster.procs_per_node=4001: 4001 processes on this machine", "at most 4 per core"),
+        *("cluster.procs_per_node=4001: 4001 processes on this machine", "the limit is 4 per core"),
         "cluster.oversubscribe=true",
     ),
     (
@@ -434,8 +434,8 @@ NOT_BUILT = [
     ("parallelism=ddp,fsdp2", "parallelism=ddp,fsdp2: is a sweep over several values; add -m, set one value, or"),
 ]
 SWEEPS = [
-    ("-m", "a sweep needs a key with several values, such as parallelism=ddp,fsdp2", "leave -m out"),
-    ("-m training.max_steps=3", "a sweep needs a key with several values", "leave -m out"),
+    ("-m", "a sweep needs a key with several values, such as parallelism=ddp,fsdp2", "or remove -m"),
+    ("-m training.max_steps=3", "a sweep needs a key with several values", "or remove -m"),
     ("--multirun parallelism=fsdp2", "a sweep needs a key with several values"),
     ("-m cluster.dry_run=true", "a sweep needs a key with several values"),
     ("-m parallelism=ddp,fsdp2 training.max_step=3", "training.max_step=3: no such key", "training.max_steps"),
@@ -475,7 +475,7 @@ PLACES = [
     (
         "cluster.dry_run=true run.resume=/",
         "run.resume=/: no such checkpoint",
-        "give auto, never or RUN/checkpoints/step_N",
+        "set it to auto, never or RUN/checkpoints/step_N",
     ),
     ("cluster.device=cuda", "cluster.device=cuda: no GPU is visible"),
 ]

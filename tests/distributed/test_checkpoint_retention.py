@@ -248,7 +248,7 @@ def test_prune_keeps_off_while_somebody_uses_the_directory(
         fcntl.flock(lock, fcntl.LOCK_EX)
         status, told = call("prune", "--yes")
         assert status == 2
-        assert "is in use by a run that is still going; wait for its end" in told
+        assert "is in use by a run that is still going; wait for it to finish" in told
     (run_dir / "job_id").write_text("17\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     status, told = call("prune", "--yes")
@@ -259,7 +259,7 @@ def test_prune_keeps_off_while_somebody_uses_the_directory(
     squeue.chmod(0o700)
     status, told = call("prune", "--yes")
     assert status == 2
-    assert "belongs to job 17, which is RUNNING; wait for its end, or end the job with scancel 17" in told
+    assert "belongs to job 17, which is RUNNING; wait for it to finish, or end the job with scancel 17" in told
     assert names(run_dir) == before
     squeue.write_text("#!/bin/sh\necho 17 COMPLETED\n")
     assert call("prune", "--yes")[0] == 0

@@ -111,7 +111,7 @@ def test_a_rank_whose_agent_was_killed_before_it_began_ends_and_leaves_nothing(b
         place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": str(bound.getsockname()[1])}
         done = bench.start(environment={**agent, **place}).wait()
     assert done.status == 1
-    assert done.errors == "torchrun's agent ended before this rank could start\n"
+    assert done.errors == "torchrun's agent exited before this rank started\n"
     assert [entry.name for entry in bench.folder.iterdir()] == ["tried.py"]
 
 

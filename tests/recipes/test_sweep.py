@@ -154,7 +154,7 @@ result(status="ok", attempt=os.environ["MESHBOOK_ATTEMPT"])
     assert states(sweep) == {"0_1": "ok", "1_2": "ok", "2_3": "ok"}
     assert (bench.folder / "started").read_text().split().count("1") == 2  # two ranks, once
     assert json.loads((sweep / "1_2" / "result.json").read_text())["attempt"] == "1"
-    assert "nothing to do again" in report(sweep, "--retry", cwd=bench.folder).output
+    assert "nothing to retry" in report(sweep, "--retry", cwd=bench.folder).output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -237,5 +237,5 @@ def test_a_folder_with_files_is_no_place_for_a_sweep(bench: Bench) -> None:
     (bench.folder / "mine" / "precious").touch()
     done = bench.run("-m", "run.seed=1,2", "run.dir=mine")
     assert (done.status, done.output) == (2, "")
-    assert "run.dir=mine: holds files" in done.errors
+    assert "run.dir=mine: contains files" in done.errors
     assert os.listdir(bench.folder / "mine") == ["precious"]

@@ -150,7 +150,7 @@ def test_a_setup_line_that_would_swallow_the_next_is_refused(typist: Typist) -> 
     told = typist.refused(*ONE, f"cluster.setup={listed([*UNFINISHED, 'true', '# a remark', 'module load x'])}")
     assert len(told) == len(UNFINISHED)
     for line, said in zip(UNFINISHED, told, strict=True):
-        assert said.startswith(f"cluster.setup={line!r}: bash cannot read it"), said
+        assert said.startswith(f"cluster.setup={line!r}: bash cannot parse it"), said
 
 
 def test_names_that_the_script_has_taken_are_refused(typist: Typist) -> None:

@@ -28,7 +28,7 @@ def test_a_run_goes_on_without_the_node_that_crashed(login: Login) -> None:
     job = login.ended(answer)
     assert (job["Restarts"], result_of(run)["status"], result_of(run)["steps"]) == ("1", "ok", 100)
     assert "n2" not in cluster.run("scontrol", "show", "hostnames", job["NodeList"]).stdout.split()
-    assert "node n2 of the attempt before is down" in (run / "logs" / "job.log").read_text()
+    assert "node n2 of the previous attempt is down" in (run / "logs" / "job.log").read_text()
     assert "resumed from" in (run / "logs" / "latest" / "rank_0.log").read_text()
     assert nobody_is_left(login, "n1", "n2")
 

@@ -154,14 +154,14 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(login: Login) -> None:
         (("cluster.partition=nosuch",), "--partition=nosuch: invalid partition specified: nosuch"),
         (("cluster.nodes=9",), "Node count specification invalid"),
         (("cluster.procs_per_node=72",), "Requested node configuration is not available"),
-        (("cluster.device=cuda",), "the job asks for GPUs, but torch"),
+        (("cluster.device=cuda",), "the job requests GPUs, but torch"),
         (("cluster.account=a b",), "cluster.account='a b': is not a valid Slurm account"),
         (("cluster.time=soon",), "cluster.time='soon': is not a time limit"),
         (("cluster.time=5", "cluster.signal_lead_seconds=300"), "lower the lead, or raise cluster.time"),
         (("parallelism=tp3",), "tp 3 = 3 processes, but there are 2"),
         (("run.dir=a%j",), "run.dir='a%j': holds '%'"),
         (("run.dir=file/run",), "file/run: cannot be used: File exists; choose another run.dir"),
-        (('cluster.setup=["echo \'a"]',), 'cluster.setup="echo \'a": bash cannot read it'),
+        (('cluster.setup=["echo \'a"]',), 'cluster.setup="echo \'a": bash cannot parse it'),
         (("cluster.template=none.j2",), "cluster.template=none.j2: no such file"),
         (("cluster.sbatch_extra.nodes=3",), "cluster.sbatch_extra.nodes=3: is set by cluster.nodes"),
         (("model.path=owner/absent", "cluster.env.HF_HUB_OFFLINE=1"), "is not in the hub's cache"),
@@ -214,7 +214,7 @@ def test_a_job_whose_submission_fails_after_slurm_took_it_is_adopted(login: Logi
         environment={"PATH": f"{program.parent}:{os.environ['PATH']}"},
     )
     login.ended(answer)
-    assert "sbatch failed after Slurm had taken the job" in answer.output
+    assert "sbatch failed, but Slurm had accepted the job" in answer.output
     assert (answer.run_dir / "job_id").read_text().strip() == answer.job
     assert (answer.run_dir / "done").exists()
     assert not (answer.run_dir / ".submission").exists()
@@ -238,11 +238,13 @@ def test_the_script_by_hand_is_an_attempt_of_its_own(login: Login) -> None:
     until((run / "job_id").exists, lambda: log_of(run))
     by_hand = cluster.run("sbatch", "--parsable", str(run / "job.sbatch")).stdout.strip()
     assert cluster.wait_for(by_hand, "FAILED")["ExitCode"] == "2:0"
-    assert f"belongs to job {answer.job}, which has not ended; end it with scancel {answer.job}" in log_of(run)
+    assert f"belongs to job {answer.job}, which has not ended; cancel it with scancel {answer.job}" in log_of(run)
     (run / "job_id").unlink()  # a script that looks before the other one has written it
     at_once = cluster.run("sbatch", "--parsable", "--nodelist=n5", str(run / "job.sbatch")).stdout.strip()
     assert cluster.wait_for(at_once, "FAILED")["ExitCode"] == "2:0"
-    assert re.search(rf"job {answer.job} .process \d+ on host n1. trains in it; wait for its end", log_of(run))
+    assert re.search(
+        rf"job {answer.job} .process \d+ on host n1. is training in it; wait for it to finish", log_of(run)
+    )
     assert not (run / "result.json").exists()
     (login.folder / "go").touch()
     login.ended(answer)

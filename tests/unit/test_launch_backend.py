@@ -86,7 +86,7 @@ def test_a_run_directory_belongs_to_a_job_of_any_backend(
     ):
         open_run_directory(config("mine"), "finetune")
     pods.answer = Job(JOB, "Pods", JobState.unknown, "", over=False, doubt="no pods here")
-    with pytest.raises(ConfigError, match="which may still run: no pods here; try again from a login node"):
+    with pytest.raises(ConfigError, match="which may still run: no pods here; retry on a login node"):
         held(directory.path).__enter__()
     pods.lost = ConfigError("pods hang")
     with pytest.raises(ConfigError, match="unknown whether the cluster took the job .pods hang."):
@@ -103,9 +103,9 @@ def test_a_lease_of_a_job_that_is_over_is_free_at_once(pods: Pods, monkeypatch: 
         Holder(token=token, host="n1", pid=1, started="", machine="", cluster="c", job=job)
         for token, job in (("a", "pod-2"), ("b", JOB))
     )
-    assert not other.is_known_to_be_gone(me)
+    assert not other.has_certainly_ended(me)
     pods.answer = Job(JOB, "Pods", JobState.ended, "Succeeded", over=True)
-    assert other.is_known_to_be_gone(me)
+    assert other.has_certainly_ended(me)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_a_lease_of_a_job_that_is_over_is_free_at_once(pods: Pods, monkeypatch: 
     [
         (JobState.running, "running", "job pod-1, no step yet"),
         (JobState.submitted, "submitted", "job pod-1"),
-        (JobState.unknown, "submitted", "job pod-1; Pods cannot be asked here"),
-        (JobState.gone, "failed", "job pod-1 left no result, and Pods knows nothing of it any more"),
+        (JobState.unknown, "submitted", "job pod-1; Pods cannot be queried from here"),
+        (JobState.gone, "failed", "job pod-1 left no result, and Pods no longer lists it"),
         (JobState.oom, "oom", "job pod-1 ended with the state oom and left no result"),
     ],
 )

@@ -24,7 +24,7 @@ FORK = multiprocessing.get_context("fork")
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lease, "BEAT", BEAT)
     monkeypatch.setattr(lease, "SILENCE", SILENCE)
-    monkeypatch.setattr(lease, "LOOK", BEAT / 2)
+    monkeypatch.setattr(lease, "POLL", BEAT / 2)
     monkeypatch.setenv("PATH", str(tmp_path))  # no squeue
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME", "SLURMD_NODENAME"):
         monkeypatch.delenv(name, raising=False)
@@ -89,13 +89,16 @@ def taken_within(run_dir: Path) -> float:
 def test_a_holder_that_is_alive_is_named(tmp_path: Path, start: Start, machine: str | None) -> None:
     """On this machine or another one: by its job where it has one."""
     other = start(machine, SLURM_JOB_ID="17", SLURMD_NODENAME="n3")
-    said = f"job 17 .process {other.process.pid} on host n3. trains in it; wait for its end, end it with scancel 17"
+    said = (
+        f"job 17 .process {other.process.pid} on host n3. is training in it; wait for it to finish, end it with "
+        "scancel 17"
+    )
     with pytest.raises(RunDirectoryInUse, match=said):
         take_lease(tmp_path)
     other.kill()
     assert start(machine).said == "held"
     with pytest.raises(
-        RunDirectoryInUse, match=r": process \d+ on host \S+ trains in it; wait for its end, end it, or"
+        RunDirectoryInUse, match=r": process \d+ on host \S+ is training in it; wait for it to finish, end it, or"
     ):
         take_lease(tmp_path)
 
@@ -142,7 +145,7 @@ def test_of_many_that_start_at_once_one_trains(tmp_path: Path) -> None:
         process.kill()
         process.join()
     assert said.count("held") == 1
-    assert sum("trains in it" in each for each in said) == 7
+    assert sum("is training in it" in each for each in said) == 7
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"token": 1}', "[]"])

@@ -85,13 +85,15 @@ def test_a_machine_of_cpus_runs_four_processes_a_core_and_as_many_as_its_memory_
     cores = usable_cores()
     assert device_problems(config(str(4 * cores)), 4 * cores, gpus=0, memory=2**50) == []
     (many,) = device_problems(config("99"), 4 * cores + 1, gpus=0, memory=2**50)
-    assert many.startswith(f"cluster.procs_per_node=99: {4 * cores + 1} processes on this machine; at most 4 per core")
+    assert many.startswith(
+        f"cluster.procs_per_node=99: {4 * cores + 1} processes on this machine; the limit is 4 per core"
+    )
     assert many.endswith("set cluster.oversubscribe=true")
     (degree,) = device_problems(config(tp=2, cp=9999), 19998, gpus=0)
     assert degree.startswith("parallelism.cp=9999: 19998 processes on this machine")
     assert device_problems(config("2"), 2, gpus=0, memory=2**29) == []
     (large,) = device_problems(config("3"), 3, gpus=0, memory=2**29)
-    assert "they take 0.8 GiB before they have a model, more than the 0.5 GiB there are" in large
+    assert "they need 0.8 GiB before loading a model, but only 0.5 GiB are usable" in large
     for few_gpus in (0, 8):
         cfg = config("9999", Device.cpu)
         assert len(device_problems(cfg, 9999, gpus=few_gpus, memory=2**50)) == 1

@@ -71,7 +71,7 @@ def test_ranks_that_lose_a_refused_one_end_without_a_traceback(
     assert run.exists() != fresh
     printed = capsys.readouterr().err
     assert "parallelism.tp: no plan" in printed
-    assert "rank 2: the config was refused on another rank" in printed
+    assert "rank 2: another rank rejected the config" in printed
 
 
 def test_a_lost_peer_that_was_not_refused_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,7 @@ def test_what_may_change_on_the_way_may_change_and_is_told(capsys: pytest.Captur
     other.optimizer.lr, other.parallelism.tp, other.training.micro_batch_size = 1.0, 2, 1
     end(start(other))
     told = capsys.readouterr().err
-    assert "mine goes on with other values: optimizer.lr: " in told
+    assert "mine resumes with changed values: optimizer.lr: " in told
     assert "-> 1.0; parallelism.tp: 1 -> 2; training.micro_batch_size: " in told
     start(other)
     assert capsys.readouterr().err == ""
@@ -246,10 +246,10 @@ def test_a_checkpoint_of_elsewhere_is_compared_with_the_config_it_was_made_under
     assert not (tmp_path / "here").exists()
     other.run.accept_changes = ["training.global_batch_size"]
     start(other)
-    assert f"run.resume={stored} goes on with other values: training.global_batch_size: " in capsys.readouterr().err
+    assert f"run.resume={stored} resumes with changed values: training.global_batch_size: " in capsys.readouterr().err
     (stored / "state.json").write_text("{}")
     other.run.dir = "third"
-    with pytest.raises(ConfigError, match=rf"run.resume={stored}: not a whole checkpoint: .*state.json"):
+    with pytest.raises(ConfigError, match=rf"run.resume={stored}: not a complete checkpoint: .*state.json"):
         open_run_directory(other, "finetune")
 
 
@@ -288,7 +288,7 @@ def test_starting_over_where_checkpoints_are_is_refused() -> None:
     (directory.path / "checkpoints" / "step_5.tmp-0").mkdir(parents=True)
     end(start(copy.deepcopy(again)))
     (directory.path / "checkpoints" / "step_5").mkdir()
-    with pytest.raises(ConfigError, match="run.resume=never: .* holds checkpoints"):
+    with pytest.raises(ConfigError, match="run.resume=never: .* contains checkpoints"):
         open_run_directory(again, "finetune")
 
 
@@ -296,14 +296,14 @@ def test_a_run_of_another_recipe_is_refused_by_name() -> None:
     end(start(config("mine")))
     other = EvaluateConfig(model=config().model, data=DocsDataConfig())
     other.run.dir = "mine"
-    with pytest.raises(ConfigError, match="holds a run of the recipe finetune, not evaluate"):
+    with pytest.raises(ConfigError, match="contains a run of the recipe finetune, not evaluate"):
         open_run_directory(other, "evaluate")
 
 
 def test_a_config_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.yaml").write_text("lr: 3\n")
-    with pytest.raises(ConfigError, match=r"its config.yaml is of another kind \(lr=3: no such key"):
+    with pytest.raises(ConfigError, match=r"its config.yaml does not fit this recipe \(lr=3: no such key"):
         open_run_directory(config("mine"), "finetune")
 
 
@@ -315,7 +315,7 @@ def test_a_file_that_is_no_config_is_quoted_in_part(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         open_run_directory(config("mine"), "finetune")
     (problem,) = caught.value.problems
-    assert "its config.yaml is of another kind (step=2: no such key" in problem
+    assert "its config.yaml does not fit this recipe (step=2: no such key" in problem
     assert "\n" not in problem
     assert len(problem) < 700
 
@@ -323,7 +323,7 @@ def test_a_file_that_is_no_config_is_quoted_in_part(tmp_path: Path) -> None:
 def test_files_that_are_no_run_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("x")
-    with pytest.raises(ConfigError, match="holds files, but no run"):
+    with pytest.raises(ConfigError, match="contains files, but no run"):
         open_run_directory(config("thesis"), "finetune")
     assert os.listdir(tmp_path / "thesis") == ["chapter.tex"]
 
@@ -361,7 +361,7 @@ def test_what_a_start_would_refuse_is_told_by_a_look_that_makes_nothing(
     (tmp_path / "thesis" / "chapter.tex").write_text("x")
     assert (told(config()), told(config("new/one"))) == ("", "")
     assert "run.dir=" + str(tmp_path / "file/below") + ": cannot be used: File exists" in told(config("file/below"))
-    assert "holds files, but no run" in told(config("thesis"))
+    assert "contains files, but no run" in told(config("thesis"))
     first = start(config("mine"))
     assert "is in use by a run that is still going" in told(config("mine"))
     end(first)
@@ -370,9 +370,9 @@ def test_what_a_start_would_refuse_is_told_by_a_look_that_makes_nothing(
     other = config("mine")
     change_seed(other)
     assert f"run.seed=7: the run in run.dir={tmp_path / 'mine'} began with 42" in told(other)
-    assert "holds a run of the recipe finetune" in told(config("mine"), "pretrain")
+    assert "contains a run of the recipe finetune" in told(config("mine"), "pretrain")
     other.run.dir, other.run.resume = "here", str(tmp_path / "thesis")
-    assert f"run.resume={tmp_path / 'thesis'}: not a whole checkpoint" in told(other)
+    assert f"run.resume={tmp_path / 'thesis'}: not a complete checkpoint" in told(other)
     assert capsys.readouterr().err == ""
 
 
@@ -483,7 +483,7 @@ def test_a_directory_whose_job_has_not_ended_is_refused(
     monkeypatch.setenv("PATH", slurm_says(tmp_path / "bin", squeue=f"echo 17 {state}"))
     with pytest.raises(ConfigError, match=f"belongs to job 17, which is {state}; choose another run.dir, or end"):
         open_run_directory(config("mine"), "finetune")
-    with pytest.raises(ConfigError, match=f"which is {state}; wait for its end, or end"), held(directory.path):
+    with pytest.raises(ConfigError, match=f"which is {state}; wait for it to finish, or end"), held(directory.path):
         pass
 
 
@@ -522,7 +522,7 @@ def test_a_job_that_nobody_can_ask_about_is_told(
     assert f"{directory.path}: belongs to job 17, which may still run: there is no squeue on PATH" in told
     assert "do not start this run twice at once" in told
     with (
-        pytest.raises(ConfigError, match="job 17, which may still run.*remove .*job_id if it has"),
+        pytest.raises(ConfigError, match="job 17, which may still run.*remove .*job_id if the job has"),
         held(directory.path),
     ):
         pass

@@ -161,7 +161,7 @@ def test_what_is_no_state_never_stops_a_run(name: str, kind: str, tmp_path: Path
 def test_checkpoints_that_are_no_folder_are_refused(tmp_path: Path) -> None:
     first = started(tmp_path / "run")
     (first.path / "checkpoints").write_text("")
-    with pytest.raises(ConfigError, match="checkpoints: is no directory; move it away"):
+    with pytest.raises(ConfigError, match="checkpoints: is not a directory; move it away"):
         start(config(str(tmp_path / "run")))
 
 

@@ -15,9 +15,11 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.launch.slurm import conclude as concluded
-from components.launch.slurm.commands import Answer, ask, clean_environment
+from components.launch.slurm.commands import Answer, clean_environment, run_slurm
 from components.launch.slurm.conclude import conclude
+from components.launch.slurm.requeue import hung_nodes
 from components.protocol.failures import HungRun, write_report
+from components.resilience.heartbeat import Post, blame
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -120,7 +122,7 @@ def test_a_job_without_progress_is_not_requeued(run_dir: Path, name: str, capsys
     (run_dir / "requeue").touch()
     assert conclude(run_dir, last, 0, cancelled=False) == (1 if limit else 0)
     assert (run_dir / "requeue").exists() == (limit is None)
-    assert (limit or "back into the queue") in capsys.readouterr().out
+    assert (limit or "requeuing the job") in capsys.readouterr().out
     following = run_dir / "logs" / f"attempt_{last + 1}"
     following.mkdir()
     (following / "job").write_text("7\n")
@@ -161,6 +163,16 @@ def test_a_run_that_hung_is_requeued_while_it_makes_progress(run_dir: Path, name
     assert (marker.read_text() if marker.exists() else None) == ("n2\n" if requeued else None)
 
 
+def test_the_nodes_of_silent_and_late_ranks_are_found_in_the_message_of_a_hang() -> None:
+    """They are parsed from the message, and the requeued job excludes them; without a culprit it excludes none."""
+    posts = {
+        rank: Post(9, "in step 3", "forward (model.py:7)", f"n{rank}", {"world": 7 - rank % 2}) for rank in range(4)
+    }
+    assert hung_nodes(f"no progress for 12 s in step 3: {blame([2], posts)}") == ["n2"]
+    assert hung_nodes(blame([], posts)) == ["n1", "n3"]
+    assert hung_nodes(blame([], {rank: posts[rank] for rank in (0, 2)})) == []
+
+
 def test_cancelled_before_anything_could_be_concluded(run_dir: Path) -> None:
     """The batch script's own note, left as soon as it is told, does what its argument does."""
     (run_dir / "logs" / "attempt_1" / "cancelled").touch()
@@ -198,7 +210,7 @@ def test_the_cause_and_not_its_consequence_is_the_last_word(run_dir: Path, capsy
 def test_a_status_that_nobody_explains_points_at_the_logs(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert conclude(run_dir, 1, 7, cancelled=False) == 7
     said = capsys.readouterr().out
-    assert "srun ended with status 7 and no rank said why; see job.log" in said
+    assert "srun exited with status 7, and no rank reported an error; see job.log" in said
     assert result(run_dir)["status"] == "failed"
 
 
@@ -263,7 +275,7 @@ def test_a_node_whose_driver_is_ill(run_dir: Path, tmp_path: Path) -> None:
     path = f"{program.parent}:{os.environ['PATH']}"
     checked = node_check(run_dir, gpus=2, CUDA_VISIBLE_DEVICES="0,1", PATH=path)
     assert checked.returncode == 1
-    assert checked.stderr.endswith("nvidia-smi fails: Unable to determine the device handle: Unknown Error\n")
+    assert checked.stderr.endswith("nvidia-smi failed: Unable to determine the device handle: Unknown Error\n")
     program.write_text("#!/bin/sh\necho 'GPU 0'\n")
     assert node_check(run_dir, gpus=2, CUDA_VISIBLE_DEVICES="0,1", PATH=path).returncode == 0
 
@@ -289,15 +301,15 @@ def test_what_a_job_around_us_set_is_not_handed_on() -> None:
 
 
 def test_commands_that_are_not_there_or_say_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ask(["sh", "-c", "cat; echo no >&2; exit 3"], script="said\n") == Answer(3, "said", "no")
+    assert run_slurm(["sh", "-c", "cat; echo no >&2; exit 3"], script="said\n") == Answer(3, "said", "no")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no sbatch on PATH; submit from a login node"):
-        ask(["sbatch"])
+        run_slurm(["sbatch"])
 
 
 def test_a_controller_that_hangs_up_does_not_kill_the_command() -> None:
     """Its write fails then, and it tries again; of SIGPIPE it would die."""
-    assert ask(["sh", "-c", "kill -s PIPE $$; echo alive"]) == Answer(0, "alive", "")
+    assert run_slurm(["sh", "-c", "kill -s PIPE $$; echo alive"]) == Answer(0, "alive", "")
 
 
 def test_a_request_to_stop_does_not_end_the_look_at_a_node(run_dir: Path) -> None:

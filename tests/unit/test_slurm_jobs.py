@@ -16,11 +16,11 @@ from components.launch.slurm.jobs import (
     SUBMITTED,
     UNKNOWN,
     adopt_submission,
-    in_words,
     job_states,
     recorded_job,
+    to_job_state,
 )
-from components.launch.slurm.submit import LOOKS, UnknownSubmission, _hand_over
+from components.launch.slurm.submit import QUERIES, UnknownSubmission, _submit_script
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ from components.launch.slurm.submit import LOOKS, UnknownSubmission, _hand_over
     ],
 )
 def test_states_of_slurm_in_our_words(slurm: str, state: str) -> None:
-    assert in_words(slurm) == state
+    assert to_job_state(slurm) == state
 
 
 def test_a_state_has_one_meaning() -> None:
@@ -119,8 +119,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_submission_that_is_never_answered_is_looked_for(script: Path) -> None:
     _programs(script.parent, sbatch=f"{TAKES}\nexec sleep 60", squeue="cat jobs")
     notes: list[str] = []
-    assert _hand_over(script, CLUSTER, notes) == "31"
-    assert "has not answered" in notes[0]
+    assert _submit_script(script, CLUSTER, notes) == "31"
+    assert "did not respond within" in notes[0]
     assert recorded_job(script.parent) == "31"
 
 
@@ -128,8 +128,8 @@ def test_a_submission_that_slurm_never_saw_is_refused(script: Path) -> None:
     """The earlier job of the directory stays its job."""
     _programs(script.parent, sbatch="echo Socket timed out >&2; exit 1", squeue="echo x >> asked; echo '30 other'")
     with pytest.raises(ConfigError, match="sbatch failed: Socket timed out"):
-        _hand_over(script, CLUSTER, [])
-    assert len(Path("asked").read_text().split()) == LOOKS
+        _submit_script(script, CLUSTER, [])
+    assert len(Path("asked").read_text().split()) == QUERIES
     assert recorded_job(script.parent) == "7"
     assert not Path(".submission").exists()
 
@@ -138,16 +138,16 @@ def test_a_refusal_is_looked_up_once(script: Path) -> None:
     refusing = "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1"
     _programs(script.parent, sbatch=refusing, squeue="echo x >> asked")
     with pytest.raises(ConfigError, match="sbatch refuses"):
-        _hand_over(script, CLUSTER, [])
+        _submit_script(script, CLUSTER, [])
     assert len(Path("asked").read_text().split()) == 1
 
 
 def test_a_submission_of_which_nobody_knows_is_kept_until_somebody_does(script: Path) -> None:
     _programs(script.parent, sbatch=f"{TAKES}; echo Socket timed out >&2; exit 1", squeue="exit 1")
     with pytest.raises(UnknownSubmission, match="grep meshbook:"):
-        _hand_over(script, CLUSTER, [])
+        _submit_script(script, CLUSTER, [])
     assert recorded_job(script.parent) is None
-    with pytest.raises(ConfigError, match="squeue fails"):
+    with pytest.raises(ConfigError, match="squeue failed"):
         adopt_submission(script.parent)
     _programs(script.parent, squeue="cat jobs")
     assert adopt_submission(script.parent) == "31"
@@ -165,7 +165,7 @@ def test_an_interrupted_submission_is_cancelled(script: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
-            _hand_over(script, CLUSTER, [])
+            _submit_script(script, CLUSTER, [])
     finally:
         signal.signal(signal.SIGINT, before)
     assert Path("cancelled").read_text() == "31\n"

@@ -173,15 +173,15 @@ def test_code_that_is_not_copied_is_mounted() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{{ nothing }}", "cannot be filled in: 'nothing' is undefined"),
-        ("#!/bin/bash\n{% if %}", "cannot be filled in, line 2: "),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be filled in: access to attribute '__class__'"),
-        ("{{ cluster.__init__.__globals__['re'] }}", "cannot be filled in: access to attribute '__init__'"),
-        ("{% for i in range(10**9) %}{% endfor %}", "cannot be filled in: Range too big"),
-        ("{{ 1 / 0 }}", "cannot be filled in: division by zero"),
-        ("if true\n", "bash cannot read it: line 2: syntax error: unexpected end of file"),
-        (b"\xff", "cannot be filled in: 'utf-8' codec"),
-        (None, "cannot be filled in: [Errno 2] No such file"),
+        ("{{ nothing }}", "cannot be rendered: 'nothing' is undefined"),
+        ("#!/bin/bash\n{% if %}", "cannot be rendered, line 2: "),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be rendered: access to attribute '__class__'"),
+        ("{{ cluster.__init__.__globals__['re'] }}", "cannot be rendered: access to attribute '__init__'"),
+        ("{% for i in range(10**9) %}{% endfor %}", "cannot be rendered: Range too big"),
+        ("{{ 1 / 0 }}", "cannot be rendered: division by zero"),
+        ("if true\n", "bash cannot parse it: line 2: syntax error: unexpected end of file"),
+        (b"\xff", "cannot be rendered: 'utf-8' codec"),
+        (None, "cannot be rendered: [Errno 2] No such file"),
     ],
 )
 def test_a_template_of_ones_own_that_does_not_hold(tmp_path: Path, text: str | bytes | None, told: str) -> None:

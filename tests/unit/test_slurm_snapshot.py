@@ -9,7 +9,7 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.launch.slurm import snapshot
-from components.launch.slurm.snapshot import PROJECT, copy_code, place_of_copy
+from components.launch.slurm.snapshot import PROJECT, copied_recipe_path, copy_code
 
 
 def write(folder: Path, *names: str) -> None:
@@ -78,7 +78,7 @@ def test_a_recipe_elsewhere_comes_with_its_neighbours_and_packages(project: Path
     write(home, "mine.py", "helper.py", "data.csv", "package/__init__.py", "package/part.py", "other/thing.py")
     target = tmp_path / "copy"
     copy_code(home / "mine.py", target)
-    place = place_of_copy(home / "mine.py", target)
+    place = copied_recipe_path(home / "mine.py", target)
     assert place == target / "recipe" / "mine.py"
     assert copied(place.parent) == {"mine.py", "helper.py", "package/__init__.py", "package/part.py"}
     assert (target / "components" / "a.py").exists()
@@ -88,14 +88,14 @@ def test_what_is_too_much_for_code_is_refused_before_it_is_copied(project: Path,
     write(project, "huge.py")
     with (project / "huge.py").open("r+b") as file:
         file.truncate(snapshot.LARGEST + 1)  # takes no room on a disk
-    with pytest.raises(ConfigError, match=f"the code at {project} .* is 64 MiB, more than 64; have git ignore"):
+    with pytest.raises(ConfigError, match=f"the code at {project} .* is 64 MiB, more than 64; add files that are not"):
         copy_code(project / "recipes" / "mine.py", tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 
 
 def test_this_project_fits(tmp_path: Path) -> None:
     recipe = PROJECT / "recipes" / "finetune.py"
-    assert place_of_copy(recipe, tmp_path / "copy") == tmp_path / "copy" / "recipes" / "finetune.py"
+    assert copied_recipe_path(recipe, tmp_path / "copy") == tmp_path / "copy" / "recipes" / "finetune.py"
     assert 100 < copy_code(recipe, tmp_path / "copy") < 1000
     kept = copied(tmp_path / "copy")
     assert {"conf/finetune.yaml", "slurm/train.sbatch.j2", "components/launch/slurm/conclude.py"} <= kept

@@ -163,8 +163,8 @@ def test_a_sweep_from_elsewhere_is_not_tried_again_and_left_as_it_is(tmp_path: P
         retry(sweep, [])
     plan = sweep.directory / "sweep.json"
     assert [problem.partition("; ")[0] for problem in caught.value.problems] == [
-        f"{plan}: file=/r.py: the sweep's recipe is not here",
-        f"{plan}: folder={tmp_path}/gone: the sweep's folder in which it was started is not here",
+        f"{plan}: file=/r.py: the sweep's recipe does not exist here",
+        f"{plan}: folder={tmp_path}/gone: the sweep's working directory does not exist here",
     ]
     assert sorted(sweep.directory.rglob("*")) == before
 

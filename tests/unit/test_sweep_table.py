@@ -126,7 +126,7 @@ def test_a_report_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.
     with full_disk():
         assert report_now(made.sweep) == 1
     told = capsys.readouterr()
-    assert f"{made.sweep.directory}/report.md: cannot be written: File too large; mend that, then: " in told.err
+    assert f"{made.sweep.directory}/report.md: cannot be written: File too large; fix that, then run: " in told.err
     assert "0_a" in told.out
     assert "report: " not in told.out
 
@@ -215,7 +215,7 @@ def test_only_points_of_one_curve_are_compared(tmp_path: Path) -> None:
         (Note(1.0, -9, 1.0, "prompt: Why?", killed_for_memory=True), {}, "oom", "memory ran out"),
         (Note(1.0, -9, 1.0, ""), {}, "failed", "was ended by SIGKILL"),
         (Note(1.0, -9, 1.0, "step 7  loss 2.0718"), {}, "failed", "was ended by SIGKILL"),
-        (Note(1.0, 3, 1.0, ""), {}, "failed", "ended with status 3 and said nothing"),
+        (Note(1.0, 3, 1.0, ""), {}, "failed", "exited with status 3 without output"),
         (Note(1.0, 130, 1.0, "interrupted"), {}, "interrupted", "interrupted"),
         (Note(1.0), {}, "interrupted", "the sweep ended while"),
         (Note(1.0), {"status": "ok"}, "ok", ""),
@@ -292,5 +292,5 @@ def test_jobs_that_nobody_can_be_asked_about(tmp_path: Path, monkeypatch: pytest
         ("invalid", None),
         ("failed", None),
     ]
-    assert rows[0].reason == "job 12; Slurm cannot be asked here"
+    assert rows[0].reason == "job 12; Slurm cannot be queried from here"
     assert exit_status(read_report(made.sweep)) == 1

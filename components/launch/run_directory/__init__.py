@@ -1,9 +1,9 @@
-"""The run directory, as a launcher chooses, guards and fills it, and as rank 0 holds it. Imports no torch.
+"""The run directory: creation, protection against concurrent runs, and contents at the start. Imports no torch.
 
-opening.py       choose, lock and guard a run directory; keep other starts out of one
+opening.py       choose, lock and validate a run directory; exclude other starts from one
 directory.py     the directory of one attempt: freeze the config, conclude the run, discard a rejected start
-filesystem.py    create folders with their parents; errors of the file system as config errors
-lease.py         at most one rank 0 trains in a run directory, on whichever machine
-resume_check.py  what changed in the config since the run began, and what may not
+filesystem.py    create folders with their parents; report file system errors as config errors
+lease.py         a lease that admits one training run per directory, across machines
+resume_check.py  config changes since the run began: reported, or rejected
 provenance.py    environment.json: versions, git, command, host
 """

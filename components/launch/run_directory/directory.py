@@ -1,4 +1,4 @@
-"""The directory of one attempt of a run: what a start writes into it, and what is removed if it is rejected."""
+"""The run directory of one attempt: what a start writes into it, and what is removed if the start is rejected."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ from components.protocol.run_files import (
 )
 from components.terminal import print_text
 
-OWN_NAMES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_ID, SUBMISSION, LEASE}
-"""What a start writes before the recipe does anything."""
+START_ENTRIES = {CONFIG, RECORD, RESULT, LOGS, LOCK, CODE, SCRIPT, JOB_ID, SUBMISSION, LEASE}
+"""Entries that a start creates before main runs."""
 
 
 @dataclass
 class RunDirectory:
-    """The directory of one attempt of a run."""
+    """The run directory, as used by one attempt."""
 
     path: Path
     fresh: bool
-    """Whether it was new or empty: what is in it then comes from this attempt."""
+    """Whether it was new or empty, so that all its contents come from this attempt."""
     created: list[Path]
-    """Folders that this start made, outermost first."""
+    """Folders that this start created, outermost first."""
     lock: int | None
-    """Descriptor that holds the lock for as long as this process lives."""
+    """File descriptor that holds the lock until this process ends; None if there is no lock."""
     attempt: int
-    """How often the run was started before."""
+    """Number of earlier starts of the run."""
 
     @property
     def logs(self) -> Path:
@@ -66,16 +66,18 @@ class RunDirectory:
         return attempt_logs(self.path, self.attempt)
 
     def freeze(self, cfg: RecipeConfig, record: dict[str, Any]) -> None:
-        """Write what every rank reads (config.yaml) and where it came from (environment.json).
+        """Write the frozen config (config.yaml), which every rank reads, and its provenance (environment.json).
 
-        Those of the attempt before, and its result.json, move to its logs. Raises ConfigError if the disk does not
-        take them.
+        First moves those of the previous attempt, and its result.json, to that attempt's logs. Raises ConfigError if
+        the files cannot be written.
         """
         try:
             self._freeze(cfg, record)
         except OSError as error:
             why = f"{error.strerror or error}{free_space(self.path)}"
-            raise ConfigError(f"run.dir={self.path}: cannot be written: {why}; make room, or choose another") from error
+            raise ConfigError(
+                f"run.dir={self.path}: cannot be written: {why}; free disk space, or choose another run.dir"
+            ) from error
 
     def _freeze(self, cfg: RecipeConfig, record: dict[str, Any]) -> None:
         for left in temporaries(self.path):
@@ -87,17 +89,17 @@ class RunDirectory:
         keep_only_file(self.path / REQUEUE)
         (self.path / REQUEUE).unlink(missing_ok=True)
         self.logs.mkdir(parents=True)
-        for folder in (self.path, self.logs):  # a copy of each, should the first be damaged
+        for folder in (self.path, self.logs):  # the copy in the logs restores a damaged first one
             keep_only_file(folder / RECORD)
             atomic_write(folder / CONFIG, frozen_text(cfg))
             atomic_write_json(folder / RECORD, record, PRIVATE)
         try:
             _point_latest(self.path / LOGS / "latest", self.logs)
-        except OSError as error:  # a convenience for people: never a reason to stop
-            print_text(f"{self.path / LOGS / 'latest'} does not show this attempt: {error}", file=sys.stderr)
+        except OSError as error:  # the link is only a convenience: not worth failing the run
+            print_text(f"{self.path / LOGS / 'latest'}: cannot be linked to this attempt: {error}", file=sys.stderr)
 
     def _keep_last_attempt(self) -> None:
-        """Move what the attempt before left to its logs."""
+        """Archive config.yaml, environment.json and result.json of the previous attempt in its logs."""
         before = attempt_logs(self.path, self.attempt - 1)
         keep_only_folder(before, links=False)
         before.mkdir(parents=True, exist_ok=True)
@@ -110,7 +112,7 @@ class RunDirectory:
             (self.path / RESULT).replace(before / RESULT)
 
     def conclude(self, status: str, error: str) -> None:
-        """Write result.json, unless the recipe has written one; report it if the disk does not take it."""
+        """Write result.json unless the recipe already wrote one; print a message if it cannot be written."""
         if (self.path / RESULT).is_file():
             return
         try:
@@ -120,27 +122,27 @@ class RunDirectory:
             print_text(f"{self.path / RESULT} could not be written: {why}", file=sys.stderr, flush=True)
 
     def discard(self, error: str) -> None:
-        """Remove what a rejected start wrote; a directory that holds more than that keeps it, and a result.json."""
+        """Remove what a rejected start wrote; if the directory holds anything else, keep it and write result.json."""
         entries = list(self.path.iterdir()) if self.path.is_dir() else []
-        if not self.fresh or any(entry.name not in OWN_NAMES and _has_content(entry) for entry in entries):
+        if not self.fresh or any(entry.name not in START_ENTRIES and _has_content(entry) for entry in entries):
             self.conclude("invalid", error)
             return
         for entry in entries:
             if entry.is_dir() and not entry.is_symlink():
                 removed = entry.with_name(f".{entry.name}.removed")
-                entry.rename(removed)  # at once: other ranks, which still write their reports, find no logs
+                entry.rename(removed)  # atomic: other ranks that still write reports find no logs folder
                 _remove(removed)
             else:
                 entry.unlink(missing_ok=True)
         for folder in reversed(self.created):
-            with suppress(OSError):  # another process has put something there meanwhile
+            with suppress(OSError):  # not empty: another process has written to it meanwhile
                 folder.rmdir()
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder that was just renamed.
+    """Remove a renamed folder, retrying for two seconds.
 
-    A system call that another rank had begun before may still write into it: those get time to end.
+    Other ranks may complete writes that they began before the rename.
     """
     for _ in range(20):
         time.sleep(0.1)
@@ -150,7 +152,7 @@ def _remove(folder: Path) -> None:
 
 
 def _point_latest(link: Path, logs: Path) -> None:
-    """Let `link` point to the logs of this attempt, whatever is there: a copy with links followed has a folder."""
+    """Point `link` to the logs of this attempt, replacing a folder there, as in a copy made by following links."""
     if link.is_dir() and not link.is_symlink():
         if any(_same_files(link, attempt) for attempt in logs.parent.glob("attempt_*")):
             shutil.rmtree(link)
@@ -161,10 +163,11 @@ def _point_latest(link: Path, logs: Path) -> None:
 
 
 def _same_files(one: Path, other: Path) -> bool:
-    """Whether two folders without subfolders hold the same files with the same contents."""
+    """Return whether two folders without subfolders contain the same files with the same contents."""
     names = sorted(os.listdir(one))
     return names == sorted(os.listdir(other)) and filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
 
 
 def _has_content(entry: Path) -> bool:
+    """Return whether an entry is anything but an empty file."""
     return not entry.is_file() or entry.stat().st_size > 0

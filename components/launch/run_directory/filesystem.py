@@ -1,4 +1,4 @@
-"""Create folders with their parents, or only check them; errors name the path."""
+"""Create and check folders, and report file system errors by path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from components.config.errors import ConfigError
 
 
 def make_new(parent: Path) -> tuple[Path, list[Path]]:
-    """Create a folder with a unique name: the time and random hex digits."""
+    """Create a folder named by the time and random hex digits; return it, and all folders created, outermost first."""
     while True:
         path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         created = make(path)
@@ -24,7 +24,7 @@ def make_new(parent: Path) -> tuple[Path, list[Path]]:
 
 
 def make(path: Path) -> list[Path]:
-    """Create a folder with its parents; return those that were missing, outermost first."""
+    """Create a folder with its parents; return those that this call created, outermost first."""
     missing = [folder for folder in (*reversed(path.parents), path) if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -38,18 +38,20 @@ def make(path: Path) -> list[Path]:
 
 @contextmanager
 def reported_by_path(path: Path) -> Iterator[None]:
-    """Raise errors of the file system as a ConfigError that names the run directory."""
+    """Raise file system errors as a ConfigError that names the run directory."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             why = f"{error.strerror}{free_space(path)}"
-            raise ConfigError(f"run.dir={path}: cannot be written: {why}; make room, or choose another") from error
+            raise ConfigError(
+                f"run.dir={path}: cannot be written: {why}; free disk space, or choose another run.dir"
+            ) from error
         raise ConfigError(f"run.dir={path}: cannot be used: {error.strerror}; choose another run.dir") from error
 
 
 def free_space(folder: Path) -> str:
-    """Return the free space as the end of a message; "" if the disk does not report it."""
+    """Return the free space as a message suffix; "" if it cannot be determined."""
     try:
         return f" ({shutil.disk_usage(folder).free:,} bytes are free)"
     except OSError:
@@ -57,7 +59,7 @@ def free_space(folder: Path) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raise OSError if a folder, existing or not, cannot be written, by its modes and its mount."""
+    """Raise OSError if permissions or the mount prevent writing to a folder, or creating it if it does not exist."""
     nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not nearest.is_dir():
         raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))

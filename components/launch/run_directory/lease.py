@@ -1,11 +1,11 @@
-"""A lease on a run directory: rank 0 of one run trains in it at a time, on whichever machine it runs.
+"""A lease on a run directory, held by rank 0 of the one run that trains in it, on any machine.
 
-A lock of the file system (`.lock`) is not enough: the launcher of a batch job ends long before its ranks, and file
-systems that nodes share may have no locks, or locks that outlive a crashed node. The lease is the newest numbered file
-in `RUN/.lease`. Creating a file with O_EXCL is atomic on such file systems too, so a number has one owner. The holder
-rewrites its file every few seconds. A process that finds the file of another holder watches it by its own clock: if it
-changes, the holder is alive and the directory is in use; if it does not for a minute, the holder is gone and the next
-number may be taken. A holder that finds a higher number than its own was believed to be gone, and ends at once.
+A file lock (`.lock`) is not enough: the launcher of a batch job ends long before its ranks, and shared file systems may
+lack locks, or keep those of a crashed node. The lease is the file with the highest number in `RUN/.lease`. Creating a
+file with O_EXCL is atomic on shared file systems too, so each number has one owner. The holder rewrites its file every
+few seconds as a heartbeat. A process that finds the file of another holder monitors it by its own clock: if the file
+changes, the directory is in use; if it does not change for a minute, the holder is gone and the process creates the
+next number. A holder that finds a higher number than its own has lost the lease, and exits at once.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from components.protocol.run_files import LEASE
 from components.terminal import print_text
 
 BEAT = 5.0
-"""Seconds between two beats of a holder."""
+"""Heartbeat interval of a holder, in seconds."""
 SILENCE = 60.0
-"""Seconds without a beat after which a holder is gone: longer than a process is kept from running."""
-LOOK = 0.5
-"""Seconds between two looks at another's lease."""
+"""Seconds without a heartbeat after which a holder counts as gone; longer than plausible pauses of a live process."""
+POLL = 0.5
+"""Polling interval for another holder's lease, in seconds."""
 
 
 class LeaseLost(RuntimeError):
-    """Another run took the run directory over: this one had stopped beating."""
+    """Another run has taken over the run directory, after this one missed its heartbeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The owner of a lease, as its file describes it."""
+    """The holder of a lease, as recorded in the lease file."""
 
     token: str
     host: str
     pid: int
     started: str
-    """Of the process, on its machine's clock."""
+    """Start time of the process, in clock ticks since boot."""
     machine: str
-    """Boot and PID namespace: processes of equal machines see one another's ids."""
+    """Boot id and PID namespace; process ids are comparable if they are equal."""
     cluster: str = ""
     job: str = ""
     restart: int = 0
-    """Batch job that the process belongs to, and how often it was requeued before."""
+    """Batch job of the process, and how often it had been requeued."""
     beat: int = 0
     released: bool = False
 
     @classmethod
     def this(cls, environ: Mapping[str, str]) -> Holder:
-        """Return the holder that this process is."""
+        """Return this process as a holder."""
         job = current_job(environ)
         return cls(
             token=secrets.token_hex(8),
@@ -73,12 +73,12 @@ class Holder:
             restart=job.restart,
         )
 
-    def is_known_to_be_gone(self, me: Holder) -> bool:
-        """Return whether it is certain, without watching, that this holder does not train any more."""
+    def has_certainly_ended(self, me: Holder) -> bool:
+        """Return whether this holder has certainly ended, without waiting for missing heartbeats."""
         if self.released:
             return True
         if self.job and (self.cluster, self.job) == (me.cluster, me.job) and self.restart < me.restart:
-            return True  # no scheduler runs a job twice; should a process be left on a lost node, it ends itself
+            return True  # a job never runs twice at once; a process left on a lost node exits by itself
         if self.machine and self.machine == me.machine:
             return _started(self.pid) != self.started
         if not self.job or self.cluster != me.cluster:
@@ -101,7 +101,7 @@ class Lease:
         self._thread.start()
 
     def release(self) -> None:
-        """Let the next run have the directory at once."""
+        """Release the lease, so that the next run does not have to wait."""
         self._end.set()
         self._thread.join()
         with suppress(OSError):
@@ -110,11 +110,11 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._end.wait(BEAT):
-            with suppress(OSError):  # a disk that is full or does not answer: the next beat tries again
+            with suppress(OSError):  # full or unresponsive disk: the next beat retries
                 newest = _newest(self._file.parent)
                 if newest != int(self._file.name):
-                    taker = _read(self._file.parent / str(newest)) or "another run"
-                    self._lost(LeaseLost(f"run.dir={self._file.parent.parent}: {taker} has taken the run over"))
+                    taker = _parse(_text(self._file.parent / str(newest)) or "") or "another run"
+                    self._lost(LeaseLost(f"run.dir={self._file.parent.parent}: {taker} has taken over the run"))
                     return
                 self._holder = replace(self._holder, beat=self._holder.beat + 1)
                 self._write(self._holder)
@@ -126,19 +126,19 @@ class Lease:
 
 
 def end_process(error: LeaseLost) -> None:
-    """Print why, and end this process at once."""
+    """Print the error and exit at once."""
     print_text(error, file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process) -> Lease:
-    """Return the lease on a run directory, once the holder before is gone.
+    """Acquire the lease on a run directory, once its previous holder is gone.
 
     Args:
-        lost: Called in a thread when another run has taken the directory over; must end this process.
+        lost: Called in a thread when another run has taken over the directory; must end this process.
 
     Raises:
-        RunDirectoryInUse: Another process trains in it.
+        RunDirectoryInUse: The holder of the lease is alive.
         OSError: The directory cannot be written.
     """
     folder, me = run_dir / LEASE, Holder.this(os.environ)
@@ -151,12 +151,12 @@ def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process)
         try:
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         except FileExistsError:
-            continue  # another start was faster: look at its lease
+            continue  # another start was faster: check its lease
         with os.fdopen(descriptor, "w") as opened:
             opened.write(json.dumps(asdict(me)))
         if _newest(folder) == int(file.name):
             break
-        file.unlink(missing_ok=True)  # taken by a start that was slower than the one after it
+        file.unlink(missing_ok=True)  # a later start already created a higher number: retry
     for number in _numbers(folder):
         if number < int(file.name):
             (folder / str(number)).unlink(missing_ok=True)
@@ -164,18 +164,18 @@ def take_lease(run_dir: Path, lost: Callable[[LeaseLost], object] = end_process)
 
 
 def _await_end(file: Path, me: Holder) -> None:
-    """Return once the owner of a lease is gone. Raises RunDirectoryInUse as soon as it beats."""
+    """Wait until the holder of a lease is gone. Raises RunDirectoryInUse at its first heartbeat."""
     first, began, reported = _text(file), time.monotonic(), False
     while (text := _text(file)) is not None:
         holder = _parse(text)
-        if holder is not None and holder.is_known_to_be_gone(me):
+        if holder is not None and holder.has_certainly_ended(me):
             return
         if text != first and holder is not None:
             command = stop_command(holder.job) if holder.job else None
             end = f"end it with {command}" if command else "end it"
             raise RunDirectoryInUse(
-                f"run.dir={file.parent.parent}: {holder} trains in it; wait for its end, {end}, or choose another "
-                "run.dir"
+                f"run.dir={file.parent.parent}: {holder} is training in it; wait for it to finish, {end}, or choose "
+                "another run.dir"
             )
         silent = time.monotonic() - began
         if silent > SILENCE:
@@ -183,12 +183,12 @@ def _await_end(file: Path, me: Holder) -> None:
         if not reported and silent > 2 * BEAT:
             reported = True
             print_text(
-                f"run.dir={file.parent.parent}: its last run, {holder or 'of an unknown process'}, left no end and is "
-                f"silent; it is taken over after {SILENCE:g} s",
+                f"run.dir={file.parent.parent}: its last run, {holder or 'of an unknown process'}, did not release it "
+                f"and sends no heartbeats; taking over after {SILENCE:g} s",
                 file=sys.stderr,
                 flush=True,
             )
-        time.sleep(LOOK)
+        time.sleep(POLL)
 
 
 def _newest(folder: Path) -> int | None:
@@ -206,12 +206,8 @@ def _text(file: Path) -> str | None:
         return None
 
 
-def _read(file: Path) -> Holder | None:
-    return _parse(_text(file) or "")
-
-
 def _parse(text: str) -> Holder | None:
-    """Return the holder in the text of a lease; None if it is incomplete."""
+    """Parse the contents of a lease file; return None if they are incomplete."""
     try:
         return Holder(**json.loads(text))
     except (ValueError, TypeError):
@@ -219,6 +215,7 @@ def _parse(text: str) -> Holder | None:
 
 
 def _machine() -> str:
+    """Return the boot id and PID namespace of this process; "" if they cannot be read."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -227,7 +224,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process of this machine started, in the kernel's ticks; None where there is none."""
+    """Return the start time of a process on this machine, in clock ticks since boot; None if it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Open a run directory: chosen once by the launching process, guarded against other runs, locked while it runs."""
+"""Open a run directory: choose its path, lock it, and validate what an earlier run left in it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from components.protocol.run_files import (
 from components.terminal import print_text
 
 LONGEST_PROBLEM = 200
-"""Characters quoted of each problem with a file that is not a config: it may be anything."""
+"""Maximum characters quoted per problem of a stored config, whose contents are arbitrary."""
 
 
 def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
-    """Choose, make, lock and guard the run directory of `cfg`, and set cfg.run.dir to it (absolute).
+    """Choose, create, lock and validate the run directory of `cfg`, and set cfg.run.dir to its absolute path.
 
-    Raises ConfigError if it holds another run, is in use, or cannot be written; nothing is created then.
+    Raises ConfigError if it contains another run, is in use, or cannot be written; it then writes no run files.
     """
     check_source(cfg)
-    path = _place(cfg, recipe)
+    path = _requested_path(cfg, recipe)
     with reported_by_path(path):
         path, created = (path, make(path)) if cfg.run.dir is not None else make_new(path)
         names = _names(path)
@@ -53,9 +53,9 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
     if names:
         try:
             stored = _stored_config(path)
-            _guard(path, stored, cfg, recipe)
+            _validate_resume(path, stored, cfg, recipe)
             with reported_by_path(path):
-                take_lease(path).release()  # refuses while a rank 0 elsewhere trains in it; ours takes it again
+                take_lease(path).release()  # fails if rank 0 of another run holds it; our rank 0 acquires it again
                 stored.restore(path)
         except ConfigError:
             _unlock(lock)
@@ -65,46 +65,46 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
 
 
 def check_run_directory(cfg: RecipeConfig, recipe: str) -> None:
-    """Raise ConfigError where `open_run_directory` would, as far as can be checked without creating anything."""
+    """Raise ConfigError if `open_run_directory` would, as far as can be checked without creating anything."""
     check_source(cfg)
-    path = _place(cfg, recipe)
+    path = _requested_path(cfg, recipe)
     with reported_by_path(path):
         check_writable(path)
         names = _names(path) if cfg.run.dir is not None and path.is_dir() else set()
         if (path / LOCK).exists():
             _unlock(_lock(path))
     if names:
-        _guard(path, _stored_config(path), cfg, recipe)
+        _validate_resume(path, _stored_config(path), cfg, recipe)
 
 
-def _place(cfg: RecipeConfig, recipe: str) -> Path:
-    """Return the run directory, or the folder in which to create one."""
+def _requested_path(cfg: RecipeConfig, recipe: str) -> Path:
+    """Return the path of run.dir, or without it the folder in which to create a run directory."""
     if cfg.run.dir is None:
         return Path.cwd() / "outputs" / recipe
     return Path(os.path.expanduser(cfg.run.dir)).absolute()
 
 
 def _names(path: Path) -> set[str]:
-    """Return the names in a run directory. Raises ConfigError if it holds no run."""
-    ours = {LOCK, LEASE, *(left.name for left in temporaries(path))}
-    names = {entry.name for entry in path.iterdir()} - ours
+    """Return the names of entries other than locks and temporaries. Raises ConfigError if they are not of a run."""
+    ignored = {LOCK, LEASE, *(left.name for left in temporaries(path))}
+    names = {entry.name for entry in path.iterdir()} - ignored
     if names and CONFIG not in names and intact_copy(path) is None:
         lost = f" ({CONFIG} is missing, and no copy of it is intact)" if names & {LOGS, CHECKPOINTS} else ""
-        raise ConfigError(f"run.dir={path}: holds files, but no run{lost}; choose another run.dir")
+        raise ConfigError(f"run.dir={path}: contains files, but no run{lost}; choose another run.dir")
     return names
 
 
 @dataclass(frozen=True)
 class _StoredConfig:
-    """The config that a run was started with before."""
+    """The frozen config of a run's previous start."""
 
     text: str
     copy: Path | None = None
-    """Where the text comes from if config.yaml is missing or damaged."""
+    """Source of the text if config.yaml is missing or damaged."""
     why: str = ""
 
     def restore(self, path: Path) -> None:
-        """Put the copy in the place of config.yaml, and keep what is there."""
+        """Replace config.yaml with the copy, keeping a damaged one under another name."""
         if self.copy is None:
             return
         if os.path.lexists(path / CONFIG):
@@ -114,33 +114,33 @@ class _StoredConfig:
 
 
 def _stored_config(path: Path) -> _StoredConfig:
-    """Return config.yaml, or its newest intact copy. Raises ConfigError if there is neither."""
+    """Return the contents of config.yaml or of its newest intact copy. Raises ConfigError if there is neither."""
     try:
         return _StoredConfig(read_intact(path / CONFIG))
     except ConfigError as error:
         found = intact_copy(path)
         if found is None:
             raise ConfigError(f"run.dir={path}: {error}; restore it, or choose another run.dir") from error
-        why = "missing" if not os.path.lexists(path / CONFIG) else "it was damaged, or edited by hand"
+        why = "missing" if not os.path.lexists(path / CONFIG) else "it was damaged or edited by hand"
         return _StoredConfig(found[1], found[0], why)
 
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Keep every start out of a run directory while something in it is changed by hand.
+    """Exclude every start from a run directory while a tool changes it.
 
-    Raises ConfigError while a run uses it, or a job owns it that has not ended or whose cluster does not answer.
+    Raises ConfigError if a run uses it, or if it belongs to a job that has not ended or whose state is unknown.
     """
-    mend = "wait for its end"
-    lock, lease = _lock(path, mend), None
+    advice = "wait for it to finish"
+    lock, lease = _lock(path, advice), None
     try:
         if lock is None and not (path / RESULT).exists():
             raise ConfigError(
-                f"run.dir={path}: it is unknown whether its run has ended: there are no locks and no {RESULT}"
+                f"run.dir={path}: cannot determine whether its run has ended: there are no locks and no {RESULT}"
             )
-        if doubt := _refuse_live_job(path, mend):
+        if doubt := _reject_live_job(path, advice):
             raise ConfigError(
-                f"run.dir={path}: {doubt}; try again from a login node of its cluster, or remove {path / JOB_ID} if it "
+                f"run.dir={path}: {doubt}; retry on a login node of its cluster, or remove {path / JOB_ID} if the job "
                 "has ended"
             )
         lease = take_lease(path)
@@ -153,25 +153,25 @@ def held(path: Path) -> Iterator[None]:
 
 def _next_attempt(path: Path) -> int:
     numbers = [folder.name.rpartition("_")[2] for folder in (path / LOGS).glob("attempt_*")]
-    unseen = 0 if os.path.lexists(path / RESULT) else -1  # an attempt whose logs are gone
-    return max((int(number) for number in numbers if number.isdigit()), default=unseen) + 1
+    last = 0 if os.path.lexists(path / RESULT) else -1  # a result.json without logs counts as attempt 0
+    return max((int(number) for number in numbers if number.isdigit()), default=last) + 1
 
 
-def _lock(path: Path, mend: str = "choose another run.dir") -> int | None:
-    """Lock the directory for the life of this process; None where its file system has no locks."""
+def _lock(path: Path, advice: str = "choose another run.dir") -> int | None:
+    """Lock the directory until this process ends and return the descriptor; None if the file system has no locks."""
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         has_locks = take_lock(descriptor)
     except OSError as error:
         os.close(descriptor)
-        raise ConfigError(f"run.dir={path}: is in use by a run that is still going; {mend}") from error
+        raise ConfigError(f"run.dir={path}: is in use by a run that is still going; {advice}") from error
     if not has_locks:
         os.close(descriptor)
         print_text(f"{path}: no locks on this file system; do not start this run twice at once", file=sys.stderr)
         return None
     if os.fstat(descriptor).st_nlink == 0:
         os.close(descriptor)
-        raise ConfigError(f"run.dir={path}: was removed at this moment by another start; start again")
+        raise ConfigError(f"run.dir={path}: was just removed by another start; run the command again")
     return descriptor
 
 
@@ -180,46 +180,46 @@ def _unlock(lock: int | None) -> None:
         os.close(lock)
 
 
-def _refuse_live_job(path: Path, mend: str = "choose another run.dir") -> str | None:
-    """Return why it is unknown whether the directory's job has ended; None if it has, or if there is none.
+def _reject_live_job(path: Path, advice: str = "choose another run.dir") -> str | None:
+    """Return why the state of the directory's job is unknown; None if the job has ended, or if there is none.
 
-    Raises ConfigError while a job that was submitted for this directory waits or runs.
+    Raises ConfigError if a job that was submitted for this directory is pending or running.
     """
     try:
         job = job_of(path, search=True)
     except ConfigError as error:
-        return f"was submitted, and it is unknown whether the cluster took the job ({error})"
+        return f"was submitted, but it is unknown whether the cluster took the job ({error})"
     if job is None:
         return None
     found = jobs_by_id([job]).get(job)
     if found is None or found.doubt:
-        why = found.doubt if found else "no kind of cluster has such ids"
+        why = found.doubt if found else "no cluster.kind uses such ids"
         return f"belongs to job {job}, which may still run: {why}"
     if not found.over:
         raise ConfigError(
-            f"run.dir={path}: belongs to job {job}, which is {found.reported}; {mend}, or end the job with "
+            f"run.dir={path}: belongs to job {job}, which is {found.reported}; {advice}, or end the job with "
             f"{stop_command(job)}"
         )
     return None
 
 
-def _guard(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recipe: str) -> None:
-    """Raise ConfigError unless the run in `path` may go on as `cfg`."""
-    if doubt := _refuse_live_job(path):
+def _validate_resume(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recipe: str) -> None:
+    """Raise ConfigError unless the run in `path` may continue with `cfg`."""
+    if doubt := _reject_live_job(path):
         print_text(f"{path}: {doubt}; do not start this run twice at once", file=sys.stderr)
     checkpoints = path / CHECKPOINTS
     if os.path.lexists(checkpoints) and not checkpoints.is_dir():
-        raise ConfigError(f"{checkpoints}: is no directory; move it away, or put the checkpoints back")
+        raise ConfigError(f"{checkpoints}: is not a directory; move it away, or restore the checkpoints")
     owners = _recipes_of(path)
     if owners and recipe not in owners:
         raise ConfigError(
-            f"run.dir={path}: holds a run of the recipe {owners[0]}, not {recipe}; choose another run.dir"
+            f"run.dir={path}: contains a run of the recipe {owners[0]}, not {recipe}; choose another run.dir"
         )
     if cfg.run.resume == "never":
         if any(".tmp" not in folder.name for folder in checkpoints.glob("step_*")):
             raise ConfigError(
-                f"run.resume=never: run.dir={path} holds checkpoints, which a new run would mix with its own; choose "
-                "another run.dir, or remove it"
+                f"run.resume=never: run.dir={path} contains checkpoints, which would mix with those of a new run; "
+                "choose another run.dir, or remove it"
             )
         return
     try:
@@ -228,15 +228,15 @@ def _guard(path: Path, stored: _StoredConfig, cfg: RecipeConfig, recipe: str) ->
         quoted = "; ".join(shorten(problem, LONGEST_PROBLEM, placeholder="...") for problem in error.problems[:2])
         more = f"; and {len(error.problems) - 2} more" if len(error.problems) > 2 else ""
         raise ConfigError(
-            f"run.dir={path}: its {CONFIG} is of another kind ({quoted}{more}); choose another run.dir"
+            f"run.dir={path}: its {CONFIG} does not fit this recipe ({quoted}{more}); choose another run.dir"
         ) from error
     check_changes(stored.text, cfg, f"run.dir={path}")
 
 
 def _recipes_of(path: Path) -> list[str]:
-    """Return the recipes that environment.json and its copies name; a damaged one is reported."""
+    """Return the recipes recorded in environment.json and its copies; print a message if it is damaged."""
     files = [path / RECORD, *sorted((path / LOGS).glob(f"attempt_*/{RECORD}"))]
     owners = [read_json(file).get("recipe") for file in files]
     if owners[0] is None and os.path.lexists(path / LOGS):
-        print_text(f"{files[0]}: is missing or damaged; this start writes a new one", file=sys.stderr)
+        print_text(f"{files[0]}: missing or damaged; writing a new one", file=sys.stderr)
     return list(dict.fromkeys(owner for owner in owners if isinstance(owner, str)))

@@ -1,4 +1,4 @@
-"""Contents of environment.json: versions, git, command, host; no environment variables, which hold secrets."""
+"""Provenance of a start for environment.json: versions, git, command, host. No environment variables: secrets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("meshbook", "torch", "transformers", "datasets", "hydra-core", "omeg
 
 
 def start_record(recipe: str, recipe_file: Path, processes: int, attempt: int) -> dict[str, Any]:
-    """Return versions, git state, command, host and devices of this start. Imports none of the packages."""
+    """Return the versions, git state, command, host and devices of this start, without importing the packages."""
     return {
         "recipe": recipe,
         "recipe_file": str(recipe_file),
@@ -47,7 +47,7 @@ def _version(package: str) -> str | None:
 
 
 def _gpu_names() -> list[str]:
-    """Return the models that the driver lists, whether visible to the run or not."""
+    """Return the model names of all GPUs that the driver lists, including those hidden from the run."""
     names = []
     for card in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         models = [line.partition(":")[2].strip() for line in card.read_text().splitlines() if line.startswith("Model")]
@@ -56,7 +56,7 @@ def _gpu_names() -> list[str]:
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
-    """Return commit and changed files of the repository around the recipe; None without git or repository."""
+    """Return the commit and changed files of the recipe's git repository; None without git or a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None

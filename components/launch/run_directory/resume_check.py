@@ -1,4 +1,4 @@
-"""What changed in the config of a resumed run: reported, or rejected if it would make another run of it."""
+"""Config changes of a resumed run: reported, or rejected if they would silently change what it computes."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from components.config.schema.training import EvaluationConfig
 from components.terminal import print_text
 
 _STATE = "state.json"
-"""File of a checkpoint that holds the config it was made with."""
-_OF_THE_START = ("run.dir", "run.name", "run.resume", "run.accept_changes")
-"""Keys of a start that do not change what the run computes."""
+"""File of a checkpoint that contains the config it was saved with."""
+_PER_START = ("run.dir", "run.name", "run.resume", "run.accept_changes")
+"""Keys that may differ between starts without a message: they do not change what the run computes."""
 
 
 def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
-    """Compare `cfg` with the config that a run began with, and report what differs.
+    """Compare `cfg` with the config that a run began with, and print the differences.
 
     Args:
-        before: The text of its config.yaml.
-        origin: Where that is, for the messages.
+        before: Contents of its config.yaml.
+        origin: Location of that config, for messages.
 
     Raises:
-        ConfigError: With each key whose change would silently change what the run computes (its batches, its data, its
-            seed, its model) and that run.accept_changes does not name.
+        ConfigError: Names each changed key that affects what the run computes (batches, data, seed, model) and is not
+            in run.accept_changes.
     """
     try:
         stored = _flat(load_yaml(before))
@@ -44,22 +44,22 @@ def check_changes(before: str, cfg: RecipeConfig, origin: str) -> None:
         raise ConfigError(f"{origin}: its config cannot be read: {error}") from error
     then = {**_defaults(cfg), **stored}
     now = _flat(yaml.safe_load(to_yaml(cfg)))
-    changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key) and key not in _OF_THE_START]
+    changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key) and key not in _PER_START]
     raise_all(
         [
-            f"{key}={now.get(key)}: the run in {origin} began with {then.get(key)}; set it back, choose another "
-            f"run.dir, or accept that it goes on as another run: run.accept_changes=[{key}]"
+            f"{key}={now.get(key)}: the run in {origin} began with {then.get(key)}; restore that value, choose "
+            f"another run.dir, or accept the change and continue: run.accept_changes=[{key}]"
             for key in changed
             if is_defining(key) and not accepts(cfg.run.accept_changes, key)
         ]
     )
     if changed:
         differences = "; ".join(f"{key}: {then.get(key)} -> {now.get(key)}" for key in changed)
-        print_text(f"{origin} goes on with other values: {differences}", file=sys.stderr)
+        print_text(f"{origin} resumes with changed values: {differences}", file=sys.stderr)
 
 
 def _defaults(cfg: RecipeConfig) -> dict[str, Any]:
-    """Return the default of every key of `cfg` that has one, for configs written before the key existed."""
+    """Return the defaults of all keys of `cfg`, for stored configs written before a key existed."""
     sections = {each.name: getattr(cfg, each.name) for each in fields(cfg)}
     sources = getattr(cfg.data, "sources", {})
     sections |= {f"data.sources.{name}": source for name, source in sources.items()}
@@ -70,13 +70,13 @@ def _defaults(cfg: RecipeConfig) -> dict[str, Any]:
                 found[f"{name}.{each.name}"] = each.default
             elif each.default_factory is not MISSING:
                 found[f"{name}.{each.name}"] = each.default_factory()
-    found.pop("data.sources", None)  # compared source by source
+    found.pop("data.sources", None)  # compared per source
     found |= {f"{name}.kind": kind for name, kind in WITHOUT_KIND.items() if name in sections}
-    return json.loads(json.dumps(found, default=asdict))  # as YAML holds them
+    return json.loads(json.dumps(found, default=asdict))  # the types that YAML loads, such as lists for tuples
 
 
 def check_source(cfg: RecipeConfig) -> None:
-    """Compare `cfg` with the config of the checkpoint that it names, if it names one. Raises ConfigError."""
+    """Compare `cfg` with the config stored in the checkpoint that it names, if any. Raises ConfigError."""
     evaluation, peft = section(cfg, EvaluationConfig), section(cfg, PeftConfig)
     if evaluation is not None and evaluation.checkpoint is not None and peft is not None:
         _check_adapters(peft, evaluation.checkpoint)
@@ -86,18 +86,18 @@ def check_source(cfg: RecipeConfig) -> None:
     try:
         before = json.loads(file.read_text())["config"]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"run.resume={cfg.run.resume}: not a whole checkpoint: {file}: {error!r}") from error
+        raise ConfigError(f"run.resume={cfg.run.resume}: not a complete checkpoint: {file}: {error!r}") from error
     if before is not None:
         check_changes(before, cfg, f"run.resume={cfg.run.resume}")
 
 
 def _check_adapters(peft: PeftConfig, checkpoint: str) -> None:
-    """Compare the settings of adapters that their stored weights do not determine: scaling and use."""
+    """Compare the adapter settings that the stored weights do not determine: scaling and variant."""
     try:
         stored = json.loads((Path(checkpoint).expanduser() / _STATE).read_text())["config"]
         then = _flat({"peft": asdict(PeftConfig()), **load_yaml(stored)})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
-        return  # loading it reports what is wrong with it
+        return  # loading the checkpoint reports the problem
     now = _flat({"peft": asdict(peft)})
     raise_all(
         [
@@ -109,7 +109,7 @@ def _check_adapters(peft: PeftConfig, checkpoint: str) -> None:
 
 
 def _flat(sections: dict[str, Any]) -> dict[str, Any]:
-    """Return the values by dotted key, without those outside a section (the version of the schema)."""
+    """Return the values by dotted key, without top-level scalars (the schema version)."""
     kept = {name: values for name, values in sections.items() if isinstance(values, dict)}
     flat = {f"{name}.{key}": value for name, values in kept.items() for key, value in values.items()}
     for name, source in flat.pop("data.sources", {}).items():

@@ -1,13 +1,13 @@
-"""The Slurm backend: from a login node to a job, and what the job's batch script calls. Imports no torch.
+"""The Slurm backend: job submission from a login node, and the programs that the batch script runs. Imports no torch.
 
-submit.py      SlurmBackend: checks, snapshot, script, sbatch, and the summary on the terminal
-job_checks.py  what can be checked before a job is submitted, sbatch's own opinion included
+submit.py      SlurmBackend: checks, snapshot, script, sbatch, and the printed summary
+job_checks.py  checks before submission, including sbatch --test-only
 options.py     the config as options of sbatch and srun
-script.py      the rendered template
-commands.py    sbatch, squeue and scontrol as processes, in a clean environment
-jobs.py        the job of a run directory, states of jobs, scancel
+script.py      rendering of the batch script's template
+commands.py    Slurm commands as child processes, in a clean environment
+jobs.py        the job of a run directory, job states, scancel
 snapshot.py    a copy of the code in the run directory
-node_check.py  on every node before the ranks start
-requeue.py     whether a job may be requeued: how often, and only while it makes progress
-conclude.py    at the end of the batch script: result.json, the first failure, the exit status
+node_check.py  checks on every node before the ranks start
+requeue.py     the requeue policy: limits on requeues, on hangs and on attempts without progress
+conclude.py    the end of the batch script: result.json, the first failure, the exit status
 """

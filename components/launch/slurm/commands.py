@@ -1,4 +1,4 @@
-"""Slurm's commands as processes, in an environment without the variables of a surrounding job."""
+"""Slurm commands as child processes, in an environment without the variables of a surrounding job."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from components.config.errors import ConfigError
 from components.protocol.role import without_ranks
 
 TIMEOUT = 75.0
-"""Seconds that a controller may take to answer."""
+"""Timeout of a command in seconds."""
 
 
 class NoAnswer(ConfigError):
-    """The controller did not answer in time: it may still carry out the request."""
+    """The controller did not respond in time; it may still carry out the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Exit status and output of a command."""
+    """Exit status, stdout and stderr of a command."""
 
     status: int
     output: str
@@ -28,7 +28,7 @@ class Answer:
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without those of a job or step around us: submitted from there, a job would inherit them."""
+    """Return the variables without those of a surrounding job or step, which a job submitted from it would inherit."""
     return {
         name: value
         for name, value in without_ranks(environ).items()
@@ -36,11 +36,11 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def ask(command: Sequence[str], script: str = "") -> Answer:
-    """Run a command of Slurm's with `script` as its input.
+def run_slurm(command: Sequence[str], script: str = "") -> Answer:
+    """Run a Slurm command with `script` as its stdin.
 
-    Raises ConfigError where it is not installed or SLURM_CONF is no file (it would look for a minute), and NoAnswer
-    where the controller does not answer.
+    Raises ConfigError if the command is not installed or SLURM_CONF is not a file (Slurm would retry for a minute), and
+    NoAnswer if the controller does not respond in time.
     """
     conf = os.environ.get("SLURM_CONF")
     if conf and not os.path.isfile(conf):
@@ -53,16 +53,16 @@ def ask(command: Sequence[str], script: str = "") -> Answer:
             text=True,
             timeout=TIMEOUT,
             env=clean_environment(os.environ),
-            restore_signals=False,  # a busy controller hangs up, and Slurm's commands would die of SIGPIPE
+            restore_signals=False,  # a busy controller closes connections: SIGPIPE must not kill
             check=False,
         )
-    except (FileNotFoundError, PermissionError) as error:  # the latter: of a folder of PATH that may not be searched
+    except (FileNotFoundError, PermissionError) as error:  # the latter if a folder in PATH is not searchable
         raise ConfigError(
             f"cluster.kind=slurm: there is no {command[0]} on PATH; submit from a login node of the cluster, or set "
             "cluster=local"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise NoAnswer(
-            f"cluster.kind=slurm: {command[0]} has not answered for {TIMEOUT:g} s; is the controller up (sinfo)?"
+            f"cluster.kind=slurm: {command[0]} did not respond within {TIMEOUT:g} s; check the controller with sinfo"
         ) from error
     return Answer(done.returncode, done.stdout.strip(), done.stderr.strip())

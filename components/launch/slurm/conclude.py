@@ -1,7 +1,7 @@
 """The end of a batch script: `python -m components.launch.slurm.conclude RUN_DIR ATTEMPT STATUS [--cancelled]`.
 
-Reports which rank failed first, last in the job's log; writes result.json if no rank could; returns the job's exit
-status. The marker RUN_DIR/requeue is there afterwards when the job should go back into the queue.
+Prints which rank failed first as the last entry of the job's log, writes result.json if no rank did, and exits with the
+job's exit status. Afterwards the marker RUN_DIR/requeue exists if the job should be requeued.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from components.protocol.run_files import (
 from components.terminal import print_text
 
 STOPPED_EARLY = 128 + signal.SIGUSR2
-"""What srun returns when a rank died of the request to stop, because it had not come to listen for it yet."""
+"""srun's exit status if a rank died of SIGUSR2, the stop request, before it had installed its handler."""
 
 
 def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> int:
-    """Report and record how an attempt ended, and return the exit status of the job."""
+    """Print and record the outcome of an attempt, and return the exit status of the job."""
     logs, result = attempt_logs(run_dir, attempt), read_result(run_dir)
-    failure = _first_failure(logs)
+    reports = read_reports(logs)
+    exits = [RankExit(rank, 1, report.time, asked=False) for rank, report in reports.items()]
+    failure = first_failure(exits, reports)
     cancelled = cancelled or (logs / CANCELLED).exists()
     if cancelled and result.get("status") != "ok" and (failure is None or _lost_peer(failure)):
         (run_dir / REQUEUE).unlink(missing_ok=True)
@@ -48,39 +50,33 @@ def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> in
         (run_dir / REQUEUE).unlink()
         print_text(f"stopped, but not requeued: {reason}; submit the same command again", flush=True)
         return ended or 1
-    print_text("stopped: back into the queue", flush=True)
+    print_text("stopped: requeuing the job", flush=True)
     return ended
 
 
 def _stopped(run_dir: Path, logs: Path, status: int) -> int:
-    """The exit status of an attempt without a failure; result.json where no rank wrote it."""
+    """Return the exit status of an attempt without a failed rank, and write result.json if no rank did."""
     result = read_result(run_dir)
     if result:
         print_text(result["status"], flush=True)
-        # A run that has stopped on request is no failure, though torchrun's agents end with 1; nor is one that got the
-        # request after its end, while its processes were exiting.
+        # A run that stopped on request has not failed, although torchrun's agents exit with status 1; neither has one
+        # that received the request while its processes were exiting.
         return 0 if result["status"] in ("preempted", "interrupted") or status == STOPPED_EARLY else status
     if status == STOPPED_EARLY or _agents_were_stopped(logs):
-        record_result(run_dir, {"status": "preempted", "error": "stopped before it began"})
+        record_result(run_dir, {"status": "preempted", "error": "stopped before training started"})
         create_marker(run_dir / REQUEUE)
         return 0
     if status:
-        why = f"srun ended with status {status} and no rank said why; see job.log and {logs}"
+        why = f"srun exited with status {status}, and no rank reported an error; see job.log and {logs}"
         record_result(run_dir, {"status": "failed", "error": why})
         print_text(why, flush=True)
     return status
 
 
 def _agents_were_stopped(logs: Path) -> bool:
-    """Return whether the request to stop ended torchrun's agents, by their logs: their exit status is always 1."""
+    """Return whether the stop request ended torchrun's agents, by their logs: their exit status is always 1."""
     line = f"got signal: {signal.SIGUSR2:d}"
     return any(line in log.read_text(errors="replace") for log in logs.glob("node_*.log"))
-
-
-def _first_failure(logs: Path) -> Failure | None:
-    reports = read_reports(logs)
-    exits = [RankExit(rank, 1, report.time, asked=False) for rank, report in reports.items()]
-    return first_failure(exits, reports)
 
 
 def _lost_peer(failure: Failure) -> bool:
@@ -88,10 +84,12 @@ def _lost_peer(failure: Failure) -> bool:
 
 
 def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cancelled: bool) -> int:
+    """Print and record the failure of an attempt, requeue after a hang, and return the exit status of the job."""
     report, logs = failure.report, attempt_logs(run_dir, attempt)
     if _lost_peer(failure):
         print_text(
-            "every rank that could speak lost another one; srun names above who ended without a word", flush=True
+            "every failed rank reports only a lost peer; see srun's messages above for the rank that ended first",
+            flush=True,
         )
     if report is not None and report.kind == Kind.in_use:
         print_failure(failure, logs)
@@ -108,9 +106,9 @@ def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cance
     reason = reason_not_after_hang(run_dir, attempts_of_job(run_dir, attempt), os.environ)
     if reason is None and not cancelled:
         atomic_write(run_dir / REQUEUE, "".join(f"{node}\n" for node in hung_nodes(report.message)))
-        print_text("the run hung: back into the queue", flush=True)
+        print_text("the run hung: requeuing the job", flush=True)
     elif not cancelled:
-        print_text(f"the run hung, and is not requeued: {reason}", flush=True)
+        print_text(f"the run hung and is not requeued: {reason}", flush=True)
     print_failure(failure, logs)
     return EXIT_HUNG
 

@@ -1,4 +1,4 @@
-"""Checks of a job before it is submitted: of files and paths, and by asking sbatch."""
+"""Checks of a job before submission: of its files and paths, and with sbatch --test-only."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from components.config.schema.data import MixtureDataConfig
 from components.config.schema.recipes import RecipeConfig
 from components.config.schema.slurm import ContainerRuntime
 from components.launch.hub_access import hub_cache, is_offline
-from components.launch.slurm.commands import ask
+from components.launch.slurm.commands import run_slurm
 from components.launch.slurm.options import as_argument, resource_options
 from components.launch.slurm.script import setup_problems
 from components.launch.slurm.snapshot import PROJECT
 
 LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "squashfs", "fuse.snapfuse"}
-"""Kinds of file systems that other machines do not see, unless this one exports them."""
+"""Types of file systems that other machines cannot access, unless this one exports them."""
 
 UNREACHABLE = (
     *("cannot stat file", "configuration source", "configuration file", "Unable to contact slurm controller"),
     "slurm_load",
 )
-"""In the output of sbatch when it cannot reach Slurm."""
+"""Substrings of sbatch's output if it cannot reach Slurm."""
 
 _REASON = re.compile(r"^(sbatch|allocation failure|error|fatal|Batch job submission failed)[:\s]*", re.IGNORECASE)
 
 
-def job_problems(cfg: RecipeConfig, *, ask_slurm: bool = True) -> tuple[list[str], list[str]]:
-    """Return the problems of submitting `cfg`, and notes: when it could start, and which paths may be local.
+def job_problems(cfg: RecipeConfig, *, test_submission: bool = True) -> tuple[list[str], list[str]]:
+    """Return the problems of submitting `cfg`, and notes: the estimated start, and paths that may be local.
 
     Args:
         cfg: The config.
-        ask_slurm: Whether to run `sbatch --test-only`, which is pointless if a key of `cluster` was rejected.
+        test_submission: Whether to run `sbatch --test-only`, which is pointless if a key of `cluster` was rejected.
     """
     problems = setup_problems(cfg.cluster) + _script_problems(cfg.cluster) + _cache_problems(cfg)
     problems += _build_problems(cfg.cluster)
     problems += _path_problems(cfg)
-    if not ask_slurm:
+    if not test_submission:
         return problems, []
     try:
-        refused, estimate = _test_only(cfg.cluster)
+        rejections, estimate = _test_only(cfg.cluster)
     except ConfigError as error:
         return problems + error.problems, []
-    return problems + refused, [*estimate, *_local_paths(cfg)]
+    return problems + rejections, [*estimate, *_local_paths(cfg)]
 
 
 def _test_only(cluster: ClusterConfig) -> tuple[list[str], list[str]]:
-    """Ask Slurm whether it would take such a job: what it objects to, and when it could start."""
+    """Run sbatch --test-only with the options of the job; return its objections, and its estimate of the start."""
     arguments = [as_argument(option) for option in resource_options(cluster)]
-    answer = ask(["sbatch", "--test-only", *arguments], script="#!/bin/sh\n")
+    answer = run_slurm(["sbatch", "--test-only", *arguments], script="#!/bin/sh\n")
     lines = [line for line in answer.errors.splitlines() if line.strip()]
     if answer.status == 0:
         starts = [line.removeprefix("sbatch: ") for line in lines if " to start at " in line]
@@ -64,9 +64,9 @@ def _test_only(cluster: ClusterConfig) -> tuple[list[str], list[str]]:
 
 
 def refusal(lines: list[str], cluster: ClusterConfig) -> str:
-    """Return the output of sbatch as one sentence, with the keys to change.
+    """Return the error output of sbatch as one sentence, with the keys to change.
 
-    If Slurm cannot be reached, only the first line that reports it: the others are about the search.
+    If Slurm cannot be reached, quote only the first line that reports that.
     """
     reasons = []
     for line in lines:
@@ -74,14 +74,14 @@ def refusal(lines: list[str], cluster: ClusterConfig) -> str:
         while (shorter := _REASON.sub("", text)) != text:
             text = shorter
         reasons.append(text)
-    unreachable = next((reason for reason in reasons if any(sign in reason for sign in UNREACHABLE)), None)
+    unreachable = next((reason for reason in reasons if any(text in reason for text in UNREACHABLE)), None)
     if unreachable is not None:
         advice = "submit from a login node of the cluster, or set cluster=local"
         why = unreachable.partition(", retrying")[0]
         return f"cluster.kind=slurm: Slurm cannot be reached from here: {why}; {advice}"
     why = "; ".join(dict.fromkeys(reasons)) or "no reason given"
-    wanted = " ".join(as_argument(option) for option in resource_options(cluster))
-    return f"cluster.kind=slurm: sbatch refuses {wanted}: {why}; change these keys of cluster (see sinfo)"
+    requested = " ".join(as_argument(option) for option in resource_options(cluster))
+    return f"cluster.kind=slurm: sbatch refuses {requested}: {why}; change these keys of cluster (see sinfo)"
 
 
 def _script_problems(cluster: ClusterConfig) -> list[str]:
@@ -89,27 +89,28 @@ def _script_problems(cluster: ClusterConfig) -> list[str]:
         return [f"cluster.template={cluster.template}: no such file"]
     python = cluster.python
     if python is not None and "/" in python and cluster.container.runtime == ContainerRuntime.none:
-        return [] if os.access(python, os.X_OK) else [f"cluster.python={python}: is no program that can run here"]
+        return [] if os.access(python, os.X_OK) else [f"cluster.python={python}: is not an executable file"]
     return []
 
 
 def _build_problems(cluster: ClusterConfig) -> list[str]:
-    """A job on GPUs cannot use torch built for CPUs. Checked where the job runs on the Python that submits it."""
-    asks_for_gpus = any("gpu" in option for pair in resource_options(cluster) for option in pair)
-    own_python = cluster.python is None and cluster.container.runtime == ContainerRuntime.none
-    version = torch_built_for_cpus() if asks_for_gpus and own_python else None
+    """Reject GPU jobs with a CPU build of torch, if the job uses the Python that submits it."""
+    requests_gpus = any("gpu" in option for pair in resource_options(cluster) for option in pair)
+    same_python = cluster.python is None and cluster.container.runtime == ContainerRuntime.none
+    version = torch_built_for_cpus() if requests_gpus and same_python else None
     if version is None:
         return []
     return [
-        f"cluster.device={cluster.device}: the job asks for GPUs, but torch {version} in {sys.prefix} was built for "
-        "CPUs; install a CUDA build (make install TORCH=cuda), name another cluster.python, or set cluster.device=cpu"
+        f"cluster.device={cluster.device}: the job requests GPUs, but torch {version} in {sys.prefix} was built for "
+        "CPUs; install a CUDA build (make install TORCH=cuda), set another cluster.python, or set cluster.device=cpu"
     ]
 
 
 def torch_built_for_cpus(version_file: Path | None = None) -> str | None:
-    """Return torch's version where it was built for CPUs only, else None; torch is not imported.
+    """Return torch's version if it was built for CPUs only, else None, without importing torch.
 
-    version_file: torch/version.py, which torch's build writes; None: that of the installed torch.
+    Args:
+        version_file: torch/version.py, which torch's build generates; None for that of the installed torch.
     """
     if version_file is None:
         spec = importlib.util.find_spec("torch")
@@ -124,29 +125,29 @@ def torch_built_for_cpus(version_file: Path | None = None) -> str | None:
 
 
 def _path_problems(cfg: RecipeConfig) -> list[str]:
-    """Slurm replaces % in the path of a log and takes a backslash for its own; PYTHONPATH and mounts are lists."""
+    """Reject paths with characters special to Slurm (% and \\ in log paths), PYTHONPATH (:) or container mounts (,)."""
     in_container = cfg.cluster.container.runtime != ContainerRuntime.none
     special = "%\\:," if in_container else "%\\:"
     problems = []
-    for key, path in (("run.dir", cfg.run.dir or ""), ("the folder of this command", str(Path.cwd()))):
+    for key, path in (("run.dir", cfg.run.dir or ""), ("the working directory", str(Path.cwd()))):
         bad = sorted({character for character in path if character in special or not character.isprintable()})
         if bad:
-            held = " ".join(map(repr, bad))
-            problems.append(f"{key}={path!r}: holds {held}, which means something else to Slurm; choose another path")
+            listed = " ".join(map(repr, bad))
+            problems.append(f"{key}={path!r}: holds {listed}, which Slurm would interpret; choose another path")
     return problems
 
 
 def _cache_problems(cfg: RecipeConfig) -> list[str]:
-    """Check that what comes from the hub is cached, if the nodes may only use the cache."""
+    """Check that the model and tokenizer are cached if the nodes run with HF_HUB_OFFLINE."""
     environ = {**os.environ, **cfg.cluster.network_env, **cfg.cluster.env}
     if not is_offline(environ):
         return []
-    wanted = {"model.tokenizer": cfg.model.tokenizer, "model.path": cfg.model.path}
+    names = {"model.tokenizer": cfg.model.tokenizer, "model.path": cfg.model.path}
     cache = hub_cache(environ)
     return [
-        f"{key}={name}: is not in the hub's cache {cache}, and the nodes have no hub (HF_HUB_OFFLINE); download it "
+        f"{key}={name}: is not in the hub's cache {cache}, and the nodes use only that (HF_HUB_OFFLINE); download it "
         f"first: hf download {name}"
-        for key, name in wanted.items()
+        for key, name in names.items()
         if name not in (None, "bytes") and _is_missing(name, key, cache)
     ]
 
@@ -155,13 +156,13 @@ def _is_missing(name: str, key: str, cache: Path) -> bool:
     try:
         files = locate(name, key)
     except ConfigError:
-        return False  # reported elsewhere
+        return False  # problems of the name are reported by other checks
     folder = cache / ("models--" + files.name_or_folder.replace("/", "--")) / "snapshots"
     return not files.is_local and not any(folder.glob("*/config.json"))
 
 
 def _local_paths(cfg: RecipeConfig) -> list[str]:
-    """A note of the paths that the nodes may not see."""
+    """Return a note on paths that the nodes may not be able to access."""
     mounts = _mounts()
     in_container = cfg.cluster.container.runtime != ContainerRuntime.none
     sources = cfg.data.sources if isinstance(cfg.data, MixtureDataConfig) else {}
@@ -181,15 +182,16 @@ def _local_paths(cfg: RecipeConfig) -> list[str]:
     ]
     if not local:
         return []
-    return [f"the nodes must see {', '.join(local)}: on this machine these are file systems of its own"]
+    return [f"the nodes need access to {', '.join(local)}, but these file systems look local to this machine"]
 
 
 def _mounts() -> dict[str, str]:
+    """Return the file system type of each mount point."""
     table = Path("/proc/self/mounts")
     lines = table.read_text().splitlines() if table.exists() else []
-    return {words[1].replace("\\040", " "): words[2] for words in map(str.split, lines) if len(words) > 2}
+    return {entry[1].replace("\\040", " "): entry[2] for entry in map(str.split, lines) if len(entry) > 2}
 
 
 def _file_system(path: Path, mounts: Mapping[str, str]) -> str | None:
-    place = path.absolute()
-    return next((mounts[str(folder)] for folder in (place, *place.parents) if str(folder) in mounts), None)
+    absolute = path.absolute()
+    return next((mounts[str(folder)] for folder in (absolute, *absolute.parents) if str(folder) in mounts), None)

@@ -1,4 +1,4 @@
-"""Slurm jobs: the one of a run directory, their states, and cancelling them."""
+"""Slurm jobs: the job of a run directory, job states, and cancelling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.launch.backend import Job, JobState
-from components.launch.slurm.commands import ask
+from components.launch.slurm.commands import run_slurm
 from components.protocol.run_files import JOB_ID, SCRIPT, SUBMISSION, atomic_write, read_regular
 
 SUBMITTED = {
@@ -27,48 +27,48 @@ ENDED = {
     "NODE_FAIL": "failed",
     "BOOT_FAIL": "failed",
 }
-"""States that do not change any more. One in no list is reported as failed, and the job may go on."""
+"""Final states. A state in none of these sets is reported as failed, without assuming that the job has ended."""
 GONE = "gone"
-"""Slurm answers, and lists no such job: it ended long ago."""
+"""Slurm responds but no longer lists the job: it ended long ago."""
 UNKNOWN = "unknown"
-"""Slurm does not answer."""
+"""Slurm does not respond."""
 
 
 def job_states(jobs: Iterable[str]) -> dict[str, str]:
     """Return the state of each job, such as RUNNING, or `GONE` or `UNKNOWN`.
 
-    squeue is queried for all jobs at once; scontrol, then sacct, for those that it does not list any more. Each may be
-    missing or fail. If the controller is down, scontrol is not queried for every job: each answer takes long.
+    Query squeue once for all jobs; then scontrol and sacct for each job that squeue no longer lists. Each command may
+    be missing or fail. If the controller is down, skip scontrol, since every call would wait for its timeout.
     """
-    wanted = [job for job in jobs if job.isdigit()]
-    listed = _answer("squeue", "-h", "-t", "all", "-j", ",".join(wanted), "-o", "%A %T") if wanted else None
+    slurm_ids = [job for job in jobs if job.isdigit()]
+    listed = _answer("squeue", "-h", "-t", "all", "-j", ",".join(slurm_ids), "-o", "%A %T") if slurm_ids else None
     states = dict(line.split()[:2] for line in (listed or "").splitlines() if len(line.split()) > 1)
-    further = [job for job in wanted if job not in states]
-    is_up = " is UP" in (_answer("scontrol", "ping") or "") if further else False
-    return states | {job: _ask_further(job, is_up) for job in further}
+    unlisted = [job for job in slurm_ids if job not in states]
+    is_up = " is UP" in (_answer("scontrol", "ping") or "") if unlisted else False
+    return states | {job: _unlisted_state(job, is_up) for job in unlisted}
 
 
 def find_submission(tag: str, script: Path) -> str | None:
-    """Return the number of the job that a submission became, or None where Slurm has no such job.
+    """Return the id of the job created by a submission, or None if Slurm has no such job.
 
     Args:
-        tag: The unique comment of the submission. Empty if the comment is the user's: then the job is the one of this
-            batch script that has not ended.
+        tag: The unique comment of the submission. Empty if the user set a comment: then match unfinished jobs by the
+            path of their batch script.
         script: The batch script of the run.
 
-    Raises ConfigError if squeue does not answer.
+    Raises ConfigError if squeue does not respond or fails.
     """
     states = ("-t", "all") if tag else ()
-    answer = ask(["squeue", "-h", "--me", *states, "-o", "%A %k" if tag else "%A %o"])
+    answer = run_slurm(["squeue", "-h", "--me", *states, "-o", "%A %k" if tag else "%A %o"])
     if answer.status:
-        raise ConfigError(f"cluster.kind=slurm: squeue fails: {answer.errors}")
+        raise ConfigError(f"cluster.kind=slurm: squeue failed: {answer.errors}")
     listed = [line.partition(" ") for line in answer.output.splitlines()]
     found = [job for job, _, text in listed if text.strip() == (tag or str(script))]
     return max(found, key=int, default=None)
 
 
-def in_words(state: str) -> str:
-    """Return the `JobState` of a state of Slurm's."""
+def to_job_state(state: str) -> str:
+    """Return the `JobState` value of a Slurm state."""
     if state in (GONE, UNKNOWN):
         return state
     if state in SUBMITTED:
@@ -77,32 +77,30 @@ def in_words(state: str) -> str:
 
 
 def describe_job(job: str, state: str) -> Job:
-    """Return a job in a state of Slurm's."""
-    doubt = "there is no squeue on PATH, or Slurm does not answer it" if state == UNKNOWN else ""
-    return Job(job, "Slurm", JobState(in_words(state)), state, over=state == GONE or state in ENDED, doubt=doubt)
+    """Return a job as a `Job`, from its Slurm state."""
+    doubt = "there is no squeue on PATH, or Slurm does not respond" if state == UNKNOWN else ""
+    return Job(job, "Slurm", JobState(to_job_state(state)), state, over=state == GONE or state in ENDED, doubt=doubt)
 
 
 def stop_job(job: str) -> bool:
-    """Cancel a job, and return whether Slurm accepted that. Raises ConfigError if it does not answer."""
-    return ask(["scancel", job]).status == 0
+    """Cancel a job, and return whether Slurm accepted the request. Raises ConfigError if it does not respond."""
+    return run_slurm(["scancel", job]).status == 0
 
 
 def recorded_job(run_dir: Path) -> str | None:
-    """Return the number of the job that was submitted for a directory; None if there was none."""
+    """Return the recorded job id of a run directory; None if there is none."""
     try:
         return read_regular(run_dir / JOB_ID).decode(errors="replace").strip() or None
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(
-            f"{run_dir / JOB_ID}: the number of the run's job cannot be read: {error.strerror}"
-        ) from error
+        raise ConfigError(f"{run_dir / JOB_ID}: the id of the run's job cannot be read: {error.strerror}") from error
 
 
 def adopt_submission(run_dir: Path) -> str | None:
-    """Return the number of the directory's job, if needed that of a submission whose answer was lost.
+    """Return the job id of a run directory, after recording the job of an unconfirmed submission.
 
-    Raises ConfigError if there is such a submission and squeue does not answer.
+    Raises ConfigError if there is such a submission and squeue does not respond.
     """
     file, job = run_dir / SUBMISSION, recorded_job(run_dir)
     if job is None and file.exists():
@@ -113,25 +111,26 @@ def adopt_submission(run_dir: Path) -> str | None:
 
 
 def record_job(run_dir: Path, job: str) -> None:
-    """Record the number of the job that was submitted for a directory."""
+    """Record the job id of a run directory, which confirms its submission."""
     atomic_write(run_dir / JOB_ID, f"{job}\n")
     (run_dir / SUBMISSION).unlink(missing_ok=True)
 
 
-def _ask_further(job: str, is_up: bool) -> str:
+def _unlisted_state(job: str, is_up: bool) -> str:
+    """Return the state of a job that squeue does not list, from scontrol if the controller is up, else from sacct."""
     shown = _answer("scontrol", "-o", "show", "job", job) if is_up else None
     if found := re.search(r"\bJobState=(\w+)", shown or ""):
         return found[1]
-    kept = _answer("sacct", "-n", "-X", "-P", "-j", job, "-o", "State")  # -P: no words cut to the column's width
+    kept = _answer("sacct", "-n", "-X", "-P", "-j", job, "-o", "State")  # -P: states are not cut to the column's width
     if kept:
         return kept.splitlines()[-1].split()[0].rstrip("+")  # CANCELLED by 1000
     return GONE if is_up else UNKNOWN
 
 
 def _answer(*command: str) -> str | None:
-    """Return the output of a command; None if it is missing, fails or gets no answer."""
+    """Return the output of a command; None if it is missing, fails or times out."""
     try:
-        answer = ask(command)
+        answer = run_slurm(command)
     except (ConfigError, OSError):
         return None
     return answer.output if answer.status == 0 else None

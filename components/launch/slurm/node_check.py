@@ -1,4 +1,4 @@
-"""On every node before the ranks start: what would fail later and without a name. `python -m ... RUN_DIR GPUS`."""
+"""Checks that run on every node before the ranks start: `python -m components.launch.slurm.node_check RUN_DIR GPUS`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from components.protocol.run_files import LOGS, REQUEUE, create_marker
 from components.terminal import print_text
 
 NEEDED_SHARED_MEMORY = 64 * 2**20
-"""Bytes of /dev/shm that data workers and NCCL take at least."""
+"""Minimum free bytes of /dev/shm, which data workers and NCCL use."""
 
 
 def check_node() -> int:
-    """Print a line per problem of this node; return 1 where there is one."""
+    """Print one line per problem of this node; return 1 if there is any, else 0."""
     run_dir, gpus = Path(sys.argv[1]), int(sys.argv[2])
-    # Asked to stop already: there is nothing to save, the batch script only has to see the marker.
+    # The stop request: there is nothing to save yet, so only leave the marker for the batch script.
     signal.signal(signal.SIGUSR2, lambda number, frame: create_marker(run_dir / REQUEUE))
     problems = [*_folder_problems(run_dir), *_gpu_problems(gpus), *_memory_problems()]
     for problem in problems:
@@ -52,8 +52,8 @@ def _gpu_problems(gpus: int) -> list[str]:
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
-        return ["nvidia-smi has not answered for 60 s: a GPU hangs"]
-    return [f"nvidia-smi fails: {listed.stderr.strip() or listed.stdout.strip()}"] if listed.returncode else []
+        return ["nvidia-smi did not respond within 60 s: a GPU may hang"]
+    return [f"nvidia-smi failed: {listed.stderr.strip() or listed.stdout.strip()}"] if listed.returncode else []
 
 
 def _memory_problems() -> list[str]:

@@ -17,7 +17,7 @@ _PLAIN = re.compile(r"[\w.,:;&|()\[\]+=@%/^~-]+", re.ASCII)
 
 
 def resource_options(cluster: ClusterConfig) -> list[Option]:
-    """Return the options for nodes, tasks, GPUs, time and account."""
+    """Return the sbatch options for nodes, tasks, GPUs, time and account, ending with cluster.sbatch_extra."""
     by_agent = cluster.launcher == Launcher.torchrun
     procs = int(cluster.procs_per_node)
     options: list[Option] = [("nodes", str(cluster.nodes)), ("ntasks-per-node", "1" if by_agent else str(procs))]
@@ -30,14 +30,13 @@ def resource_options(cluster: ClusterConfig) -> list[Option]:
     options += [(key, value) for key in keys if (value := getattr(cluster, key)) is not None]
     if cluster.exclusive:
         options.append(("exclusive", ""))
-    flags_last = sorted(
-        cluster.sbatch_extra.items(), key=lambda item: not item[1]
-    )  # --test-only sees what lacks a value
+    # Flags last, so that sbatch --test-only rejects one that needs a value instead of consuming the next option.
+    flags_last = sorted(cluster.sbatch_extra.items(), key=lambda item: not item[1])
     return options + [(name, value or "") for name, value in flags_last]
 
 
 def job_options(cluster: ClusterConfig, name: str, run_dir: Path, folder: Path) -> list[Option]:
-    """Return all options of the job: resources, name, log and signal."""
+    """Return all sbatch options of the job: resources, name, log and signal."""
     return [
         ("job-name", name),
         *resource_options(cluster),
@@ -50,7 +49,7 @@ def job_options(cluster: ClusterConfig, name: str, run_dir: Path, folder: Path) 
 
 
 def as_line(option: Option) -> str:
-    """Return an option as sbatch reads it behind #SBATCH: words split at spaces, quotes and backslashes obeyed."""
+    """Return an option for an #SBATCH line, where sbatch splits at spaces and interprets quotes and backslashes."""
     name, value = option
     if not value:
         return f"--{name}"
@@ -61,18 +60,18 @@ def as_line(option: Option) -> str:
 
 
 def as_argument(option: Option) -> str:
-    """Return an option as an argument of a command."""
+    """Return an option as a command-line argument."""
     name, value = option
     return f"--{name}={value}" if value else f"--{name}"
 
 
 def container_arguments(cluster: ClusterConfig, needed: Iterable[Path], folder: Path) -> list[str]:
-    """Return the arguments of the container's runtime: of srun under pyxis, else the command before Python.
+    """Return the arguments of the container runtime: those of srun for pyxis, the prefix of Python for apptainer.
 
     Args:
-        cluster: Has the image, and what is mounted besides.
-        needed: Folders to mount.
-        folder: Where the command was typed: the working directory.
+        cluster: Settings with the image and the user's mounts.
+        needed: Folders to mount in addition.
+        folder: Working directory, in which the user ran the command; also mounted.
     """
     container = cluster.container
     mounts = list(dict.fromkeys([*container.mounts, *map(str, needed), str(folder)]))

@@ -1,8 +1,8 @@
-"""Whether a job may go back into the queue: requeues are bounded, and so are attempts without progress.
+"""Requeue policy of a job: limits on requeues, on hangs, and on attempts without progress.
 
-An attempt makes progress if it publishes a checkpoint. Checked by `conclude` at the end of an attempt, and by the batch
-script at the start of a requeued one (`python -m components.launch.slurm.requeue RUN_DIR ATTEMPT`), since Slurm itself
-requeues a job whose node failed or whose grace time was too short, without any end that a script could see.
+An attempt makes progress if it publishes a checkpoint. `conclude` applies the policy at the end of an attempt. The
+batch script applies it at the start of a requeued one (`python -m components.launch.slurm.requeue RUN_DIR ATTEMPT`),
+since Slurm kills and requeues a job by itself if its node failed or its grace time was too short, without `conclude`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from components.protocol.run_files import (
 from components.terminal import print_text
 
 JOB, CHECKPOINTS_BEFORE = "job", "checkpoints"
-"""Files that the batch script writes into the logs of an attempt: its job, and what is in checkpoints/ at its start."""
+"""Files that the batch script writes to an attempt's logs: the job id, and the entries of checkpoints/ at the start."""
 
 _PUBLISHED = re.compile(r"step_\d+(\.\d+)?")
-_HUNG_RANK = re.compile(r"rank \d+ on host (\S+) (?:is missing|does not come)")
+_HUNG_RANK = re.compile(r"rank \d+ on host (\S+) (?:is missing|(?:does|has) not )")  # messages of resilience.heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +47,32 @@ class JobAttempt:
 
 
 def reason_to_stop(run_dir: Path, attempts: list[JobAttempt], environ: Mapping[str, str]) -> str | None:
-    """Return why a job must not be requeued after these attempts, with the limit to raise; None if it may be."""
-    most = _policy(run_dir).max
-    if int(environ.get("SLURM_RESTART_COUNT") or 0) >= most:
-        return f"{most} requeues are the most (cluster.requeue.max)"
+    """Return why a job must not be requeued after these attempts, naming the limit; None if it may be."""
+    limit = _policy(run_dir).max
+    if int(environ.get("SLURM_RESTART_COUNT") or 0) >= limit:
+        return f"the limit of {limit} requeues is reached (cluster.requeue.max)"
     return lack_of_progress(run_dir, attempts)
 
 
 def lack_of_progress(run_dir: Path, attempts: list[JobAttempt]) -> str | None:
-    """Return why a job must not start again after these attempts, with the limit to raise; None if it may."""
-    policy, limit = _policy(run_dir), "cluster.requeue"
-    stepped = waited = 0
+    """Return why these attempts count as stuck, naming the limit and remedies; None if another one may start."""
+    policy, section = _policy(run_dir), "cluster.requeue"
+    with_steps = without_steps = 0
     for attempt in reversed(attempts):
         if attempt.progressed:
             break
-        stepped, waited = stepped + attempt.stepped, waited + (not attempt.stepped)
-    if stepped >= policy.without_progress:
+        with_steps, without_steps = with_steps + attempt.stepped, without_steps + (not attempt.stepped)
+    if with_steps >= policy.without_progress:
         return (
-            f"{stepped} attempts in a row took steps and published no newer checkpoint "
-            f"({limit}.without_progress={policy.without_progress}): save more often (checkpoint.every, "
+            f"{with_steps} attempts in a row took steps and published no newer checkpoint "
+            f"({section}.without_progress={policy.without_progress}): save more often (checkpoint.every, "
             "checkpoint.every_minutes), give a save more time (cluster.signal_lead_seconds, GraceTime of the "
             "partition), or raise the limit"
         )
-    if waited >= policy.before_first_step:
+    if without_steps >= policy.before_first_step:
         return (
-            f"{waited} attempts in a row were stopped before their first step "
-            f"({limit}.before_first_step={policy.before_first_step}): raise cluster.time, choose a partition that is "
+            f"{without_steps} attempts in a row were stopped before their first step "
+            f"({section}.before_first_step={policy.before_first_step}): raise cluster.time, choose a partition that is "
             "preempted less, or raise the limit"
         )
     return None
@@ -80,20 +80,20 @@ def lack_of_progress(run_dir: Path, attempts: list[JobAttempt]) -> str | None:
 
 def reason_not_after_hang(run_dir: Path, attempts: list[JobAttempt], environ: Mapping[str, str]) -> str | None:
     """Return why a job whose last attempt hung must not be requeued; None if it may be."""
-    most = _policy(run_dir).hang
-    if most == 0:
+    limit = _policy(run_dir).hang
+    if limit == 0:
         return "a run that hung is not requeued (cluster.requeue.hang=0)"
-    if sum(attempt.hung for attempt in attempts[:-1]) >= most:
-        return f"{most} requeues after a hang are the most (cluster.requeue.hang)"
+    if sum(attempt.hung for attempt in attempts[:-1]) >= limit:
+        return f"the limit of {limit} requeues after a hang is reached (cluster.requeue.hang)"
     if not attempts or not attempts[-1].progressed:
-        return "an attempt that hangs before it has published a checkpoint would hang again"
+        return "the attempt published no checkpoint before it hung, so it would likely hang again"
     return reason_to_stop(run_dir, attempts, environ)
 
 
 def attempts_of_job(run_dir: Path, attempt: int) -> list[JobAttempt]:
     """Return the attempts of the job that runs attempt number `attempt`, oldest first, up to that one.
 
-    Empty where a batch script of the user's own does not write the files that this needs.
+    Empty if the user's own batch script does not write the files that this needs.
     """
     job = _lines(attempt_logs(run_dir, attempt) / JOB)
     numbers = [number for number in range(attempt + 1) if _lines(attempt_logs(run_dir, number) / JOB) == job]
@@ -114,23 +114,23 @@ def attempts_of_job(run_dir: Path, attempt: int) -> list[JobAttempt]:
 
 
 def hung_nodes(message: str) -> list[str]:
-    """Return the nodes of the ranks that the others waited for, by the message that ended a run that hung."""
+    """Return the nodes of the ranks that a hung run waited for, parsed from the error message of the hang."""
     return sorted(set(_HUNG_RANK.findall(message)))
 
 
 def check_requeue() -> int:
-    """Return 1 where a requeued job must end instead of starting its attempt; the reason is then recorded."""
+    """Return 1 if a requeued job must end instead of starting its attempt, after recording the reason; else 0."""
     run_dir, attempt = Path(sys.argv[1]), int(sys.argv[2])
     reason = lack_of_progress(run_dir, attempts_of_job(run_dir, attempt)[:-1])
     if reason is None:
         return 0
-    print_text(f"not started again: {reason}", flush=True)
+    print_text(f"not restarted: {reason}", flush=True)
     record_result(run_dir, {"status": "failed", "error": reason})
     return 1
 
 
 def _policy(run_dir: Path) -> RequeueConfig:
-    """The policy of a run; the defaults where its config cannot be read."""
+    """Return the requeue policy in a run's config; the defaults if the config cannot be read."""
     try:
         return read_section(run_dir / CONFIG, "cluster", ClusterConfig).requeue
     except ConfigError:
@@ -138,10 +138,12 @@ def _policy(run_dir: Path) -> RequeueConfig:
 
 
 def _published(names: list[str]) -> set[str]:
+    """Return the names of published checkpoints, without temporary folders."""
     return {name for name in names if _PUBLISHED.fullmatch(name)}
 
 
 def _lines(file: Path) -> list[str]:
+    """Return the complete lines of a file; none if it does not exist."""
     return file.read_text().split("\n")[:-1] if file.exists() else []
 
 

@@ -1,4 +1,4 @@
-"""Render the batch script: slurm/train.sbatch.j2, or the user's own template."""
+"""Rendering of the batch script from slurm/train.sbatch.j2 or the user's own template."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ TEMPLATE = PROJECT / "slurm" / "train.sbatch.j2"
 
 @dataclass(frozen=True, slots=True)
 class BatchScript:
-    """Values from which the batch script is rendered."""
+    """Input of the batch script's template."""
 
     cluster: ClusterConfig
     name: str
     run_dir: Path
     attempt: int
-    """Of the first start; requeues count on."""
+    """Number of the job's first attempt; requeues use the following numbers."""
     code: Path
-    """Folder that is put first on PYTHONPATH."""
+    """Folder to prepend to PYTHONPATH."""
     recipe: Path
     folder: Path
-    """Where the command was typed: relative paths mean what they meant there."""
+    """Working directory of the job: that of the launcher, so that relative paths stay valid."""
     private: bool = False
-    """run.private: what the job writes is for its owner only."""
+    """run.private: create files with owner-only permissions."""
 
 
 def render(job: BatchScript) -> str:
-    """Return the script. Raises ConfigError where the template, or a shell line in it, does not parse."""
+    """Return the batch script. Raises ConfigError if the template does not render or the script does not parse."""
     from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
@@ -49,18 +49,18 @@ def render(job: BatchScript) -> str:
     environment.filters |= {"quote": as_word, "words": lambda texts: " ".join(map(as_word, texts))}
     try:
         script = environment.from_string(file.read_text()).render(_values(job))
-    except Exception as error:  # a template is a program: it may divide by zero, or be refused by the sandbox
+    except Exception as error:  # a template can raise anything: ZeroDivisionError, SecurityError
         number = getattr(error, "lineno", None)
         line = f", line {number}" if number else ""
-        raise ConfigError(f"cluster.template={file}: cannot be filled in{line}: {error}") from error
+        raise ConfigError(f"cluster.template={file}: cannot be rendered{line}: {error}") from error
     _check_syntax(script, f"cluster.template={file}")
     return script
 
 
 def setup_problems(cluster: ClusterConfig) -> list[str]:
-    """Return which lines of cluster.setup are no complete shell commands by themselves.
+    """Return the lines of cluster.setup that are not complete shell commands by themselves.
 
-    bash reads each alone, and once more in braces, which stay open where a line swallows what follows it (<<, \\).
+    bash parses each line alone, and again inside braces, to detect a line that would consume the next one (<<, \\).
     """
     problems = []
     for line in cluster.setup:
@@ -73,7 +73,7 @@ def setup_problems(cluster: ClusterConfig) -> list[str]:
 
 
 def as_word(value: object) -> str:
-    """Return a text as one word of bash on one line: in more lines sbatch would look for its options, and for CR LF."""
+    """Quote a value as one bash word on a single line: sbatch searches lines for its options and rejects CR LF."""
     text = str(value)
     if text.isprintable():
         return shlex.quote(text)
@@ -87,11 +87,11 @@ def _as_octal(character: str) -> str:
 
 
 def _values(job: BatchScript) -> dict[str, Any]:
-    """The template's variables; every one of them is listed in slurm/README.md."""
+    """Return the template's variables, all of which slurm/README.md documents."""
     cluster = job.cluster
     runtime = cluster.container.runtime
     needed = [job.run_dir] if cluster.snapshot else [job.run_dir, job.code, job.recipe.parent]
-    around = container_arguments(cluster, needed, job.folder)
+    container = container_arguments(cluster, needed, job.folder)
     python = cluster.python or (sys.executable if runtime == ContainerRuntime.none else "python")
     return {
         "sbatch": [as_line(option) for option in job_options(cluster, job.name, job.run_dir, job.folder)],
@@ -104,16 +104,17 @@ def _values(job: BatchScript) -> dict[str, Any]:
         "recipe": job.recipe,
         "python": python,
         "gpus": int(cluster.procs_per_node) if cluster.device != Device.cpu else 0,
-        "pyxis": around if runtime == ContainerRuntime.pyxis else [],
-        "apptainer": around if runtime == ContainerRuntime.apptainer else [],
+        "pyxis": container if runtime == ContainerRuntime.pyxis else [],
+        "apptainer": container if runtime == ContainerRuntime.apptainer else [],
     }
 
 
 def _check_syntax(script: str, what: str) -> None:
+    """Raise ConfigError, beginning with `what`, if bash cannot parse a script."""
     try:
         done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=30, check=False)
     except OSError as error:
-        raise ConfigError(f"{what}: cannot be checked: bash does not start here: {error}") from error
+        raise ConfigError(f"{what}: cannot be checked, since bash does not start: {error}") from error
     if done.returncode:
         why = next(line for line in done.stderr.splitlines() if "warning" not in line).removeprefix("bash: ")
-        raise ConfigError(f"{what}: bash cannot read it: {why}")
+        raise ConfigError(f"{what}: bash cannot parse it: {why}")

@@ -1,4 +1,4 @@
-"""The Slurm backend: copy the code, render the batch script, submit it with sbatch, and print how to follow it."""
+"""The Slurm backend: copy the code, render the batch script, submit it with sbatch, and print a summary."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from components.config.schema.cluster import ClusterConfig
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import CheckedRun, Job, Recipe
-from components.launch.run_checks import decides
-from components.launch.slurm.commands import NoAnswer, ask
+from components.launch.run_checks import affects
+from components.launch.slurm.commands import NoAnswer, run_slurm
 from components.launch.slurm.job_checks import job_problems, refusal
 from components.launch.slurm.jobs import (
     adopt_submission,
@@ -28,7 +28,7 @@ from components.launch.slurm.jobs import (
     stop_job,
 )
 from components.launch.slurm.script import BatchScript, render
-from components.launch.slurm.snapshot import PROJECT, copy_code, place_of_copy
+from components.launch.slurm.snapshot import PROJECT, copied_recipe_path, copy_code
 from components.protocol.run_files import (
     CODE,
     JOB_ID,
@@ -43,35 +43,35 @@ from components.protocol.run_files import (
 from components.terminal import print_text
 
 LOST_ANSWERS = ("timed out", "Zero Bytes", "send/recv", "Unexpected message", "slurm controller", "onnection")
-"""How sbatch reports that the controller did not answer; it may have taken the job."""
-LOOKS, PAUSE = 5, 2.0
-"""Queries of squeue for a job whose submission got no answer, and the seconds between two."""
+"""Substrings of sbatch's errors if the controller did not respond in time; it may have accepted the job."""
+QUERIES, PAUSE = 5, 2.0
+"""Number of squeue queries for a job whose submission was not confirmed, and the seconds between them."""
 
 
 class UnknownSubmission(Exception):
-    """sbatch failed and squeue does not answer: Slurm may or may not have taken the job."""
+    """sbatch failed and squeue does not respond: Slurm may or may not have accepted the job."""
 
 
 class SlurmBackend:
-    """Submits to Slurm with sbatch. Job ids are numbers."""
+    """Backend that submits jobs to Slurm with sbatch. Job ids are decimal numbers."""
 
     runs_here = False
 
     def validate(
-        self, cfg: RecipeConfig, processes: int, refused: Collection[str], *, quick: bool = False
+        self, cfg: RecipeConfig, processes: int, rejected: Collection[str], *, quick: bool = False
     ) -> tuple[list[str], list[str]]:
-        """Check the script, paths and caches, and run sbatch --test-only. Notes: earliest start, local paths."""
-        return ([], []) if quick else job_problems(cfg, ask_slurm=not decides(refused, ["cluster"]))
+        """Check the script, paths and caches, and run sbatch --test-only. Notes: estimated start, local paths."""
+        return ([], []) if quick else job_problems(cfg, test_submission=not affects(rejected, ["cluster"]))
 
     def show(self, recipe: Recipe, cfg: RecipeConfig, processes: int, notes: list[str]) -> None:
-        """Print the script that would be submitted."""
+        """Print the batch script that `submit` would submit."""
         run_dir = Path(os.path.expanduser(cfg.run.dir or Path("outputs") / recipe.name / "TIME-HEX")).absolute()
         print_text(render(_batch_script(recipe, cfg, run_dir, 0)), end="")
         for note in ("cluster.dry_run=true: would submit this script with sbatch", *notes):
             print_text(f"# {note}")
 
     def submit(self, run: CheckedRun, run_here: Callable[[], int]) -> int:
-        """Submit the run, print how to follow and stop it, and return 0; 1 if it is unknown whether Slurm took it."""
+        """Submit the run and print a summary; return 0, or 1 if it is unknown whether Slurm accepted the job."""
         cfg, directory = run.cfg, run.directory
         code, script = directory.path / CODE, directory.path / SCRIPT
         try:
@@ -80,7 +80,7 @@ class SlurmBackend:
             text = render(_batch_script(run.recipe, cfg, directory.path, directory.attempt))
             atomic_write(script, text, PRIVATE)
             open_append(directory.path / LOGS / "job.log", PRIVATE).close()  # Slurm appends to it
-            job = _hand_over(script, cfg.cluster, run.notes)
+            job = _submit_script(script, cfg.cluster, run.notes)
         except UnknownSubmission as error:
             print_text(error, file=sys.stderr, flush=True)
             return 1
@@ -93,17 +93,17 @@ class SlurmBackend:
                 f"run.dir={directory.path}: cannot be written: {error}; choose another run.dir"
             ) from error
         except KeyboardInterrupt:
-            directory.discard("interrupted while it was submitted")
+            directory.discard("interrupted during submission")
             raise
         _print_summary(run, job, files)
         return 0
 
     def job(self, run_dir: Path, *, search: bool = False) -> str | None:
-        """Return the number of the job submitted for a run directory: see `Backend.job`."""
+        """Return the id of the job submitted for a run directory. See `Backend.job`."""
         return adopt_submission(run_dir) if search else recorded_job(run_dir)
 
     def state(self, jobs: Iterable[str]) -> dict[str, Job]:
-        """Return the jobs with these numbers; with one query for all of them."""
+        """Return the jobs with these ids."""
         return {job: describe_job(job, state) for job, state in job_states(jobs).items()}
 
     def stop(self, job: str) -> bool:
@@ -111,67 +111,67 @@ class SlurmBackend:
         return stop_job(job)
 
     def stop_command(self, job: str) -> str | None:
-        """Return the scancel command."""
+        """Return the scancel command; None for an id of another backend."""
         return f"scancel {job}" if job.isdigit() else None
 
 
-def _hand_over(script: Path, cluster: ClusterConfig, notes: list[str]) -> str:
-    """Submit a batch script and return the number of its job, which is then in the run directory too.
+def _submit_script(script: Path, cluster: ClusterConfig, notes: list[str]) -> str:
+    """Submit a batch script, record the job id in the run directory, and return it.
 
-    An sbatch that fails may have submitted the job all the same: the answer of a busy controller can be late or lost.
-    So the job gets a unique comment, and after any failure squeue is searched for it.
+    sbatch may fail although the job was submitted, if the response of a busy controller is late or lost. The job
+    therefore gets a unique comment, and squeue is searched for it after any failure.
 
     Raises:
-        ConfigError: Slurm refused the job, or has no such job.
-        UnknownSubmission: sbatch failed, and squeue does not answer either.
+        ConfigError: Slurm rejected the job, or has no such job.
+        UnknownSubmission: sbatch failed, and squeue does not respond either.
     """
     run_dir, tag = script.parent, "" if "comment" in cluster.sbatch_extra else f"meshbook:{secrets.token_hex(8)}"
-    earlier = recorded_job(run_dir)  # it has ended: the run directory is locked, and its owner was looked up
+    earlier = recorded_job(run_dir)  # has ended: checked when the run directory was opened
     atomic_write(run_dir / SUBMISSION, tag)
     (run_dir / JOB_ID).unlink(missing_ok=True)
-    refused: ConfigError
+    failure: ConfigError
     try:
-        answer = ask(["sbatch", "--parsable", *([f"--comment={tag}"] if tag else []), str(script)])
+        answer = run_slurm(["sbatch", "--parsable", *([f"--comment={tag}"] if tag else []), str(script)])
         job = answer.output.partition(";")[0]
         if answer.status == 0 and job.isdigit():
             record_job(run_dir, job)
             return job
-        lost = answer.status < 0 or any(sign in answer.errors for sign in LOST_ANSWERS)
-        why = answer.errors or f"it ended with status {answer.status}"
-        refused = ConfigError(
-            f"cluster.kind=slurm: sbatch failed: {why}; type the command again"
+        lost = answer.status < 0 or any(text in answer.errors for text in LOST_ANSWERS)
+        why = answer.errors or f"it exited with status {answer.status}"
+        failure = ConfigError(
+            f"cluster.kind=slurm: sbatch failed: {why}; run the command again"
             if lost
             else refusal(answer.errors.splitlines(), cluster)
         )
     except NoAnswer as error:
-        lost, refused = True, error
+        lost, failure = True, error
     except KeyboardInterrupt:
         _cancel(tag, script)
         raise
-    found = _look_for(tag, script, refused, patient=lost)
+    found = _find_job(tag, script, failure, retry=lost)
     if found is None:
         (run_dir / SUBMISSION).unlink()
         if earlier is not None:
             record_job(run_dir, earlier)
-        raise refused
+        raise failure
     record_job(run_dir, found)
-    notes.append(f"sbatch failed after Slurm had taken the job, which squeue lists: {refused}")
+    notes.append(f"sbatch failed, but Slurm had accepted the job, which squeue lists: {failure}")
     return found
 
 
-def _look_for(tag: str, script: Path, failure: ConfigError, *, patient: bool) -> str | None:
-    """Return the job of a submission that failed, or None; where the answer was lost it may take a moment to appear."""
-    for look in range(LOOKS if patient else 1):
-        time.sleep(PAUSE if look else 0)
+def _find_job(tag: str, script: Path, failure: ConfigError, *, retry: bool) -> str | None:
+    """Return the job of a failed submission, or None. With `retry`, give the job time to appear in squeue."""
+    for query in range(QUERIES if retry else 1):
+        time.sleep(PAUSE if query else 0)
         try:
             job = find_submission(tag, script)
         except ConfigError as error:
-            if not patient:
-                return None  # sbatch reported that it submitted nothing
+            if not retry:
+                return None  # sbatch's error implies that nothing was submitted
             search = f"squeue --me -o '%A %k' | grep {tag}" if tag else f"squeue --me -o '%A %o' | grep {script}"
             raise UnknownSubmission(
-                f"{failure}\nIt is unknown whether Slurm took the job, as squeue does not answer either: {error}\n"
-                f"The run directory {script.parent} is kept. Once Slurm answers, find the job with {search}, or type "
+                f"{failure}\nIt is unknown whether Slurm took the job, since squeue does not respond either: {error}\n"
+                f"The run directory {script.parent} is kept. Once Slurm responds, find the job with {search}, or run "
                 "the command again with this run.dir: it looks for the job first"
             ) from error
         if job is not None:
@@ -180,19 +180,21 @@ def _look_for(tag: str, script: Path, failure: ConfigError, *, patient: bool) ->
 
 
 def _cancel(tag: str, script: Path) -> None:
-    """Cancel the job of an interrupted submission, if Slurm has taken it; print what happened."""
+    """Cancel the job of an interrupted submission if Slurm has accepted it, and print the outcome."""
     try:
         job = find_submission(tag, script)
         done = job is None or stop_job(job)
     except ConfigError:
-        print_text(f"interrupted: look for the job with squeue --me; its comment is {tag or 'yours'}", file=sys.stderr)
+        comment = tag or "the one in cluster.sbatch_extra"
+        print_text(f"interrupted: look for the job with squeue --me; its comment is {comment}", file=sys.stderr)
         return
     if job is not None:
         ending = "was cancelled" if done else f"could not be cancelled: run scancel {job}"
-        print_text(f"interrupted: job {job}, which Slurm had taken, {ending}", file=sys.stderr)
+        print_text(f"interrupted: job {job}, which Slurm had accepted, {ending}", file=sys.stderr)
 
 
 def _batch_script(recipe: Recipe, cfg: RecipeConfig, run_dir: Path, attempt: int) -> BatchScript:
+    """Return the template's input for a run, with the paths of the code's copy if there is one."""
     copied = cfg.cluster.snapshot
     return BatchScript(
         cluster=cfg.cluster,
@@ -201,19 +203,20 @@ def _batch_script(recipe: Recipe, cfg: RecipeConfig, run_dir: Path, attempt: int
         attempt=attempt,
         private=cfg.run.private,
         code=run_dir / CODE if copied else PROJECT,
-        recipe=place_of_copy(recipe.file, run_dir / CODE) if copied else recipe.file,
+        recipe=copied_recipe_path(recipe.file, run_dir / CODE) if copied else recipe.file,
         folder=Path.cwd(),
     )
 
 
 def _print_summary(run: CheckedRun, job: str, files: int) -> None:
+    """Print the job, and the commands to follow, stop and requeue it."""
     cluster, logs = run.cfg.cluster, run.directory.path / LOGS
     followed = shlex.join([str(logs / "job.log"), str(logs / "latest" / "rank_0.log")])
     rows = [
         ("run", str(run.directory.path)),
         ("mesh", f"{run.cfg.parallelism.resolve(run.processes)}: {describe_processes(run.processes)} on "
          f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"),
-        ("code", f"{files} files copied: an edit from here on does not reach the job" if files else str(PROJECT)),
+        ("code", f"{files} files copied: later edits do not affect the job" if files else str(PROJECT)),
         *(("note", note) for note in run.notes),
         ("job", job),
         ("follow", f"tail -F {followed}"),

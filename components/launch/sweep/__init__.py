@@ -1,11 +1,10 @@
-"""`-m`: many runs from one command line, and one table of them. Imports no torch.
+"""Sweeps (`-m`): many runs from one command line, reported in one table. Imports no torch.
 
-command.py     run a command line with -m
-plan.py        the sweep's folder: sweep.json, a note per point, the lock
-points.py      one point after the other, each a launcher of its own in a child process; retrying
+command.py     expand, check and start a command line with -m
+plan.py        the sweep's folder: sweep.json, a record per point, the lock
+points.py      run or retry the points sequentially, each with its own launcher in a child process
 point_rows.py  the state of each point, from its files and its job
-losses.py      points that train one curve must agree on it
+losses.py      comparison of the losses of points that should train the same curve
 table.py       the table: console, Markdown, CSV
-chart.py       the table as PNG
-report.py      all of these at once, and the exit status
+report.py      the report on the console, as files and as a plot, and the exit status
 """

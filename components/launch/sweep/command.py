@@ -1,4 +1,4 @@
-"""`python recipe.py -m ...`: checked as a whole, then a folder, then its points."""
+"""`python recipe.py -m ...`: check all points, create the sweep's folder, run the points."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from components.launch.sweep.points import point_command, run_points
 from components.terminal import print_text
 
 NOTHING_SWEPT = (
-    "-m (--multirun): a sweep needs a key with several values, such as parallelism=ddp,fsdp2; give one, or leave -m out"
+    "-m (--multirun): a sweep needs a key with several values, such as parallelism=ddp,fsdp2; add one, or remove -m"
 )
 
 
@@ -34,12 +34,15 @@ def run_sweep(recipe: Recipe) -> int:
     """Run a command line with -m, and return the exit status.
 
     0: every point is ok or submitted; 1: one is not, or losses disagree; 130: stopped by Ctrl-C. Raises ConfigError
-    for a problem that all points share, before anything is written.
+    for problems shared by all points, before anything is written.
     """
     gpus = visible_gpus(os.environ)
 
-    def check(cfg: RecipeConfig, refused: Collection[str]) -> list[str]:
-        return _problems(cfg, gpus, refused)
+    def check(cfg: RecipeConfig, rejected: Collection[str]) -> list[str]:
+        processes = processes_of(cfg, gpus)
+        # quick: without querying the cluster, which the launcher of each point does
+        backend_problems, _ = backend_of(cfg.cluster.kind).validate(cfg, processes, rejected, quick=True)
+        return backend_problems + problems_before_start(cfg, processes, rejected)
 
     request = expand_sweep(recipe.name, recipe.schema, recipe.file.parent, check)
     if request.shown:
@@ -66,7 +69,9 @@ def run_sweep(recipe: Recipe) -> int:
         return _dry_run(sweep, configs, problems)
     if any(cfg is not None and cfg.run.private for cfg in configs):
         os.umask(0o077)
-    _make(sweep)
+    with reported_by_path(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        sweep.write()
     print_text(f"sweep {sweep.directory}: {len(points)} points", flush=True)
     return run_points(sweep, points)
 
@@ -74,35 +79,28 @@ def run_sweep(recipe: Recipe) -> int:
 def _compose_all(request: SweepRequest, check: Check) -> tuple[list[RecipeConfig | None], list[list[str]]]:
     """Compose and check every point.
 
-    Raises ConfigError for mistakes of spelling in any point, with the problems that all others share; where not one
-    point can run; and where nothing is swept.
+    Raises ConfigError if any point does not compose, along with the problems shared by all others; if no point can run;
+    and if no key is swept.
     """
-    refused: list[str] = []
+    rejections: list[str] = []
     configs: list[RecipeConfig | None] = []
     problems: list[list[str]] = []
     for point in request.points:
         try:
             cfg, found = compose_point(request, point, check)
         except ConfigError as error:
-            refused += error.problems
+            rejections += error.problems
             continue
         configs.append(cfg)
         problems.append(found)
-    if refused and problems:
-        refused += [problem for problem in problems[0] if all(problem in found for found in problems)]
-    if not refused and all(problems):
-        refused = [problem for found in problems for problem in found]
+    if rejections and problems:
+        rejections += [problem for problem in problems[0] if all(problem in found for found in problems)]
+    if not rejections and all(problems):
+        rejections = [problem for found in problems for problem in found]
     if not request.points[0].values:
-        refused.append(NOTHING_SWEPT)
-    raise_all(list(dict.fromkeys(refused)))
+        rejections.append(NOTHING_SWEPT)
+    raise_all(list(dict.fromkeys(rejections)))
     return configs, problems
-
-
-def _problems(cfg: RecipeConfig, gpus: int, refused: Collection[str]) -> list[str]:
-    """Return the problems of a point that are found without asking its cluster, which its own launcher does."""
-    processes = processes_of(cfg, gpus)
-    own, _ = backend_of(cfg.cluster.kind).validate(cfg, processes, refused, quick=True)
-    return own + problems_before_start(cfg, processes, refused)
 
 
 def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems: list[str], sweep_id: str) -> Point:
@@ -114,18 +112,12 @@ def _point(number: int, point: PointRequest, cfg: RecipeConfig | None, problems:
         if cfg.logging.wandb.mode != WandbMode.disabled and cfg.logging.wandb.group is None:
             overrides.append(override_of("logging.wandb.group", sweep_id))
         if cfg.run.name is None:
-            overrides.append(override_of("run.name", name))  # a job's name, in squeue
+            overrides.append(override_of("run.name", name))  # used as job name
     return Point(number, name, point.values, overrides, mesh, processes)
 
 
-def _make(sweep: Sweep) -> None:
-    with reported_by_path(sweep.directory):
-        sweep.directory.mkdir(parents=True, exist_ok=True)
-        sweep.write()
-
-
 def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[list[str]]) -> int:
-    """List the points, and start nothing; a point's own launcher shows what it would submit."""
+    """List the points without starting them; the launcher of a cluster's point prints what it would submit."""
     with reported_by_path(sweep.directory):
         check_writable(sweep.directory)
     print_text(f"cluster.dry_run=true: a sweep of {len(sweep.points)} points in {sweep.directory}")
@@ -147,7 +139,7 @@ def _dry_run(sweep: Sweep, configs: list[RecipeConfig | None], problems: list[li
 
 
 def _show_configs(recipe: Recipe, request: SweepRequest) -> int:
-    """Let Hydra print the config of each point, as --cfg selects it."""
+    """Print the config of each point as --cfg requests, by running Hydra once per point."""
     statuses = []
     for number, point in enumerate(request.points):
         print_text(f"# {point_name(number, point.values)}", flush=True)

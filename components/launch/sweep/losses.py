@@ -1,4 +1,4 @@
-"""A sweep over meshes is a parity check: points that train one curve must agree on it."""
+"""Parity check of a sweep over meshes: points that should train the same curve must have equal losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from components.launch.sweep.point_rows import EARLY_STEPS, SweepRow
 
 FREE_SECTIONS = ("parallelism", "cluster", "logging", "checkpoint", "generation")
-"""Sections of the config that leave the curve as it is."""
+"""Config sections that do not affect the loss curve."""
 FREE_KEYS = {
     "run": ("dir", "name", "resume"),
     "model": ("loss",),
@@ -19,44 +19,44 @@ FREE_KEYS = {
     "evaluation": ("micro_batch_size",),
     "peft": ("export",),
 }
-"""Keys of other sections that leave the curve as it is."""
+"""Keys of other sections that do not affect the loss curve."""
 BEFORE, AFTER = ("first_eval_loss", "first_loss"), ("last_loss", "eval_loss")
-"""Of result.json: the held-out loss at the start and the loss of the first step, and both at the end."""
+"""Keys of result.json: held-out and training loss at the start, training and held-out loss at the end."""
 EARLY = "loss of step "
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
-"""Relative difference that losses of one curve may have, by the type of the matrix products."""
+"""Allowed relative difference between losses of one curve, by matmul dtype."""
 LOOSEST = 2e-2
-"""The same for 16-bit types, where the type is not known, and for losses at the end of more than EARLY_STEPS: training
-amplifies rounding, so that right meshes end apart. The early steps in metrics.jsonl are compared by TOLERANCES."""
+"""Allowed relative difference for 16-bit and unknown dtypes, and for final losses after more than EARLY_STEPS: training
+amplifies rounding differences even between correct meshes. The early steps in metrics.jsonl are held to TOLERANCES."""
 
 
 @dataclass(slots=True)
 class Agreement:
-    """What the comparison found."""
+    """Result of the comparison."""
 
     disagreeing: set[int] = field(default_factory=set)
-    """Numbers of the points whose losses differ from those of the most others of their curve."""
+    """Numbers of the points whose losses differ from the majority of their curve."""
     notes: list[str] = field(default_factory=list)
-    """The same in sentences."""
+    """The result as sentences."""
 
 
 def compare_losses(rows: list[SweepRow]) -> Agreement:
-    """Compare the losses of all points that ended well and train one curve."""
+    """Compare the losses of all successful points, grouped by the curve that they should train."""
     curves: dict[str, list[SweepRow]] = defaultdict(list)
     for row in rows:
         if row.state == "ok" and row.config and any(row.result.get(name) is not None for name in (*BEFORE, *AFTER)):
-            curves[json.dumps(defining(row.config), sort_keys=True, default=str)].append(row)
+            curves[json.dumps(curve_config(row.config), sort_keys=True, default=str)].append(row)
     compared = [curve for curve in curves.values() if len(curve) > 1]
     found = Agreement()
     if not compared:
-        found.notes.append("losses: not compared, there are no two ok points that should train the same curve")
+        found.notes.append("losses: not compared, since no two ok points should train the same curve")
     for curve in compared:
         _compare(curve, found)
     return found
 
 
-def defining(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a config decides the curve: everything but where and how it is computed."""
+def curve_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config that determines the loss curve, without where and how it is computed."""
     kept = {}
     for section, values in config.items():
         if section not in FREE_SECTIONS and isinstance(values, dict):
@@ -66,13 +66,13 @@ def defining(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def tolerance(row: SweepRow) -> tuple[float, str]:
-    """Return how far losses of a point may differ from another's, and the type of its matrix products."""
-    dtype = row.result.get("compute_dtype") or "unknown type"
+    """Return the allowed relative difference of a point's losses, and its matmul dtype."""
+    dtype = row.result.get("compute_dtype") or "unknown dtype"
     return TOLERANCES.get(dtype, LOOSEST), dtype
 
 
 def _compare(curve: list[SweepRow], found: Agreement) -> None:
-    """Compare each point with the one that agrees with the most others: the wrong one may be the first."""
+    """Compare each point with the one that agrees with most others, since the first one may be the wrong one."""
     reference = max(curve, key=lambda row: sum(not _differences(row, other) for other in curve))
     worst = 0.0
     for row in curve:
@@ -97,7 +97,7 @@ def _compare(curve: list[SweepRow], found: Agreement) -> None:
 
 
 def _compared(row: SweepRow, other: SweepRow) -> list[str]:
-    """Return the names of all losses of two points that are compared, those of the same early steps among them."""
+    """Return the names of the losses to compare between two points, including those of common early steps."""
     steps = sorted(row.early_losses.keys() & other.early_losses.keys())
     return [*BEFORE, *(f"{EARLY}{step}" for step in steps), *AFTER]
 
@@ -108,8 +108,8 @@ def _differences(row: SweepRow, other: SweepRow) -> list[str]:
 
 def _allowed(row: SweepRow, other: SweepRow, name: str) -> tuple[float, str]:
     allowed, dtype = max(tolerance(row), tolerance(other))
-    grown = name in AFTER and max(each.result.get("steps") or 0 for each in (row, other)) > EARLY_STEPS
-    return (max(allowed, LOOSEST) if grown else allowed), dtype
+    is_late = name in AFTER and max(each.result.get("steps") or 0 for each in (row, other)) > EARLY_STEPS
+    return (max(allowed, LOOSEST) if is_late else allowed), dtype
 
 
 def _loss(row: SweepRow, name: str) -> Any:
@@ -117,7 +117,7 @@ def _loss(row: SweepRow, name: str) -> Any:
 
 
 def _distance(row: SweepRow, other: SweepRow, name: str) -> float:
-    """Relative difference of a loss; inf where only one of the two is a number."""
+    """Return the relative difference of a loss; inf if only one of the two is finite."""
     mine, theirs = _loss(row, name), _loss(other, name)
     numbers = [value is not None and math.isfinite(value) for value in (mine, theirs)]
     if not all(numbers):

@@ -1,4 +1,4 @@
-"""The folder of a sweep: SWEEP/sweep.json (its points), SWEEP/points/N.json (how the last start of each ended)."""
+"""Folder of a sweep: SWEEP/sweep.json lists its points, SWEEP/points/N.json records the last start of each."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from components.protocol.run_files import PRIVATE, atomic_write_json, read_json,
 
 PLAN, NOTES, SWEEP_LOCK = "sweep.json", "points", ".lock"
 LONGEST_NAME = 48
-"""Characters of a point's name, so that paths stay short."""
+"""Maximum length of a point's name, to keep paths short."""
 _LOCK_TRIES, _LOCK_PAUSE = 20, 0.05
-"""A look whether a sweep is running holds the lock for a moment."""
+"""Retries and their interval in seconds: `is_running` in another process holds the lock for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class Point:
     """One run of a sweep."""
 
     number: int
-    """Counted from 0, in the order of the command line."""
+    """Index from 0, in the order of the command line."""
     name: str
-    """Of its run directory in the sweep's folder, such as 2_fsdp2_tp2."""
+    """Name of its run directory in the sweep's folder, such as 2_fsdp2_tp2."""
     values: dict[str, str]
-    """Of the swept keys."""
+    """Values of the swept keys."""
     overrides: list[str]
-    """The point's own command line, without run.dir."""
+    """Overrides of the point's command line, without run.dir."""
     mesh: str | None = None
     """Its mesh; None if the mesh is invalid."""
     processes: int | None = None
@@ -43,20 +43,20 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A sweep that was started once."""
+    """A sweep, as recorded in its folder."""
 
     directory: Path
     id: str
-    """Group of its runs in wandb."""
+    """wandb group of its runs."""
     recipe: str
     file: Path
     """The recipe's file."""
     folder: Path
     """Working directory of the command; relative paths in its overrides start there."""
     command: str
-    """As typed."""
+    """The command line, as typed."""
     options: list[str]
-    """Hydra's options that every point needs."""
+    """Hydra options passed to every point."""
     keys: list[str]
     """Swept keys, in the order of the command line."""
     points: list[Point]
@@ -70,7 +70,7 @@ class Sweep:
         return self.directory / f"{point.name}.log"
 
     def write(self) -> None:
-        """Write sweep.json: all but `directory`, which is wherever the file is."""
+        """Write sweep.json, without `directory`, which is the folder of the file."""
         plan = asdict(self) | {"file": str(self.file), "folder": str(self.folder)}
         del plan["directory"]
         plan["points"] = [{**entry, "run_dir": entry["name"]} for entry in plan["points"]]
@@ -78,33 +78,33 @@ class Sweep:
 
 
 def read_sweep(directory: Path) -> Sweep:
-    """Return the sweep in a folder. Raises ConfigError where there is none."""
-    place = directory.expanduser().absolute()
+    """Return the sweep in a folder. Raises ConfigError if there is none."""
+    folder = directory.expanduser().absolute()
     try:
-        plan = json.loads((place / PLAN).read_text())
-        plan["points"] = [Point(**_known(Point, entry)) for entry in plan["points"]]
+        plan = json.loads((folder / PLAN).read_text())
+        plan["points"] = [Point(**_select_fields(Point, entry)) for entry in plan["points"]]
         plan |= {"file": Path(plan["file"]), "folder": Path(plan["folder"])}
-        return Sweep(directory=place, **_known(Sweep, plan))
+        return Sweep(directory=folder, **_select_fields(Sweep, plan))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{directory}: is not the folder of a sweep: no {PLAN} that can be read ({error}); give outputs/sweeps/..."
+            f"{directory}: is not the folder of a sweep: no readable {PLAN} ({error}); give outputs/sweeps/..."
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The last start of a point, as the sweep saw it."""
+    """Record of the last start of a point, as observed by the sweep."""
 
     started: float
     """Seconds since the epoch."""
     status: int | None = None
-    """Exit status of the point's launcher, negative for a signal; None: it has not ended, or the sweep ended first."""
+    """Exit status of the point's launcher, negative for a signal; None if it is running or outlived the sweep."""
     seconds: float | None = None
-    """From its start to its end."""
+    """Wall time from start to exit."""
     message: str = ""
-    """The last lines of its output."""
+    """Last lines of its output."""
     killed_for_memory: bool = False
-    """Whether the kernel killed a process for memory meanwhile."""
+    """Whether the kernel's OOM killer ended a process in that time."""
 
 
 def write_note(sweep: Sweep, point: Point, note: Note) -> None:
@@ -115,49 +115,50 @@ def write_note(sweep: Sweep, point: Point, note: Note) -> None:
 
 
 def read_note(sweep: Sweep, point: Point) -> Note | None:
-    """Return the note of a point; None where it was never started."""
+    """Return the record of a point's last start; None if it was never started."""
     values = read_json(sweep.directory / NOTES / f"{point.number}.json")
-    return Note(**_known(Note, values)) if values else None
+    return Note(**_select_fields(Note, values)) if values else None
 
 
 def point_name(number: int, values: dict[str, str]) -> str:
-    """Return the name of a point: its number and its values, with nothing that a file's name should not have."""
-    words = [re.sub(r"[^\w.+-]+", "-", value.strip("'\""), flags=re.ASCII).strip("-.") for value in values.values()]
-    return "_".join([str(number), *filter(None, words)])[:LONGEST_NAME].rstrip("-._")
+    """Return the name of a point: its number and values, with characters unsuitable for file names replaced."""
+    parts = [re.sub(r"[^\w.+-]+", "-", value.strip("'\""), flags=re.ASCII).strip("-.") for value in values.values()]
+    return "_".join([str(number), *filter(None, parts)])[:LONGEST_NAME].rstrip("-._")
 
 
 def new_directory(recipe: str, given: str | None) -> tuple[Path, str]:
-    """Choose the folder of a new sweep, and its id; nothing is made yet.
+    """Choose the folder and id of a new sweep, without creating the folder.
 
-    Raises ConfigError where the given folder holds something.
+    Raises ConfigError if the given folder is not empty.
     """
     if given is None:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         return Path.cwd() / "outputs" / "sweeps" / recipe / name, name
     path = Path(given).expanduser().absolute()
     if path.is_dir() and any(path.iterdir()):
-        advice = f"continue it with scripts/sweep_report.py {given} --retry, or choose" if _is_sweep(path) else "choose"
-        raise ConfigError(f"run.dir={given}: holds files, and a sweep needs a new folder; {advice} another run.dir")
+        is_sweep = (path / PLAN).exists()
+        advice = f"continue it with scripts/sweep_report.py {given} --retry, or choose" if is_sweep else "choose"
+        raise ConfigError(f"run.dir={given}: contains files, but a sweep needs a new folder; {advice} another run.dir")
     return path, f"{path.name}-{secrets.token_hex(2)}"
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the sweep's lock, which ends with this process.
+    """Hold the sweep's lock, which the kernel releases if this process dies.
 
-    Raises ConfigError where another process holds it, and where the folder cannot be written.
+    Raises ConfigError if another process holds it, or if the folder cannot be written.
     """
     try:
         descriptor = os.open(directory / SWEEP_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"{directory}: cannot be written: {why}; mend that, or start a sweep elsewhere") from error
+        raise ConfigError(f"{directory}: cannot be written: {why}; fix that, or choose another folder") from error
     try:
-        for left in reversed(range(_LOCK_TRIES)):
+        for tries_left in reversed(range(_LOCK_TRIES)):
             if not _is_locked(descriptor):
                 break
-            if not left:
-                raise ConfigError(f"{directory}: this sweep is still running; wait for it, or stop it first")
+            if not tries_left:
+                raise ConfigError(f"{directory}: this sweep is still running; wait for it to finish, or stop it first")
             time.sleep(_LOCK_PAUSE)
         yield
     finally:
@@ -165,7 +166,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def is_running(directory: Path) -> bool:
-    """Whether a process works on the sweep at this moment."""
+    """Return whether a process is running the sweep."""
     try:
         descriptor = os.open(directory / SWEEP_LOCK, os.O_RDWR)
     except OSError:
@@ -177,7 +178,7 @@ def is_running(directory: Path) -> bool:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Whether another process holds the lock; otherwise this one does, where the file system has locks."""
+    """Try to take the lock; return whether another process holds it. False if the file system has no locks."""
     try:
         take_lock(descriptor)
     except OSError:
@@ -185,9 +186,6 @@ def _is_locked(descriptor: int) -> bool:
     return False
 
 
-def _is_sweep(path: Path) -> bool:
-    return (path / PLAN).exists()
-
-
-def _known(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+def _select_fields(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are fields of a dataclass, ignoring those of other versions."""
     return {entry.name: values[entry.name] for entry in fields(kind) if entry.name in values}

@@ -1,4 +1,4 @@
-"""The state of each point: from the files of its run, and from its cluster if it is a job."""
+"""State of each point, from the files of its run, and from its cluster if it is a job."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ STATES = (
     *("ok", "oom", "invalid", "failed", "hung", "timeout", "preempted", "interrupted", "cancelled"),
     *("running", "submitted", "not started"),
 )
-"""Every word that the column `status` can hold."""
+"""All values of the column `status`."""
 ALIVE = ("running", "submitted")
 """States of points that have not ended."""
 NOT_BAD = ("ok", *ALIVE)
 """States of points that need no attention."""
 
 EARLY_STEPS = 50
-"""Steps in which rounding has not grown: losses of right meshes agree."""
+"""Number of initial steps within which rounding differences stay small: losses of correct meshes agree."""
 
 
 @dataclass(slots=True)
 class SweepRow:
-    """A point, and its state."""
+    """A point with its state and results."""
 
     point: Point
     state: str
     reason: str = ""
-    """Why it is not ok, or how far it is; in one or more lines."""
+    """Why it is not ok, or its progress; one or more lines."""
     result: dict[str, Any] = field(default_factory=dict)
-    """Its result.json; empty where there is none yet."""
+    """Contents of its result.json; empty if there is none yet."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Its config.yaml, sections by name."""
+    """Contents of its config.yaml, sections by name."""
     early_losses: dict[int, float] = field(default_factory=dict)
-    """Losses in its metrics.jsonl by step, of the first EARLY_STEPS."""
+    """Losses of the first EARLY_STEPS in its metrics.jsonl, by step."""
     seconds: float | None = None
-    """Wall time of the run itself, or of the point's whole process if the run did not record it."""
+    """Wall time of the run, or of its launcher if the run did not record it."""
 
     @property
     def mesh(self) -> str:
-        """Axes larger than 1."""
+        """Mesh axes larger than 1; "1" if there are none, "" if the mesh is unknown."""
         mesh = self.result.get("mesh") or self.point.mesh or ""
         return " x ".join(axis for axis in mesh.split(" x ") if axis and not axis.endswith("=1")) or (
             "1" if mesh else ""
@@ -69,23 +69,23 @@ class SweepRow:
 
     @property
     def tokens_per_second_per_process(self) -> float | None:
-        """The same for each process."""
+        """Target tokens per second and process."""
         speed, processes = self.tokens_per_second, self.processes
         return speed / processes if speed is not None and processes else None
 
     @property
     def peak_memory_gib(self) -> float | None:
-        """Highest memory of rank 0."""
+        """Peak memory of rank 0."""
         return self._gib("peak_memory_bytes")
 
     @property
     def peak_reserved_gib(self) -> float | None:
-        """Highest memory that torch's allocator reserved on rank 0's GPU; None on CPUs."""
+        """Peak memory reserved by torch's allocator on rank 0's GPU; None on CPUs."""
         return self._gib("peak_reserved_bytes")
 
     @property
     def last_loss(self) -> float | None:
-        """Loss of the last step; of a run without steps the held-out loss."""
+        """Loss of the last step, or the held-out loss of a run without steps."""
         last = self.result.get("last_loss")
         return self.result.get("eval_loss") if last is None else last
 
@@ -95,7 +95,7 @@ class SweepRow:
 
 
 def read_points(sweep: Sweep, only: Point | None = None) -> list[SweepRow]:
-    """Return a row for each point (or for one only), in the order of the sweep."""
+    """Return one row per point, in the order of the sweep; or only that of the point `only`."""
     alive, points = is_running(sweep.directory), [only] if only else sweep.points
     ids = {point.number: job_of(sweep.run_dir(point)) for point in points}
     results = {point.number: read_result(sweep.run_dir(point)) for point in points}
@@ -114,15 +114,15 @@ def read_points(sweep: Sweep, only: Point | None = None) -> list[SweepRow]:
 
 
 def _settle(row: SweepRow, note: Note, sweep: Sweep, *, alive: bool, job: Job | None) -> None:
-    """Fill in state and reason of a point that was started."""
+    """Set state and reason of a point that was started."""
     status, error = row.result.get("status"), str(row.result.get("error", ""))
     if note.status is None and alive and (status is None or _is_older(sweep.run_dir(row.point) / RESULT, note)):
         row.state, row.reason, row.result = "running", _progress(sweep.run_dir(row.point)), {}
     elif note.status == EXIT_INVALID:
         row.state, row.reason, row.result, row.seconds = "invalid", _problems(note.message), {}, None
-    elif job is not None and not note.status:  # else it could not be submitted again
+    elif job is not None and not note.status:  # with a status, this start submitted no job
         row.state = state_with_job(status, job.state)
-        row.reason = error or _of_job(row, job, sweep)
+        row.reason = error or _job_reason(row, job, sweep)
     elif status is not None:
         row.state, row.reason = status, error
     else:
@@ -132,10 +132,10 @@ def _settle(row: SweepRow, note: Note, sweep: Sweep, *, alive: bool, job: Job | 
 
 
 def state_with_job(result: str | None, job: str) -> str:
-    """Return the state of a run by the status in its result.json (None: there is none) and the state of its job.
+    """Return the state of a run from the status in its result.json (None if there is none) and its job's state.
 
-    A result other than ok may be of an attempt that has been requeued since. Only the cluster reports why a run was
-    stopped after it had saved, or that it was killed for memory.
+    A result other than ok may be from an attempt that has been requeued since. Only the scheduler reports why a run was
+    stopped after it saved, or that it was killed for lack of memory.
     """
     if result == "ok":
         return "ok"
@@ -145,24 +145,24 @@ def state_with_job(result: str | None, job: str) -> str:
         guess = {JobState.unknown: "submitted", JobState.gone: "failed", JobState.ended: "failed"}
         return guess.get(JobState(job), job)
     if result == "cancelled" and job not in (JobState.unknown, JobState.gone, JobState.ended):
-        return job  # the cluster also reports why the job was ended
+        return job  # the scheduler's state is more specific
     stopped = result in ("preempted", "interrupted") and job in ("timeout", "cancelled")
     return job if stopped or (result == "failed" and job == "oom") else result
 
 
-def _of_job(row: SweepRow, job: Job, sweep: Sweep) -> str:
+def _job_reason(row: SweepRow, job: Job, sweep: Sweep) -> str:
     name = f"job {job.id}"
     if row.state == "running":
         return f"{name}, {_progress(sweep.run_dir(row.point))}"
     if job.state == JobState.unknown:
-        return f"{name}; {job.cluster} cannot be asked here"
+        return f"{name}; {job.cluster} cannot be queried from here"
     if job.state == JobState.gone:
-        return f"{name} left no result, and {job.cluster} knows nothing of it any more"
+        return f"{name} left no result, and {job.cluster} no longer lists it"
     return name if row.state == "submitted" else f"{name} ended with the state {job.state} and left no result"
 
 
 def _without_result(note: Note) -> tuple[str, str]:
-    """State and reason of a point whose run has left no result.json."""
+    """Return the state and reason of a point whose run left no result.json."""
     last = note.message.strip().splitlines()[-1:] or [""]
     kind, _, message = last[0].partition(": ")
     if note.status is None:
@@ -174,21 +174,21 @@ def _without_result(note: Note) -> tuple[str, str]:
     if is_out_of_memory(kind.rpartition(".")[2], message):
         return "oom", last[0]
     if note.killed_for_memory:
-        return "oom", "a process was killed by the kernel, because memory ran out"
-    if note.status < 0:  # its last line is about something else
+        return "oom", "the kernel killed a process because memory ran out"
+    if note.status < 0:  # its last line is unrelated to the signal
         return "failed", describe_exit(note.status)
-    return "failed", last[0] or f"ended with status {note.status} and said nothing"
+    return "failed", last[0] or f"exited with status {note.status} without output"
 
 
 def _problems(message: str) -> str:
-    """Return the problems that a launcher reported, without earlier output of its ranks."""
+    """Return the problems reported at the end of a launcher's output."""
     lines = message.strip().splitlines() or [""]
     heads = [index for index, line in enumerate(lines) if line.endswith(" problems with this run:")]
     return "; ".join(lines[heads[-1] + 1 :] if heads else lines[-1:])
 
 
 def _is_older(result: Path, note: Note) -> bool:
-    """Whether a result is that of a start before the last one."""
+    """Return whether a result.json is from an earlier start than the last one, or missing."""
     try:
         return result.stat().st_mtime < note.started
     except OSError:
@@ -196,11 +196,8 @@ def _is_older(result: Path, note: Note) -> bool:
 
 
 def _progress(run_dir: Path) -> str:
-    """How far a run is, by the last line of its metrics."""
-    try:
-        steps = [line for line in MetricsLog(run_dir).read() if "loss" in line]
-    except OSError:
-        return "no step yet"
+    """Return a run's step, loss and throughput from the last line of its metrics."""
+    steps = _steps(run_dir)
     if not steps:
         return "no step yet"
     speed = steps[-1].get("tokens_per_second", math.nan)
@@ -208,11 +205,15 @@ def _progress(run_dir: Path) -> str:
 
 
 def _early_losses(run_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in _steps(run_dir) if line["step"] <= EARLY_STEPS}
+
+
+def _steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the training steps in a run's metrics; none if the file is missing or cannot be read."""
     try:
-        lines = MetricsLog(run_dir).read()
+        return [line for line in MetricsLog(run_dir).read() if "loss" in line]
     except OSError:
-        return {}
-    return {line["step"]: line["loss"] for line in lines if "loss" in line and line["step"] <= EARLY_STEPS}
+        return []
 
 
 def _config(run_dir: Path) -> dict[str, Any]:

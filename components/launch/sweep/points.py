@@ -1,4 +1,4 @@
-"""The points of a sweep, one after the other: each is an ordinary launcher in a process of its own."""
+"""Sequential execution of a sweep's points, each by an ordinary launcher in a child process."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from components.protocol.signals import CTRL_C_ANSWER, collected_signals
 from components.terminal import print_text
 
 LAST_LINES = 15
-"""Lines of a point's output that its note keeps."""
+"""Lines of a point's output kept in its record."""
 POLL = 0.05
-"""Seconds between two looks at the point that runs."""
-PATIENCE = 2
-"""Interrupts (Ctrl-C) that a point gets to save, and then to abort; one more kills it."""
+"""Polling interval for the running point, in seconds."""
+MAX_INTERRUPTS = 2
+"""Interrupts (Ctrl-C) forwarded to a point: the first saves and stops, the second aborts. One more kills it."""
 
 
 def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
-    """Run the points one after another, print the table, and return the exit status of the sweep.
+    """Run the points sequentially, print the table, and return the exit status of the sweep.
 
-    SIGINT, SIGTERM and SIGUSR2 are passed on to the launcher of the point that runs, whose backend stops what it has
-    begun; no further point starts.
+    SIGINT, SIGTERM and SIGUSR2 are forwarded to the launcher of the running point, whose backend stops its ranks or
+    job; no further point starts.
 
     Args:
-        sweep: Whose folder and sweep.json exist.
-        points: Those to run.
+        sweep: The sweep; its folder and sweep.json must exist.
+        points: Points to run.
 
-    Raises ConfigError where another process works on the sweep.
+    Raises ConfigError if another process is running the sweep.
     """
     with locked(sweep.directory), collected_signals() as arrived:
         stops: list[int] = []
         for index, point in enumerate(points, start=1):
             if stops or arrived:
                 break
-            _announce(sweep, point, f"[{index}/{len(points)}]")
+            _print_start(sweep, point, f"[{index}/{len(points)}]")
             stops += _run_point(sweep, point, arrived)
-            _tell_end(*read_points(sweep, point))
+            _print_end(*read_points(sweep, point))
         stops += arrived
         if stops:
             names = " and ".join(signal.Signals(number).name for number in dict.fromkeys(stops))
@@ -67,48 +67,48 @@ def run_points(sweep: Sweep, points: Sequence[Point]) -> int:
 
 
 def retry(sweep: Sweep, states: Sequence[str]) -> int:
-    """Run the points again that are in one of `states`, in their run directories, and return the exit status.
+    """Run the points in any of `states` again, in their run directories, and return the exit status.
 
-    A run that has saved continues; empty `states` means every state that is not ok, running or submitted. Raises
-    ConfigError for an unknown state, where the sweep is still running, and where its recipe or its folder is not here.
+    Runs with a checkpoint resume. Empty `states` selects all states but ok, running and submitted. Raises ConfigError
+    for an unknown state, while the sweep is running, and if its recipe or working directory is missing.
     """
     may_retry = [state for state in STATES if state not in ALIVE]
     if unknown := [state for state in states if state not in may_retry]:
-        raise ConfigError(f"--retry {','.join(unknown)}: no such state; there are: {', '.join(may_retry)}")
+        raise ConfigError(f"--retry {','.join(unknown)}: no such state; choose from {', '.join(may_retry)}")
     if is_running(sweep.directory):
-        raise ConfigError(f"{sweep.directory}: this sweep is still running; wait for it, or stop it first")
-    if not sweep.directory.stat().st_mode & 0o077:  # begun with run.private=true
+        raise ConfigError(f"{sweep.directory}: this sweep is still running; wait for it to finish, or stop it first")
+    if not sweep.directory.stat().st_mode & 0o077:  # started with run.private=true
         os.umask(0o077)
-    wanted = states or [state for state in may_retry if state not in NOT_BAD]
-    points = [row.point for row in read_points(sweep) if row.state in wanted]
+    selected = states or [state for state in may_retry if state not in NOT_BAD]
+    points = [row.point for row in read_points(sweep) if row.state in selected]
     if not points:
-        print_text(f"nothing to do again: no point is {' or '.join(wanted)}")
+        print_text(f"nothing to retry: no point is {' or '.join(selected)}")
         return report_now(sweep)
     _check_origin(sweep)
     return run_points(sweep, points)
 
 
 def point_command(sweep: Sweep, point: Point) -> list[str]:
-    """Return the command that runs a point; no shell ever reads it."""
+    """Return the command that runs a point, as an argument list: no shell is involved."""
     run_dir = override_of("run.dir", str(sweep.run_dir(point)))
     return [sys.executable, str(sweep.file), *sweep.options, *point.overrides, run_dir]
 
 
 def _check_origin(sweep: Sweep) -> None:
-    """Raise ConfigError where the points cannot start as they did at first: a sweep may be looked at anywhere."""
+    """Raise ConfigError if the recipe or working directory is missing, as on a machine that only shows the report."""
     missing = [("file", sweep.file, "recipe")] if not sweep.file.is_file() else []
-    missing += [("folder", sweep.folder, "folder in which it was started")] if not sweep.folder.is_dir() else []
+    missing += [("folder", sweep.folder, "working directory")] if not sweep.folder.is_dir() else []
     raise_all(
         [
-            f"{sweep.directory / PLAN}: {key}={path}: the sweep's {what} is not here; try again on the machine where "
-            f"it was started, or set {key} in that file to where it is now"
+            f"{sweep.directory / PLAN}: {key}={path}: the sweep's {what} does not exist here; retry on the machine "
+            f"where it was started, or set {key} in that file to its current path"
             for key, path, what in missing
         ]
     )
 
 
 def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
-    """Run a point to its end, note how it ended, and return the signals that it was sent."""
+    """Run a point until its launcher exits, record the result, and return the signals forwarded to it."""
     began, killed_before = time.time(), killed_for_memory()
     write_note(sweep, point, Note(began))
     with open_append(sweep.log(point), PRIVATE) as log:
@@ -121,7 +121,7 @@ def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            process_group=0,  # a terminal's Ctrl-C reaches this process alone, which passes it on once
+            process_group=0,  # Ctrl-C then reaches only this process, which forwards it once
             preexec_fn=lambda: die_with(launcher),  # noqa: PLW1509 (this process has one thread)
         )
         try:
@@ -140,27 +140,28 @@ def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
 
 
 def _wait(process: subprocess.Popen[bytes], arrived: deque[int]) -> list[int]:
-    """Wait for the end of a point, pass signals on, and return them."""
+    """Wait for a point's launcher to exit while forwarding signals to it; return the signals."""
     stops: list[int] = []
     while process.poll() is None:
         while arrived:
             stops.append(arrived.popleft())
             if stops[-1] == signal.SIGINT and stops.count(signal.SIGINT) == 1:
                 print_text(f"\n{CTRL_C_ANSWER}", file=sys.stderr, flush=True)
-            is_last = stops.count(signal.SIGINT) > PATIENCE
+            is_last = stops.count(signal.SIGINT) > MAX_INTERRUPTS
             process.send_signal(signal.SIGKILL if is_last else stops[-1])
         time.sleep(POLL)
     return stops
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leave nothing of the point's own process group behind; its ranks end with their launcher."""
+    """Kill the process group of a point's launcher; ranks are in other groups and end with their launcher."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _tail(log: Path, start: int) -> str:
+    """Return the last lines of a log from the offset `start`, without blank lines and the run directory line."""
     with log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
@@ -168,16 +169,16 @@ def _tail(log: Path, start: int) -> str:
     return "\n".join(kept[-LAST_LINES:])
 
 
-def _announce(sweep: Sweep, point: Point, counter: str) -> None:
-    """Begin the one line that a point gets on the terminal."""
+def _print_start(sweep: Sweep, point: Point, counter: str) -> None:
+    """Print the first half of a point's line, without a line break."""
     width = max(len(each.name) for each in sweep.points)
     count = describe_processes(point.processes) if point.processes else ""
     mesh = SweepRow(point, "running").mesh
     print_text(f"{counter} {point.name:<{width}}  {count:<12} {mesh:<24} ... ", end="", flush=True)
 
 
-def _tell_end(row: SweepRow) -> None:
-    """End the line."""
+def _print_end(row: SweepRow) -> None:
+    """Print the second half of a point's line: state, wall time, throughput and reason."""
     parts = [row.state]
     if row.seconds:
         parts.append(f"{row.seconds:.0f} s")

@@ -1,30 +1,32 @@
-"""Print and write the table of a sweep, and derive the exit status."""
+"""Report of a sweep: the table on the console and in files, a plot, and the exit status."""
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import sys
 import time
 from pathlib import Path
 
 from components.config.compose.sources import CONF
+from components.config.metrics_log import MetricsLog
 from components.console import PlainConsole
 from components.launch.sweep.plan import Sweep, is_running
-from components.launch.sweep.point_rows import ALIVE, NOT_BAD
+from components.launch.sweep.point_rows import ALIVE, NOT_BAD, SweepRow
 from components.launch.sweep.table import SweepReport, print_table, read_report, to_csv, to_markdown
-from components.protocol.run_files import atomic_write
+from components.protocol.run_files import atomic_file, atomic_write
 from components.terminal import print_text
 
 WATCH_EVERY = 5.0
-"""Seconds between two looks."""
+"""Refresh interval in seconds."""
 WIDTH = 200
-"""Columns where the output is no terminal: the table is then read in a file."""
+"""Line width if the output is not a terminal, but a file to read later."""
 
 
 def report_now(sweep: Sweep) -> int:
     """Print the table, write report.md, report.csv and report.png, and return the exit status.
 
-    1 too if the disk does not take the report.
+    The status is also 1 if the report cannot be written.
     """
     report = read_report(sweep)
     console = _console()
@@ -38,15 +40,15 @@ def report_now(sweep: Sweep) -> int:
         print_text(f"report: {sweep.directory / 'report.md'}", flush=True)
     except OSError as error:
         file, why = error.filename or sweep.directory, error.strerror or error
-        print_text(f"{file}: cannot be written: {why}; mend that, then: {report_command(sweep)}", file=sys.stderr)
+        print_text(f"{file}: cannot be written: {why}; fix that, then run: {report_command(sweep)}", file=sys.stderr)
         status = 1
     if any(row.state in ALIVE for row in report.rows):
-        print_text(f"look again: {report_command(sweep, '--watch')}", flush=True)
+        print_text(f"to follow it: {report_command(sweep, '--watch')}", flush=True)
     return status
 
 
 def watch(sweep: Sweep) -> int:
-    """Print the table again and again until nothing runs or waits any more; then as `report_now`."""
+    """Print the table repeatedly until no point is running or pending; then report as `report_now` does."""
     console = _console()
     while True:
         report = read_report(sweep)
@@ -59,7 +61,7 @@ def watch(sweep: Sweep) -> int:
 
 
 def report_command(sweep: Sweep, *options: str) -> str:
-    """Return the command that prints the table, from the current folder."""
+    """Return the shell command that prints the report, relative to the current folder."""
     here = Path.cwd()
     paths = (CONF.parent / "scripts" / "sweep_report.py", sweep.directory)
     shown = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths]
@@ -67,18 +69,53 @@ def report_command(sweep: Sweep, *options: str) -> str:
 
 
 def exit_status(report: SweepReport) -> int:
-    """Return 0 where every point is ok, or on its way, and the losses agree; else 1."""
+    """Return 0 if every point is ok or may still become ok, and the losses agree; else 1."""
     fine = (*NOT_BAD, "not started") if is_running(report.sweep.directory) else NOT_BAD
     return int(bool(report.agreement.disagreeing) or any(row.state not in fine for row in report.rows))
 
 
 def _plot(report: SweepReport) -> str | None:
-    from components.launch.sweep.chart import plot_report
-
+    """Write report.png; return the reason if it was not written."""
     try:
-        return plot_report(report, report.sweep.directory / "report.png")
-    except (MemoryError, OSError, ImportError) as error:  # the table must not depend on a picture
+        return _plot_to(report, report.sweep.directory / "report.png")
+    except (MemoryError, OSError, ImportError) as error:  # a failed plot must not cost the table
         return f"no report.png: {type(error).__name__}: {error}"
+
+
+def _plot_to(report: SweepReport, file: Path) -> str | None:
+    """Plot throughput and loss curves to a PNG; return the reason if there is nothing to plot."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no report.png: matplotlib is not installed (pip install 'meshbook[plot]')"
+    rows = [row for row in report.rows if row.tokens_per_second]
+    if not rows:
+        return "no report.png: no point has measured its throughput"
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(11, 1.5 + 0.4 * max(len(rows), 6)), layout="constrained")
+    speeds, curves = figure.subplots(1, 2)
+    names = [f"{row.point.name}\n{row.mesh}" if row.mesh != "1" else row.point.name for row in rows]
+    colors = ["tab:green" if row is report.best else "tab:blue" for row in rows]
+    bars = speeds.barh(names, [row.tokens_per_second for row in rows], color=colors)
+    speeds.bar_label(bars, fmt="{:,.0f}", padding=3)
+    speeds.invert_yaxis()
+    speeds.margins(x=0.2)
+    speeds.set(xlabel="target tokens per second", title=report.sweep.directory.name)
+    for index, row in enumerate(rows):  # coinciding curves would hide each other: draw the first one widest
+        curves.plot(*_curve(row, report), label=row.point.name, linewidth=max(8 - 2 * index, 1))
+    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
+    curves.set(xlabel="optimizer step", ylabel="loss per target token (nats)")
+    curves.grid(alpha=0.3)
+    curves.legend(fontsize="small")
+    with atomic_file(file) as picture:
+        figure.savefig(picture, dpi=120, format="png")
+    return None
+
+
+def _curve(row: SweepRow, report: SweepReport) -> tuple[list[int], list[float]]:
+    """Return the steps and training losses of a point."""
+    lines = [line for line in MetricsLog(report.sweep.run_dir(row.point)).read() if "loss" in line]
+    return [line["step"] for line in lines], [line["loss"] for line in lines]
 
 
 def _console() -> PlainConsole:

@@ -1,4 +1,4 @@
-"""The table of a sweep: on the console, as Markdown and as CSV."""
+"""The table of a sweep for the console, as Markdown and as CSV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DISAGREES = "LOSS DISAGREES"
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """Rows in the order in which they are printed, and the lines under them."""
+    """Rows of the table in printing order, and the result of the loss comparison."""
 
     sweep: Sweep
     rows: list[SweepRow]
@@ -27,7 +27,7 @@ class SweepReport:
 
     @property
     def best(self) -> SweepRow | None:
-        """The fastest of the points that ended well."""
+        """The fastest point with state ok; None if none measured its throughput."""
         first = self.rows[0] if self.rows else None
         return first if first is not None and first.state == "ok" and first.tokens_per_second else None
 
@@ -37,26 +37,26 @@ class SweepReport:
         return any(row.result.get("mfu") is not None for row in self.rows)
 
     def status(self, row: SweepRow) -> str:
-        """Return the text of the last column."""
+        """Return the text of the column `status`."""
         if row.point.number in self.agreement.disagreeing:
             return f"{row.state}, {DISAGREES}"
         return f"{row.state}, best" if row is self.best else row.state
 
     def lines(self) -> list[str]:
-        """Return the lines under the table: one per point that is not ok, and whether the losses agree."""
+        """Return the lines below the table: the reason of each point that has one, and the loss comparison."""
         reasons = [f"{row.point.name}: {row.state}: {first_line(row.reason)}" for row in self.rows if row.reason]
         return reasons + self.agreement.notes
 
 
 def read_report(sweep: Sweep) -> SweepReport:
-    """Return the report of a sweep: the fastest point first, then those that are not ok, by number."""
+    """Return the report of a sweep: ok points from fastest to slowest, then the others by number."""
     rows = read_points(sweep)
     rows.sort(key=lambda row: (row.state != "ok", -(row.tokens_per_second or 0) if row.state == "ok" else 0))
     return SweepReport(sweep, rows, compare_losses(rows))
 
 
 def print_table(report: SweepReport, console: Console) -> None:
-    """Print the table and the lines under it."""
+    """Print the table and the lines below it."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for number, column in enumerate(_header(report)):
         is_text = number <= len(report.sweep.keys) + 1 or column == "status"
@@ -70,7 +70,7 @@ def print_table(report: SweepReport, console: Console) -> None:
 
 
 def to_markdown(report: SweepReport) -> str:
-    """Return the table and the lines under it as Markdown."""
+    """Return the table and the lines below it as Markdown."""
     header, sweep = _header(report), report.sweep
     rows = [header, ["---"] * len(header), *(_cells(report, row) for row in report.rows)]
     if report.best is not None:
@@ -83,7 +83,7 @@ def to_markdown(report: SweepReport) -> str:
 
 
 def to_csv(report: SweepReport) -> str:
-    """Return every number in full as CSV."""
+    """Return the table as CSV, with unrounded numbers."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
@@ -103,7 +103,7 @@ def to_csv(report: SweepReport) -> str:
 
 
 def first_line(text: str, longest: int = 300) -> str:
-    """Return the first line of a message, not too long."""
+    """Return the first non-blank line of a message, shortened to `longest` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
@@ -117,7 +117,7 @@ def _header(report: SweepReport) -> list[str]:
 
 
 def _has_reserved(report: SweepReport) -> bool:
-    """Whether any run was on GPUs, where torch's allocator reserves more than it allocates."""
+    """Return whether any run was on GPUs, where torch's allocator reserves more memory than it allocates."""
     return any(row.peak_reserved_gib is not None for row in report.rows)
 
 
