@@ -42,7 +42,7 @@ def main(cfg: DpoConfig) -> None:
         run.begin(model, optimizer, batches, held_out)
         run.report_eval(training.evaluate(model, held_out, preference, run))
         for step in run.steps():
-            step.done(training.train_step(model, step.batches, optimizer, preference, step.asked))
+            step.done(training.train_step(model, step.batches, optimizer, preference, step.requests))
             if step.due_eval:
                 run.report_eval(training.evaluate(model, held_out, preference, run))
             if step.due_save:

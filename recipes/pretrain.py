@@ -42,7 +42,7 @@ def main(cfg: PretrainConfig) -> None:
         evaluate()
         generate()
         for step in run.steps():  # every step that is left; ends on a request to stop
-            step.done(training.train_step(model, step.batches, optimizer, objective, step.asked))
+            step.done(training.train_step(model, step.batches, optimizer, objective, step.requests))
             if step.due_eval:
                 evaluate()
             if step.due_save:

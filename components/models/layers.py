@@ -167,7 +167,7 @@ def checkpoint_activations(
     inside FSDP's hooks, where the layer's parameters are together anyway.
     """
     if policy == ActivationCheckpointing.auto:
-        raise ValueError("parallelism.activation_checkpointing=auto: choose_checkpointing says what it stands for")
+        raise ValueError("parallelism.activation_checkpointing=auto: resolve it with choose_recompute_policy first")
     if policy == ActivationCheckpointing.none:
         return
     if policy == ActivationCheckpointing.selective and model.config._attn_implementation == "flex_attention":

@@ -99,7 +99,7 @@ def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **MODEL))
     models.use_causal_sdpa(model)
-    work = training.step_work(model, cfg.logging, mesh, cpu, torch.float32)
+    flops = training.step_flops(model, cfg.logging, mesh, cpu, torch.float32)
     layout = distributed.parallelize(model, mesh, parallelism, torch.float32)
     loss_head = training.attach_loss_head(
         model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, cpu
@@ -108,7 +108,7 @@ def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
     replica = distributed.wrap_replicas(model, mesh, parallelism, layout)
     optimizer = training.build_optimizer(model, AdamWConfig())
     settings = training.StepSettings(
-        device=cpu, mesh=mesh, loss_head=loss_head, work=work, defer_grad_sync=parallelism.defer_grad_sync
+        device=cpu, mesh=mesh, loss_head=loss_head, flops=flops, defer_grad_sync=parallelism.defer_grad_sync
     )
     from components.batch import Batch
 
