@@ -127,7 +127,7 @@ class _TakesTargets:
         finally:
             self._model._modules[self._name] = self._head
         if captured.hidden is None:
-            raise RuntimeError(f"{type(self._model).__name__} did not call its head {self._name}; set model.loss=logits")
+            raise RuntimeError(f"{type(self._model).__name__} did not call head {self._name}; set model.loss=logits")
         loss = self._head(captured.hidden, targets=targets, **head_kwargs)
         # FSDP, and pipeline schedules that detach the loss in place, cannot handle a view.
         return loss.clone() if loss._is_view() else loss
