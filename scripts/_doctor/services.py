@@ -46,8 +46,15 @@ def check_slurm() -> list[Check]:
         return [Check("slurm", NOTE, "not installed (no sinfo on PATH): only local runs are possible")]
     if result.status != 0:
         if not conf and not os.path.isfile("/etc/slurm/slurm.conf"):
-            return [Check("slurm", NOTE, f"programs without a cluster: {result.error_line}", "export SLURM_CONF=...")]
-        return [Check("slurm", PROBLEM, f"does not result: {result.error_line}", "scontrol ping; cluster=local works")]
+            return [
+                Check(
+                    "slurm",
+                    NOTE,
+                    f"installed, but no cluster is configured: {result.error_line}",
+                    "export SLURM_CONF=...",
+                )
+            ]
+        return [Check("slurm", PROBLEM, f"sinfo failed: {result.error_line}", "scontrol ping; cluster=local works")]
     partitions = read_partitions(result.output)
     checks = [Check("slurm", OK if up else NOTE, description) for _, up, description in partitions[:LISTED]]
     if len(partitions) > LISTED:
@@ -74,8 +81,10 @@ def read_partitions(text: str) -> list[tuple[str, bool, str]]:
         nodes = sum(int(fields[3]) for fields in group if fields[3].isdigit())
         states = ", ".join(f"{fields[3]} {fields[4]}" for fields in group)
         gres = sorted({fields[5] for fields in group} - {"(null)", ""})
-        text = f"partition {name} ({group[0][1]}): {nodes} nodes ({states}), time limit {group[0][2]}"
-        found.append((name.rstrip("*"), is_up, f"{text}, {shorten(' '.join(gres), 40)}" if gres else text))
+        description = f"partition {name} ({group[0][1]}): {nodes} nodes ({states}), time limit {group[0][2]}"
+        found.append(
+            (name.rstrip("*"), is_up, f"{description}, {shorten(' '.join(gres), 40)}" if gres else description)
+        )
     return found
 
 
@@ -122,8 +131,9 @@ def check_hub() -> list[Check]:
         finding = f"{finding}; not writable ({reason}): models and datasets of the Hub cannot be downloaded"
         return [Check("hub", NOTE, finding, "export HF_HOME=/path/to/folder")]
     if offline and not models:
-        fix = f"unset {offline[0]}, or fill the cache first"
-        return [Check("hub", NOTE, f"{finding}: models and datasets of the Hub cannot be used", fix)]
+        return [
+            Check("hub", NOTE, f"{finding}: Hub names cannot be used", f"unset {offline[0]}, or fill the cache first")
+        ]
     return [Check("hub", OK, finding)]
 
 
