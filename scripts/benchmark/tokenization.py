@@ -57,32 +57,30 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="folder with trl and torchtune, if they are not installed")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeat", type=int, default=3)
-    options = parser.parse_args()
-    if options.peers:
-        sys.path.append(str(options.peers))
-    cfg = source(options.path, options.prompt, options.response)
+    given = parser.parse_args()
+    if given.peers:
+        sys.path.append(str(given.peers))
+    cfg = source(given.path, given.prompt, given.response)
     conversations = list(Side(cfg, False))
-    values = yaml.safe_load((CONF / "model" / f"{options.model}.yaml").read_text())
+    values = yaml.safe_load((CONF / "model" / f"{given.model}.yaml").read_text())
     tokenizer = models.load_tokenizer(ModelConfig(path=values["path"], tokenizer=values.get("tokenizer")))
     with tempfile.TemporaryDirectory() as folder:
         cfg, uncached = replace(cfg, cache=folder), replace(cfg, cache=None)
         arms = {
             "ours": lambda: len(tokenize(Side(uncached, False), uncached, tokenizer, SEQ_LEN).tokens.ids),
             "ours, the next time": lambda: len(tokenize(Side(cfg, False), cfg, tokenizer, SEQ_LEN).tokens.ids),
-            f"ours on {options.processes} processes": partial(
-                on_processes, conversations, tokenizer, options.processes
-            ),
-            **peers(conversations, tokenizer, options.processes),
+            f"ours on {given.processes} processes": partial(on_processes, conversations, tokenizer, given.processes),
+            **peers(conversations, tokenizer, given.processes),
             **torchtune(conversations, tokenizer, Path(folder)),
         }
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         tokens = {}
-        for run in range(options.repeat + 1):
+        for run in range(given.repeat + 1):
             for name, arm in arms.items():
                 began = time.perf_counter()
                 tokens[name] = arm()
                 seconds[name] += [time.perf_counter() - began] if run else []
-    print(f"{len(conversations):,} conversations, {options.model}, {os.cpu_count()} cores")
+    print(f"{len(conversations):,} conversations, {given.model}, {os.cpu_count()} cores")
     for name, times in seconds.items():
         median = statistics.median(times)
         print(f"{name:36} {tokens[name]:12,} tokens {median:8.2f} s {tokens[name] / median:14,.0f} tokens/s")
