@@ -43,7 +43,7 @@ def chunk_tokens(vocabulary: int, device: torch.device) -> int:
     return max(1, CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"]) // vocabulary)
 
 
-def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+def active_autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     """Return the dtype that autocast would use for a matmul of `tensor`, or None if autocast does not apply."""
     kind = tensor.device.type
     if (
@@ -133,7 +133,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.twice = call.head.backward_twice
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        kind, dtype = hidden.device.type, autocast_dtype(hidden)
+        kind, dtype = hidden.device.type, active_autocast_dtype(hidden)
         if dtype is not None:
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         with nullcontext() if dtype is None else torch.autocast(kind, enabled=False):

@@ -26,7 +26,13 @@ from components.distributed.mesh import Mesh
 from components.distributed.pipeline.stages import Stages, shallow_copy
 from components.distributed.tensor.tensor_parallel import as_replicated
 from components.training.objectives import PLAIN, CrossEntropy, TokenLoss, Vocabulary
-from components.training.objectives.chunked_loss import Head, Targets, autocast_dtype, chunk_tokens, linear_token_loss
+from components.training.objectives.chunked_loss import (
+    Head,
+    Targets,
+    active_autocast_dtype,
+    chunk_tokens,
+    linear_token_loss,
+)
 
 LogitsTransform = Callable[[torch.Tensor], torch.Tensor]
 
@@ -302,7 +308,7 @@ def _liger(
             "model.loss=liger: its kernel computes the sum of cross-entropies only, but this objective weights token "
             "losses or needs each of them; set model.loss=chunked"
         )
-    if (dtype := autocast_dtype(hidden)) is not None:
+    if (dtype := active_autocast_dtype(hidden)) is not None:
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     # Sums over chunks are accumulated in float32, as in linear_token_loss. The kernel's wrapper counts targets on the
     # host, which waits for the device.

@@ -47,7 +47,7 @@ def gradient_norm(parameters: Iterable[torch.Tensor], stages: dist.ProcessGroup 
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         groups = _sharding_groups(gradient)
         process_groups |= {group.group_name: group for group in groups}
-        by_groups.setdefault(tuple(group.group_name for group in groups), []).append(local_part(gradient))
+        by_groups.setdefault(tuple(group.group_name for group in groups), []).append(local_tensor(gradient))
     if not by_groups:
         raise ValueError("no parameter has a gradient; call backward() first")
     squares = {names: _sum_of_squares(gradients) for names, gradients in by_groups.items()}
@@ -71,11 +71,11 @@ def clip_gradients(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_n
     if max_norm == 0:
         return
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from components.training.metrics import HostCopy
-from components.training.optimizers.gradients import local_part
+from components.training.optimizers.gradients import local_tensor
 
 IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 
@@ -139,7 +139,7 @@ def _restore(new: Any, old: Any, mask: torch.Tensor) -> bool:
     """Copy `old` into `new` on the device if `mask` is set; return False if the host must do it later."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return new is old or (isinstance(old, IMMUTABLE) and type(new) is type(old) and new == old)
-    new, old = local_part(new), local_part(old)
+    new, old = local_tensor(new), local_tensor(old)
     if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
         return False
     if new.device != mask.device:

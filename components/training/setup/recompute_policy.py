@@ -18,7 +18,7 @@ from components.distributed.mesh import Mesh
 from components.models.activations import layer_bytes
 from components.models.anatomy import Anatomy, read_anatomy
 from components.training.objectives.chunked_loss import chunk_tokens
-from components.training.optimizers.gradients import local_part
+from components.training.optimizers.gradients import local_tensor
 
 USABLE = 0.9
 """Share of a device's memory that the estimate may fill; the rest covers what it leaves out."""
@@ -126,7 +126,8 @@ def estimate(
 def _state_bytes(model: nn.Module) -> int:
     """Return the bytes of this rank's parameters, and of the gradients and two Adam moments of the trained ones."""
     return sum(
-        local_part(each).numel() * each.element_size() * (4 if each.requires_grad else 1) for each in model.parameters()
+        local_tensor(each).numel() * each.element_size() * (4 if each.requires_grad else 1)
+        for each in model.parameters()
     )
 
 
@@ -169,7 +170,7 @@ def _gathered(module: nn.Module, dtype: torch.dtype, shards: dict[nn.Parameter, 
 
     Quantized weights are gathered as packed bytes.
     """
-    sizes = [(local_part(each).numel() * shards[each], each) for each in module.parameters()]
+    sizes = [(local_tensor(each).numel() * shards[each], each) for each in module.parameters()]
     parameters = sum(size * (dtype.itemsize if each.is_floating_point() else 1) for size, each in sizes)
     return parameters, sum(size * max(4, dtype.itemsize) for size, each in sizes if each.requires_grad)
 
