@@ -110,11 +110,15 @@ MODULES = {
 }
 """Old module -> new one."""
 NAMES = {
+    "components.training.Checkpointing": "components.training.RecomputePolicy",
+    "components.training.StepWork": "components.training.StepFlops",
     "components.training.TokenLoss": "components.training.LossHead",
     "components.training.GarbageOffTheStep": "components.training.GarbageCollection",
     "components.training.attach_token_loss": "components.training.attach_loss_head",
+    "components.training.choose_checkpointing": "components.training.choose_recompute_policy",
     "components.training.generate_samples": "components.training.show_generations",
     "components.training.next_tokens": "components.batch.Batch.from_labels",
+    "components.training.step_work": "components.training.step_flops",
     "components.training.token_loss_sum": "components.training.CrossEntropy.of_logits",
     "components.observability.Facts": "components.observability.BannerFacts",
     "components.data.MicroBatch": "components.batch.Batch",

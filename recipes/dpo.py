@@ -1,15 +1,16 @@
-"""Direct preference optimization of a Hugging Face causal LM on any mesh: every parameter, or adapters (LoRA).
+"""Direct preference optimization (DPO) of a Hugging Face causal LM on any mesh: all parameters or LoRA adapters.
 
 python recipes/dpo.py data.path=pairs.jsonl                             # rows of prompt, chosen, rejected
 python recipes/dpo.py data.path=pairs.jsonl data.chosen_column=better data.rejected_column=worse
 python recipes/dpo.py data.path=pairs.jsonl peft=lora                   # the reference is the model without adapters
-python recipes/dpo.py data.path=pairs.jsonl objective.beta=0.3          # stay closer to the reference (0.1)
-python recipes/dpo.py data.path=pairs.jsonl objective.label_smoothing=0.1               # preferences are noisy (cDPO)
-python recipes/dpo.py data.path=pairs.jsonl parallelism=fsdp2_tp2 cluster=local_4proc   # the same curve
-python recipes/dpo.py data.path=pairs.jsonl run.dir=outputs/mine        # typed again, the command resumes
+python recipes/dpo.py data.path=pairs.jsonl objective.beta=0.3          # stay closer to the reference (default: 0.1)
+python recipes/dpo.py data.path=pairs.jsonl objective.label_smoothing=0.1               # for noisy preferences (cDPO)
+python recipes/dpo.py data.path=pairs.jsonl parallelism=fsdp2_tp2 cluster=local_4proc   # another mesh, the same curve
+python recipes/dpo.py data.path=pairs.jsonl run.dir=outputs/mine        # the same command again resumes the run
 
-Sizes count pairs. Under "margin" the log shows how much more likely than the reference's the chosen answers are,
-beside the rejected ones, times beta; "accuracy" is the share of pairs with a positive margin.
+Batch sizes count pairs. Logged metrics are means over pairs: "margin" is beta x (log-ratio of the chosen answer - that
+of the rejected one), where a log-ratio is the log-probability minus the reference's; "accuracy" is the share of pairs
+with a positive margin.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from components.launch import recipe
 
 @recipe("dpo")
 def main(cfg: DpoConfig) -> None:
-    """Runs on every rank, after the processes were started."""
+    """Train on this rank. The launcher calls it in every process."""
     with training.Run(cfg) as run:
         tokenizer = models.load_tokenizer(cfg.model)
         model = training.prepare(cfg, run, len(tokenizer))
 
-        # Pairs of answers, and how likely the model finds them before it is trained: the reference
+        # Pairs of answers, with their log-probabilities under the reference: the model before training
         seq_len = cfg.training.seq_len
         pairs = {
             split: training.with_reference(
@@ -42,7 +43,7 @@ def main(cfg: DpoConfig) -> None:
         run.begin(model, optimizer, batches, held_out)
         run.report_eval(training.evaluate(model, held_out, preference, run))
         for step in run.steps():
-            step.done(training.train_step(model, step.batches, optimizer, preference, step.asked))
+            step.done(training.train_step(model, step.batches, optimizer, preference, step.requests))
             if step.due_eval:
                 run.report_eval(training.evaluate(model, held_out, preference, run))
             if step.due_save:

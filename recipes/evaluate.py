@@ -1,9 +1,9 @@
-"""Held-out loss, perplexity and sample texts of a checkpoint, an export, or any Hugging Face model.
+"""Held-out loss, perplexity and sample generations of a checkpoint, an export, or any Hugging Face model.
 
-python recipes/evaluate.py                                                       # the model as it comes
-python recipes/evaluate.py model.path=outputs/finetune/RUN/export                # an export
+python recipes/evaluate.py                                                       # the pretrained model
+python recipes/evaluate.py model.path=outputs/finetune/RUN/export                # an exported run
 python recipes/evaluate.py evaluation.checkpoint=outputs/finetune/RUN/checkpoints/step_40
-python recipes/evaluate.py peft=lora evaluation.checkpoint=...                   # of a run with adapters
+python recipes/evaluate.py peft=lora evaluation.checkpoint=...                   # a run with adapters
 python recipes/evaluate.py model=qwen3_0_6b data=gsm8k parallelism=fsdp2_tp2     # another model, data set and mesh
 """
 
@@ -18,13 +18,13 @@ from components.launch import recipe
 
 @recipe("evaluate")
 def main(cfg: EvaluateConfig) -> None:
-    """Runs on every rank, after the processes were started."""
+    """Evaluate on this rank. The launcher calls it in every process."""
     with training.EvaluationRun(cfg) as run:
         # Data: every held-out sample is evaluated by exactly one data-parallel rank
         tokenizer = models.load_tokenizer(cfg.model)
         eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.evaluation.seq_len, split="eval")
 
-        # Model: built on meta, parallelized, then filled shard by shard
+        # Model: built on meta, parallelized, then filled with weights shard by shard
         model = training.prepare(cfg, run, len(tokenizer))
         if cfg.evaluation.checkpoint is not None:
             checkpoint.load_model_weights(cfg.evaluation.checkpoint, model.module)

@@ -1,13 +1,13 @@
-"""Fine-tuning of a Hugging Face causal LM on any mesh: every parameter, or adapters (LoRA).
+"""Fine-tuning of a Hugging Face causal LM on any mesh: all parameters or LoRA adapters.
 
 python recipes/finetune.py                                              # SmolLM2-135M on Python's documentation
 python recipes/finetune.py data=jsonl data.path=mine.jsonl              # your prompts and responses
 python recipes/finetune.py parallelism=fsdp2_tp2 cluster=local_4proc    # another mesh, the same loss curve
 python recipes/finetune.py experiment=lora_smollm2                      # LoRA; peft=lora with any model
-python recipes/finetune.py run.dir=outputs/mine training.max_steps=200  # typed again, the command resumes
-python recipes/finetune.py -m parallelism=ddp,fsdp2,fsdp2_tp2           # a sweep over meshes ends in one table
-python recipes/finetune.py parallelism=fsdp2_tp4 cluster=slurm_8node    # from a login node: checks, submits, returns
-torchrun --nproc-per-node 8 recipes/finetune.py model=llama3_1_8b       # your own launcher
+python recipes/finetune.py run.dir=outputs/mine training.max_steps=200  # the same command again resumes the run
+python recipes/finetune.py -m parallelism=ddp,fsdp2,fsdp2_tp2           # a sweep over meshes, with a table at the end
+python recipes/finetune.py parallelism=fsdp2_tp4 cluster=slurm_8node    # on a login node: checks, submits, returns
+torchrun --nproc-per-node 8 recipes/finetune.py model=llama3_1_8b       # started by another launcher
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from components.launch import recipe
 
 @recipe("finetune")
 def main(cfg: FinetuneConfig) -> None:
-    """Runs on every rank, after the processes were started."""
+    """Train on this rank. The launcher calls it in every process."""
     with training.Run(cfg) as run:
-        # Data: a step is global_batch_size sequences on every mesh, in an order that (seed, step) alone decides
+        # Data: global_batch_size sequences per step on every mesh; their order depends on (seed, step) only
         tokenizer = models.load_tokenizer(cfg.model)
         train_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="train")
         eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="eval")
         batches = data.TrainBatches(train_set, run.plan, seed=cfg.run.seed, fingerprint=train_set.fingerprint)
         held_out = data.EvalBatches(eval_set, run.plan)
 
-        # Model: built on meta, parallelized, then filled shard by shard
+        # Model: built on meta, parallelized, then filled with weights shard by shard
         model = training.prepare(cfg, run, len(tokenizer))
         optimizer = training.build_optimizer(model.module, cfg.optimizer)
         objective = training.NextToken(cfg.objective)
@@ -39,12 +39,12 @@ def main(cfg: FinetuneConfig) -> None:
         def generate() -> None:
             training.show_generations(model, tokenizer, eval_set, cfg.generation, run)
 
-        run.begin(model, optimizer, batches, held_out)  # resumes where there is a checkpoint, prints the banner
+        run.begin(model, optimizer, batches, held_out)  # resumes from a checkpoint if there is one; prints the banner
         training.check_kernels(model, cfg.model, batches.at, run)
         evaluate()
         generate()
-        for step in run.steps():  # every step that is left; ends on a request to stop
-            step.done(training.train_step(model, step.batches, optimizer, objective, step.asked))
+        for step in run.steps():  # the remaining steps; ends early on a stop request
+            step.done(training.train_step(model, step.batches, optimizer, objective, step.requests))
             if step.due_eval:
                 evaluate()
             if step.due_save:

@@ -1,10 +1,10 @@
-"""Pretraining of a causal LM from scratch on plain text, on any mesh: every token of a document carries loss.
+"""Pretraining of a causal LM from scratch on plain text, on any mesh. Every token of a document is a target.
 
-python recipes/pretrain.py                                                   # 2M parameters on Python's own library
+python recipes/pretrain.py                                                   # 2M parameters on the standard library
 python recipes/pretrain.py data=text data.path=tinyshakespeare.txt           # your text
 python recipes/pretrain.py model=llama_2m model.config.hidden_size=512 'data.path="corpus/"' data=text
 python recipes/pretrain.py parallelism=fsdp2_tp2 cluster=local_4proc         # another mesh, the same loss curve
-python recipes/pretrain.py -m optimizer.lr=3e-4,1e-3,3e-3                    # a sweep ends in one table
+python recipes/pretrain.py -m optimizer.lr=3e-4,1e-3,3e-3                    # a sweep, with a table at the end
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from components.launch import recipe
 
 @recipe("pretrain")
 def main(cfg: PretrainConfig) -> None:
-    """Runs on every rank, after the processes were started."""
+    """Train on this rank. The launcher calls it in every process."""
     with training.Run(cfg) as run:
-        # Data: a step is global_batch_size sequences on every mesh, in an order that (seed, step) alone decides
+        # Data: global_batch_size sequences per step on every mesh; their order depends on (seed, step) only
         tokenizer = models.load_tokenizer(cfg.model)
-        tokenizer.chat_template = None  # the model continues text and knows no turns; so it is exported
+        tokenizer.chat_template = None  # the model is not trained on chats, and is exported without a template
         train_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="train")
         eval_set = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split="eval")
         batches = data.TrainBatches(train_set, run.plan, seed=cfg.run.seed, fingerprint=train_set.fingerprint)
         held_out = data.EvalBatches(eval_set, run.plan)
 
-        # Model: built on meta, parallelized, then filled shard by shard
+        # Model: built on meta, parallelized, then filled with weights shard by shard
         model = training.prepare(cfg, run, len(tokenizer))
         optimizer = training.build_optimizer(model.module, cfg.optimizer)
         objective = training.NextToken(cfg.objective)
@@ -37,12 +37,12 @@ def main(cfg: PretrainConfig) -> None:
         def generate() -> None:
             training.show_generations(model, tokenizer, eval_set, cfg.generation, run)
 
-        run.begin(model, optimizer, batches, held_out)  # resumes where there is a checkpoint, prints the banner
+        run.begin(model, optimizer, batches, held_out)  # resumes from a checkpoint if there is one; prints the banner
         training.check_kernels(model, cfg.model, batches.at, run)
         evaluate()
         generate()
-        for step in run.steps():  # every step that is left; ends on a request to stop
-            step.done(training.train_step(model, step.batches, optimizer, objective, step.asked))
+        for step in run.steps():  # the remaining steps; ends early on a stop request
+            step.done(training.train_step(model, step.batches, optimizer, objective, step.requests))
             if step.due_eval:
                 evaluate()
             if step.due_save:

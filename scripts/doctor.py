@@ -23,7 +23,7 @@ from typing import Callable, Iterator  # noqa: UP035  (so that an old Python can
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from components.terminal import print_text  # only the standard library
-from scripts._doctor.check import NOTE, PROBLEM, ROOT, Check, ask, last_line, shorten
+from scripts._doctor.check import NOTE, PROBLEM, ROOT, Check, last_line, run_command, shorten
 from scripts._doctor.environment import INSTALL, check_packages, check_project, check_python, check_weights
 from scripts._doctor.machine import check_disk, check_driver, check_machine, check_network
 from scripts._doctor.services import check_hub, check_slurm, check_wandb
@@ -39,7 +39,7 @@ def check_torch() -> list[Check]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
     script = str(ROOT / "scripts" / "_doctor" / "devices.py")
-    answer = ask(sys.executable, script, seconds=TORCH_SECONDS, env=env)
+    answer = run_command(sys.executable, script, seconds=TORCH_SECONDS, env=env)
     checks = [Check(**json.loads(line)) for line in answer.output.splitlines() if line.startswith('{"topic"')]
     if answer.status != 0:
         ended = [] if answer.status is None else [f"ended with status {answer.status}"]

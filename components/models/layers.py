@@ -92,7 +92,7 @@ def checkpoint_activations(
     Raises ValueError for `auto`, which must be resolved to another policy first.
     """
     if policy == ActivationCheckpointing.auto:
-        raise ValueError("parallelism.activation_checkpointing=auto: resolve it with choose_checkpointing first")
+        raise ValueError("parallelism.activation_checkpointing=auto: resolve it with choose_recompute_policy first")
     if policy == ActivationCheckpointing.none:
         return
     if policy == ActivationCheckpointing.selective and model.config._attn_implementation == "flex_attention":

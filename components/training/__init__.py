@@ -1,16 +1,16 @@
-"""How one optimizer step is done right; when to log, evaluate, save and stop is the recipe's business.
+"""The training step and the machinery around it. When to log, evaluate, save and stop is up to the recipe.
 
-setup/        prepare: from a config to a model on its mesh, with its weights
-run.py        Run: the mechanics around a recipe's loop, and none of its policy (attempt.py: what evaluations share)
-step.py       train_step: one division by the global number of units
-evaluation.py evaluate: one pass over held-out data (forward.py: the forward that both share)
-samples.py    show_generations: answers to prompts
-objectives/   what is optimized, and the heads that compute losses instead of logits
-optimizers/   AdamW, schedules, gradient norms, updates that skip non-finite gradients
-metrics.py    numbers of a step, read a fixed number of steps later, so that the host never waits
-state.py      counters of a run, and the time of the next save
-loss.py       the number of targets; re-exports reduce_loss (distributed/collectives.py)
-sync.py       re-exports get_sync_ctx (distributed/gradient_sync.py)
+setup/         prepare: build, parallelize and fill a model from a config
+run.py         Run: resume, the step loop, reports and saves of a training run; attempt.py: what evaluation runs share
+step.py        train_step: one optimizer step, normalized by the global number of units
+evaluation.py  evaluate: one pass over held-out data; forward.py: the forward that both use
+samples.py     show_generations: sample answers to prompts
+objectives/    loss functions, and LM heads that return losses instead of logits
+optimizers/    AdamW, learning-rate schedules, gradient norm and clipping, updates that skip non-finite gradients
+metrics.py     step metrics, copied to the host asynchronously and read a fixed number of steps later
+state.py       counters saved with every checkpoint, and the timer of time-based saves
+loss.py        count_targets; re-exports reduce_loss (distributed/collectives.py)
+sync.py        re-exports get_sync_ctx (distributed/gradient_sync.py)
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from components.training.run import Run, Step
     from components.training.samples import show_generations
     from components.training.setup.attention_report import check_kernels
-    from components.training.setup.flops import StepWork, step_work
+    from components.training.setup.flops import StepFlops, step_flops
     from components.training.setup.precision import autocast_dtype, compute_dtype
     from components.training.setup.prepare import prepare, prepare_built
     from components.training.setup.prepared import Prepared, StepSettings
-    from components.training.setup.recompute_policy import Checkpointing, StepLoad, choose_checkpointing
+    from components.training.setup.recompute_policy import RecomputePolicy, StepLoad, choose_recompute_policy
     from components.training.setup.router_loss import RouterLoss, attach_router_loss
     from components.training.state import NonFiniteGradients, SaveClock, TrainState
     from components.training.step import train_step

@@ -1,4 +1,4 @@
-"""One attempt of a recipe on this rank: its processes, mesh, signals, watchdog, reports and result."""
+"""One attempt of a recipe on this rank: process group, mesh, signal handling, watchdog, reports and result."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class Attempt:
-    """What `Run` and `EvaluationRun` have in common. A context.
+    """Base class of `Run` and `EvaluationRun`. A context manager.
 
-    At its end without an exception it writes result.json; after an exception the launcher does.
+    On exit without an exception it writes result.json; after an exception the launcher writes it.
     """
 
     def __init__(self, cfg: RecipeConfig, section: str, step_timeout_seconds: float) -> None:
-        """Start the processes, build the mesh and seed the generators. A collective.
+        """Start the process group, build the mesh and seed the random number generators. A collective.
 
         Args:
-            section: Of the config, whose `step_timeout_seconds` this is.
+            section: Config section of `step_timeout_seconds`, for the watchdog's message.
         """
         if cfg.run.dir is None:
-            raise ValueError("cfg.run.dir is not set: start the recipe through its main, which chooses a directory")
+            raise ValueError("cfg.run.dir is not set: call the recipe's main(), which chooses a run directory")
         self.dir: str = cfg.run.dir
         """The run directory."""
         self._started = time.perf_counter()
@@ -47,21 +47,21 @@ class Attempt:
             collective_timeout=cfg.cluster.collective_timeout,
         )
         self.device: torch.device = info.device
-        """Where this rank computes."""
+        """This rank's device."""
         self.rank: int = info.rank
-        """Of all ranks."""
-        self._world_size, self._reports = info.world_size, info.is_main
-        caller = caller_code(2)  # the recipe's main: what it calls is what a hung rank is reported to do
+        """Global rank."""
+        self._world_size, self._is_main = info.world_size, info.is_main
+        caller = caller_code(2)  # the recipe's main: the report of a hang names the call in it that does not return
         self._watch = Watchdog(step_timeout_seconds, report_hang, section, caller)
         self.mesh = distributed.build_mesh(cfg.parallelism, self.device.type)
         """The device mesh."""
         distributed.seed_ranks(cfg.run.seed, self.mesh)
         self.resume_from: Path | None = None
-        """The checkpoint whose weights are loaded; None: there is none."""
+        """Checkpoint to load weights from; None if there is none."""
         self.state = TrainState()
-        """Counters of the run over all its attempts."""
+        """Counters of the run, summed over all its attempts."""
         self.eval_loss: float | None = None
-        """Held-out loss of the last evaluation."""
+        """Held-out loss of the last evaluation; None if it was stopped or had no units."""
         self._report: observability.Reporter
         self._model: Prepared
         self._stop = StopRequest(self.device)
@@ -80,30 +80,30 @@ class Attempt:
 
     @property
     def stopped(self) -> bool:
-        """Whether all ranks know that the run stops before its end; equal on every rank."""
+        """Whether the run stops early because of a stop request; the same on every rank."""
         return self._stop.stopped
 
     def agreed_to_stop(self) -> bool:
-        """Return whether any rank was asked to stop. A collective, for loops other than that of the steps."""
+        """Return whether any rank has a stop request. A collective, for loops other than the training loop."""
         return self._stop.agreed()
 
-    def status(self, doing: str) -> AbstractContextManager[None]:
-        """Context in which the progress bar shows what the run does besides training."""
-        return self._report.status(doing)
+    def status(self, activity: str) -> AbstractContextManager[None]:
+        """Return a context in which the progress bar shows `activity`, such as "evaluating"."""
+        return self._report.status(activity)
 
     def say(self, *lines: str) -> None:
         """Print lines on rank 0."""
         for line in lines:
             self._report.say(line)
 
-    def report_generations(self, answered: list[tuple[str, str]]) -> None:
-        """Print prompts with the model's answers."""
-        prompts, answers = [prompt for prompt, _ in answered], [answer for _, answer in answered]
+    def report_generations(self, generations: list[tuple[str, str]]) -> None:
+        """Print (prompt, answer) pairs on rank 0."""
+        prompts, answers = [prompt for prompt, _ in generations], [answer for _, answer in generations]
         self._report.generations(prompts, answers, when=self._when)
 
     @property
     def _when(self) -> str:
-        """Of generations."""
+        """When the generations are made, for their heading."""
         return f"after {self.state.step} steps"
 
     def _log_eval(self, measured: Evaluation) -> None:
@@ -158,10 +158,10 @@ class Attempt:
 
 
 class EvaluationRun(Attempt):
-    """One attempt of a run that evaluates and does not train."""
+    """One attempt of a run that evaluates without training."""
 
     def __init__(self, cfg: EvaluateConfig) -> None:
-        """Start the processes, build the mesh and divide the batch. A collective."""
+        """Start the process group, build the mesh and divide batches over dp ranks. A collective."""
         super().__init__(cfg, "evaluation", cfg.evaluation.step_timeout_seconds)
         self.cfg = cfg
         rank, size, rows = self.mesh.rank("dp"), self.mesh.size("dp"), cfg.evaluation.micro_batch_size
@@ -169,23 +169,23 @@ class EvaluationRun(Attempt):
         self.plan = data.BatchPlan(
             global_batch_size=rows * size, micro_batch_size=rows, dp_rank=rank, dp_size=size, padding=padding
         )
-        """Which rows are this rank's."""
+        """Assignment of rows to dp ranks."""
         if cfg.evaluation.checkpoint is not None:
             self.resume_from = Path(cfg.evaluation.checkpoint)
 
     def begin(self, model: Prepared, notes: Iterable[object] = ()) -> None:
-        """Print the banner, and be ready for the first forward. A collective."""
+        """Print the banner and start the watchdog and stop-signal handling. A collective."""
         cfg = self.cfg
         self._model = model
         self._watch.follow(model.called)
-        self._report = observability.Reporter(cfg.logging, self.dir, self._reports)
+        self._report = observability.Reporter(cfg.logging, self.dir, self._is_main)
         source = cfg.evaluation.checkpoint or cfg.model.path or "from scratch"
         batch = f"{cfg.evaluation.micro_batch_size} sequences x {self.mesh.size('dp')} dp at a time"
         self._print_banner(model, source, batch, notes)
         self._enter(self._report, self._stop, self._watch)
 
     def report_eval(self, measured: Evaluation) -> None:
-        """Log what `evaluate` measured; an evaluation that was stopped has no loss."""
+        """Log an evaluation; one that was stopped has no loss."""
         self._log_eval(measured)
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from components.batch import Batch
 from components.distributed.mesh import Mesh
-from components.training.forward import forward_loss, local_part, score_rows
+from components.training.forward import forward_loss, local_batch, score_rows
 from components.training.loss import reduce_loss
 from components.training.objectives import PLAIN, Objective
 from components.training.setup.prepared import Prepared
@@ -19,7 +19,7 @@ from components.training.step import all_ranks, sum_over_ranks
 
 
 class Interruptible(Protocol):
-    """What a pass over data takes of a run: its mesh, what it shows meanwhile, and whether to stop."""
+    """Attributes of a run that a pass over data uses: the mesh, the progress bar and stop requests."""
 
     @property
     def mesh(self) -> Mesh:
@@ -27,25 +27,25 @@ class Interruptible(Protocol):
 
     @property
     def agreed_to_stop(self) -> Callable[[], bool]:
-        """Returns whether any rank was asked to stop. A collective."""
+        """Returns whether any rank has a stop request. A collective."""
 
     @property
     def status(self) -> Callable[[str], AbstractContextManager[None]]:
-        """Returns a context in which the progress bar shows what the run does."""
+        """Returns a context in which the progress bar shows the given activity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a pass over held-out data measured; equal on every rank."""
+    """Result of a pass over held-out data; the same on every rank."""
 
     loss: float
     """Mean loss per unit; NaN if there are no units."""
     count: int
     """Units over all ranks; 0 if the pass was stopped."""
     unit: str = PLAIN.unit
-    """Name of what is counted."""
+    """Name of a unit, for logs."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Means of the objective's own metrics."""
+    """Means over units of the objective's additional metrics."""
 
 
 @torch.no_grad()
@@ -54,20 +54,20 @@ def evaluate(
 ) -> Evaluation:
     """Return the mean loss per unit over the batches of all ranks; by default the plain cross-entropy.
 
-    Every rank must bring the same number of batches: a sharded forward is a collective.
+    Every rank must pass the same number of batches, because the forward of a sharded model is a collective.
 
     Args:
-        run: Shows what it does, and ends the pass once any rank was asked to stop.
+        run: Shows progress, and ends the pass once any rank has a stop request; None: neither.
     """
     was_training = model.module.training
     model.module.eval()
     with nullcontext() if run is None else run.status("evaluating"):
-        sums, ended = _sums(model, batches, objective, run)
+        sums, stopped = _sums(model, batches, objective, run)
     model.module.train(was_training)
-    if ended:
+    if stopped:
         return Evaluation(float("nan"), 0, objective.unit)
-    loss, counted, *metrics = sums.unbind()
-    reduced = reduce_loss([loss], counted, dp_group=all_ranks(), check_finite=False)
+    loss, local_count, *metrics = sums.unbind()
+    reduced = reduce_loss([loss], local_count, dp_group=all_ranks(), check_finite=False)
     total, count = torch.cat(reduced).tolist()
     means: dict[str, float] = {}
     if metrics:
@@ -79,19 +79,19 @@ def evaluate(
 def _sums(
     model: Prepared, batches: Iterable[Batch], objective: Objective, run: Interruptible | None
 ) -> tuple[torch.Tensor, bool]:
-    """Return (loss, units, metrics...) of this rank in float64, and whether the pass was stopped."""
+    """Return this rank's sums (loss, units, *metrics) in float64, and whether the pass was stopped."""
     settings = model.settings
     sums = torch.zeros(2 + len(objective.metrics), dtype=torch.float64, device=settings.device)
-    for batch in batches:
+    for host_batch in batches:
         if run is not None and run.agreed_to_stop():
             return sums, True
-        moved = batch.to(settings.device)
-        part = local_part(moved, settings)
+        batch = host_batch.to(settings.device)
+        local = local_batch(batch, settings)
         if objective.needs_row_scores:
-            weighted = objective.weights(score_rows(model, [part]))
+            weighted = objective.weights(score_rows(model, [local]))
             measured = [weighted.metrics[name] for name in objective.metrics]
-            sums += torch.stack([weighted.loss_sum, objective.count(moved), *measured]) * settings.counts_rows
+            sums += torch.stack([weighted.loss_sum, objective.count(batch), *measured]) * settings.counts_rows
         else:
-            loss = forward_loss(model, part, objective.token_loss).double() * settings.counts_tokens
-            sums += torch.stack([loss, objective.count(moved) * settings.counts_rows])
+            loss = forward_loss(model, local, objective.token_loss).double() * settings.counts_tokens
+            sums += torch.stack([loss, objective.count(batch) * settings.counts_rows])
     return sums, False

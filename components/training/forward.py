@@ -1,4 +1,4 @@
-"""The forward of a micro-batch: what training, evaluation and the first pass of objectives of whole rows share."""
+"""The forward of a micro-batch, for training, evaluation and the scoring pass of row-weighted objectives (DPO)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from components.training.setup.prepared import Prepared, StepSettings
 from components.training.setup.router_loss import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
 
 
-def local_part(batch: Batch, settings: StepSettings, router_loss: RouterLoss | None = None) -> Batch:
-    """Return what this rank computes of a micro-batch on its device: under cp a part of each row.
+def local_batch(batch: Batch, settings: StepSettings, router_loss: RouterLoss | None = None) -> Batch:
+    """Return this rank's part of a micro-batch: under cp a shard of each row, else the batch itself.
 
     Args:
         batch: Whole rows, on the device.
-        router_loss: If given, decoder layers get the weights of sequences that their routers' loss needs.
+        router_loss: If given, the layer inputs include the sequence weights that the routers' loss needs.
     """
     if router_loss is not None:
         weights = sequence_weights(batch.targets, batch.document_bounds)
@@ -32,12 +32,13 @@ def local_part(batch: Batch, settings: StepSettings, router_loss: RouterLoss | N
 
 
 def forward_loss(model: Prepared, batch: Batch, token_loss: TokenLoss = PLAIN.token_loss) -> torch.Tensor:
-    """Forward a micro-batch without a backward; return the sum of this rank's token losses.
+    """Return the sum of this rank's token losses of a micro-batch, for evaluation.
 
-    A forward of a sharded model is a collective: call it on all ranks.
+    The forward of a sharded model is a collective: call it on all ranks. Pipeline ranks without the last stage return
+    zero.
 
     Args:
-        batch: This rank's part: see `local_part`.
+        batch: This rank's part, from `local_batch`.
     """
     output = _forward(model, batch, token_loss, per_token=False)
     if output is None:
@@ -46,26 +47,26 @@ def forward_loss(model: Prepared, batch: Batch, token_loss: TokenLoss = PLAIN.to
 
 
 def training_loss(model: Prepared, batch: Batch, token_loss: TokenLoss) -> torch.Tensor:
-    """Return the sum of a micro-batch's token losses, to run the backward of. Not for pipelines."""
-    # Rows are padded on the right: under causal attention no real token attends to padding, so no mask is needed; the
-    # attention that models are built with asks for none, and so never makes the host wait.
+    """Return the sum of this rank's token losses of a micro-batch, with its autograd graph. Not for pipelines."""
+    # No attention mask is passed: rows are padded on the right, so under causal attention no real token attends to
+    # padding. Building a mask would also make the host wait for the device.
     inputs, settings = batch.model_inputs(), model.settings
     with autocast(settings):
         if settings.takes_targets:
-            of_head = head_keywords(batch.target_count, token_loss)
-            return model.called(**inputs, **batch.head_inputs(), **of_head, use_cache=False)
+            head_kwargs = head_keywords(batch.target_count, token_loss)
+            return model.called(**inputs, **batch.head_inputs(), **head_kwargs, use_cache=False)
         logits = model.called(**inputs, use_cache=False).logits
     return token_loss.of_logits(logits, batch.targets, batch.token_weights)
 
 
 @torch.no_grad()
 def score_rows(model: Prepared, batches: Sequence[Batch]) -> RowScores:
-    """Return the log-probabilities of the targets of whole rows, of micro-batches one after another. A collective.
+    """Return the summed log-probability of the targets of each row of the micro-batches. A collective.
 
-    Under pp they are right on the ranks of the last stage and zero on the others.
+    Under pp, ranks without the last stage return zeros.
 
     Args:
-        batches: This rank's parts: see `local_part`.
+        batches: This rank's parts, from `local_batch`.
     """
     log_probs, lengths = [], []
     for batch in batches:
@@ -85,27 +86,27 @@ def score_rows(model: Prepared, batches: Sequence[Batch]) -> RowScores:
 def weigh_rows(
     model: Prepared, batches: Sequence[Batch], objective: Objective
 ) -> tuple[list[Batch], RowScores, RowWeights]:
-    """Return micro-batches with the token weights of an objective of whole rows, and what they follow from.
+    """Score the rows of a step, and return the micro-batches with token weights, the scores, and the row weights.
 
-    A collective.
+    For objectives with `needs_row_scores`. A collective.
     """
     scores = score_rows(model, batches)
-    weighted = objective.weights(scores)
-    factors = weighted.factors.split([batch.shape[0] for batch in batches])
-    parts = [
+    row_weights = objective.weights(scores)
+    factors = row_weights.factors.split([batch.shape[0] for batch in batches])
+    weighted = [
         replace(batch, token_weights=factor[:, None].expand(batch.shape).contiguous())
         for batch, factor in zip(batches, factors, strict=True)
     ]
-    return parts, scores, weighted
+    return weighted, scores, row_weights
 
 
 def head_keywords(target_count: int | None, token_loss: TokenLoss, *, per_token: bool = False) -> dict[str, Any]:
-    """Return the keywords of a model that takes targets, besides the tensors of `Batch.head_inputs`."""
+    """Return the keyword arguments that a model with a loss head takes besides `Batch.head_inputs`."""
     return {"target_count": target_count, "token_loss": token_loss, "per_token": per_token}
 
 
 def autocast(settings: StepSettings) -> AbstractContextManager[None]:
-    """Context of a forward in the type that the strategy leaves to autocast."""
+    """Return the autocast context of a forward; a null context where FSDP2 sets the compute dtype."""
     if settings.autocast is None:
         return nullcontext()
     return torch.autocast(settings.device.type, dtype=settings.autocast)
@@ -114,15 +115,15 @@ def autocast(settings: StepSettings) -> AbstractContextManager[None]:
 def _forward(model: Prepared, batch: Batch, token_loss: TokenLoss, *, per_token: bool) -> torch.Tensor | None:
     """Return the sum of token losses, or the losses (batch, seq); None on pipeline ranks without the last stage."""
     settings, pipeline = model.settings, model.pipeline
-    of_head = None
+    head_kwargs = None
     if settings.takes_targets:
-        of_head = head_keywords(batch.target_count, token_loss, per_token=per_token)
+        head_kwargs = head_keywords(batch.target_count, token_loss, per_token=per_token)
     if pipeline is not None:
-        output: Any = pipeline.forward(batch, of_head)
+        output: Any = pipeline.forward(batch, head_kwargs)
         if output is None:
             return None
     else:
-        targets = {} if of_head is None else batch.head_inputs() | of_head
+        targets = {} if head_kwargs is None else batch.head_inputs() | head_kwargs
         with autocast(settings):
             output = model.module(**batch.model_inputs(), **targets, use_cache=False)
             output = output if settings.takes_targets else output.logits

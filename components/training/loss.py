@@ -1,4 +1,4 @@
-"""Losses are sums over target tokens; whoever reports or differentiates a mean divides once, by the global count."""
+"""Counting of targets. Losses are sums over target tokens, and the caller divides once by the global count."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["count_targets", "reduce_loss"]
 
 
 def count_targets(targets: torch.Tensor) -> torch.Tensor:
-    """Return how many of `targets` (batch, seq) are not ignored, as a float64 scalar on their device.
+    """Return the number of targets (batch, seq) that are not ignored, as a float64 scalar on their device.
 
-    float64 counts exactly up to 2^53.
+    float64 represents counts exactly up to 2^53.
     """
     return (targets != IGNORED).sum().to(torch.float64)

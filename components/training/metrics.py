@@ -1,4 +1,4 @@
-"""The numbers of a step, read by the host a fixed number of steps later on every rank."""
+"""Step metrics, copied to the host asynchronously and read a fixed number of steps later on every rank."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from dataclasses import dataclass, field
 import torch
 
 FIELDS = ("loss", "grad_norm", "tokens", "skipped", "preempt", "interrupt", "save", "seconds_at_peak")
-"""What a step's vector begins with, in this order; the metrics of its objective follow."""
+"""First elements of a step's vector, in this order; the metrics of the objective follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """The numbers of a step, still on the device; equal on every rank."""
+    """Metrics of a step on the device, the same on every rank."""
 
     vector: torch.Tensor  # (fields,) float64
     names: tuple[str, ...] = FIELDS
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return one number, a scalar on the device."""
+        """Return one metric, a scalar on the device."""
         return self.vector[self.names.index(name)]
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One optimizer step as the host sees it."""
+    """Metrics of one optimizer step on the host."""
 
     step: int
-    """Optimizer step, the first is 1."""
+    """Number of the optimizer step, starting at 1."""
     loss: float
-    """Mean loss over the units of the whole step: the number that was optimized."""
+    """Mean loss over the units of the global batch: the value whose gradient was applied."""
     grad_norm: float
     """Global norm of the gradients before clipping."""
     tokens: int
-    """Target tokens of the step, over all ranks."""
+    """Target tokens of the step, summed over all ranks."""
     seconds: float
-    """Time that the host took for the step, its data included; in a steady state the device's time too."""
+    """Host time of the step, including data loading; in steady state equal to the device time."""
     skipped: bool
     """The update was skipped because the gradients were not finite."""
     preempt: bool
-    """A rank was told to save and leave (SIGTERM, SIGUSR2)."""
+    """Some rank received a preemption signal (SIGTERM, SIGUSR2)."""
     interrupt: bool
-    """A rank was interrupted (Ctrl-C)."""
+    """Some rank was interrupted (Ctrl-C)."""
     must_save: bool
-    """A rank's clock said that a save is due; equal on every rank."""
+    """A time-based save is due on some rank; the same on every rank."""
     seconds_at_peak: float = 0.0
-    """Time that all devices would take for the step at their peak; over `seconds` it is the MFU. 0: not known."""
+    """Time the step would take at the devices' peak FLOP/s; divided by `seconds` it is the MFU. 0: unknown."""
     others: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the objective, and what the recipe logged of this step, by name."""
+    """Metrics of the objective and values logged by the recipe, by name."""
 
     @property
     def must_stop(self) -> bool:
-        """Whether any rank was asked to stop; equal on every rank."""
+        """Whether any rank has a stop request; the same on every rank."""
         return self.preempt or self.interrupt
 
 
 class HostCopy:
-    """A copy of a device tensor on its way to the host, started at once and read when the device has long passed it."""
+    """Asynchronous copy of a device tensor to pinned host memory, started on construction."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
@@ -72,47 +72,48 @@ class HostCopy:
         self._tensor = tensor
 
     def read(self) -> torch.Tensor:
-        """Return the tensor on the host, waiting for the copy if it is not there yet."""
+        """Wait for the copy and return the tensor on the host."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._tensor
 
 
 class StepReader:
-    """Hands a step's numbers to the host `lag` steps after it was made.
+    """Queue that returns a step's metrics on the host `lag` steps later.
 
-    The copy to pinned memory starts at once and is read when the device has long passed it, so that the host does not
-    wait. The lag is fixed, never "when ready": all ranks learn the same thing at the same step, and stop together.
+    The copy to pinned memory starts immediately and is read one or more steps later, when it has long completed, so
+    the host does not wait. The lag is fixed rather than "when ready", so that all ranks read the same metrics at the
+    same step and stop together.
     """
 
     def __init__(self, lag: int = 1) -> None:
         self.lag = lag
-        self._waited = 0.0  # for steps that were drained: the next step's, as its wait for the one before would be
+        self._waited = 0.0  # seconds spent in `flush`; part of the next step's time, like the wait in `push`
         self._pending: deque[_Pending] = deque()
         self._logged: dict[str, HostCopy | float] = {}
 
     def log(self, values: Mapping[str, torch.Tensor | float]) -> None:
-        """Keep values of the step that is pushed next, to be read with its numbers; scalars of a device do not wait."""
+        """Add values to the step that is pushed next; device scalars are copied asynchronously like its metrics."""
         for name, value in values.items():
             self._logged[name] = HostCopy(value.detach()) if isinstance(value, torch.Tensor) else float(value)
 
     def push(self, step: int, numbers: StepNumbers, began: float, drain: bool = False) -> list[StepMetrics]:
-        """Start the copy of a step's numbers and return what has arrived: step `step - lag`, if there is one.
+        """Start the copy of a step's metrics, and return those of step `step - lag` if there is one.
 
         Args:
-            began: `time.perf_counter()` when the step began.
-            drain: Wait for the device and return this step too, before an evaluation or a save. Asked for at every
-                step, it hands out every step: a request to stop reaches the loop whatever is due.
+            began: `time.perf_counter()` at the start of the step.
+            drain: Wait for the device and return this step's metrics too, after those still pending. Used before an
+                evaluation or a save.
         """
         copy, logged = HostCopy(numbers.vector), self._logged
-        arrived = [self._pop()] if len(self._pending) == self.lag else []  # here the host waits for the device
+        arrived = [self._pop()] if len(self._pending) == self.lag else []  # the host may wait here
         seconds = time.perf_counter() - began + self._waited
         self._pending.append(_Pending(step, copy, numbers.names, logged, seconds))
         self._waited, self._logged = 0.0, {}
         return [*arrived, *self.flush()] if drain else arrived
 
     def flush(self) -> list[StepMetrics]:
-        """Wait for the device and return the metrics of every step not yet read."""
+        """Wait for the device and return the metrics of all pending steps."""
         began = time.perf_counter()
         arrived = [self._pop() for _ in range(len(self._pending))]
         self._waited += time.perf_counter() - began
@@ -142,7 +143,7 @@ class StepReader:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A step whose numbers are on their way."""
+    """A step whose metrics have not been read yet."""
 
     step: int
     copy: HostCopy

@@ -1,7 +1,7 @@
-"""The mechanics around a recipe's loop: resume, steps, reports, saves.
+"""The machinery around a recipe's training loop: resume, step iterator, reports and saves.
 
-`Run` owns no policy. It calls neither the model nor a function of the recipe: the recipe writes the loop, decides what
-is trained and evaluated, and may ignore what is due.
+`Run` holds no policy. The recipe owns the loop: it calls the model, decides what is trained and evaluated, and may
+ignore an evaluation or a save that is due.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ if TYPE_CHECKING:
     from components.training.step import StepNumbers
 
 LAG = 1
-"""Steps after which a step's numbers are read, so that the host never waits for the device."""
+"""Number of steps after which a step's metrics are read, so that the host does not wait for the device."""
 
 
 class Run(Attempt):
-    """One attempt of a training run on this rank, from the start of the processes to result.json."""
+    """One attempt of a training run on this rank, from process-group start-up to result.json."""
 
     def __init__(self, cfg: TrainConfig) -> None:
-        """Start the processes, build the mesh, seed the generators and divide the batch. A collective."""
+        """Start the process group, build the mesh, seed the random number generators and divide the global batch.
+
+        A collective.
+        """
         super().__init__(cfg, "training", cfg.training.step_timeout_seconds)
         self.cfg = cfg
         padding = data.Padding.on(self.device, self.mesh.sequence_multiple, cfg.training.seq_len)
         self.plan = data.BatchPlan.of(cfg.training, self.mesh.rank("dp"), self.mesh.size("dp"), padding)
-        """Which rows of each global batch are this rank's."""
+        """Assignment of the global batch's rows to dp ranks and micro-batches."""
         self.resume_from = checkpoint.find_checkpoint(self.dir, cfg.run.resume)
         self._step_contexts = ExitStack()
 
@@ -61,19 +64,22 @@ class Run(Attempt):
         batches: data.TrainBatches,
         held_out: data.EvalBatches | None = None,
     ) -> None:
-        """Load the checkpoint of an earlier attempt, if there is one, and print the banner. A collective.
+        """Load the checkpoint to resume from, if there is one, and print the banner. A collective.
 
         Args:
-            optimizer: One, or several by name. All share one gradient norm and one decision to skip an update.
-            held_out: For the banner.
+            optimizer: One optimizer, or several by name. All share one gradient norm and one decision to skip an
+                update.
+            held_out: Held-out batches, for the banner only.
 
-        Raises ConfigError where the data or its order differ from the checkpoint's and that is not accepted.
+        Raises ConfigError if the data or its order differ from the checkpoint's and run.accept_changes does not allow
+        it.
         """
         cfg = self.cfg
         self._model, self._optimizer, self._batches = model, optimizer, batches
         self._watch.follow(model.called)
         title = observability.run_title(cfg.model, cfg.data, self.mesh.shape)
-        # Before the checkpoint is loaded: what the reporter imports draws random numbers.
+        # Must precede the load of the checkpoint, which restores the random states: the reporter's imports draw random
+        # numbers.
         self._report = observability.Reporter(cfg.logging, self.dir, self._reports, cfg.training.max_steps, title)
         if self.resume_from is not None:
             saved = checkpoint.load_checkpoint(self.resume_from, model.module, optimizer)
@@ -81,7 +87,7 @@ class Run(Attempt):
             batches.load_state_dict(saved["data"], cfg.run.accept_changes)
         self.state.optimizer = " and ".join(type(each).__name__ for each in checkpoint.list_optimizers(optimizer))
         self._resumed_at = self.state.step
-        self._show_start(model, batches.dataset, held_out)
+        self._print_start(model, batches.dataset, held_out)
         self._report.continue_from(self.state.step)
         self._reader, self._clock = StepReader(LAG), SaveClock(cfg.checkpoint.every_minutes)
         self._traffic = distributed.StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
@@ -90,18 +96,18 @@ class Run(Attempt):
         self._gc = GarbageCollection(cfg.training.gc_every)
         self._enter(self._report, self._stop, self._watch, self._saver, self._gc)
 
-    def _show_start(self, model: Prepared, train_set: Any, held_out: data.EvalBatches | None) -> None:
+    def _print_start(self, model: Prepared, train_set: Any, held_out: data.EvalBatches | None) -> None:
         cfg = self.cfg
         batch = f"{self.plan}, up to {cfg.training.seq_len} tokens each"
         facts = [self.plan.facts(train_set), *([] if held_out is None else [held_out.facts])]
         self._print_banner(model, cfg.model.path or "from scratch", batch, [*facts, *model.notes])
         for index in range(min(cfg.logging.examples, len(train_set))):
-            self.say(f"\nexample {index}, what carries loss in [[ ]]:\n{train_set.show(index)}")
+            self.say(f"\nexample {index}, target tokens in [[ ]]:\n{train_set.show(index)}")
         if self.resume_from is not None:
             self.say(f"resumed from {self.resume_from}")
 
     def steps(self) -> Iterator[Step]:
-        """Yield every step that is left, until the last one or a request to stop."""
+        """Yield the remaining steps, until training.max_steps or a stop request."""
         cfg = self.cfg
         while self.state.step < cfg.training.max_steps and not self.stopped:
             began = time.perf_counter()
@@ -110,37 +116,40 @@ class Run(Attempt):
             number = self.state.step + 1
             for context in (self._traffic.step(), self._watch.step(number), self._profile.step(), self._gc.step()):
                 self._step_contexts.enter_context(context)
-            asked = (*self._stop.flags(), self._clock.due())
-            step = Step(self, number, self._report.next_batch(self._batches), asked, began)
+            requests = (*self._stop.flags(), self._clock.due())
+            step = Step(self, number, self._report.next_batch(self._batches), requests, began)
             yield step
             if not step.is_done:
                 raise RuntimeError(f"step {number} of run.steps() was not ended: call step.done(train_step(...)) in it")
         self._read_all()
 
     def log(self, step: Step, **values: torch.Tensor | float) -> None:
-        """Log numbers of a step in metrics.jsonl and the trackers, before `step.done`; rank 0's are written.
+        """Log additional values of a step to metrics.jsonl and the trackers. Call it before `step.done`.
 
-        Scalars of a device are read with the step's other numbers, so that the host does not wait. Nothing is reduced
-        over ranks.
+        Device scalars are read with the step's other metrics, so the host does not wait. Values are not reduced over
+        ranks: those of rank 0 are logged.
         """
         if step.is_done:
             raise RuntimeError(
-                f"run.log(step, ...) after step.done: the numbers of step {step.number} are on their way"
+                f"run.log(step, ...) was called after step.done() of step {step.number}: call it before step.done()"
             )
         self._reader.log(values)
 
     def report_eval(self, measured: Evaluation) -> None:
-        """Log what `evaluate` measured; an evaluation that was stopped has no loss."""
+        """Log an evaluation; one that was stopped has no loss."""
         self._read_all()
         self._log_eval(measured)
         self.state.begin(self.eval_loss)
 
     def save(self, step: Step) -> None:
-        """Save a checkpoint after a step, marked with its held-out loss if the step had one. A collective."""
+        """Save a checkpoint after a step, recording the held-out loss if the step was evaluated. A collective."""
         self._save(checkpoint.Mark(self.eval_loss if step.due_eval else None, ephemeral=not step.save_is_scheduled))
 
     def finish(self) -> None:
-        """Save what is not saved, and wait until it is written. A collective; the loop may have been left early."""
+        """Save the last checkpoint if it is due, and wait for all writes. A collective.
+
+        The loop may have been left early.
+        """
         self._step_contexts.close()
         self._read_all()
         is_new = self.state.step > self._resumed_at or not (self.resume_from or self.stopped)
@@ -149,7 +158,7 @@ class Run(Attempt):
         self._saver.wait()
 
     def export(self, tokenizer: Any) -> None:
-        """Write the folders that transformers and PEFT load, as checkpoint.export and peft.export say. A collective."""
+        """Export the model for transformers and PEFT, according to checkpoint.export and peft.export. A collective."""
         cfg = self.cfg
         if not cfg.checkpoint.export:
             return
@@ -187,37 +196,37 @@ class Run(Attempt):
             self.state.record(step)
             lr = learning_rate(cfg.optimizer, step.step - 1, cfg.training.max_steps)
             self._report.step(step, lr=lr, tokens=self.state.tokens, every=cfg.training.log_every)
-            self.state.refuse_to_diverge(step, cfg.training)
+            self.state.raise_if_diverged(step, cfg.training)
 
 
 @dataclass(slots=True)
 class Step:
-    """One turn of the recipe's loop."""
+    """One step of the recipe's training loop."""
 
     run: Run
     number: int
-    """The first is 1."""
+    """Number of the step, starting at 1."""
     batches: list[Batch]
     """This rank's micro-batches."""
-    asked: tuple[float, float, float]
-    """(preempt, interrupt, save) of this rank, for the reduction of `train_step`."""
+    requests: tuple[float, float, float]
+    """This rank's (preempt, interrupt, save) requests as 0 or 1, which `train_step` reduces over all ranks."""
     began: float
-    """`time.perf_counter()` when it began."""
+    """`time.perf_counter()` at the start of the step."""
     due_eval: bool = False
-    """The schedule has an evaluation here (training.eval_every)."""
+    """Whether an evaluation is scheduled after this step (training.eval_every)."""
     save_is_scheduled: bool = False
-    """The schedule has a save here (checkpoint.every)."""
+    """Whether a save is scheduled after this step (checkpoint.every)."""
     save_is_late: bool = False
-    """The last save was checkpoint.every_minutes ago, on some rank."""
+    """Whether the last save was at least checkpoint.every_minutes ago on some rank."""
     is_done: bool = False
-    """`done` was called."""
+    """Whether `done` was called."""
 
     @property
     def due_save(self) -> bool:
-        """Whether to save now; a run that stops saves at its end."""
+        """Whether to save now; False in a run that is stopping, which saves in `Run.finish`."""
         return (self.save_is_scheduled or self.save_is_late) and not self.run.stopped
 
     def done(self, numbers: StepNumbers) -> None:
-        """End the step with what `train_step` returned; the numbers of the step before it are logged."""
+        """End the step with the metrics that `train_step` returned, and log those of the step before."""
         self.is_done = True
         self.run._end_step(self, numbers)

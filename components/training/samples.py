@@ -1,4 +1,4 @@
-"""Sample texts of a model on its mesh, for people to read."""
+"""Sample generations during a run, printed for inspection."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from components.training.evaluation import Interruptible
 from components.training.setup.prepared import Prepared
 
 
-class ShowsGenerations(Interruptible, Protocol):
-    """What `show_generations` takes of a run."""
+class GenerationRun(Interruptible, Protocol):
+    """Attributes of a run that `show_generations` uses."""
 
-    def report_generations(self, answered: list[tuple[str, str]]) -> None:
-        """Print prompts with the model's answers."""
+    def report_generations(self, generations: list[tuple[str, str]]) -> None:
+        """Print (prompt, answer) pairs on rank 0."""
 
 
 def show_generations(
-    model: Prepared, tokenizer: Any, held_out: data.HasPrompts, cfg: GenerationConfig, run: ShowsGenerations
+    model: Prepared, tokenizer: Any, held_out: data.HasPrompts, cfg: GenerationConfig, run: GenerationRun
 ) -> None:
-    """Print prompts, of the held-out set and of `generation.prompts`, with the model's answers. A collective.
+    """Generate and print answers to held-out prompts and to `generation.prompts`. A collective.
 
-    A run that was asked to stop shows none.
+    Nothing is printed once a stop request arrives.
     """
     prompts = [*data.sample_prompts(held_out, cfg.samples), *cfg.prompts]
     with run.status("generating"), distributed.whole_rows(model.called, run.mesh, model.parallelism) as forward:

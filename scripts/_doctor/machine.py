@@ -1,4 +1,4 @@
-"""Checks of CPUs, memory, GPUs as the driver reports them, disks, and the network between nodes."""
+"""Checks of CPUs, memory, the GPU driver, disks, and the network between nodes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from scripts._doctor.check import (
     OK,
     PROBLEM,
     Check,
-    ask,
     existing,
     gib,
     read_text,
+    run_command,
     shorten,
     variable,
     why_not_writable,
@@ -29,7 +29,7 @@ NETWORKED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", 
 
 
 def check_machine() -> list[Check]:
-    """Report CPUs, memory and shared memory as far as this process may use them."""
+    """Report the CPUs, memory and shared memory available to this process."""
     return [_cpus(), _memory(), _shared_memory()]
 
 
@@ -37,10 +37,10 @@ def _cpus() -> Check:
     total = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     quota = read_text(Path("/sys/fs/cgroup/cpu.max")).split()
-    told = f"{usable} of {total} usable" if usable < total else f"{total}"
+    finding = f"{usable} of {total} usable" if usable < total else f"{total}"
     if len(quota) == 2 and quota[0].isdigit() and int(quota[0]) / int(quota[1]) < usable:
-        told += f", limited to the time of {int(quota[0]) / int(quota[1]):g} (cgroup)"
-    return Check("cpus", OK, told)
+        finding += f", limited to {int(quota[0]) / int(quota[1]):g} CPUs by the cgroup quota"
+    return Check("cpus", OK, finding)
 
 
 def _memory() -> Check:
@@ -53,124 +53,122 @@ def _memory() -> Check:
     if limit.isdigit() and int(limit) < total:
         used = read_text(Path("/sys/fs/cgroup/memory.current")).strip()
         total, free = int(limit), min(free, int(limit) - (int(used) if used.isdigit() else 0))
-    told = f"{gib(free)} of {gib(total)} free"
+    finding = f"{gib(free)} of {gib(total)} free"
     if free < LITTLE_MEMORY:
-        return Check("memory", NOTE, f"{told}: little for more than a tiny model", "model=tiny, or more memory")
-    return Check("memory", OK, told)
+        return Check("memory", NOTE, f"{finding}: enough for a tiny model only", "set model=tiny, or free memory")
+    return Check("memory", OK, finding)
 
 
 def _shared_memory() -> Check:
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
-        return Check("/dev/shm", NOTE, "there is none; NCCL needs it within a node")
+        return Check("/dev/shm", NOTE, "does not exist; NCCL needs it within a node")
     if free < LITTLE_SHM:
-        mend = "in a container: docker run --ipc=host or --shm-size=8g"
-        return Check("/dev/shm", NOTE, f"{gib(free)} free: little for NCCL with several GPUs", mend)
+        fix = "in a container: docker run --ipc=host or --shm-size=8g"
+        return Check("/dev/shm", NOTE, f"{gib(free)} free: possibly too little for NCCL with several GPUs", fix)
     return Check("/dev/shm", OK, f"{gib(free)} free")
 
 
 def check_driver() -> list[Check]:
     """Report the GPUs that nvidia-smi lists."""
-    answer = ask("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    if answer.status == 0 and answer.output.strip():
-        cards = [line.strip() for line in answer.output.splitlines() if line.strip()]
-        more = f" and {len(cards) - 1} more" if len(cards) > 1 else ""
-        return [Check("driver", OK, f"{cards[0]}{more}")]
-    return [Check("driver", NOTE, f"no GPU: {shorten(answer.complaint, 90)}")]
+    result = run_command("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    if result.status == 0 and result.output.strip():
+        gpus = [line.strip() for line in result.output.splitlines() if line.strip()]
+        more = f" and {len(gpus) - 1} more" if len(gpus) > 1 else ""
+        return [Check("driver", OK, f"{gpus[0]}{more}")]
+    return [Check("driver", NOTE, f"no GPU: {shorten(result.error_line, 90)}")]
 
 
 def check_disk() -> list[Check]:
     """Check the folders for runs and for temporary files."""
     try:
-        outputs = _place(
-            "outputs", Path.cwd() / "outputs", "run.dir=/a/folder/of/yours, or another folder to start from"
+        outputs = _check_folder(
+            "outputs", Path.cwd() / "outputs", "set run.dir=/path/to/folder, or start from another folder"
         )
     except OSError:
-        outputs = Check("outputs", PROBLEM, "this folder is gone", "cd to another one")
-    mend = "export TMPDIR=/a/folder/of/yours"
+        outputs = Check("outputs", PROBLEM, "the current folder does not exist any more", "cd to another one")
+    fix = "export TMPDIR=/path/to/folder"
     try:
-        return [outputs, _place("tmp", Path(tempfile.gettempdir()), mend)]
+        return [outputs, _check_folder("tmp", Path(tempfile.gettempdir()), fix)]
     except OSError:
-        return [outputs, Check("tmp", PROBLEM, "no folder for temporary files can be written", mend)]
+        return [outputs, Check("tmp", PROBLEM, "no folder for temporary files is writable", fix)]
 
 
-def _place(topic: str, path: Path, mend: str) -> Check:
+def _check_folder(topic: str, path: Path, fix: str) -> Check:
     reason = why_not_writable(path)
     if reason:
-        return Check(topic, PROBLEM, f"{path} cannot be written: {reason}", mend)
-    told, free = describe_place(path)
+        return Check(topic, PROBLEM, f"{path} is not writable: {reason}", fix)
+    finding, free = describe_disk(path)
     if free < NO_DISK:
-        return Check(topic, PROBLEM, f"{told}: too little", mend)
+        return Check(topic, PROBLEM, f"{finding}: too little", fix)
     if free < LITTLE_DISK:
-        return Check(topic, NOTE, f"{told}: little for checkpoints", mend)
-    return Check(topic, OK, told)
+        return Check(topic, NOTE, f"{finding}: too little for most checkpoints", fix)
+    return Check(topic, OK, finding)
 
 
-def describe_place(path: Path) -> tuple[str, float]:
-    """Return a description of the disk that holds `path` or would hold it, and its free bytes."""
+def describe_disk(path: Path) -> tuple[str, float]:
+    """Return a description of the disk that holds `path`, or would hold it, and its free bytes."""
     try:
         usage = shutil.disk_usage(existing(path))
     except OSError as error:
         return f"{path}: {error.strerror}", float("inf")
     kind = file_system(path)
-    where = ", network" if is_networked(kind) else ", local" if kind else ""
-    return f"{path}: {gib(usage.free)} of {gib(usage.total)} free ({kind or 'unknown'}{where})", usage.free
+    location = ", network" if is_networked(kind) else ", local" if kind else ""
+    return f"{path}: {gib(usage.free)} of {gib(usage.total)} free ({kind or 'unknown'}{location})", usage.free
 
 
 def file_system(path: Path) -> str:
-    """Return the type of the file system that holds `path` or would hold it, '' if unknown."""
-    place, best, kind = os.path.realpath(existing(path)), "", ""
+    """Return the type of the file system that holds `path`, or would hold it; '' if unknown."""
+    real, best, kind = os.path.realpath(existing(path)), "", ""
     for line in read_text(Path("/proc/mounts")).splitlines():
         fields = line.split()
         if len(fields) < 3:
             continue
         mount = fields[1].replace("\\040", " ")
-        if (place == mount or place.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
+        if (real == mount or real.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
             best, kind = mount, fields[2]
     return kind
 
 
 def is_networked(kind: str) -> bool:
-    """Return whether other nodes usually mount a file system of this type; most fuse ones are a cluster's."""
+    """Return whether a file system of this type is usually shared between nodes; most fuse ones on clusters are."""
     return kind in NETWORKED or kind.startswith(("fuse.", "nfs"))
 
 
 def check_network() -> list[Check]:
-    """Check the interface for gloo and NCCL between nodes: variables, RDMA devices, the host's name."""
+    """Check the interface that gloo and NCCL use between nodes: environment variables, RDMA devices, the host name."""
     names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
-    asked = variable("GLOO_SOCKET_IFNAME")
-    if asked:
-        unknown = [name for name in asked.split(",") if name not in names]
+    configured = variable("GLOO_SOCKET_IFNAME")
+    if configured:
+        unknown = [name for name in configured.split(",") if name not in names]
         if unknown:
-            told = f"GLOO_SOCKET_IFNAME={asked}: there is no such interface (there are: {', '.join(sorted(names))})"
-            return [Check("network", PROBLEM, told, "unset GLOO_SOCKET_IFNAME, or name one of these")]
-        return [Check("network", OK, f"gloo: {asked} (GLOO_SOCKET_IFNAME){_nccl()}")]
+            finding = f"GLOO_SOCKET_IFNAME={configured}: no such interface (existing: {', '.join(sorted(names))})"
+            return [Check("network", PROBLEM, finding, "unset GLOO_SOCKET_IFNAME, or set it to an existing interface")]
+        return [Check("network", OK, f"gloo: {configured} (GLOO_SOCKET_IFNAME){_nccl()}")]
     host = socket.gethostname()
-    mend = "for several nodes: export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    fix = "for several nodes: export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)})
     except (OSError, UnicodeError):
-        return [
-            Check("network", NOTE, f"the name of this host, {host}, does not resolve; loopback is used{_nccl()}", mend)
-        ]
+        return [Check("network", NOTE, f"the host name {host} does not resolve; gloo uses the loopback{_nccl()}", fix)]
     if all(address.startswith("127.") or address == "::1" for address in addresses):
-        told = f"{host} resolves to {addresses[0]}, which no other node can reach{_nccl()}"
-        return [Check("network", NOTE, told, mend)]
-    where = [f"{address}{_interface_of(address)}" for address in addresses[:2]]
-    return [Check("network", OK, f"gloo between nodes: {', '.join(where)}, the address of {host}{_nccl()}")]
+        finding = f"{host} resolves to {addresses[0]}, which other nodes cannot reach{_nccl()}"
+        return [Check("network", NOTE, finding, fix)]
+    found = [f"{address}{_interface_of(address)}" for address in addresses[:2]]
+    return [Check("network", OK, f"gloo between nodes: {', '.join(found)}, the address of {host}{_nccl()}")]
 
 
 def _nccl() -> str:
-    asked = variable("NCCL_SOCKET_IFNAME")
-    if asked:
-        return f"; NCCL: {asked} (NCCL_SOCKET_IFNAME)"
+    configured = variable("NCCL_SOCKET_IFNAME")
+    if configured:
+        return f"; NCCL: {configured} (NCCL_SOCKET_IFNAME)"
     devices = [path.name for path in sorted(Path("/sys/class/infiniband").glob("*"))]
     return f"; RDMA devices: {', '.join(devices[:4])}" if devices else ""
 
 
 def _interface_of(address: str) -> str:
-    for line in ask("ip", "-o", "addr").output.splitlines():
+    for line in run_command("ip", "-o", "addr").output.splitlines():
         fields = line.split()
         if len(fields) > 3 and fields[3].split("/")[0] == address:
             return f" ({fields[1]})"

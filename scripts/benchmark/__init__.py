@@ -1,1 +1,1 @@
-"""Measurements that anyone can repeat, with the packages that people would use instead beside them."""
+"""Reproducible benchmarks, with alternative packages measured for comparison."""

@@ -1,4 +1,4 @@
-"""The arithmetic and the table of compare.py: ratios, the gate over loss curves, console, Markdown, CSV and PNG."""
+"""Report of compare.py: ratios, the comparison of loss curves, and the table for console, Markdown, CSV and PNG."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from scripts.benchmark.peers.workload import Workload
 
 OURS = "meshbook"
 GATED_STEPS = 50
-"""Losses of so many steps decide whether two arms train one curve; later ones have to be finite."""
+"""Number of first steps whose losses are compared with the reference; later losses must only be finite."""
 FLOAT32_BOUND = 1e-5
-"""Relative difference that these losses may have in float32: some tens of times what rounding makes of them."""
+"""Bound of the relative difference of these losses in float32, a few tens of times larger than rounding errors."""
 COLUMNS = (
     "arm",
     "target tokens/s",
     "spread",
-    "ours over it",
-    "of the roof",
+    "Meshbook / arm",
+    "of matmul peak",
     "peak GiB",
     "worst loss difference",
     "verdict",
 )
 WIDTH = 160
-"""Of a table that is not printed to a terminal."""
+"""Width of the table if the output is not a terminal."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What an arm told of one turn: of its counted steps, but for the losses, which are those of all."""
+    """Measurements of one run of an arm over its measured steps; the losses are those of all steps."""
 
     losses: list[float]
     seconds: float
@@ -46,27 +46,27 @@ class Turn:
     memory: dict[str, float]
     """Peak memory in GiB: allocated and reserved on CUDA, resident on a CPU."""
     settings: dict[str, Any]
-    """What its optimizer did."""
+    """Effective optimizer settings."""
     versions: dict[str, str]
     cost: float
-    """Seconds that count: by the clock on CUDA, of a processor on a CPU."""
+    """Seconds used for throughput: wall time on CUDA, processor time on a CPU."""
     targets: int
-    """Tokens that carry loss."""
+    """Number of target tokens."""
     flops: float
-    """That the model needs, without padding and recomputation."""
+    """Model FLOPs, without padding and recomputation."""
 
 
 @dataclass
 class Arm:
-    """One way to train, and what came of it."""
+    """A framework's runs of the workload."""
 
     name: str
     turns: list[Turn] = field(default_factory=list)
     reason: str = ""
-    """Why it was not measured."""
+    """Why it was not measured; empty if it was."""
 
     def add(self, turn: Turn | str) -> None:
-        """Take a turn, or the reason why there is none; an arm that failed once is not measured."""
+        """Add a run, or the reason of its failure; an arm that failed once is not measured."""
         if isinstance(turn, str):
             self.reason = first_line(turn)
         else:
@@ -74,44 +74,45 @@ class Arm:
 
     @property
     def speed(self) -> float:
-        """Target tokens per second: the median of its turns."""
+        """Target tokens per second, the median of its runs."""
         return statistics.median(turn.targets / turn.cost for turn in self.turns)
 
     @property
     def spread(self) -> float:
-        """How far its fastest turn is from its slowest, over the median: what is below that is noise."""
+        """Difference between the fastest and the slowest run, relative to the median: the size of the noise."""
         speeds = [turn.targets / turn.cost for turn in self.turns]
         return (max(speeds) - min(speeds)) / self.speed
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s that the model needs: the median of its turns."""
+        """Model TFLOP/s, the median of its runs."""
         return statistics.median(turn.flops / turn.cost for turn in self.turns) / 1e12
 
     @property
     def memory(self) -> dict[str, float]:
-        """The largest peaks of its turns."""
+        """Peak memory by kind, the maximum over its runs."""
         return {name: max(turn.memory[name] for turn in self.turns) for name in self.turns[0].memory}
 
 
 def ratio(mine: list[Turn], theirs: list[Turn]) -> float:
-    """Return how many times as fast `mine` is as `theirs`: the median over pairs of turns of the same round."""
+    """Return the throughput of `mine` relative to `theirs`: the median over pairs of runs of the same round."""
     pairs = zip(mine, theirs, strict=False)
     return statistics.median(their.cost / their.targets * my.targets / my.cost for my, their in pairs)
 
 
 def worst_difference(losses: list[float], reference: list[float]) -> float:
-    """Return the largest relative difference of two curves; infinite where one is longer, or not a number."""
+    """Return the largest relative difference of two curves; infinite if lengths differ or a value is not finite."""
     if len(losses) != len(reference):
         return math.inf
-    apart = [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, reference, strict=True)]
-    return max((each if math.isfinite(each) else math.inf for each in apart), default=math.inf)
+    differences = [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, reference, strict=True)]
+    return max((each if math.isfinite(each) else math.inf for each in differences), default=math.inf)
 
 
 def gated_difference(losses: list[float], reference: list[float]) -> float:
-    """Return the largest relative difference of two curves over their first GATED_STEPS; infinite as in the above.
+    """Return the largest relative difference of two curves over their first GATED_STEPS.
 
-    Training amplifies rounding: float32 curves that are 2e-6 apart at step 100 can be 1e-3 apart at step 200.
+    It is infinite if lengths differ or any loss of `losses` is not finite. Later steps are left out because training
+    amplifies rounding: float32 curves that differ by 2e-6 at step 100 can differ by 1e-3 at step 200.
     """
     if len(losses) != len(reference) or not all(map(math.isfinite, losses)):
         return math.inf
@@ -119,14 +120,14 @@ def gated_difference(losses: list[float], reference: list[float]) -> float:
 
 
 def why_void(turns: list[Turn], reference: Turn, bound: float, dtype: str | None = None) -> str:
-    """Return why an arm does not train what the reference trains; "": it does.
+    """Return how an arm's training differs from the reference's; empty if it does not.
 
     Args:
-        dtype: In which the trained parameters must be stored; None: no matter.
+        dtype: Required dtype of the trained parameters; None: any.
     """
-    wanted = {**reference.settings, "dtypes": [dtype]}
+    expected = {**reference.settings, "dtypes": [dtype]}
     for turn in turns:
-        for name, value in wanted.items():
+        for name, value in expected.items():
             if turn.settings.get(name) != value and (name != "dtypes" or dtype is not None):
                 return f"{name} {turn.settings.get(name)}, not {value}"
     worst = max(gated_difference(turn.losses, reference.losses) for turn in turns)
@@ -135,20 +136,20 @@ def why_void(turns: list[Turn], reference: Turn, bound: float, dtype: str | None
 
 @dataclass
 class Report:
-    """All arms of a task."""
+    """Results of all arms of a task."""
 
     command: str
     workload: Workload
     reference: Turn
-    """The first turn of the bare loop."""
+    """First run of the bare loop."""
     bound: float
     arms: list[Arm]
     roofs: list[float]
-    """TFLOP/s of a large matrix product in each round."""
+    """TFLOP/s of a large matmul in each round."""
     notes: list[str]
 
     def finish(self, out: Path) -> int:
-        """Print and write everything; return 0 where no arm is void, and ours was measured if it was to be."""
+        """Print and write the report; return 0 if no arm is void and Meshbook, if it is an arm, was measured."""
         out.mkdir(parents=True, exist_ok=True)
         ranked = self.ranked()
         rows = [self.cells(arm) for arm in ranked]
@@ -169,31 +170,31 @@ class Report:
         return int(any(self.void(arm) or (arm.reason and arm.name == OURS) for arm in self.arms))
 
     def void(self, arm: Arm) -> str:
-        """Return why an arm is void; "": it is not, or was not measured."""
+        """Return why an arm is void; empty if it is valid or was not measured."""
         if arm.reason:
             return ""
         stored = str(self.workload.stored).removeprefix("torch.")
-        # Adapters are stored as each library stores them, in float32 or as the model is.
+        # Adapters have the dtype that each library chooses: float32, or that of the model.
         return why_void(arm.turns, self.reference, self.bound, None if self.workload.lora_rank else stored)
 
     def ranked(self) -> list[Arm]:
-        """Return the arms: the fastest first, then the void ones, then those not measured."""
+        """Return the valid arms from fastest to slowest, then the void ones, then those not measured."""
         return sorted(
             self.arms, key=lambda arm: (bool(arm.reason), bool(self.void(arm)), -arm.speed if arm.turns else 0)
         )
 
     def cells(self, arm: Arm) -> list[str]:
-        """Return an arm's row. What is void has no ratio."""
+        """Return an arm's row of the table; a void arm has no ratio."""
         if arm.reason:
             return [arm.name, *[""] * (len(COLUMNS) - 2), f"not measured: {arm.reason}"]
         void, ours = self.void(arm), next((each for each in self.arms if each.name == OURS), None)
-        compared = ours is not None and not void and not ours.reason and not self.void(ours)
+        comparable = ours is not None and not void and not ours.reason and not self.void(ours)
         worst = max(gated_difference(turn.losses, self.reference.losses) for turn in arm.turns)
         return [
             arm.name,
             f"{arm.speed:,.0f}",
             f"{arm.spread:.0%}",
-            f"{ratio(ours.turns, arm.turns):.2f}" if compared and ours is not None else "",
+            f"{ratio(ours.turns, arm.turns):.2f}" if comparable and ours is not None else "",
             f"{arm.tflops / statistics.median(self.roofs):.0%}" if self.roofs and not void else "",
             " / ".join(f"{value:.2f}" for value in arm.memory.values()),
             f"{worst:.1e}",
@@ -201,24 +202,24 @@ class Report:
         ]
 
     def title(self) -> str:
-        """Return what was trained."""
-        work = self.workload
-        shape = f"hidden {work.shape.hidden}, {work.shape.layers} layers, vocabulary {work.shape.vocabulary:,}"
-        what = f"LoRA of rank {work.lora_rank}" if work.lora_rank else "every parameter"
-        return f"{shape}; {what}, {work.precision}; {work.rows} rows of {work.seq_len} tokens on {work.device}"
+        """Return the title, a description of the workload."""
+        load = self.workload
+        shape = f"hidden {load.shape.hidden}, {load.shape.layers} layers, vocabulary {load.shape.vocabulary:,}"
+        trained = f"LoRA of rank {load.lora_rank}" if load.lora_rank else "all parameters"
+        return f"{shape}; {trained}, {load.precision}; {load.rows} rows of {load.seq_len} tokens on {load.device}"
 
     def lines(self) -> list[str]:
-        """Return what is said under the table."""
-        work = self.workload
-        seconds = "seconds" if work.device == "cuda" else f"processor seconds, {work.threads} thread(s)"
+        """Return the lines below the table."""
+        load = self.workload
+        seconds = "wall seconds" if load.device == "cuda" else f"processor seconds, {load.threads} thread(s)"
         kinds = {name for arm in self.arms if arm.turns for name in arm.memory}
-        kind = "bfloat16" if work.device == "cuda" else "float32"
-        roof = f"roof: {statistics.median(self.roofs):.4g} TFLOP/s in a {kind} product" if self.roofs else "no roof"
+        dtype = "bfloat16" if load.device == "cuda" else "float32"
+        peak = f"{statistics.median(self.roofs):.4g} TFLOP/s ({dtype})" if self.roofs else "not measured"
         rounds = max((len(arm.turns) for arm in self.arms), default=0)
         versions = {name: version for arm in self.arms for turn in arm.turns for name, version in turn.versions.items()}
         return [
-            f"per {seconds}; medians of {rounds} rounds of {work.steps} steps after {work.warmup}; {roof}",
-            f"void above a loss difference of {self.bound:.0e} from a bare loop in the first {GATED_STEPS} steps; "
+            f"{seconds}; medians of {rounds} rounds of {load.steps} steps after {load.warmup}; matmul peak {peak}",
+            f"void if losses differ by more than {self.bound:.0e} from a bare loop's in the first {GATED_STEPS} steps; "
             f"peak GiB: {' / '.join(sorted(kinds))}",
             *self._adapters(),
             ", ".join(f"{name} {version}" for name, version in sorted(versions.items())),
@@ -229,17 +230,17 @@ class Report:
         if not self.workload.lora_rank:
             return []
         kinds = {arm.name: ", ".join(arm.turns[0].settings["dtypes"]) for arm in self.arms if arm.turns}
-        return [f"adapters stored in: {'; '.join(f'{name} {kind}' for name, kind in kinds.items())}"]
+        return [f"dtypes of adapters: {'; '.join(f'{name} {kind}' for name, kind in kinds.items())}"]
 
     def markdown(self, rows: list[list[str]]) -> str:
-        """Return the table and the lines under it."""
+        """Return the report in Markdown."""
         table = [COLUMNS, ["---"] * len(COLUMNS), *rows]
         lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table]
-        told = [f"- {line}" for line in self.lines()]
-        return "\n".join([f"# {self.title()}", "", f"`{self.command}`", "", *lines, "", *told, ""])
+        notes = [f"- {line}" for line in self.lines()]
+        return "\n".join([f"# {self.title()}", "", f"`{self.command}`", "", *lines, "", *notes, ""])
 
     def _write_csv(self, file: Path, ranked: list[Arm]) -> None:
-        """Every turn in full."""
+        """Write all measurements of every run."""
         with file.open("w", newline="") as opened:
             writer = csv.writer(opened, lineterminator="\n")
             names = ["seconds", "processor_seconds", "cost", "targets", "flops"]
@@ -249,8 +250,8 @@ class Report:
                 if not arm.turns:
                     writer.writerow([arm.name, *[""] * 10, verdict])
                 for number, turn in enumerate(arm.turns, 1):
-                    told = [turn.memory, turn.settings, turn.versions, turn.losses]
-                    writer.writerow([arm.name, number, *(getattr(turn, name) for name in names), *told, verdict])
+                    details = [turn.memory, turn.settings, turn.versions, turn.losses]
+                    writer.writerow([arm.name, number, *(getattr(turn, name) for name in names), *details, verdict])
 
     def _plot(self, file: Path, ranked: list[Arm]) -> str | None:
         if importlib.util.find_spec("matplotlib") is None:
@@ -260,10 +261,10 @@ class Report:
         measured = [arm for arm in ranked if not arm.reason]
         figure = Figure(figsize=(11, 4), layout="constrained")
         bars, curves = figure.subplots(1, 2)
-        good = [arm for arm in measured if not self.void(arm)]
-        bars.barh([arm.name for arm in good], [arm.speed for arm in good], color="tab:blue")
+        valid = [arm for arm in measured if not self.void(arm)]
+        bars.barh([arm.name for arm in valid], [arm.speed for arm in valid], color="tab:blue")
         bars.invert_yaxis()
-        bars.set(xlabel="target tokens per second", title="what is void is not drawn")
+        bars.set(xlabel="target tokens per second", title="without void arms")
         curves.plot(self.reference.losses, "k--", label="bare loop, reference", zorder=3)
         for arm in measured:
             curves.plot(arm.turns[0].losses, linewidth=1, label=f"{arm.name}{', VOID' if self.void(arm) else ''}")

@@ -1,11 +1,11 @@
-"""What the host does in one optimizer step, by the number of processes: it should not depend on it.
+"""Host operations of one optimizer step for different world sizes, which should not affect them.
 
 python scripts/benchmark/host_ops.py                          # 8 and 16,384 processes, on torch's fake backend
 python scripts/benchmark/host_ops.py --worlds 8 512 --mesh dp_shard=-1,tp=8
 
-One process plays rank 0; collectives return at once, whatever the number of ranks. Counted in a step after two others:
-operators that torch dispatches (collectives among them) and lines of Python, each turn of a loop by itself. The time to
-build the mesh is shown beside. Pipelines are left out: their stages tell one another shapes, which nobody sends here.
+A single process runs rank 0; collectives of the fake backend return immediately. After two warm-up steps, the operators
+that torch dispatches (including collectives) and the executed lines of Python are counted, and the time to build the
+mesh is reported. Pipelines are left out, because their stages exchange shapes, which the fake backend does not send.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MESHES = [
     "dp_shard=-1,tp=4,defer_grad_sync=false",
 ]
 PROBES = ("__eq__", "_check_equals")
-"""Not counted: how often torch's caches of layouts compare keys depends on Python's random hashes."""
+"""Functions whose lines are not counted: the number of key comparisons in torch's caches depends on random hashes."""
 MODEL = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": 2,
@@ -36,7 +36,7 @@ MODEL = {
 
 
 def count_step(world: int, axes: dict[str, Any], loss: str) -> dict[str, Any]:
-    """Return the counts of one step of rank 0 of `world`. It needs a process of its own."""
+    """Return the counts of one step of rank 0 of `world` processes. Call it once per process."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -80,7 +80,7 @@ def count_step(world: int, axes: dict[str, Any], loss: str) -> dict[str, Any]:
 
 
 def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
-    """Return what does one step, and how long the mesh took to build."""
+    """Return a function that does one step, and the seconds it took to build the mesh."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -99,7 +99,7 @@ def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **MODEL))
     models.use_causal_sdpa(model)
-    work = training.step_work(model, cfg.logging, mesh, cpu, torch.float32)
+    flops = training.step_flops(model, cfg.logging, mesh, cpu, torch.float32)
     layout = distributed.parallelize(model, mesh, parallelism, torch.float32)
     loss_head = training.attach_loss_head(
         model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, cpu
@@ -108,7 +108,7 @@ def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
     replica = distributed.wrap_replicas(model, mesh, parallelism, layout)
     optimizer = training.build_optimizer(model, AdamWConfig())
     settings = training.StepSettings(
-        device=cpu, mesh=mesh, loss_head=loss_head, work=work, defer_grad_sync=parallelism.defer_grad_sync
+        device=cpu, mesh=mesh, loss_head=loss_head, flops=flops, defer_grad_sync=parallelism.defer_grad_sync
     )
     from components.batch import Batch
 
@@ -117,24 +117,24 @@ def _prepare(axes: dict[str, Any], loss: str) -> tuple[Any, float]:
     return lambda: training.train_step(training.Prepared(model, settings, replica), batches, optimizer), seconds
 
 
-def count_in_a_process(world: int, mesh: str, loss: str = "chunked") -> dict[str, Any]:
-    """Return `count_step` of a mesh, given as on the command line, from a process of its own."""
+def count_in_subprocess(world: int, mesh: str, loss: str = "chunked") -> dict[str, Any]:
+    """Run `count_step` in a subprocess. mesh: As on the command line."""
     command = [sys.executable, "-m", "scripts.benchmark.host_ops", "--one", str(world), mesh, loss]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
-        raise RuntimeError(f"{mesh} of {world}: {done.stderr}")
+        raise RuntimeError(f"{mesh} with {world} processes failed: {done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def axes_of(mesh: str) -> dict[str, Any]:
-    """Return what `dp_shard=-1,tp=2` says of the mesh."""
+    """Parse `dp_shard=-1,tp=2` into the keyword arguments of ParallelismConfig."""
     pairs = (part.split("=") for part in mesh.split(","))
     return {"dp_shard": 1, **{key: json.loads(value) for key, value in pairs}}
 
 
 def main() -> int:
-    """Print a table; 1 where a mesh does more on more processes."""
+    """Print a table; return 1 if the counts of a mesh depend on the world size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
     parser.add_argument("--mesh", nargs="+", default=MESHES)
@@ -145,18 +145,16 @@ def main() -> int:
         world, mesh, loss = args.one
         print(json.dumps(count_step(int(world), axes_of(mesh), loss)))
         return 0
-    print(
-        "| mesh | processes | operators | collectives | lines of Python | mesh built in s |\n|---|---|---|---|---|---|"
-    )
+    print("| mesh | processes | operators | collectives | lines of Python | mesh seconds |\n|---|---|---|---|---|---|")
     equal = True
     for mesh in args.mesh:
-        told = []
+        counts = []
         for world in args.worlds:
-            each = count_in_a_process(world, mesh, args.loss)
-            told.append((each["by_operator"], each["lines"]))
-            numbers = f"{each['operators']:,} | {each['collectives']:,} | {each['lines']:,} | {each['mesh_seconds']}"
-            print(f"| {mesh} | {world:,} | {numbers} |", flush=True)
-        equal &= all(each == told[0] for each in told)
+            each = count_in_subprocess(world, mesh, args.loss)
+            counts.append((each["by_operator"], each["lines"]))
+            cells = f"{each['operators']:,} | {each['collectives']:,} | {each['lines']:,} | {each['mesh_seconds']}"
+            print(f"| {mesh} | {world:,} | {cells} |", flush=True)
+        equal &= all(each == counts[0] for each in counts)
     print("equal" if equal else "NOT EQUAL")
     return 0 if equal else 1
 

@@ -1,12 +1,12 @@
-"""Peak memory and time of the loss by vocabulary: all logits at once against chunks of tokens.
+"""Peak memory and time of the loss by vocabulary size: all logits at once, and in chunks of tokens.
 
-python scripts/benchmark/loss_memory.py                                      # 4,096 tokens, 8k to 256k words
-python scripts/benchmark/loss_memory.py --vocab 49152 --targets 0.3          # SmolLM2's head, 30 % of tokens with loss
+python scripts/benchmark/loss_memory.py                                      # 4,096 tokens, vocabularies of 8k to 256k
+python scripts/benchmark/loss_memory.py --vocab 49152 --targets 0.3          # SmolLM2's head, 30 % of tokens targets
 python scripts/benchmark/loss_memory.py --dtype bfloat16 --hidden 4096       # on a GPU: allocated bytes
 
-Each figure is a process of its own: forward and backward of head and loss over given hidden states. Memory is what the
-peak adds to the inputs (hidden states, weight): of a CPU the resident set since `clear_refs`, of a GPU allocated bytes.
-The gradients of the inputs are in it, and a line says how large they are.
+Each measurement is a forward and backward of LM head and loss on random hidden states, in a process of its own. Memory
+is the peak above the inputs (hidden states, weight): resident memory since `clear_refs` on a CPU, allocated memory on a
+GPU. It includes the gradients of the inputs, whose size is in a column of its own.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import time
 from pathlib import Path
 
 METHODS = ("logits", "chunked")
-NOT_TRIED = {"bytes": math.nan, "seconds": math.nan}
+NOT_MEASURED = {"bytes": math.nan, "seconds": math.nan}
 VOCABULARIES = [8192, 16384, 32768, 49152, 65536, 131072, 262144]
 
 
-def measure(method: str, words: int, args: argparse.Namespace) -> dict[str, float]:
-    """Return peak bytes above the inputs, and the median seconds of a forward and backward."""
+def measure(method: str, vocabulary: int, args: argparse.Namespace) -> dict[str, float]:
+    """Return the peak bytes above the inputs, and the median seconds of a forward and backward."""
     import torch
 
     from components.training.objectives import CrossEntropy
@@ -37,13 +37,13 @@ def measure(method: str, words: int, args: argparse.Namespace) -> dict[str, floa
     dtype = getattr(torch, args.dtype)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(args.tokens, args.hidden, generator=generator).to(device, dtype).requires_grad_()
-    weight = torch.empty(words, args.hidden, device=device, dtype=dtype).normal_(std=0.02).requires_grad_()
-    targets = torch.randint(0, words, (args.tokens,), generator=generator)
+    weight = torch.empty(vocabulary, args.hidden, device=device, dtype=dtype).normal_(std=0.02).requires_grad_()
+    targets = torch.randint(0, vocabulary, (args.tokens,), generator=generator)
     targets[torch.rand(args.tokens, generator=generator) >= args.targets] = -100
     count = int((targets != -100).sum())
     targets = targets.to(device)
 
-    def once() -> None:
+    def forward_backward() -> None:
         if method == "logits":
             loss = CrossEntropy().of_logits(torch.nn.functional.linear(hidden, weight)[None], targets[None])
         else:
@@ -52,17 +52,17 @@ def measure(method: str, words: int, args: argparse.Namespace) -> dict[str, floa
         hidden.grad = weight.grad = None
 
     before = _reset_peak(device)
-    once()
+    forward_backward()
     peak, seconds = _peak(device) - before, []
     for _ in range(args.repeat):
         began = _now(device)
-        once()
+        forward_backward()
         seconds.append(_now(device) - began)
     return {"bytes": peak, "seconds": statistics.median(seconds) if seconds else float("nan")}
 
 
 def _now(device) -> float:
-    """CPU seconds of this process on a CPU that others use too; of a GPU the clock once it is done."""
+    """Return processor time on a CPU, which other processes may use too; on a GPU wall time after synchronization."""
     if device.type == "cpu":
         return time.process_time()
     import torch
@@ -95,16 +95,16 @@ def _status(name: str) -> int:
 
 
 def main() -> None:
-    """Measure each vocabulary by each method and print a table in Markdown."""
+    """Measure each vocabulary size with each method, and print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--vocab", type=int, nargs="+", default=VOCABULARIES)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--targets", type=float, default=1.0, help="part of the tokens that carry loss")
-    parser.add_argument("--repeat", type=int, default=3, help="timed passes after the first; 0: memory alone")
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    parser.add_argument("--most", type=float, default=8, help="GiB: logits that would take more are not tried")
+    parser.add_argument("--targets", type=float, default=1.0, help="share of tokens that are targets")
+    parser.add_argument("--repeat", type=int, default=3, help="timed passes after the first; 0: memory only")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--max-gib", type=float, default=8, help="skip the logits method if it needs more memory")
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "VOCABULARY"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -112,19 +112,21 @@ def main() -> None:
         return
     print("| vocabulary | gradients MiB | logits MiB | chunked MiB | logits s | chunked s | chunked / logits |")
     print("|---|---|---|---|---|---|---|")
-    for words in args.vocab:
+    for vocabulary in args.vocab:
         size = 2 if args.dtype == "bfloat16" else 4
-        fits = 3 * args.tokens * words * 4 <= args.most * 2**30
-        told = [_in_a_process(method, words) if fits or method == "chunked" else NOT_TRIED for method in METHODS]
-        gradients = (words + args.tokens) * args.hidden * size / 2**20
-        memory = " | ".join(f"{each['bytes'] / 2**20:,.0f}" for each in told)
-        seconds = " | ".join(f"{each['seconds']:.2f}" for each in told)
-        ratio = told[1]["seconds"] / told[0]["seconds"]
-        print(f"| {words:,} | {gradients:,.0f} | {memory} | {seconds} | {ratio:.2f} |", flush=True)
+        fits = 3 * args.tokens * vocabulary * 4 <= args.max_gib * 2**30
+        results = [
+            _in_subprocess(method, vocabulary) if fits or method == "chunked" else NOT_MEASURED for method in METHODS
+        ]
+        gradients = (vocabulary + args.tokens) * args.hidden * size / 2**20
+        memory = " | ".join(f"{each['bytes'] / 2**20:,.0f}" for each in results)
+        seconds = " | ".join(f"{each['seconds']:.2f}" for each in results)
+        ratio = results[1]["seconds"] / results[0]["seconds"]
+        print(f"| {vocabulary:,} | {gradients:,.0f} | {memory} | {seconds} | {ratio:.2f} |", flush=True)
 
 
-def _in_a_process(method: str, words: int) -> dict[str, float]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--one", method, str(words)]
+def _in_subprocess(method: str, vocabulary: int) -> dict[str, float]:
+    command = [sys.executable, __file__, *sys.argv[1:], "--one", method, str(vocabulary)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 

@@ -1,11 +1,11 @@
-"""The curve of recipes/pretrain.py on a text file beside a plain PyTorch loop's: the same model, weights and order.
+"""Loss curve of recipes/pretrain.py on a text file, compared with a plain PyTorch loop on the same model and samples.
 
 python scripts/benchmark/pretrain_curve.py tinyshakespeare.txt                              # 200 steps of 8 x 256 bytes
-python scripts/benchmark/pretrain_curve.py tinyshakespeare.txt --dtype float64 --steps 50   # what is not rounding
+python scripts/benchmark/pretrain_curve.py tinyshakespeare.txt --dtype float64 --steps 50   # almost without rounding
 
-The plain loop is transformers' model, torch's AdamW and clipping, and samples as the documentation of data=text has
-them; of ours it takes the shuffle alone. Writes pretrain_curve.md and .png to --out. Ends with status 1 where losses or
-gradient norms of the first 50 steps differ by more than --bound; later, rounding has grown too much to compare by.
+The plain loop uses transformers' model, torch's AdamW and clipping, and samples as documented for data=text; from
+Meshbook it uses only the shuffle. Writes pretrain_curve.md and .png to --out. Exits with status 1 if losses or gradient
+norms of the first 50 steps differ by more than --bound; later, rounding has grown too much for a comparison.
 """
 
 from __future__ import annotations
@@ -31,34 +31,36 @@ from scripts.benchmark.compare_report import GATED_STEPS, gated_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "llama_2m"
-WORDS, END = 264, 257  # bytes and four special tokens, rounded up to 8; the end of a text
-LR, WARMUP, DECAY, FLOOR = 1e-3, 20, 0.1, 0.1  # of optimizer=adamw_pretrain
+VOCABULARY, END = 264, 257  # bytes and four special tokens, rounded up to a multiple of 8; the end-of-text token
+LR, WARMUP, DECAY, FLOOR = 1e-3, 20, 0.1, 0.1  # as in optimizer=adamw_pretrain
 SEED, HELD_OUT = 5, 0.05
 BOUNDS = {"float32": 1e-3, "float64": 1e-6}
-"""Relative differences that losses and gradient norms may have. Norms are rounded more than losses, and transformers
-computes norm layers in float32 even in a float64 model."""
+"""Bounds of the relative differences of losses and gradient norms. Rounding affects norms more than losses, and
+transformers computes norm layers in float32 even in a float64 model."""
 
 
 @dataclass
 class Curve:
-    """What a run tells of its steps."""
+    """Metrics of a run's steps."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
-    """Before the first step and after the last."""
+    """Held-out losses before the first step and after the last."""
 
     def gated(self, other: Curve) -> float:
-        """Return the worst relative difference of losses and gradient norms in the first GATED_STEPS."""
+        """Return the largest relative difference of losses and gradient norms in the first GATED_STEPS."""
         return max(gated_difference(self.losses, other.losses), gated_difference(self.norms, other.norms))
 
-    def apart(self, other: Curve) -> dict[str, float]:
-        """Return the worst relative differences of all steps."""
-        return {name: _apart(getattr(self, name), getattr(other, name)) for name in ("losses", "norms", "held_out")}
+    def differences(self, other: Curve) -> dict[str, float]:
+        """Return the largest relative difference over all steps, for each metric."""
+        return {
+            name: _difference(getattr(self, name), getattr(other, name)) for name in ("losses", "norms", "held_out")
+        }
 
 
 def main() -> int:
-    """Run both, and draw them."""
+    """Run both loops and report their difference; return the exit status."""
     parser = ArgumentParser("pretrain_curve.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
     parser.add_argument("--steps", type=int, default=200)
@@ -66,7 +68,7 @@ def main() -> int:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--bound", type=float, help="of the gated relative difference; default: 1e-3, float64: 1e-6")
+    parser.add_argument("--bound", type=float, help="maximum relative difference; default: 1e-3, float64: 1e-6")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs/benchmark/pretrain_curve")
     options = parser.parse_args()
     options.bound = BOUNDS[options.dtype] if options.bound is None else options.bound
@@ -79,17 +81,17 @@ def main() -> int:
 
 
 def write_model(folder: Path) -> None:
-    """Write conf/model/llama_2m.yaml's model with random weights."""
+    """Write the model of conf/model/llama_2m.yaml with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = yaml.safe_load((ROOT / "conf/model" / f"{MODEL}.yaml").read_text())["config"]
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, vocab_size=WORDS))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, vocab_size=VOCABULARY))
     model.save_pretrained(folder / "model")
 
 
 def recipe(options: Namespace, folder: Path) -> Curve:
-    """Run recipes/pretrain.py in a process of its own."""
+    """Run recipes/pretrain.py in a subprocess, and return its curve."""
     overrides = [
         *("data=text", f"data.path='{options.text.resolve()}'", "data.pack=false", f"data.eval_fraction={HELD_OUT}"),
         *(f"model={MODEL}", f"model.path={folder}/model", "model.init=pretrained", f"model.dtype={options.dtype}"),
@@ -110,7 +112,7 @@ def recipe(options: Namespace, folder: Path) -> Curve:
 
 
 def loop(options: Namespace, folder: Path) -> Curve:
-    """Train the same in plain PyTorch."""
+    """Train the same model in plain PyTorch, and return the curve."""
     from transformers import AutoModelForCausalLM
 
     train, held_out = samples(options.text, options.seq_len)
@@ -137,18 +139,18 @@ def loop(options: Namespace, folder: Path) -> Curve:
 
 
 def samples(text: Path, seq_len: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return training and held-out samples, as the documentation of data=text says of one document."""
-    whole = text.read_text(encoding="utf-8")
-    cut = whole.index("\n", round(len(whole) * (1 - HELD_OUT))) + 1
-    sides = []
-    for part in (whole[:cut], whole[cut:]):
+    """Return train and held-out samples of one document, as documented for data=text."""
+    content = text.read_text(encoding="utf-8")
+    cut = content.index("\n", round(len(content) * (1 - HELD_OUT))) + 1
+    splits = []
+    for part in (content[:cut], content[cut:]):
         ids = [*part.encode(), END]
-        sides.append([ids[first : first + seq_len] for first in range(0, len(ids) - 1, seq_len - 1)])
-    return sides[0], sides[1]
+        splits.append([ids[first : first + seq_len] for first in range(0, len(ids) - 1, seq_len - 1)])
+    return splits[0], splits[1]
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then half a cosine down to a tenth."""
+    """Return the learning rate of a step: linear warm-up, then cosine decay to a tenth."""
     if step < WARMUP:
         return LR * (step + 1) / WARMUP
     done = (step - WARMUP + 1) / (steps - WARMUP)
@@ -156,32 +158,32 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def loss_sum(model: torch.nn.Module, rows: Sequence[list[int]]) -> torch.Tensor:
-    """Return the summed loss of rows that are padded on the right, which no real token sees."""
+    """Return the loss sum of rows, padded on the right, where no real token attends to the padding."""
     length = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])  # (rows, seq)
-    real = torch.tensor([[place < len(row) for place in range(length)] for row in rows])
-    targets = torch.where(real, ids, -100)[:, 1:]
+    is_real = torch.tensor([[position < len(row) for position in range(length)] for row in rows])
+    targets = torch.where(is_real, ids, -100)[:, 1:]
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 @torch.no_grad()
-def mean_loss(model: torch.nn.Module, rows: Sequence[list[int]], at_once: int) -> float:
-    """Return the mean loss of a token over held-out rows."""
-    total = sum(loss_sum(model, rows[i : i + at_once]).item() for i in range(0, len(rows), at_once))
+def mean_loss(model: torch.nn.Module, rows: Sequence[list[int]], batch_size: int) -> float:
+    """Return the mean loss per target token of held-out rows."""
+    total = sum(loss_sum(model, rows[i : i + batch_size]).item() for i in range(0, len(rows), batch_size))
     return total / sum(len(row) - 1 for row in rows)
 
 
 def report(options: Namespace, ours: Curve, plain: Curve) -> int:
-    """Print, write and draw both curves; return 1 where they differ by more than the bound."""
-    apart = ours.apart(plain)
+    """Print, write and plot both curves; return 1 if they differ by more than the bound."""
+    differences = ours.differences(plain)
     lines = [
         f"{options.steps} steps of {options.rows} x {options.seq_len} bytes of {options.text.name}, {options.dtype}",
         f"loss {plain.losses[0]:.4f} to {ours.losses[-1]:.4f} (plain loop {plain.losses[-1]:.4f}), held out "
         f"{ours.held_out[0]:.4f} to {ours.held_out[-1]:.4f} (plain loop {plain.held_out[-1]:.4f})",
-        f"worst relative difference: losses {apart['losses']:.1e}, gradient norms {apart['norms']:.1e}, "
-        f"held-out losses {apart['held_out']:.1e}; in the first {GATED_STEPS} steps {ours.gated(plain):.1e}, bound "
-        f"{options.bound:.0e}",
+        f"largest relative difference: losses {differences['losses']:.1e}, gradient norms {differences['norms']:.1e}, "
+        f"held-out losses {differences['held_out']:.1e}; in the first {GATED_STEPS} steps {ours.gated(plain):.1e}, "
+        f"bound {options.bound:.0e}",
     ]
     print("\n".join(lines))
     options.out.mkdir(parents=True, exist_ok=True)
@@ -197,7 +199,7 @@ def _plot(file: Path, ours: Curve, plain: Curve, title: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained")
-    curves, apart = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    curves, differences = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     steps = range(1, len(plain.losses) + 1)
     curves.plot(steps, plain.losses, "k", linewidth=3, alpha=0.3, label="plain PyTorch loop")
     curves.plot(steps, ours.losses, linewidth=1, label="recipes/pretrain.py")
@@ -206,14 +208,17 @@ def _plot(file: Path, ours: Curve, plain: Curve, title: str) -> None:
     curves.plot(ends, plain.held_out, "kx", label="held out, plain loop")
     curves.set(ylabel="loss per byte (nats)", title=title)
     curves.legend()
-    apart.semilogy(steps, [max(_apart([a], [b]), 1e-17) for a, b in zip(ours.losses, plain.losses, strict=True)])
-    apart.set(xlabel="optimizer step", ylabel="relative difference")
-    for axes in (curves, apart):
+    differences.semilogy(
+        steps, [max(_difference([a], [b]), 1e-17) for a, b in zip(ours.losses, plain.losses, strict=True)]
+    )
+    differences.set(xlabel="optimizer step", ylabel="relative difference")
+    for axes in (curves, differences):
         axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
 
 
-def _apart(mine: list[float], theirs: list[float]) -> float:
+def _difference(mine: list[float], theirs: list[float]) -> float:
+    """Return the largest relative difference of two curves of the same length."""
     return max(abs(one - other) / abs(other) for one, other in zip(mine, theirs, strict=True))
 
 

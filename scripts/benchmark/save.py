@@ -1,12 +1,12 @@
-"""How long a save stops training, and what memory it takes: in the background, and waited for.
+"""Training stall and memory of a checkpoint save, asynchronous and synchronous.
 
 python scripts/benchmark/save.py                                          # parameters and AdamW of SmolLM2-135M: 1.6 GB
 torchrun --nproc-per-node 2 scripts/benchmark/save.py                     # sharded over two processes
 python scripts/benchmark/save.py --layers 4 --repeats 15 --folder /mnt/x  # smaller, more often, on another disk
 
-Each background save is paired with one plain copy of as many bytes, from memory to memory that was used before, both
-by one thread. Times are those of the slowest rank, figures are medians; processor time is that of the training thread,
-and tells on a machine that others use too. Memory is rank 0's, above what it held before the first save.
+Each asynchronous save is paired with one plain copy of as many bytes between buffers that were touched before, both by
+one thread. Times are those of the slowest rank, and medians over the repeats. Processor time is that of the training
+thread, for machines that other processes use too. Memory is that of rank 0, above its memory before the first save.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from components.exchange import all_gather_json, broadcast_json
 
 
 def main() -> None:
-    """Measure, and print a line per figure."""
+    """Print a line per measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--folder", default=None, help="where to write; default: a temporary folder")
+    parser.add_argument("--folder", default=None, help="parent of the folder to write to")
     options = parser.parse_args()
     torch.set_num_threads(1)
     info = distributed.start_process_group("cpu")
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def trained(layers: int, world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model of random weights in the shapes of SmolLM2-135M, and its AdamW after a step."""
+    """Return a model with random weights in the shapes of SmolLM2-135M, and its AdamW after one step."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -76,7 +76,7 @@ def trained(layers: int, world_size: int) -> tuple[nn.Module, torch.optim.Optimi
 
 
 def step_once(optimizer: torch.optim.Optimizer) -> None:
-    """Take an optimizer step along a made-up gradient."""
+    """Do an optimizer step with a constant gradient."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.full_like(parameter, 1e-3)
@@ -85,14 +85,14 @@ def step_once(optimizer: torch.optim.Optimizer) -> None:
 
 
 def measure(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, repeats: int) -> dict[str, str]:
-    """Return the figures by name, for a person; a collective."""
+    """Return the measurements as text, by name. A collective."""
     policy = CheckpointConfig(keep=1, every=1, async_save=True)
     held = reset_peak()
     saver = Saver(folder, model, optimizer, policy, report=lambda _: None)
     waited = [timed(lambda: saver.save(0, {}, last=True)).wall for _ in range(3)]
     sync_peak = peak() - held
 
-    step_once(optimizer)  # after which the buffers are taken, beside what follows
+    step_once(optimizer)  # after it, the saver's step hook allocates the host buffers in the background
     time.sleep(3)
     reset_peak()
     first = timed(lambda: saver.save(1, {}))
@@ -109,34 +109,34 @@ def measure(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
     copy = statistics.median(each.wall for each in plain_copies)
     stall = statistics.median(each.wall for each in stalls)
     ratios = [ours.wall / plain.wall for ours, plain in zip(stalls, plain_copies, strict=True)]
-    of_processor = [ours.processor / plain.processor for ours, plain in zip(stalls, plain_copies, strict=True)]
+    processor_ratios = [ours.processor / plain.processor for ours, plain in zip(stalls, plain_copies, strict=True)]
     return {
         "state of a rank": f"{size / 1e9:.2f} GB",
-        "one copy of it": f"{copy:.3f} s ({size / copy / 1e9:.1f} GB/s)",
-        "stall of a save in the background": f"{stall:.3f} s = {spread(ratios)} x the copy; "
-        f"{spread(of_processor)} x in processor time; {repeats} pairs",
-        "stall of the first one": f"{first.wall:.3f} s, {first.processor:.3f} s of processor time",
-        "written in the background after": f"{statistics.median(writes):.2f} s",
-        "a save that training waits for": f"{statistics.median(waited):.2f} s",
-        "memory while saving": f"{async_peak / 1e9:.2f} GB in the background, {sync_peak / 1e9:.2f} GB waited for",
+        "copy of the state": f"{copy:.3f} s ({size / copy / 1e9:.1f} GB/s)",
+        "stall of an asynchronous save": f"{stall:.3f} s = {spread(ratios)} x the copy; "
+        f"{spread(processor_ratios)} x in processor time; {repeats} pairs",
+        "stall of the first asynchronous save": f"{first.wall:.3f} s, {first.processor:.3f} s of processor time",
+        "background write after the stall": f"{statistics.median(writes):.2f} s",
+        "synchronous save": f"{statistics.median(waited):.2f} s",
+        "peak memory of a save": f"{async_peak / 1e9:.2f} GB asynchronous, {sync_peak / 1e9:.2f} GB synchronous",
     }
 
 
 def spread(values: list[float]) -> str:
-    """Return the median, with the least and the greatest."""
+    """Format the median, with minimum and maximum."""
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """How long something took the slowest rank."""
+    """Wall time and processor time of the slowest rank, in seconds."""
 
     wall: float
     processor: float
 
 
 def timed(do: Callable[[], object]) -> Seconds:
-    """Do something on all ranks at once, and return how long it took."""
+    """Call `do` on all ranks after a barrier, and return its time on the slowest rank."""
     distributed.barrier()
     wall, processor = time.perf_counter(), time.thread_time()
     do()
@@ -145,13 +145,13 @@ def timed(do: Callable[[], object]) -> Seconds:
 
 
 def reset_peak() -> int:
-    """Forget the most memory that this process has held; return what it holds, in bytes."""
+    """Reset this process's peak of resident memory, and return its current resident memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak()
 
 
 def peak() -> int:
-    """Return the most memory that this process has held, in bytes."""
+    """Return this process's peak of resident memory in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 

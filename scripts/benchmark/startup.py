@@ -1,10 +1,10 @@
-"""How long a person waits before anything happens: imports, refusals, the first step.
+"""Start-up time: imports, rejection of a config error, a run of one step.
 
-python scripts/benchmark/startup.py               # medians of 5 starts each, taking turns, and the least of them
+python scripts/benchmark/startup.py               # median and minimum of 5 interleaved starts each
 python scripts/benchmark/startup.py --repeats 15
 
-Wall and processor seconds of whole processes, one after the other. Beside ours stands what anybody pays who imports
-torch, or the Trainer. Of a machine that others use too, the least says more than the median.
+Wall and processor seconds of whole processes, started one after the other. Importing torch and the Trainer is measured
+for comparison. On a machine that other processes use too, the minimum is more reliable than the median.
 """
 
 from __future__ import annotations
@@ -28,40 +28,42 @@ STARTS = {
     "python -c pass": ("-c", "pass"),
     "import torch": ("-c", "import torch"),
     "from transformers import Trainer": ("-c", "from transformers import Trainer"),
-    "a wrong key is refused": (FINETUNE, "training.max_step=3"),
-    "the composed config is shown": (FINETUNE, "--cfg", "job"),
-    "a whole run: tiny model, one step, two evaluations": (FINETUNE, *TINY),
+    "an unknown key is rejected": (FINETUNE, "training.max_step=3"),
+    "the composed config is printed": (FINETUNE, "--cfg", "job"),
+    "a complete run: tiny model, one step, two evaluations": (FINETUNE, *TINY),
     "the same on two processes, fsdp2": (FINETUNE, *TINY, "cluster=local_2proc"),
 }
-REFUSED = "a wrong key is refused"
-"""The one start that ends with status 2."""
+REJECTED = "an unknown key is rejected"
+"""The only start whose expected exit status is 2."""
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Print a table of medians and minimums."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     repeats = max(1, parser.parse_args().repeats)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in STARTS}
     loads = []
     with tempfile.TemporaryDirectory(prefix="startup-") as folder:
-        for number in range(repeats + 1):  # the first fills the caches of files and bytecode, and is not counted
+        for number in range(repeats + 1):  # the first round fills the file and bytecode caches, and is not counted
             loads.append(os.getloadavg()[0])
             for name, arguments in STARTS.items():
-                taken[name].append(start(arguments, folder, 2 if name == REFUSED else 0))
+                taken[name].append(start(arguments, folder, 2 if name == REJECTED else 0))
             print(f"{number} of {repeats} done, load {loads[-1]:.1f}", file=sys.stderr)
-    print("| start | wall s (least) | processor s (least) |\n|---|---|---|")
+    print("| start | wall s (minimum) | processor s (minimum) |\n|---|---|---|")
     for name, times in taken.items():
         wall, processor = zip(*times[1:], strict=True)
         cells = (f"{statistics.median(values):.2f} ({min(values):.2f})" for values in (wall, processor))
         print(f"| {name} | {' | '.join(cells)} |")
-    print(f"\nMedians of {repeats} starts on {os.cpu_count()} cores, load {min(loads):.1f} to {max(loads):.1f}.")
+    print(
+        f"\nMedians of {repeats} starts on {os.cpu_count()} cores, load average {min(loads):.1f} to {max(loads):.1f}."
+    )
 
 
 def start(arguments: tuple[str, ...], folder: str, expected: int) -> tuple[float, float]:
-    """Run python with `arguments`; return wall and processor seconds, its children's included.
+    """Run python with `arguments`; return wall and processor seconds, including those of its child processes.
 
-    Ends this program where it does not exit with the status `expected`: a run that was refused is fast.
+    Raises SystemExit if the exit status is not `expected`, because a failed run would count as a fast one.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()

@@ -1,13 +1,14 @@
-"""What a step costs beyond a bare PyTorch loop over the same model, and what one of the Hugging Face Trainer costs.
+"""Overhead of a training step over a bare PyTorch loop on the same model, for Meshbook and the Hugging Face Trainer.
 
-python scripts/benchmark/step_overhead.py                       # hidden 256, 128 tokens a row; and the tiny model
+python scripts/benchmark/step_overhead.py                       # hidden 256, 128 tokens per row; and the tiny model
 python scripts/benchmark/step_overhead.py --rounds 9 --steps 20 --out outputs/benchmark
 
-One process, one thread, float32, the same weights, batches, clipping, AdamW kernel and learning rate. The arms take
-turns, `--steps` at a time; a figure is the median over the rounds of the ratio of two neighbours' processor time, which
-tells on a machine that others use too. Ours does all that the loop of recipes/finetune.py does for a step: it takes a
-batch, sets the learning rate, steps, and reads loss, norm and flags. An arm is void if its losses are not those of the
-bare loop within 1e-5 in the first 50 steps. Later, rounding has grown too much to compare by.
+One process, one thread, float32, the same weights, batches, clipping, AdamW kernel and learning rate. In every round
+each arm (loop) runs `--steps` steps; the overhead is the median over the rounds of the ratio of processor times, which
+are reliable on a machine that other processes use too. Meshbook's arm does everything that the loop of
+recipes/finetune.py does per step: it takes a batch, sets the learning rate, steps, and reads loss, norm and requests.
+An arm is void if its losses differ from the bare loop's by more than 1e-5 (relative) in the first 50 steps. Later,
+rounding has grown too much for a comparison.
 """
 
 from __future__ import annotations
@@ -33,41 +34,45 @@ from scripts.benchmark.compare_report import FLOAT32_BOUND, GATED_STEPS, gated_d
 
 LR, VOCABULARY = 1e-3, 2048
 OPTIMIZER = AdamWConfig(lr=LR, weight_decay=0.0, schedule=Schedule.constant)
-SHAPES = {"hidden 256, 128 tokens a row": (256, 4, 4, 128), "tiny: hidden 64, 64 tokens a row": (64, 2, 4, 64)}
-"""Name -> hidden, layers, rows of a step, tokens of a row."""
+SHAPES = {"hidden 256, 128 tokens per row": (256, 4, 4, 128), "tiny: hidden 64, 64 tokens per row": (64, 2, 4, 64)}
+"""Name -> hidden size, layers, rows per step, tokens per row."""
 
 Run = Callable[[range], tuple[float, list[float]]]
-"""Does the optimizer steps of these numbers; returns their processor seconds and their losses."""
+"""Function that does the optimizer steps with the given numbers, and returns their processor seconds and losses."""
 
 
 @dataclass
 class Arm:
-    """One way to train: what a step took in each turn, and what it lost."""
+    """A training loop with its measurements."""
 
     run: Run
     seconds: list[float] = field(default_factory=list)
+    """Processor seconds per step, in each round."""
     losses: list[float] = field(default_factory=list)
+    """Losses of all steps."""
 
     def turn(self, steps: int) -> None:
-        """Go on for some steps."""
+        """Continue training for some steps."""
         seconds, losses = self.run(range(len(self.losses), len(self.losses) + steps))
         self.seconds.append(seconds / steps)
         self.losses += losses
 
 
 def main() -> None:
-    """Measure, print a table, and write it where asked."""
+    """Print a table, and write it to --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=None, help="a folder for step_overhead.md")
+    parser.add_argument("--out", type=Path, default=None, help="folder for step_overhead.md")
     options = parser.parse_args()
     if options.rounds < 1 or (options.rounds + 1) * options.steps < GATED_STEPS:
-        parser.error(f"--rounds and --steps: (rounds + 1) * steps must be at least the {GATED_STEPS} steps compared")
+        parser.error(
+            f"--rounds and --steps: (rounds + 1) * steps must be at least {GATED_STEPS}, the number of compared steps"
+        )
     torch.set_num_threads(1)
     distributed.start_process_group("cpu")
     lines = [
-        "| model | loop | ms of a processor per step | over the bare loop | worst loss difference of 50 steps |",
+        "| model | loop | processor ms per step | overhead over bare loop | worst loss difference in 50 steps |",
         "|---|---|---|---|---|",
     ]
     for name, (hidden, layers, rows, tokens) in SHAPES.items():
@@ -80,7 +85,7 @@ def main() -> None:
 
 
 def measure(arms: dict[str, Arm], rounds: int, steps: int) -> dict[str, Arm]:
-    """Let the arms take turns; the first round warms up and is not counted."""
+    """Run all rounds, interleaving the arms; the first round is warm-up and not measured."""
     for _ in range(rounds + 1):
         for arm in arms.values():
             arm.turn(steps)
@@ -90,26 +95,26 @@ def measure(arms: dict[str, Arm], rounds: int, steps: int) -> dict[str, Arm]:
 
 
 def row(model: str, label: str, arm: Arm, bare: Arm) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     ratio = statistics.median(mine / theirs for mine, theirs in zip(arm.seconds, bare.seconds, strict=True))
-    apart = gated_difference(arm.losses, bare.losses)
-    over = f"{ratio - 1:+.1%}" if apart <= FLOAT32_BOUND else "void: another curve"
-    return f"| {model} | {label} | {1e3 * statistics.median(arm.seconds):.2f} | {over} | {apart:.1e} |"
+    difference = gated_difference(arm.losses, bare.losses)
+    overhead = f"{ratio - 1:+.1%}" if difference <= FLOAT32_BOUND else "void: losses differ"
+    return f"| {model} | {label} | {1e3 * statistics.median(arm.seconds):.2f} | {overhead} | {difference:.1e} |"
 
 
 def arms_of(hidden: int, layers: int, rows: int, tokens: int) -> dict[str, Arm]:
-    """The arms of one shape, from the same weights and batches."""
+    """Return the arms of one shape, starting from the same weights and batches."""
     model, batches = start_of(hidden, layers, rows, tokens)
     loops = {"bare PyTorch": bare, "Meshbook": ours}
     if importlib.util.find_spec("accelerate") is None:
-        print("Hugging Face Trainer: not measured: the package accelerate is not installed")
+        print("Hugging Face Trainer: not measured, the package accelerate is not installed")
     else:
         loops["Hugging Face Trainer"] = trainer
     return {label: Arm(loop(copy.deepcopy(model), batches)) for label, loop in loops.items()}
 
 
 def start_of(hidden: int, layers: int, rows: int, tokens: int) -> tuple[Any, data.TrainBatches]:
-    """Build the weights and batches of one shape."""
+    """Return a model with random weights and the batches of one shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -132,13 +137,13 @@ def start_of(hidden: int, layers: int, rows: int, tokens: int) -> tuple[Any, dat
 
 
 def bare(model: torch.nn.Module, batches: data.TrainBatches) -> Run:
-    """The shortest loop that trains the same: batches are made beforehand, losses are read once, at the end."""
+    """Return the minimal equivalent loop: batches are prepared beforehand, and losses are read once, at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     def run(steps: range) -> tuple[float, list[float]]:
-        losses, made = [], [batches.at(step)[0] for step in steps]
+        losses, prepared = [], [batches.at(step)[0] for step in steps]
         began = time.process_time()
-        for batch in made:
+        for batch in prepared:
             logits = model(input_ids=batch.input_ids).logits
             loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
             loss.backward()
@@ -152,7 +157,7 @@ def bare(model: torch.nn.Module, batches: data.TrainBatches) -> Run:
 
 
 def ours(model: Any, batches: data.TrainBatches, config: OptimizerConfig = OPTIMIZER) -> Run:
-    """The loop of recipes/finetune.py in one process."""
+    """Return the loop of recipes/finetune.py in one process."""
     parallelism = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
     mesh = distributed.build_mesh(parallelism, "cpu")
     layout = distributed.parallelize(model, mesh, parallelism, torch.float32)
@@ -178,7 +183,10 @@ def ours(model: Any, batches: data.TrainBatches, config: OptimizerConfig = OPTIM
 
 
 def trainer(model: Any, batches: data.TrainBatches) -> Run:
-    """transformers.Trainer without evaluation, logs and saves. It is made for each turn; its steps alone are timed."""
+    """Return a loop by transformers.Trainer, without evaluation, logs and saves.
+
+    Each round creates a new Trainer; only its steps are timed.
+    """
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, logging
 
     logging.set_verbosity_error()
@@ -195,7 +203,7 @@ def trainer(model: Any, batches: data.TrainBatches) -> Run:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.times.append(time.process_time())
 
-    class Kept(Trainer):  # type: ignore[misc]
+    class RecordingTrainer(Trainer):  # type: ignore[misc]
         losses: list[torch.Tensor]
 
         def compute_loss(self, *arguments: Any, **options: Any) -> Any:
@@ -224,12 +232,15 @@ def trainer(model: Any, batches: data.TrainBatches) -> Run:
             save_strategy="no",
         )
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-        clock, kept = Clock(), Kept(model, arguments, train_dataset=samples, optimizers=(optimizer, constant))
-        clock.times, kept.losses = [], []
-        kept.add_callback(clock)
-        kept.remove_callback(PrinterCallback)
-        kept.train()
-        return clock.times[-1] - clock.times[0], torch.stack(kept.losses).tolist()
+        clock, recording = (
+            Clock(),
+            RecordingTrainer(model, arguments, train_dataset=samples, optimizers=(optimizer, constant)),
+        )
+        clock.times, recording.losses = [], []
+        recording.add_callback(clock)
+        recording.remove_callback(PrinterCallback)
+        recording.train()
+        return clock.times[-1] - clock.times[0], torch.stack(recording.losses).tolist()
 
     return run
 

@@ -1,12 +1,12 @@
-"""How fast conversations become tokens and labels; TRL, torchtune and `datasets.map` beside it where installed.
+"""Throughput of tokenizing conversations with labels, compared with TRL, torchtune and `datasets.map` if installed.
 
 python scripts/benchmark/tokenization.py                          # Python's documentation, the default model
 python scripts/benchmark/tokenization.py --path gsm8k/train.jsonl --prompt question --response answer
 pip install --no-deps --target /tmp/peers trl torchtune torchao tiktoken sentencepiece
 python scripts/benchmark/tokenization.py --peers /tmp/peers
 
-Every arm renders the chat template and finds which tokens carry the loss. (Not called tokenize.py: that is a module of
-Python's own.)
+Every arm renders the chat template and determines which tokens are targets. (The name tokenize.py would shadow a module
+of the standard library.)
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from components.data.sources.rows import Conversation
 from components.data.sources.split import SourceSplit
 
 Arm = Callable[[], int]
-"""Tokenizes everything and returns the number of tokens."""
-SEQ_LEN = 2048  # cuts documents, not conversations
+"""Function that tokenizes everything and returns the number of tokens."""
+SEQ_LEN = 2048  # required by `tokenize`; it splits documents, not conversations
 
 
 def main() -> None:
-    """Print tokens per second of each arm, the median of some runs, interleaved."""
+    """Print tokens per second of each arm, the median of interleaved runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, help="rows with a prompt and a response; default: the documentation")
-    parser.add_argument("--prompt", default="prompt", help="column")
-    parser.add_argument("--response", default="response", help="column")
+    parser.add_argument("--path", type=Path, help="file of prompts and responses; default: Python's documentation")
+    parser.add_argument("--prompt", default="prompt", help="column of prompts")
+    parser.add_argument("--response", default="response", help="column of responses")
     parser.add_argument("--model", default="smollm2_135m", help="option of conf/model")
-    parser.add_argument("--peers", type=Path, help="folder with trl and torchtune, where they are not installed")
+    parser.add_argument("--peers", type=Path, help="folder with trl and torchtune, if they are not installed")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeat", type=int, default=3)
     given = parser.parse_args()
@@ -81,36 +81,36 @@ def main() -> None:
                 tokens[name] = arm()
                 seconds[name] += [time.perf_counter() - began] if run else []
     print(f"{len(conversations):,} conversations, {given.model}, {os.cpu_count()} cores")
-    for name, taken in seconds.items():
-        middle = statistics.median(taken)
-        print(f"{name:36} {tokens[name]:12,} tokens {middle:8.2f} s {tokens[name] / middle:14,.0f} tokens/s")
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        print(f"{name:36} {tokens[name]:12,} tokens {median:8.2f} s {tokens[name] / median:14,.0f} tokens/s")
 
 
 def source(path: Path | None, prompt: str, response: str) -> DataConfig:
-    """Return the config of a file, all of which is trained on, or of the default data set."""
+    """Return the data config of a file without a held-out split, or that of the default data set."""
     if path is None:
         return DocsDataConfig()
     return SftDataConfig(path=str(path), prompt_column=prompt, response_column=response, eval_fraction=0.0)
 
 
 def on_processes(conversations: list[Conversation], tokenizer: Any, processes: int) -> int:
-    """Tokenize parts in processes of their own, with one thread each."""
+    """Tokenize parts of the conversations in several processes, with one thread each."""
     size = -(-len(conversations) // (4 * processes))
     parts = [conversations[start : start + size] for start in range(0, len(conversations), size)]
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         with multiprocessing.get_context("fork").Pool(processes) as pool:
-            found = pool.map(partial(encode_conversations, tokenizer), parts, chunksize=1)
+            encoded = pool.map(partial(encode_conversations, tokenizer), parts, chunksize=1)
     finally:
         os.environ.pop("TOKENIZERS_PARALLELISM")
         if before is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = before
-    return sum(len(example.input_ids) for part in found for example in part)
+    return sum(len(example.input_ids) for part in encoded for example in part)
 
 
 def peers(conversations: list[Conversation], tokenizer: Any, processes: int) -> dict[str, Arm]:
-    """Return what other packages do with the same conversations; say of those that cannot be imported why not."""
+    """Return the arms of `datasets` and TRL; print why TRL is not measured if it cannot be imported."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -120,32 +120,33 @@ def peers(conversations: list[Conversation], tokenizer: Any, processes: int) -> 
     )
     arms: dict[str, Arm] = {}
     for count in sorted({1, processes}):
-        arms[f"datasets.map, num_proc={count}"] = partial(mapped, table, tokenizer, count)
+        arms[f"datasets.map, num_proc={count}"] = partial(datasets_map, table, tokenizer, count)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             from trl.trainer.sft_trainer import SFTTrainer
     except ImportError as error:
-        print(f"trl: not measured, it cannot be imported: {str(error).strip().splitlines()[0]}")
+        print(f"trl: not measured, import failed: {str(error).strip().splitlines()[0]}")
         return arms
     trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=True)
     name = f"trl {importlib.metadata.version('trl')}"
     for count in sorted({1, processes}):
-        asked = SimpleNamespace(
+        arguments = SimpleNamespace(
             dataset_num_proc=count,
             assistant_only_loss=False,
             max_length=None,
             dataset_text_field="text",
             shuffle_dataset=False,
         )
-        prepare = partial(SFTTrainer._prepare_dataset, trainer, table, tokenizer, asked, False, None, "benchmark")
-        arms[f"{name}, dataset_num_proc={count}"] = lambda prepare=prepare: counted(prepare())
+        prepare = partial(SFTTrainer._prepare_dataset, trainer, table, tokenizer, arguments, False, None, "benchmark")
+        arms[f"{name}, dataset_num_proc={count}"] = lambda prepare=prepare: count_tokens(prepare())
     return arms
 
 
 def torchtune(conversations: list[Conversation], tokenizer: Any, folder: Path) -> dict[str, Arm]:
-    """Return torchtune's own way, sample by sample: it knows no Hugging Face templates, so its template is Llama 3's.
+    """Return the arm of torchtune, or {} if it cannot be imported.
 
-    Its tokenizer is its fastest, tiktoken, over the same words: the ids differ, their number hardly does.
+    It tokenizes sample by sample. As it does not support Hugging Face's chat templates, the template is Llama 3's. The
+    tokenizer is its fastest, tiktoken, with the same vocabulary: ids differ, but the number of tokens hardly does.
     """
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -153,14 +154,14 @@ def torchtune(conversations: list[Conversation], tokenizer: Any, folder: Path) -
             from torchtune.datasets import SFTDataset
             from torchtune.models.llama3 import Llama3Tokenizer
     except ImportError as error:
-        print(f"torchtune: not measured, it cannot be imported: {str(error).strip().splitlines()[0]}")
+        print(f"torchtune: not measured, import failed: {str(error).strip().splitlines()[0]}")
         return {}
-    words, rows = folder / "words.tiktoken", folder / "rows.json"
-    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    ranks = {word: rank for word, rank in tokenizer.get_vocab().items() if all(letter in byte_of for letter in word)}
+    vocabulary, rows = folder / "vocabulary.tiktoken", folder / "rows.json"
+    byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
+    ranks = {token: rank for token, rank in tokenizer.get_vocab().items() if all(char in byte_of for char in token)}
     ordered = sorted(ranks, key=ranks.__getitem__)
-    coded = (base64.b64encode(bytes(byte_of[letter] for letter in word)).decode() for word in ordered)
-    words.write_text("".join(f"{word} {rank}\n" for rank, word in enumerate(coded)))
+    encoded = (base64.b64encode(bytes(byte_of[char] for char in token)).decode() for token in ordered)
+    vocabulary.write_text("".join(f"{token} {rank}\n" for rank, token in enumerate(encoded)))
     rows.write_text(json.dumps([{"input": each.messages[-2]["content"], "output": each.messages[-1]["content"]}
                                 for each in conversations]))  # fmt: skip
     samples = SFTDataset(
@@ -168,13 +169,13 @@ def torchtune(conversations: list[Conversation], tokenizer: Any, folder: Path) -
         data_files=str(rows),
         split="train",
         message_transform=InputOutputToMessages(),
-        model_transform=Llama3Tokenizer(str(words)),
+        model_transform=Llama3Tokenizer(str(vocabulary)),
     )
     name = f"torchtune {importlib.metadata.version('torchtune')}"
     return {name: lambda: sum(len(sample["tokens"]) for sample in samples)}
 
 
-def mapped(table: Any, tokenizer: Any, processes: int) -> int:
+def datasets_map(table: Any, tokenizer: Any, processes: int) -> int:
     """Tokenize in batches, as the documentation of `datasets` recommends for fast tokenizers."""
 
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -186,10 +187,10 @@ def mapped(table: Any, tokenizer: Any, processes: int) -> int:
         return {"input_ids": ids, "labels": labels}
 
     num_proc = processes if processes > 1 else None
-    return counted(table.map(encode, batched=True, num_proc=num_proc, remove_columns=table.column_names))
+    return count_tokens(table.map(encode, batched=True, num_proc=num_proc, remove_columns=table.column_names))
 
 
-def counted(table: Any) -> int:
+def count_tokens(table: Any) -> int:
     """Return the number of tokens in a table."""
     return len(table.data.column("input_ids").combine_chunks().flatten())
 

@@ -49,20 +49,20 @@ def test_auto_is_the_least_that_fits_and_one_choice_for_all_ranks() -> None:
         told = []
         for policy in PREFERRED:
             memory = int(needs[policy] / 0.9) + 1 - rank  # rank 1 has less: what does not fit there is not chosen
-            told.append(str(training.choose_checkpointing(model, load, mesh, CPU, torch.float32, memory + 1).policy))
-        short = training.choose_checkpointing(model, load, mesh, CPU, torch.float32, 2**40 if rank == 0 else 1)
+            told.append(str(training.choose_recompute_policy(model, load, mesh, CPU, torch.float32, memory + 1).policy))
+        short = training.choose_recompute_policy(model, load, mesh, CPU, torch.float32, 2**40 if rank == 0 else 1)
         told.append(str(short.policy))
         load = replace(load, compiles=True)
-        told.append(str(training.choose_checkpointing(model, load, mesh, CPU, torch.float32, needs[PREFERRED[1]])))
+        told.append(str(training.choose_recompute_policy(model, load, mesh, CPU, torch.float32, needs[PREFERRED[1]])))
         return told
 
     first, second = run_ranks(2, on_rank)
     assert first == second
     assert first[:4] == ["none", "selective", "full", "full"]
-    assert first[4].startswith("activation checkpointing: full, estimated part of 0.0 GiB a rank: none ")
+    assert first[4].startswith("activation checkpointing: full, estimated share of 0.0 GiB per rank: none ")
     assert "selective" not in first[4]
 
 
 def test_what_was_asked_for_is_no_news() -> None:
     load, model = training.StepLoad(TrainingConfig(), ParallelismConfig()), build("llama", torch.float32)
-    assert not training.choose_checkpointing(model, load, None, CPU, torch.float32)  # type: ignore[arg-type]
+    assert not training.choose_recompute_policy(model, load, None, CPU, torch.float32)  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def test_a_rank_whose_clock_is_due_makes_all_save_at_the_same_step() -> None:
         reader, seen = training.StepReader(lag=1), []
         for step in range(4):
             vector = training.train_step(
-                training.Prepared(model, settings), [rows], optimizer, asked=(0.0, 0.0, float(rank == 1 == step))
+                training.Prepared(model, settings), [rows], optimizer, requests=(0.0, 0.0, float(rank == 1 == step))
             )
             arrived = reader.push(step, vector, began=0.0)
             seen.append(any(each.must_save for each in arrived))

@@ -30,11 +30,11 @@ def test_a_step_carries_its_work_whatever_the_mesh(axes: dict[str, int]) -> None
         models.use_causal_sdpa(model)
         config = ParallelismConfig(**axes)
         mesh = distributed.build_mesh(config, "cpu")
-        work = training.step_work(model, LoggingConfig(peak_tflops=2.0), mesh, CPU, torch.float32)
+        flops = training.step_flops(model, LoggingConfig(peak_tflops=2.0), mesh, CPU, torch.float32)
         layout = distributed.parallelize(model, mesh, config, torch.float32)
         replica = distributed.wrap_replicas(model, mesh, config, layout)
         rows = slice(rank, rank + 1) if mesh.size("dp") == 2 else slice(0, 2)
-        settings = training.StepSettings(device=CPU, mesh=mesh, work=work)
+        settings = training.StepSettings(device=CPU, mesh=mesh, flops=flops)
         batches = [Batch.from_labels(torch.full((1, SEQ), 7), labels[row : row + 1]) for row in (0, 1)[rows]]
         optimizer = training.build_optimizer(model, AdamWConfig())
         vector = training.train_step(training.Prepared(model, settings, replica), batches, optimizer)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.recipes.launching import Bench
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-STEP = "            step.done(training.train_step(model, step.batches, optimizer, objective, step.asked))\n"
+STEP = "            step.done(training.train_step(model, step.batches, optimizer, objective, step.requests))\n"
 SHORT = (
     *("training.max_steps=6", "training.global_batch_size=4", "training.micro_batch_size=2", "training.seq_len=64"),
     *("data.max_samples=32", "data.max_eval_samples=2", "generation.samples=0", "cluster.device=cpu"),

@@ -105,7 +105,7 @@ def first_refused(state: TrainState, policy: TrainingConfig, skips: str) -> int 
         state.step = step
         state.record(metrics(step, skipped=letter == "x"))
         try:
-            state.refuse_to_diverge(metrics(step, skipped=letter == "x"), policy)
+            state.raise_if_diverged(metrics(step, skipped=letter == "x"), policy)
         except NonFiniteGradients:
             return step
     return None

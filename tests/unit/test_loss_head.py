@@ -241,7 +241,7 @@ def test_a_head_of_another_kind_keeps_its_logits_and_says_so() -> None:
     model.lm_head.__class__ = _Scaled
     told = attach(copy.deepcopy(model), LossMethod.auto)
     assert (told.method, told.takes_targets) == (LossMethod.logits, False)
-    assert "its head is a _Scaled" in str(told)
+    assert "its LM head is a _Scaled" in str(told)
     with pytest.raises(ConfigError, match="model.loss=chunked: .*_Scaled.* set model.loss=logits"):
         attach(model)
 
@@ -281,7 +281,7 @@ def test_smoothing_and_z_loss_of_chunks_are_those_of_logits(change: Any) -> None
         leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
         if chunked:
             with chunks_of(11):
-                loss = linear_token_loss(*leaves, None, Targets(targets), Head(after=change), token_loss)
+                loss = linear_token_loss(*leaves, None, Targets(targets), Head(logits_transform=change), token_loss)
         else:
             logits = torch.nn.functional.linear(*leaves)
             loss = token_loss.of_logits((logits if change is None else change(logits))[None], targets[None])

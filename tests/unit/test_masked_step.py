@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from components import training
 from components.batch import Batch
 from components.config.schema import AdamWConfig
-from components.training.optimizers.gradients import local_part
+from components.training.optimizers.gradients import local_tensor
 from components.training.optimizers.optim import step_if_finite
 
 Parameters = Iterable[torch.Tensor]
@@ -76,7 +76,7 @@ def trained(
         grad(model, step)
         if skips:
             if poisoned and not finite:
-                first = local_part(next(model.parameters()).grad)
+                first = local_tensor(next(model.parameters()).grad)
                 first.view(-1)[:1] = math.nan if step else math.inf
             norm = training.gradient_norm(model.parameters())
             training.clip_gradients(model.parameters(), norm, 1.0)
@@ -90,7 +90,7 @@ def trained(
 def flat_state(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The leaves of the optimizer's state dict, tensors as lists of this rank's values."""
     leaves, _ = tree_flatten(optimizer.state_dict())
-    return [local_part(leaf).tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return [local_tensor(leaf).tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def compare(
@@ -101,7 +101,7 @@ def compare(
     model, optimizer, skipped = trained(name, build, grad, skips=True, poisoned=poisoned)
     problems = [] if skipped == [not finite for finite in FINITE] else [f"{name}: skipped {skipped}"]
     for (key, got), want in zip(model.named_parameters(), expected.parameters(), strict=True):
-        if not torch.equal(local_part(got), local_part(want)):
+        if not torch.equal(local_tensor(got), local_tensor(want)):
             problems.append(f"{name}: {key} differs")
     for group in (*optimizer.param_groups, *reference.param_groups):
         group["lr"] = 0.0

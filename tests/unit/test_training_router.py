@@ -108,7 +108,7 @@ class Deaf(MixtralForCausalLM):
 
 def test_a_model_that_hands_no_keywords_down_is_refused() -> None:
     model = Deaf(build("mixtral", torch.float32).config)
-    with pytest.raises(ConfigError, match="does not hand keywords down"):
+    with pytest.raises(ConfigError, match="does not pass keyword arguments down"):
         step(model, training.attach_router_loss(model, cfg()))
 
 

@@ -1,10 +1,10 @@
-"""What is optimized: each maps what a model's head produces, and a batch, to a sum of losses and a count of units.
+"""Objectives: loss functions that map the model's outputs and a batch to a loss sum and a count of units.
 
-contract.py         Objective and TokenLoss: what train_step, evaluate, the pipeline and the heads ask of one
-cross_entropy.py    CrossEntropy: the loss of a target token, vocab-parallel and in chunks
-next_token.py       NextToken: the mean of them, with label smoothing and z-loss
-preference.py       Preference: DPO; reference_model.py: log-probabilities under the reference, computed once
-loss_head.py        a model that takes targets and returns losses instead of logits (chunked_loss.py: in chunks)
+contract.py         Objective and TokenLoss: the interface to train_step, evaluate, pipelines and LM heads
+cross_entropy.py    CrossEntropy: the loss of a target token; vocab-parallel and chunked
+next_token.py       NextToken: mean cross-entropy with label smoothing and z-loss
+preference.py       Preference: DPO; reference_model.py: log-probabilities under the reference model, computed once
+loss_head.py        LM heads that take targets and return losses instead of logits; chunked_loss.py: chunked matmuls
 """
 
 from components.training.objectives.contract import Objective, RowScores, RowWeights, TokenLoss, Vocabulary

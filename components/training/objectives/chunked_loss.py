@@ -1,9 +1,9 @@
-"""LM head and token loss in one, without ever materializing the logits of all tokens.
+"""LM head fused with the token loss, without materializing the logits of all tokens.
 
-The forward takes tokens in chunks and computes the logits, the loss and the gradients of each at once, so that the
-three matmuls are done once each and logits live as long as their chunk (the idea of Liger's fused linear
-cross-entropy, Hsu et al. 2024, in plain PyTorch). Recomputing in the backward would hold no gradient of the weight
-meanwhile, at the price of a fourth matmul.
+The forward computes the logits, the loss and the gradients chunk by chunk, so that each of the three matmuls is done
+once and logits are freed with their chunk (the method of Liger's fused linear cross-entropy, Hsu et al. 2024, in plain
+PyTorch). The alternative, recomputing the logits in the backward, would not hold the weight's gradient from the forward
+on, but needs a fourth matmul.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from components.config.schema.data import IGNORED
 from components.training.objectives.contract import NOT_SHARDED, TokenLoss, Vocabulary
 
 CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
-"""Logits of a chunk: large enough that matmuls run at full speed, and that adding to the gradient of the weight after
-each chunk (as many values as the weight has) costs little beside them."""
+"""Number of logits (tokens x vocabulary) of a chunk: large enough that the matmuls run at full speed and hide the
+update of the weight's gradient after each chunk."""
 TOKEN_MULTIPLE = 128
-"""Numbers of tokens are rounded up to it, so that an allocator meets few sizes."""
+"""Numbers of tokens are rounded up to a multiple of it, so that tensors have few distinct sizes in the allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a loss in chunks needs of the LM head besides its weight."""
+    """Properties of the LM head, besides its weight, that the chunked loss needs."""
 
     vocabulary: Vocabulary = NOT_SHARDED
-    """How the weight's rows are sharded."""
-    after: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """The model's elementwise transform of its logits (Gemma's softcapping, Cohere's scale); None: there is none."""
+    """Sharding of the weight along the vocabulary."""
+    logits_transform: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """The model's elementwise transform of its logits (Gemma's softcapping, Cohere's scale); None: identity."""
     backward_twice: bool = False
-    """A pipeline schedule that splits the backward asks for gradients twice."""
+    """Whether the backward runs twice, as in pipeline schedules that split it."""
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    """Return how many tokens a chunk may have."""
+    """Return the maximum number of tokens of a chunk."""
     return max(1, CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"]) // vocabulary)
 
 
-def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Return the type that autocast would compute a product of `tensor` in; None: its own."""
+def active_autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast would use for a matmul of `tensor`, or None if autocast does not apply."""
     kind = tensor.device.type
     if (
         tensor.dtype == torch.float64
@@ -57,13 +57,13 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What the tokens of a batch predict."""
+    """Targets of the tokens of a batch."""
 
     ids: torch.Tensor  # (tokens,) int64
     """The targets; IGNORED where there is no loss."""
     count: int | None = None
-    """Host-side upper bound on the number of targets that are not ignored: the other tokens then cost nothing. A bound
-    that is too small makes the loss NaN, never wrong."""
+    """Host-side upper bound on the number of targets that are not ignored; the remaining tokens skip all matmuls. A
+    bound that is too small makes the loss NaN rather than wrong. None: unknown."""
     weights: torch.Tensor | None = None  # (tokens,)
     """Factor of each token's loss; None: 1."""
 
@@ -82,45 +82,45 @@ def linear_token_loss(
 
     Args:
         hidden: (tokens, hidden).
-        weight: (vocabulary or this rank's shard of it, hidden); bias: (its rows,).
+        weight: (vocabulary, hidden), or this rank's shard of its rows; bias: (rows of the weight,).
         per_token: Return the losses (tokens,), 0 where the target is ignored; without a gradient.
 
-    Returns a scalar in float32, or in float64 for float64 hidden states; under tp the same on every rank, the gradient
-    of `hidden` being this rank's part of a sum.
+    Returns a scalar in float32, or in float64 for float64 hidden states. Under tp it is the same on every rank, and the
+    gradient of `hidden` is a partial sum over tp.
     """
     ids, count, weights = targets.ids, targets.count, targets.weights
-    known = None if count is None else max(1, -(-count // TOKEN_MULTIPLE)) * TOKEN_MULTIPLE
-    tokens, kept, missed = len(ids), None, None
-    if known is not None and known < tokens:
-        order = (ids == IGNORED).to(torch.uint8).argsort(stable=True)  # (tokens,), those with a target first
-        kept, left_out = order[:known], order[known:]
-        missed = (ids.index_select(0, left_out) != IGNORED).any()
+    max_tokens = None if count is None else max(1, -(-count // TOKEN_MULTIPLE)) * TOKEN_MULTIPLE
+    tokens, kept, is_incomplete = len(ids), None, None
+    if max_tokens is not None and max_tokens < tokens:
+        order = (ids == IGNORED).to(torch.uint8).argsort(stable=True)  # (tokens,), tokens with a target first
+        kept, left_out = order[:max_tokens], order[max_tokens:]
+        is_incomplete = (ids.index_select(0, left_out) != IGNORED).any()
         hidden, ids = hidden.index_select(0, kept), ids.index_select(0, kept)
         weights = None if weights is None else weights.index_select(0, kept)
-    wanted = tuple(
+    needs_grad = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
-    call = _Call(head, token_loss, weights, per_token, wanted)  # type: ignore[arg-type]
+    call = _Call(head, token_loss, weights, per_token, needs_grad)  # type: ignore[arg-type]
     loss: torch.Tensor = _LinearTokenLoss.apply(hidden, weight, bias, ids, call)
     if per_token and kept is not None:
         loss = loss.new_zeros(tokens).index_copy(0, kept, loss)
-    return loss if missed is None else loss.masked_fill(missed, torch.nan)
+    return loss if is_incomplete is None else loss.masked_fill(is_incomplete, torch.nan)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What one call of the loss computes."""
+    """Arguments of one call that are not differentiated."""
 
     head: Head
     token_loss: TokenLoss
     weights: torch.Tensor | None  # (tokens,)
     per_token: bool
-    wanted: tuple[bool, bool, bool]
-    """Whether the gradients of hidden, weight and bias are."""
+    needs_grad: tuple[bool, bool, bool]
+    """Whether the gradients of hidden, weight and bias are needed."""
 
 
 class _LinearTokenLoss(torch.autograd.Function):
-    """The loss; its gradients wait for the backward, which scales them."""
+    """Loss whose gradients are computed in the forward; the backward scales them by the incoming gradient."""
 
     @staticmethod
     def forward(
@@ -133,7 +133,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.twice = call.head.backward_twice
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        kind, dtype = hidden.device.type, autocast_dtype(hidden)
+        kind, dtype = hidden.device.type, active_autocast_dtype(hidden)
         if dtype is not None:
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         with nullcontext() if dtype is None else torch.autocast(kind, enabled=False):
@@ -143,7 +143,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("the chunked loss was asked for its gradients twice: they are given away the first time")
+            raise RuntimeError("the backward of the chunked loss ran twice: the first run frees its gradients")
         gradients = ctx.gradients
         if ctx.twice:
             scaled = [None if each is None else each * grad for each in gradients]
@@ -157,39 +157,39 @@ class _LinearTokenLoss(torch.autograd.Function):
 def _over_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, call: _Call
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """Return the loss and the gradients of hidden, weight and bias, as far as they are wanted."""
-    vocabulary, wanted = call.head.vocabulary, call.wanted
-    exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    """Return the loss and the gradients of hidden, weight and bias; None for those that are not needed."""
+    vocabulary, needs_grad = call.head.vocabulary, call.needs_grad
+    accumulate_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     largest = len(weight) if vocabulary.group is None else vocabulary.largest_shard
     chunks = max(1, -(-len(hidden) // chunk_tokens(largest, hidden.device)))
-    loss = torch.zeros(len(hidden) if call.per_token else (), dtype=exact, device=hidden.device)
-    # What chunks add up to is kept exact; one chunk alone is one matmul, which is rounded once anyway.
-    summed = exact if chunks > 1 else weight.dtype
-    grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-    grad_weight = torch.zeros_like(weight, dtype=summed) if wanted[1] else None
-    grad_bias = torch.zeros_like(weight[:, 0], dtype=exact) if wanted[2] else None
+    loss = torch.zeros(len(hidden) if call.per_token else (), dtype=accumulate_dtype, device=hidden.device)
+    # Sums over chunks are accumulated in float32 or more; a single chunk is one matmul, rounded once in any case.
+    weight_grad_dtype = accumulate_dtype if chunks > 1 else weight.dtype
+    grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=weight_grad_dtype) if needs_grad[1] else None
+    grad_bias = torch.zeros_like(weight[:, 0], dtype=accumulate_dtype) if needs_grad[2] else None
     size = max(1, -(-len(hidden) // chunks))
     for start in range(0, len(hidden), size):
         chunk = slice(start, start + size)
-        rows, answer = hidden[chunk], targets[chunk]
+        rows, ids = hidden[chunk], targets[chunk]
         logits = F.linear(rows, weight, bias)  # (chunk, vocabulary)
-        chunk_loss, grad = _loss_of_chunk(logits, answer, None if call.weights is None else call.weights[chunk], call)
+        chunk_loss, grad = _loss_of_chunk(logits, ids, None if call.weights is None else call.weights[chunk], call)
         if call.per_token:
             loss[chunk] = chunk_loss
         else:
             loss += chunk_loss
-        real = (answer != IGNORED).to(rows.dtype)
+        is_target = (ids != IGNORED).to(rows.dtype)
         if grad_hidden is not None:
-            torch.mm(grad, weight, out=grad_hidden[chunk]).mul_(real[:, None])
+            torch.mm(grad, weight, out=grad_hidden[chunk]).mul_(is_target[:, None])
         if grad_weight is not None:
-            _add_product(grad_weight, grad.t(), rows * real[:, None])
+            _add_matmul(grad_weight, grad.t(), rows * is_target[:, None])
         if grad_bias is not None:
-            grad_bias += (real @ grad).to(exact)
+            grad_bias += (is_target @ grad).to(accumulate_dtype)
     return loss, (grad_hidden, grad_weight, grad_bias)
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, some rows at a time where the types differ: the product is not held as a whole."""
+def _add_matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right to `total`; an eighth of the rows at a time if dtypes differ, to hold a small temporary only."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
         return
@@ -201,13 +201,13 @@ def _loss_of_chunk(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, call: _Call
 ) -> tuple[torch.Tensor, Any]:
     """Return the loss of a chunk and the gradient of its logits (chunk, vocabulary)."""
-    with_gradient, after = any(call.wanted), call.head.after
-    changed = logits
-    if after is not None:
+    with_gradient, transform = any(call.needs_grad), call.head.logits_transform
+    transformed = logits
+    if transform is not None:
         logits.requires_grad_(with_gradient)
         with torch.set_grad_enabled(with_gradient):
-            changed = after(logits)
-    scores = changed.detach()
+            transformed = transform(logits)
+    scores = transformed.detach()
     if scores.dtype not in (torch.float32, torch.float64):
         scores = scores.float()
     loss, gradient = call.token_loss.of_chunk(
@@ -220,7 +220,7 @@ def _loss_of_chunk(
     )
     if gradient is None:
         return loss, None
-    gradient = gradient.to(changed.dtype)
-    if after is not None:
-        (gradient,) = torch.autograd.grad(changed, logits, gradient)
+    gradient = gradient.to(transformed.dtype)
+    if transform is not None:
+        (gradient,) = torch.autograd.grad(transformed, logits, gradient)
     return loss, gradient

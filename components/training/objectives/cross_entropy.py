@@ -14,16 +14,17 @@ from components.training.objectives.contract import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """The negative log-probability of each target.
+    """Negative log-probability of each target.
 
-    Label smoothing (Szegedy et al. 2016) spreads a share of each target evenly over the vocabulary. The z-loss
-    (Chowdhery et al. 2022) adds a multiple of the squared log of the softmax's denominator, which keeps logits small.
+    Label smoothing (Szegedy et al. 2016) spreads a share of each target's probability evenly over the vocabulary. The
+    z-loss (Chowdhery et al. 2022) adds a multiple of the squared log of the softmax denominator, which keeps logits
+    small.
     """
 
     label_smoothing: float = 0.0
-    """Share of each target that is spread evenly over the vocabulary."""
+    """Share of each target's probability that is spread evenly over the vocabulary."""
     z_loss: float = 0.0
-    """Factor of the squared log of the softmax's denominator."""
+    """Factor of the squared log of the softmax denominator."""
 
     def of_logits(
         self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None
@@ -32,20 +33,20 @@ class CrossEntropy:
         if weights is not None:
             losses = self.per_token(logits, targets)
             return (losses * weights.to(losses.dtype)).sum()
-        rows, answers = _exact(logits).flatten(0, 1), targets.flatten()  # (tokens, vocabulary), (tokens,)
+        scores, ids = _upcast(logits).flatten(0, 1), targets.flatten()  # (tokens, vocabulary), (tokens,)
         smoothing = self.label_smoothing
-        loss = F.cross_entropy(rows, answers, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+        loss = F.cross_entropy(scores, ids, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
         if self.z_loss:
-            loss = loss + self.z_loss * (rows.logsumexp(-1).square() * (answers != IGNORED)).sum()
+            loss = loss + self.z_loss * (scores.logsumexp(-1).square() * (ids != IGNORED)).sum()
         return loss
 
     def per_token(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the losses (batch, seq) of logits (batch, seq, vocabulary); 0 where the target is ignored."""
-        rows, answers = _exact(logits).flatten(0, 1), targets.flatten()
+        scores, ids = _upcast(logits).flatten(0, 1), targets.flatten()
         smoothing = self.label_smoothing
-        losses = F.cross_entropy(rows, answers, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
+        losses = F.cross_entropy(scores, ids, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
         if self.z_loss:
-            losses = losses + self.z_loss * rows.logsumexp(-1).square() * (answers != IGNORED)
+            losses = losses + self.z_loss * scores.logsumexp(-1).square() * (ids != IGNORED)
         return losses.view(targets.shape)
 
     def of_chunk(
@@ -58,30 +59,30 @@ class CrossEntropy:
         per_token: bool,
         with_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the losses of a chunk of tokens and the gradient of their sum: see `TokenLoss`."""
+        """Return the loss sum of a chunk of tokens and its gradient: see `TokenLoss`."""
         log_probs, log_sum = log_softmax(scores, vocabulary.group, bool(self.z_loss))
         index, is_real = targets - vocabulary.first, targets != IGNORED
-        is_here = is_real & (index >= 0) & (index < scores.shape[-1])
+        is_local = is_real & (index >= 0) & (index < scores.shape[-1])
         index = index.clamp(0, scores.shape[-1] - 1)[:, None]  # (chunk, 1)
         smoothing, size = self.label_smoothing, vocabulary.size or scores.shape[-1]
-        of_targets = log_probs.gather(1, index)[:, 0].where(is_here, 0)  # (chunk,)
+        target_terms = log_probs.gather(1, index)[:, 0].where(is_local, 0)  # (chunk,)
         if smoothing:
-            of_targets = (1 - smoothing) * of_targets + smoothing / size * log_probs.sum(-1) * is_real
-        of_norms = None if log_sum is None else self.z_loss * log_sum.square() * is_real  # (chunk,)
+            target_terms = (1 - smoothing) * target_terms + smoothing / size * log_probs.sum(-1) * is_real
+        z_terms = None if log_sum is None else self.z_loss * log_sum.square() * is_real  # (chunk,)
         if weights is not None:
-            of_targets = of_targets * weights
-            of_norms = None if of_norms is None else of_norms * weights
+            target_terms = target_terms * weights
+            z_terms = None if z_terms is None else z_terms * weights
         if not per_token:
-            of_targets, of_norms = of_targets.sum(), None if of_norms is None else of_norms.sum()
+            target_terms, z_terms = target_terms.sum(), None if z_terms is None else z_terms.sum()
         if vocabulary.group is not None:
-            dist.all_reduce(of_targets, group=vocabulary.group)
-        loss = -of_targets if of_norms is None else of_norms - of_targets
+            dist.all_reduce(target_terms, group=vocabulary.group)
+        loss = -target_terms if z_terms is None else z_terms - target_terms
         if not with_gradient:
             return loss, None
         gradient = log_probs.exp_()
         if log_sum is not None:
             gradient *= 1 + 2 * self.z_loss * log_sum[:, None]
-        gradient.scatter_add_(1, index, (smoothing - 1) * is_here[:, None].to(scores.dtype))
+        gradient.scatter_add_(1, index, (smoothing - 1) * is_local[:, None].to(scores.dtype))
         if smoothing:
             gradient -= smoothing / size
         if weights is not None:
@@ -92,21 +93,22 @@ class CrossEntropy:
 def log_softmax(
     scores: torch.Tensor, group: dist.ProcessGroup | None, with_log_sum: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log-probabilities (chunk, this rank's vocabulary) over the vocabulary of `group`, and log-sums (chunk,).
+    """Return log-probabilities (chunk, this rank's vocabulary), and the log of the softmax denominator (chunk,).
 
-    The log-sums of an unsharded vocabulary are None unless `with_log_sum`.
+    The softmax is over the vocabulary of all ranks of `group` (None: not sharded). The second result is None unless
+    `with_log_sum`.
     """
     if group is None:
         return scores.log_softmax(-1), scores.logsumexp(-1) if with_log_sum else None
-    own = scores.logsumexp(-1)  # (chunk,)
-    top = own.clone()
-    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    total = (own - top).exp_()
+    local = scores.logsumexp(-1)  # (chunk,)
+    largest = local.clone()  # subtracted before exp, so that it cannot overflow
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    total = (local - largest).exp_()
     dist.all_reduce(total, group=group)
-    log_sum = top + total.log_()
+    log_sum = largest + total.log_()
     return scores - log_sum[:, None], log_sum if with_log_sum else None
 
 
-def _exact(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits in float32, or in float64 where they are: losses are never computed in less."""
+def _upcast(logits: torch.Tensor) -> torch.Tensor:
+    """Return float64 logits as they are, and all others in float32: losses need at least that precision."""
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()

@@ -12,9 +12,9 @@ from components.training.objectives.cross_entropy import CrossEntropy
 
 
 class NextToken:
-    """The mean cross-entropy of target tokens, with the label smoothing and the z-loss of the config.
+    """Mean cross-entropy of target tokens, with the config's label smoothing and z-loss.
 
-    Evaluation reports the plain cross-entropy, `PLAIN`.
+    Evaluation uses the plain cross-entropy, `PLAIN`.
     """
 
     unit = "target token"
@@ -22,7 +22,7 @@ class NextToken:
     metrics: tuple[str, ...] = ()
 
     def __init__(self, cfg: NextTokenConfig | None = None) -> None:
-        """`cfg` None: neither label smoothing nor z-loss."""
+        """Create the objective; `cfg` None: without label smoothing and z-loss."""
         self.token_loss = CrossEntropy() if cfg is None else CrossEntropy(cfg.label_smoothing, cfg.z_loss)
 
     def count(self, batch: Batch) -> torch.Tensor:
@@ -30,9 +30,9 @@ class NextToken:
         return count_targets(batch.targets)
 
     def weights(self, scores: RowScores) -> RowWeights:
-        """Raise: a sum of token losses needs no weights."""
-        raise NotImplementedError("NextToken is a sum of token losses")
+        """Raise NotImplementedError: a sum of token losses has no row weights."""
+        raise NotImplementedError("NextToken is a sum of token losses and has no row weights")
 
 
 PLAIN = NextToken()
-"""The cross-entropy of target tokens and nothing else."""
+"""Cross-entropy of target tokens without label smoothing and z-loss."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of pairs under the reference model: the trained model as it is before its first step."""
+"""Log-probabilities of pairs under the reference model, which is the trained model before its first step."""
 
 from __future__ import annotations
 
@@ -16,90 +16,91 @@ from components.config.errors import ConfigError
 from components.distributed.fsdp import fsdp_units
 from components.exchange import all_gather_json
 from components.protocol.run_files import atomic_write
-from components.training.forward import local_part, score_rows
+from components.training.forward import local_batch, score_rows
 from components.training.objectives.preference import REFERENCE
 from components.training.setup.prepared import Prepared
 from components.training.step import sum_over_ranks
 
 
-class KeepsReference(Protocol):
-    """What `with_reference` takes of a run."""
+class ReferenceRun(Protocol):
+    """Attributes of a run that `with_reference` uses."""
 
     dir: str
     """The run directory."""
     resume_from: Path | None
-    """The checkpoint whose weights are loaded afterwards."""
+    """Checkpoint whose weights are loaded afterwards; None for a new run."""
     rank: int
-    """Of all ranks."""
+    """Global rank."""
 
     @property
     def plan(self) -> data.BatchPlan:
-        """Which rows of each batch are this rank's."""
+        """Assignment of rows to dp ranks."""
 
 
-def with_reference(model: Prepared, pairs: data.PairDataset, run: KeepsReference) -> data.PairDataset:
+def with_reference(model: Prepared, pairs: data.PairDataset, run: ReferenceRun) -> data.PairDataset:
     """Return pairs with the log-probabilities of both answers under the reference model. A collective.
 
-    Call it before the checkpoint of an earlier attempt is loaded. The reference is the model as it is then, or, with
-    adapters, the model without them. Its log-probabilities (16 bytes a pair) are computed once, in as many forwards as
-    a pass over the pairs takes, and kept in the run directory: a resume reads them, on whatever mesh.
+    Call it before a checkpoint is loaded: the reference is the model at that time, or with adapters the model without
+    them. The log-probabilities (16 bytes per pair) are computed once, in one pass over the pairs, and saved in the run
+    directory, from which a resume on any mesh reads them.
 
-    Raises ConfigError where a resumed run has lost them and the model that they are of is not loaded, and for a model
-    with dropout.
+    Raises ConfigError for a model with dropout, and if a resumed run without adapters has no file of log-probabilities,
+    because the reference weights are not loaded then.
     """
-    _refuse_dropout(model.module)
+    _check_dropout(model.module)
     file = Path(run.dir) / f"reference-{pairs.fingerprint[:16]}.safetensors"
-    known = _read(file)
-    if all(all_gather_json(known is not None)) and known is not None:  # all ranks read the file, or all compute
-        return pairs.with_values(REFERENCE, known)
+    saved = _read(file)
+    if all(all_gather_json(saved is not None)) and saved is not None:  # all ranks read the file, or all compute
+        return pairs.with_values(REFERENCE, saved)
     has_adapters = bool(models.adapted_layers(model.module))
     if run.resume_from is not None and not has_adapters:
         raise ConfigError(
-            f"{file}: the log-probabilities under the reference model are missing, and a resume does not load that "
-            "model; put the file back, or begin a new run (run.resume=never)"
+            f"{file}: the log-probabilities under the reference model are missing or unreadable, and a resumed run "
+            "cannot compute them, because it does not load the reference weights; restore the file, or start a new "
+            "run (run.resume=never)"
         )
     with models.adapters_off(model.module) if has_adapters else nullcontext():
-        scored = score_pairs(model, pairs, run.plan)
+        log_probs = score_pairs(model, pairs, run.plan)
     if run.rank == 0:
-        atomic_write(file, save({REFERENCE: scored}))
-    return pairs.with_values(REFERENCE, scored)
+        atomic_write(file, save({REFERENCE: log_probs}))
+    return pairs.with_values(REFERENCE, log_probs)
 
 
 def score_pairs(model: Prepared, pairs: data.PairDataset, plan: data.BatchPlan) -> torch.Tensor:
     """Return the log-probabilities of the chosen and the rejected answers, (pairs, 2) float64 on the host.
 
-    A collective. Equal on every rank; each dp rank computes a part.
+    A collective. Each dp rank scores a part of the pairs; the result is the same on every rank.
     """
     settings, size = model.settings, plan.micro_batch_size
     was_training = model.module.training
     model.module.eval()
-    scored = torch.zeros(len(pairs) + size * plan.dp_size, 2, dtype=torch.float64, device=settings.device)
+    log_probs = torch.zeros(len(pairs) + size * plan.dp_size, 2, dtype=torch.float64, device=settings.device)
     for number, batch in enumerate(data.EvalBatches(replace(pairs, values={}), plan)):
-        scores = score_rows(model, [local_part(batch.to(settings.device), settings)])
+        scores = score_rows(model, [local_batch(batch.to(settings.device), settings)])
         start = (number * plan.dp_size + plan.dp_rank) * size
-        scored[start : start + size] = scores.log_probs.view(-1, 2) * settings.counts_rows
+        log_probs[start : start + size] = scores.log_probs.view(-1, 2) * settings.counts_rows
     model.module.train(was_training)
-    # A forward leaves FSDP's root gathered, and an optimizer that is built then would get the gathered parameters.
+    # A forward leaves FSDP's root unsharded, and an optimizer built afterwards would hold the unsharded parameters.
     for root in [model.module] if model.pipeline is None else model.pipeline.stage_modules:
         for unit in fsdp_units(root):
             unit.reshard()
-    return sum_over_ranks(scored)[: len(pairs)].cpu()
+    return sum_over_ranks(log_probs)[: len(pairs)].cpu()
 
 
-def _refuse_dropout(model: Any) -> None:
-    """Raise ConfigError for a model that drops values in training: its two passes would drop different ones."""
+def _check_dropout(model: Any) -> None:
+    """Raise ConfigError for a model with dropout, whose two passes would use different dropout masks."""
     config = model.config.get_text_config().to_dict()
-    used = {key: value for key, value in config.items() if "drop" in key and isinstance(value, float) and value > 0}
-    if used:
+    rates = {key: value for key, value in config.items() if "drop" in key and isinstance(value, float) and value > 0}
+    if rates:
         raise ConfigError(
-            f"model.path: the model's config has {', '.join(f'{key}={value}' for key, value in used.items())}, and "
-            "objective.kind=dpo takes two passes, which would drop different values; choose a model without dropout, "
-            "or set these to 0 in its config.json"
+            f"model.path: the model's config has {', '.join(f'{key}={value}' for key, value in rates.items())}, but "
+            "objective.kind=dpo needs a model without dropout, as its two passes would use different dropout masks; "
+            "set these values to 0 in its config.json, or use another model"
         )
 
 
 def _read(file: Path) -> torch.Tensor | None:
-    """Return what an earlier attempt computed; None: nothing that can be read."""
+    """Return the log-probabilities (pairs, 2) that an earlier attempt saved, or None if there is no readable file."""
     try:
         return load_file(file)[REFERENCE]
     except (OSError, SafetensorError, KeyError):

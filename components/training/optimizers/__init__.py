@@ -1,6 +1,6 @@
-"""The update of the weights.
+"""Optimizer construction and updates.
 
-optim.py        AdamW with decay groups, learning-rate schedules, updates that skip non-finite gradients
-masked_step.py  such an update for any optimizer
-gradients.py    one gradient for the replicas over tp, the norm of all gradients over mixed meshes, clipping
+optim.py        AdamW with weight-decay groups, learning-rate schedules, updates that skip non-finite gradients
+masked_step.py  updates that skip non-finite gradients, for any optimizer
+gradients.py    equal gradients of tp replicas, the global gradient norm over mixed meshes, clipping
 """

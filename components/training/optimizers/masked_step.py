@@ -1,8 +1,9 @@
-"""An optimizer step that leaves no trace where gradients are not finite, for any optimizer, decided on the device.
+"""Optimizer step for any optimizer that is undone on the device if the gradients are not finite.
 
-Weights and state on the device are copied before the step and put back by a mask after it. What the host holds (step
-counters on the CPU, Python numbers, state that the step created) is put back when the host learns of the decision:
-before the next step, or before the optimizer's state dict is read. By then the device has long passed the decision.
+Weights and state on the device are copied before the step and restored by a mask after it. State on the host (step
+counters on the CPU, Python numbers, state that the step created) is restored once the host reads the decision: before
+the next step, or before the optimizer's state dict is read. By then the device has computed the decision, so the host
+does not wait.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from components.training.metrics import HostCopy
-from components.training.optimizers.gradients import local_part
+from components.training.optimizers.gradients import local_tensor
 
 IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 @torch.no_grad()
 def masked_step(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None:
-    """Step `optimizer`, without effect where `skipped`, a scalar on the parameters' device, is not 0.
+    """Step `optimizer`, without effect if `skipped`, a scalar on the parameters' device, is not 0.
 
-    The step needs memory for a second copy of the weights and of the optimizer's state. State that an optimizer keeps
-    outside `state` and `param_groups` is not put back.
+    The step needs memory for a second copy of the weights and of the optimizer's state. State that an optimizer stores
+    outside `state` and `param_groups` is not restored.
     """
     undo_skipped_step(optimizer)
     mask = skipped.bool()
@@ -36,13 +37,13 @@ def masked_step(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None
     keys = [(container, set(container)) for container in _containers(optimizer)]
     optimizer.step()
     for weight, old in zip(weights, copies, strict=True):
-        _put_back(weight.detach(), old, mask)
+        _restore(weight.detach(), old, mask)
     undo = _Undo(
-        replaced=[value for value in values if not value.put_back(mask)],
+        replaced=[value for value in values if not value.restore_on_device(mask)],
         created=[(optimizer.state, owner, optimizer.state[owner]) for owner in optimizer.state if owner not in owners]
         + [(container, key, container[key]) for container, before in keys for key in container if key not in before],
     )
-    if (undo.replaced or undo.created) and not mask.is_meta:  # the meta device computes nothing to put back
+    if (undo.replaced or undo.created) and not mask.is_meta:  # on the meta device there is no decision to read
         pending = _pending_of(optimizer)
         if pending is None:
             pending = _Pending()
@@ -52,14 +53,14 @@ def masked_step(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None
 
 
 def undo_skipped_step(optimizer: torch.optim.Optimizer) -> None:
-    """Put back what the host holds of `optimizer`'s state if the last masked step was skipped."""
+    """Restore the part of `optimizer`'s state that is on the host if the last masked step was skipped."""
     pending = _pending_of(optimizer)
     if pending is not None:
         pending(optimizer)
 
 
 class _Pending:
-    """State-dict hook of an optimizer that holds what to put back if its last step is to be skipped."""
+    """State-dict pre-hook of an optimizer that undoes its last step on the host if it was skipped."""
 
     undo: _Undo | None = None
 
@@ -70,9 +71,10 @@ class _Pending:
 
 
 def _pending_of(optimizer: torch.optim.Optimizer) -> _Pending | None:
-    """Return the hook of an optimizer that a masked step was done with before.
+    """Return the hook that an earlier masked step registered on the optimizer, or None.
 
-    The optimizer's own list of hooks is the one place of torch that keeps an object with it as long as it lives.
+    The optimizer's list of hooks (a private attribute) serves as the storage, because it lives as long as the optimizer
+    and is not part of its state.
     """
     hooks = optimizer._optimizer_state_dict_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, _Pending)), None)
@@ -80,7 +82,7 @@ def _pending_of(optimizer: torch.optim.Optimizer) -> _Pending | None:
 
 @dataclass(slots=True)
 class _Value:
-    """A value of an optimizer's state or of a parameter group before a step, and a copy of it."""
+    """Copy of a value of an optimizer's state or of a parameter group, made before a step."""
 
     container: dict[Any, Any]
     key: Any
@@ -92,34 +94,34 @@ class _Value:
         leaves, spec = tree_flatten(container[key])
         return cls(container, key, [_copy(leaf) for leaf in leaves], spec)
 
-    def put_back(self, mask: torch.Tensor) -> bool:
-        """Put the copy back where `mask` is set; return False if the host has to, or some of it."""
+    def restore_on_device(self, mask: torch.Tensor) -> bool:
+        """Restore the copy on the device if `mask` is set; return False if the host must restore some or all of it."""
         if self.key not in self.container:
             return False
         leaves, spec = tree_flatten(self.container[self.key])
         if spec != self.spec:
             return False
-        return all(_put_back(new, old, mask) for new, old in zip(leaves, self.leaves, strict=True))
+        return all(_restore(new, old, mask) for new, old in zip(leaves, self.leaves, strict=True))
 
     def undo(self) -> None:
-        """Put the copy back."""
+        """Restore the copy on the host."""
         self.container[self.key] = tree_unflatten(self.leaves, self.spec)
 
 
 @dataclass(slots=True)
 class _Undo:
-    """What the host puts back of a step once it knows that the step was skipped."""
+    """State that the host restores if the decision turns out to be that the step was skipped."""
 
     replaced: list[_Value]
     created: list[tuple[dict[Any, Any], Any, Any]]
-    """Container, key and value."""
+    """(container, key, value) of state that the step created, which is deleted."""
     decision: HostCopy | None = field(default=None)
 
     def apply(self) -> None:
         for value in self.replaced:
             value.undo()
         for container, key, value in self.created:
-            if container.get(key) is value:  # else other state was loaded meanwhile
+            if container.get(key) is value:  # otherwise a state dict was loaded since
                 del container[key]
 
 
@@ -133,11 +135,11 @@ def _copy(leaf: Any) -> Any:
     return leaf if isinstance(leaf, IMMUTABLE) else copy.deepcopy(leaf)
 
 
-def _put_back(new: Any, old: Any, mask: torch.Tensor) -> bool:
-    """Put `old` back into `new` where `mask` is set; return False if only the host can, and has to."""
+def _restore(new: Any, old: Any, mask: torch.Tensor) -> bool:
+    """Copy `old` into `new` on the device if `mask` is set; return False if the host must do it later."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return new is old or (isinstance(old, IMMUTABLE) and type(new) is type(old) and new == old)
-    new, old = local_part(new), local_part(old)
+    new, old = local_tensor(new), local_tensor(old)
     if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
         return False
     if new.device != mask.device:

@@ -1,4 +1,4 @@
-"""AdamW, its learning rate as a pure function of the step, and updates that skip non-finite gradients."""
+"""AdamW, learning-rate schedules as pure functions of the step, and updates that skip non-finite gradients."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from components.training.optimizers.masked_step import masked_step
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW over the parameters that are trained; call it after sharding and loading.
+    """Return AdamW over the trainable parameters; call it after sharding and loading.
 
-    Matrices are decayed, parameters of fewer than two dims (norms, biases) are not. The fused kernel is used wherever
-    there is one; the meta device has none.
+    Weight decay applies to matrices, not to parameters with fewer than two dims (norms, biases). The kernel is fused
+    except on the meta device, which has no fused one.
     """
     if not isinstance(config, AdamWConfig):
-        raise TypeError(f"no optimizer is built from {type(config).__name__}")
+        raise TypeError(f"build_optimizer builds AdamW from an AdamWConfig, not from {type(config).__name__}")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -37,8 +37,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (the first is 0) of `max_steps`.
 
-    The warmup rises to `lr` in equal parts; the last step has `lr x min_lr_ratio` under every decaying schedule. A run
-    shorter than its warmup never leaves it.
+    The warmup rises linearly to `lr`; under every decaying schedule the last step has `lr x min_lr_ratio`. A run
+    shorter than its warmup never reaches `lr`.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -63,13 +63,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig,
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor:
-    """Update the weights unless `norm` is not finite; return 1 where the update was skipped, else 0 (a scalar).
+    """Update the weights unless `norm` is not finite; return 1 if the update was skipped, else 0 (a scalar).
 
-    The decision is taken on the device and the host does not wait. Adam's fused kernels read it themselves; any other
-    optimizer's weights, moments and step counters are put back by `masked_step`.
+    The decision is made on the device, so the host does not wait. Adam's fused kernels read it themselves; for any
+    other optimizer `masked_step` restores weights, moments and step counters.
     """
     skipped = (~torch.isfinite(norm)).to(torch.float32)
-    if _reads_the_decision(optimizer):
+    if _honors_found_inf(optimizer):
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
         optimizer.step()
@@ -78,10 +78,12 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torc
     return skipped
 
 
-def _reads_the_decision(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step by fused kernels leaves everything as it is where `found_inf` is set.
+def _honors_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's fused kernels change nothing if `found_inf` is set.
 
-    Not so SGD's: a skipped first step leaves its momentum uninitialized. A subclass may do anything around the kernel.
+    `found_inf` and `grad_scale` are the attributes through which torch.amp.GradScaler passes the decision to fused
+    optimizers. Only Adam and AdamW qualify: a skipped first step of fused SGD leaves its momentum uninitialized, and a
+    subclass may compute anything around the kernel.
     """
     fused = all(group["fused"] for group in optimizer.param_groups if "fused" in group)
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and fused

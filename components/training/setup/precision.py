@@ -1,4 +1,4 @@
-"""In which type the matrix products of a run are computed."""
+"""Compute dtype of a run, and autocast."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from components.dtypes import torch_dtype
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> tuple[torch.dtype, str]:
-    """Return the type of matrix products on `device`, and a sentence that names the mode and says why.
+    """Return the dtype of matmuls on `device`, and a description of the precision mode with the reason for it.
 
-    auto is bfloat16 where the device has instructions for it, else float32: emulated bfloat16 is slower and less
-    exact. A float64 model is computed in float64.
+    auto is bfloat16 if the device has instructions for it, else float32, because emulated bfloat16 is slower and less
+    accurate. A float64 model is computed in float64.
     """
     stored = torch_dtype(model.dtype)
     compute, why = _choose(model, stored, device)
@@ -31,19 +31,19 @@ def _choose(model: ModelConfig, stored: torch.dtype, device: torch.device) -> tu
 
 
 def _mode(stored: torch.dtype, compute: torch.dtype) -> str:
-    """What is told of a run beside its speed: pure and mixed bfloat16 differ in memory, and in what they learn."""
+    """Describe the precision mode; pure and mixed bfloat16 differ in memory and in convergence."""
     name, of = str(compute).removeprefix("torch."), str(stored).removeprefix("torch.")
     if compute != stored:
         return f"mixed: computed in {name}; weights, gradients and optimizer state in {of}"
     if stored == torch.bfloat16:
-        return "pure bfloat16: weights, gradients, optimizer state and products; updates below 1/256 of a weight vanish"
+        return "pure bfloat16: weights, gradients, optimizer state and matmuls; updates below 1/256 of a weight vanish"
     return f"computed in {name}"
 
 
 def autocast_dtype(parallelism: ParallelismConfig, model: ModelConfig, compute: torch.dtype) -> torch.dtype | None:
-    """Return the type that a forward is autocast to, or None where it is computed as stored.
+    """Return the autocast dtype of a forward, or None if it needs no autocast.
 
-    FSDP2 casts the parameters it gathers; single and ddp compute on stored parameters and need autocast.
+    FSDP2 casts the parameters that it gathers; single and ddp compute with stored parameters and need autocast.
     """
     if parallelism.strategy == Strategy.fsdp2 or compute == torch_dtype(model.dtype):
         return None
@@ -53,5 +53,5 @@ def autocast_dtype(parallelism: ParallelismConfig, model: ModelConfig, compute: 
 def _has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    # torch offers no public question for this.
+    # torch has no public function for this.
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

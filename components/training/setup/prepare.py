@@ -1,4 +1,4 @@
-"""A model on its mesh, with its weights: what is trained, evaluated and generated from."""
+"""Preparation of a model: build on meta, parallelize, fill with weights."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.models.anatomy import Anatomy
 from components.training.objectives.loss_head import attach_loss_head
-from components.training.setup.flops import step_work
+from components.training.setup.flops import step_flops
 from components.training.setup.precision import autocast_dtype, compute_dtype
 from components.training.setup.prepared import Prepared, StepSettings
-from components.training.setup.recompute_policy import StepLoad, choose_checkpointing
+from components.training.setup.recompute_policy import StepLoad, choose_recompute_policy
 from components.training.setup.router_loss import attach_router_loss
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-class OnMesh(Protocol):
-    """What `prepare` takes of a run."""
+class MeshRun(Protocol):
+    """Attributes of a run that `prepare` uses."""
 
     @property
     def mesh(self) -> Mesh:
@@ -32,22 +32,22 @@ class OnMesh(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """This rank's device."""
 
     @property
     def resume_from(self) -> Path | None:
-        """The checkpoint whose weights are loaded afterwards; None: the run begins here."""
+        """Checkpoint whose weights are loaded afterwards; None for a new run."""
 
 
-def prepare(cfg: RecipeConfig, run: OnMesh, vocabulary: int) -> Prepared:
+def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
     """Build a model on meta, parallelize it, and fill this rank's part. A collective: call it on all ranks.
 
-    Adapters come before sharding, so that they are sharded like their layers; `prepare_built` does the rest.
+    Adapters are added before sharding, so that they are sharded like their layers; `prepare_built` does the rest.
 
     Args:
-        vocabulary: Number of tokens of the tokenizer; a model from scratch gets as many embeddings.
+        vocabulary: Vocabulary size of the tokenizer; a model from scratch gets as many embeddings.
 
-    Raises ConfigError for a model or a mesh that cannot be computed.
+    Raises ConfigError for an unsupported model, or a model that the mesh cannot run.
     """
     model = models.build_on_meta(cfg.model, vocabulary)
     anatomy = models.read_anatomy(model)
@@ -55,22 +55,22 @@ def prepare(cfg: RecipeConfig, run: OnMesh, vocabulary: int) -> Prepared:
     return prepare_built(model, anatomy, cfg, run)
 
 
-def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: OnMesh) -> Prepared:
+def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun) -> Prepared:
     """Parallelize a model that is on meta, with its adapters, and fill this rank's part. A collective.
 
-    The order matters. The head and the policy of activation checkpointing are chosen on meta, before memory is
-    allocated; layers are compiled inside FSDP's and DDP's wrappers, which come last. A config without the training
-    section gives a model that can only be evaluated.
+    The order matters. The loss head and the activation-checkpointing policy are chosen on meta, before memory is
+    allocated. Layers are compiled one by one, so that FSDP's hooks and the DDP wrapper, which comes last, stay outside
+    of compiled code. Without a training section in the config the model can only be evaluated.
 
     Args:
-        anatomy: Of the model without adapters.
+        anatomy: Anatomy of the model without adapters.
 
-    Raises ConfigError for a mesh that cannot be computed.
+    Raises ConfigError for a model that the mesh cannot run.
     """
     mesh, device, training = run.mesh, run.device, section(cfg, TrainingConfig)
     trains = training is not None
-    dtype, why_dtype = compute_dtype(cfg.model, device)
-    work = step_work(model, cfg.logging, mesh, device, dtype, anatomy) if trains else None
+    dtype, dtype_note = compute_dtype(cfg.model, device)
+    flops = step_flops(model, cfg.logging, mesh, device, dtype, anatomy) if trains else None
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype, anatomy)
     router_loss = attach_router_loss(model, cfg.model, mesh, anatomy) if trains else None
     sizes = training or section(cfg, EvaluationConfig) or EvaluationConfig()
@@ -78,12 +78,12 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: OnMesh) 
     recompute = None
     if training is not None:
         load = StepLoad(training, cfg.parallelism, compiles=cfg.model.compile)
-        recompute = choose_checkpointing(model, load, mesh, device, dtype, anatomy=anatomy)
+        recompute = choose_recompute_policy(model, load, mesh, device, dtype, anatomy=anatomy)
         models.checkpoint_activations(model, recompute.policy, anatomy)
     if cfg.model.compile:
         models.compile_layers(model, anatomy=anatomy)
     models.materialize(model, device, offload=cfg.parallelism.cpu_offload)
-    if run.resume_from is None or _adapters(cfg).adapts:  # a checkpoint holds what is trained, not the base of adapters
+    if run.resume_from is None or _adapters(cfg).adapts:  # a checkpoint of adapters does not contain base weights
         models.fill_weights(model, cfg.model, cfg.run.seed)
     replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
     counts = models.count_parameters(model)
@@ -98,13 +98,13 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: OnMesh) 
             autocast=autocast_dtype(cfg.parallelism, cfg.model, dtype),
             router_loss=router_loss,
             loss_head=loss_head,
-            work=work,
+            flops=flops,
         ),
         parallelism=cfg.parallelism,
         compute_dtype=dtype,
         counts=counts,
-        summary=f"{counts}, {cfg.model.dtype}, {why_dtype}",
-        notes=[*layout.notes, router_loss, loss_head, recompute, work],
+        summary=f"{counts}, {cfg.model.dtype}, {dtype_note}",
+        notes=[*layout.notes, router_loss, loss_head, recompute, flops],
     )
 
 

@@ -1,4 +1,4 @@
-"""Which activation checkpointing `auto` stands for: the least recomputation whose estimated memory fits the device."""
+"""Choice of the activation-checkpointing policy for `auto`: the least recomputation that fits the device's memory."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from components.distributed.mesh import Mesh
 from components.models.activations import layer_bytes
 from components.models.anatomy import Anatomy, read_anatomy
 from components.training.objectives.chunked_loss import chunk_tokens
-from components.training.optimizers.gradients import local_part
+from components.training.optimizers.gradients import local_tensor
 
 USABLE = 0.9
-"""Part of a device's memory that the estimate may fill: the rest is for what it does not know."""
+"""Share of a device's memory that the estimate may fill; the rest covers what it leaves out."""
 PREFERRED = (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full)
+"""Policies from the least to the most recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpointing:
-    """What is recomputed, and why where that was not asked for."""
+class RecomputePolicy:
+    """An activation-checkpointing policy, and the reason for it if `auto` chose it."""
 
     policy: ActivationCheckpointing
     why: str = ""
+    """Reason for the banner; empty if the policy was configured."""
 
     def __bool__(self) -> bool:
         return bool(self.why)
@@ -41,17 +43,17 @@ class Checkpointing:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What decides on the memory of a step besides the model."""
+    """Settings besides the model that determine a step's memory."""
 
     training: TrainingConfig
-    """Sizes of the batch."""
+    """Batch sizes and sequence length."""
     parallelism: ParallelismConfig
-    """How the model is sharded, and which policy was asked for."""
+    """Sharding of the model, and the configured policy."""
     compiles: bool = False
     """Whether decoder layers are compiled."""
 
 
-def choose_checkpointing(
+def choose_recompute_policy(
     model: nn.Module,
     load: StepLoad,
     mesh: Mesh,
@@ -59,31 +61,31 @@ def choose_checkpointing(
     compute_dtype: torch.dtype,
     memory: int | None = None,
     anatomy: Anatomy | None = None,
-) -> Checkpointing:
-    """Return the policy that is asked for, or what `auto` stands for. A collective: call it after sharding.
+) -> RecomputePolicy:
+    """Return the configured policy, or the one that `auto` resolves to. A collective: call it after sharding.
 
     Args:
-        memory: Bytes that a rank may use; None: those of its GPU, or its share of the host's.
-        anatomy: The whole model's; None: read it.
+        memory: Bytes available to a rank; None: the memory of its GPU, or its share of the host's.
+        anatomy: Anatomy of the whole model; None: read it.
     """
-    asked = load.parallelism.activation_checkpointing
-    if asked != ActivationCheckpointing.auto:
-        return Checkpointing(asked)
+    configured = load.parallelism.activation_checkpointing
+    if configured != ActivationCheckpointing.auto:
+        return RecomputePolicy(configured)
     split = mesh.size("pp") > 1 and load.parallelism.pp_schedule in SPLIT_BACKWARD
     possible = [each for each in PREFERRED if each != ActivationCheckpointing.selective or not (split or load.compiles)]
-    memory = _memory(device) if memory is None else memory
+    memory = _available_memory(device) if memory is None else memory
     try:
         needs = estimate(model, load, mesh, device, compute_dtype, anatomy)
         shares, why = [needs[each] / memory for each in possible], ""
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
         shares, why = [math.inf] * len(possible), next(iter(str(error).splitlines()), type(error).__name__)
-    shares = _worst_of_ranks(shares, device)  # a rank that could not estimate takes part too: the others wait for it
+    shares = _max_over_ranks(shares, device)  # a collective: ranks whose estimate failed take part with infinity
     if math.isinf(shares[0]):
-        why = why or "another rank could not"
-        return Checkpointing(ActivationCheckpointing.full, f"as its memory cannot be estimated: {why}")
-    found = next((index for index, share in enumerate(shares) if share <= USABLE), len(possible) - 1)
-    told = ", ".join(f"{each} {share:.0%}" for each, share in zip(possible, shares, strict=True))
-    return Checkpointing(possible[found], f"estimated part of {memory / 2**30:,.1f} GiB a rank: {told}")
+        why = why or "the estimate failed on another rank"
+        return RecomputePolicy(ActivationCheckpointing.full, f"because the memory of a step cannot be estimated: {why}")
+    chosen = next((index for index, share in enumerate(shares) if share <= USABLE), len(possible) - 1)
+    estimates = ", ".join(f"{each} {share:.0%}" for each, share in zip(possible, shares, strict=True))
+    return RecomputePolicy(possible[chosen], f"estimated share of {memory / 2**30:,.1f} GiB per rank: {estimates}")
 
 
 def estimate(
@@ -94,7 +96,11 @@ def estimate(
     compute_dtype: torch.dtype,
     anatomy: Anatomy | None = None,
 ) -> dict[ActivationCheckpointing, int]:
-    """Return the bytes of this rank at the peak of a step by policy: state, what is gathered, activations, the loss."""
+    """Return this rank's estimated peak bytes of a step for each policy.
+
+    The sum of sharded state (parameters, gradients, Adam moments), gathered parameters and unreduced gradients,
+    activations, and the loss.
+    """
     parallelism, training = load.parallelism, load.training
     anatomy = anatomy or read_anatomy(model)
     layers = list(anatomy.decoder_layers(model).values())
@@ -108,18 +114,20 @@ def estimate(
         tp,
         parallelism.sequence_parallel,
     )
-    ordered = str(parallelism.pp_schedule) in ("GPipe", "LoopedBFS")  # all forwards first
-    in_flight = 1 if pp == 1 else accumulation if ordered else min(accumulation, 2 * pp)
-    words, tokens = -(-anatomy.vocabulary // tp), training.micro_batch_size * seq
-    loss = 12 * min(tokens, chunk_tokens(words, device)) * words + 4 * words * anatomy.hidden_size
+    forwards_first = str(parallelism.pp_schedule) in ("GPipe", "LoopedBFS")  # all forwards precede the first backward
+    in_flight = 1 if pp == 1 else accumulation if forwards_first else min(accumulation, 2 * pp)
+    vocabulary, tokens = -(-anatomy.vocabulary // tp), training.micro_batch_size * seq
+    # A chunk's logits, log-probabilities and gradient, and the gradient of the head's weight, all in float32.
+    loss = 12 * min(tokens, chunk_tokens(vocabulary, device)) * vocabulary + 4 * vocabulary * anatomy.hidden_size
     fixed = _state_bytes(model) + _gathered_bytes(model, layers, load, mesh, compute_dtype, accumulation) + loss
     return {each: fixed + layer.of(each, -(-len(layers) // pp), in_flight) for each in PREFERRED}
 
 
 def _state_bytes(model: nn.Module) -> int:
-    """Parameters, gradients and two moments of those that are trained."""
+    """Return the bytes of this rank's parameters, and of the gradients and two Adam moments of the trained ones."""
     return sum(
-        local_part(each).numel() * each.element_size() * (4 if each.requires_grad else 1) for each in model.parameters()
+        local_tensor(each).numel() * each.element_size() * (4 if each.requires_grad else 1)
+        for each in model.parameters()
     )
 
 
@@ -131,22 +139,26 @@ def _gathered_bytes(
     compute_dtype: torch.dtype,
     accumulation: int,
 ) -> int:
-    """What is held besides the shards: parameters in the type of the products, gradients that wait for their sum."""
+    """Return the bytes held besides the shards: parameters in the compute dtype and unreduced gradients.
+
+    With reshard_after_forward at most two layers are gathered at once, one of them prefetched, plus everything outside
+    of layers. Gradients of all layers accumulate unreduced if their reduction is deferred, else those of two layers.
+    """
     stored = next(each.dtype for each in model.parameters() if each.is_floating_point())
     shards = _shards(model, load, mesh)
-    whole, gradients = _gathered(model, compute_dtype, shards)
+    params, grads = _gathered(model, compute_dtype, shards)
     if load.parallelism.strategy != Strategy.fsdp2:
-        return 0 if compute_dtype == stored else whole
+        return 0 if compute_dtype == stored else params
     stack = [_gathered(layer, compute_dtype, shards) for layer in decoder_layers]
     layers = max(1, sum(bytes_ > 0 for bytes_, _ in stack))
-    in_layers, of_layers = (sum(each) for each in zip(*stack, strict=True))
-    held = 2 * in_layers // layers + whole - in_layers if load.parallelism.reshard_after_forward else whole
-    waiting = gradients if accumulation > 1 and load.parallelism.defer_grad_sync else 2 * of_layers // layers
-    return held + waiting
+    layer_params, layer_grads = (sum(each) for each in zip(*stack, strict=True))
+    gathered = 2 * layer_params // layers + params - layer_params if load.parallelism.reshard_after_forward else params
+    unreduced = grads if accumulation > 1 and load.parallelism.defer_grad_sync else 2 * layer_grads // layers
+    return gathered + unreduced
 
 
 def _shards(model: nn.Module, load: StepLoad, mesh: Mesh) -> dict[nn.Parameter, int]:
-    """Return of how many ranks' parts each parameter is put together; an expert's are on fewer ranks than the rest."""
+    """Return the number of FSDP shards of each parameter; experts are sharded over fewer ranks than the rest."""
     if load.parallelism.strategy != Strategy.fsdp2:
         return dict.fromkeys(model.parameters(), 1)
     experts = [each for module in experts_modules(model).values() for each in module.parameters()]
@@ -154,22 +166,22 @@ def _shards(model: nn.Module, load: StepLoad, mesh: Mesh) -> dict[nn.Parameter, 
 
 
 def _gathered(module: nn.Module, dtype: torch.dtype, shards: dict[nn.Parameter, int]) -> tuple[int, int]:
-    """Bytes of the gathered parameters in the type of the products, and of the gradients of those that are trained.
+    """Return the bytes of the gathered parameters in the compute dtype, and of the gradients of the trained ones.
 
-    Packed weights stay bytes.
+    Quantized weights are gathered as packed bytes.
     """
-    wholes = [(local_part(each).numel() * shards[each], each) for each in module.parameters()]
-    held = sum(size * (dtype.itemsize if each.is_floating_point() else 1) for size, each in wholes)
-    return held, sum(size * max(4, dtype.itemsize) for size, each in wholes if each.requires_grad)
+    sizes = [(local_tensor(each).numel() * shards[each], each) for each in module.parameters()]
+    parameters = sum(size * (dtype.itemsize if each.is_floating_point() else 1) for size, each in sizes)
+    return parameters, sum(size * max(4, dtype.itemsize) for size, each in sizes if each.requires_grad)
 
 
-def _memory(device: torch.device) -> int:
+def _available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, get_local_world_size_preinit())
 
 
-def _worst_of_ranks(shares: list[float], device: torch.device) -> list[float]:
+def _max_over_ranks(shares: list[float], device: torch.device) -> list[float]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return shares
     worst = torch.tensor(shares, dtype=torch.float64, device=device)

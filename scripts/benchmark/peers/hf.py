@@ -1,4 +1,4 @@
-"""The common model as transformers and peft load it: for the bare loop and the Trainer."""
+"""The common model, loaded by transformers and peft, for the bare loop and the Trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scripts.benchmark.peers.workload import Workload
 
 
 def load_model(workload: Workload) -> Any:
-    """Return the causal LM in training mode on the device, with trainable adapters where the task has them."""
+    """Return the causal LM in training mode on the device, with trainable adapters if the workload has them."""
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity_error()
@@ -25,13 +25,13 @@ def load_model(workload: Workload) -> Any:
 
 
 def compile_layers(model: Any) -> None:
-    """torch.compile each decoder layer, in place."""
+    """Compile each decoder layer in place."""
     for layer in next(each for name, each in model.named_modules() if name.endswith("layers")):
         layer.compile(dynamic=False)
 
 
 def optimizer_of(model: Any, workload: Workload) -> torch.optim.Optimizer:
-    """Return PyTorch's fused AdamW over what is trained, without decay."""
+    """Return PyTorch's fused AdamW over the trainable parameters, without weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings = {"lr": workload.lr, "betas": workload.betas, "eps": workload.eps, "weight_decay": 0.0}
     return torch.optim.AdamW(trained, **settings, fused=True)  # type: ignore[arg-type]

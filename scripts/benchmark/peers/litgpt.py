@@ -1,7 +1,7 @@
-"""litgpt's GPT, chunked loss and step over Lightning's Fabric, as `litgpt pretrain` of version 0.5.13 has them.
+"""litgpt's GPT, chunked loss and step with Lightning's Fabric, as in `litgpt pretrain` of version 0.5.13.
 
-Weights come by its own converter. It knows no documents within a row, and has no converter for adapters: whole rows,
-every parameter.
+Weights are converted by litgpt's converter. litgpt supports neither packed documents nor the conversion of adapters, so
+this arm trains all parameters on rows of one document each.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ PRECISIONS = {"float32": "32-true", "mixed": "bf16-mixed", "bfloat16": "bf16-tru
 
 
 def train(workload: Workload, meter: Meter) -> None:
-    """The loop of litgpt/pretrain.py, without logs, validation and checkpoints; the last target is ignored."""
+    """Run the loop of litgpt/pretrain.py, without logs, validation and checkpoints; the last target is ignored."""
     import lightning
     from litgpt.utils import chunked_cross_entropy
 
     if workload.lora_rank or workload.layout != "rows":
-        sys.exit("litgpt has no rows of several documents, and no converter for adapters")
+        sys.exit("litgpt supports neither packed rows nor the conversion of adapters")
     fabric = lightning.Fabric(accelerator=workload.device, devices=1, precision=PRECISIONS[workload.precision])
     model = build(workload, fabric)
     if workload.compile:
@@ -51,7 +51,7 @@ def train(workload: Workload, meter: Meter) -> None:
 
 
 def build(workload: Workload, fabric: Any) -> Any:
-    """Return its GPT with the common weights."""
+    """Return litgpt's GPT with the common weights."""
     from litgpt.config import Config
     from litgpt.model import GPT
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama

@@ -1,4 +1,4 @@
-"""Bare PyTorch over transformers' model: what every loss curve is compared with."""
+"""Bare PyTorch loop over transformers' model: the reference of every loss curve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.benchmark.peers.workload import Workload
 
 
 def train(workload: Workload, meter: Meter) -> None:
-    """Nothing but forward, loss, backward, clipping and AdamW; losses are read once, at the end."""
+    """Do forward, loss, backward, clipping and AdamW, and nothing else; losses are read once, at the end."""
     model = load_model(workload)
     if workload.compile:
         compile_layers(model)

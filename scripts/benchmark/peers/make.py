@@ -1,6 +1,7 @@
-"""Writes a workload once: a Llama's random weights for transformers, an adapter for peft, and tokens.
+"""Creation of a workload's files: a Llama with random weights for transformers, an adapter for peft, and tokens.
 
-No network and, but for an adapter, no transformers. Tensors are drawn one by one, so that 8B parameters need no memory.
+It needs no network and, except for adapters, no transformers. Weights are written layer by layer, so that 8B parameters
+do not have to fit into memory.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ SHAPES = {
     "1b": Shape(hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8, vocabulary=128_256),
     "8b": Shape(hidden=4096, intermediate=14_336, layers=32, heads=32, kv_heads=8, vocabulary=128_256, tied=False),
 }
-"""tiny; Llama 3.2 1B; Llama 3.1 8B."""
+"""A tiny model; Llama 3.2 1B; Llama 3.1 8B."""
 STD = 0.02
+"""Standard deviation of the weights."""
 FOLLOWS = 0.9
-"""Share of the tokens that follow from the one before, so that there is something to learn."""
+"""Share of tokens that are a function of the previous token, so that the loss can decrease."""
 SHORTEST = 8
-"""Tokens of a document."""
+"""Minimum length of a document in tokens."""
 
 
 def make(workload: Workload, packed: bool) -> None:
-    """Write what is not there yet for exactly this workload.
+    """Write the files of the workload unless they exist already for exactly these settings.
 
     Args:
-        packed: Several documents to a row, the first third of each without loss; else each row is one document.
+        packed: Several documents per row, without loss on the first third of each; otherwise one document per row.
     """
     folder = Path(workload.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,14 +45,14 @@ def make(workload: Workload, packed: bool) -> None:
 
 
 def write_weights(workload: Workload) -> None:
-    """Write the model and, where the task has them, its adapters."""
+    """Write the model and, if the workload has them, its adapters."""
     write_model(workload.shape, workload.model, workload.stored, workload.seed)
     if workload.lora_rank:
         write_adapter(workload)
 
 
 def config_of(shape: Shape) -> dict[str, object]:
-    """Return the config.json of a Llama."""
+    """Return the content of config.json of a Llama."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -79,7 +81,7 @@ def config_of(shape: Shape) -> dict[str, object]:
 
 
 def write_model(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> None:
-    """Write config.json and the weights, a file per layer."""
+    """Write config.json and the weights, one file per layer."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(shape), indent=1))
     write_tokenizer(shape.vocabulary, folder)
@@ -89,7 +91,7 @@ def write_model(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> No
     for number, part in enumerate(_parts(shape)):
         file = f"model-{number:05d}.safetensors"
         tensors = {
-            name: torch.ones(size, dtype=dtype) if len(size) == 1 else _drawn(size, dtype, generator)
+            name: torch.ones(size, dtype=dtype) if len(size) == 1 else _random_weight(size, dtype, generator)
             for name, size in part.items()
         }
         save_file(tensors, folder / file, {"format": "pt"})
@@ -110,7 +112,7 @@ def write_tokenizer(vocabulary: int, folder: Path) -> None:
 
 
 def write_adapter(workload: Workload) -> None:
-    """Write the adapters that `peft=lora` starts with, in peft's format: A as drawn from the seed, B zero."""
+    """Write the initial adapters of `peft=lora` in peft's format: A initialized from the seed, B zero."""
     from components import models
     from components.config.schema import ModelConfig, PeftConfig, PeftMethod
     from components.models.lora import adapted_layers, initialize_adapters
@@ -141,25 +143,25 @@ def write_adapter(workload: Workload) -> None:
 
 
 def write_tokens(workload: Workload, packed: bool) -> None:
-    """Write the documents, and which are in each row of each step: those that the recipe will pack and draw."""
+    """Write the documents, and their assignment to the rows of every step, as the recipe packs and shuffles them."""
     from components.data import SampleOrder
     from components.data.packing import plan_rows
 
     generator = np.random.default_rng(workload.seed)
-    wanted, seq_len = workload.total_steps * workload.rows, workload.seq_len
+    count, seq_len = workload.total_steps * workload.rows, workload.seq_len
     if packed:
-        lengths = _lengths(generator, wanted * seq_len, seq_len)
+        lengths = _lengths(generator, count * seq_len, seq_len)
         plan = plan_rows(lengths, seq_len)
         starts, documents = plan.starts, plan.documents
     else:
-        lengths = np.full(wanted, seq_len, np.int64)
-        starts, documents = np.arange(wanted + 1), np.arange(wanted)
+        lengths = np.full(count, seq_len, np.int64)
+        starts, documents = np.arange(count + 1), np.arange(count)
     ids = _tokens(generator, lengths, workload.shape.vocabulary)
     ends = np.cumsum(lengths)
     labels = ids.copy()
     for end, length in zip(ends, lengths, strict=True):
         labels[end - length : end - length + (max(1, length // 3) if packed else 1)] = IGNORED
-    order = SampleOrder(len(starts) - 1, workload.seed).indices(0, wanted)
+    order = SampleOrder(len(starts) - 1, workload.seed).indices(0, count)
     rows = [documents[starts[row] : starts[row + 1]] for row in order]
     np.savez(
         Path(workload.folder) / "tokens.npz",
@@ -171,17 +173,17 @@ def write_tokens(workload: Workload, packed: bool) -> None:
     )
 
 
-def _once(note: Path, said: str, write: Callable[[], None]) -> None:
-    """Write unless `note` says that this was written."""
-    if note.exists() and note.read_text() == said:
+def _once(marker: Path, key: str, write: Callable[[], None]) -> None:
+    """Call `write` unless the marker file contains `key`; then write the marker."""
+    if marker.exists() and marker.read_text() == key:
         return
-    note.unlink(missing_ok=True)
+    marker.unlink(missing_ok=True)
     write()
-    note.write_text(said)
+    marker.write_text(key)
 
 
 def _parts(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield the names and sizes of the weights that go to one file each."""
+    """Yield the names and shapes of the weights of each file."""
     table, norm = (shape.vocabulary, shape.hidden), (shape.hidden,)
     yield {"model.embed_tokens.weight": table, "model.norm.weight": norm}
     for layer in range(shape.layers):
@@ -192,24 +194,24 @@ def _parts(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
         yield {"lm_head.weight": table}
 
 
-def _drawn(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def _random_weight(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(size, generator=generator).mul_(STD).to(dtype)
 
 
 def _lengths(generator: np.random.Generator, tokens: int, seq_len: int) -> np.ndarray:
-    """Draw lengths like a chat data set's: an eighth of a row in the median, a long tail; a little more than asked."""
+    """Draw document lengths as in chat data: median an eighth of a row, with a long tail; total at least `tokens`."""
     drawn = generator.lognormal(np.log(seq_len / 8), 0.8, 16 * tokens // seq_len + 64)
     lengths = drawn.astype(np.int64).clip(SHORTEST, seq_len)
     return lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
 
 
 def _tokens(generator: np.random.Generator, lengths: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Draw documents in which a fixed table says what mostly follows a token."""
+    """Draw documents in which a fixed table determines most next tokens."""
     follower = generator.permutation(vocabulary)
     chance = generator.random(int(lengths.sum()))
     ids = generator.integers(vocabulary, size=len(chance))
     firsts = set((np.cumsum(lengths) - lengths).tolist())
-    for place in range(1, len(ids)):
-        if chance[place] < FOLLOWS and place not in firsts:
-            ids[place] = follower[ids[place - 1]]
+    for position in range(1, len(ids)):
+        if chance[position] < FOLLOWS and position not in firsts:
+            ids[position] = follower[ids[position - 1]]
     return ids

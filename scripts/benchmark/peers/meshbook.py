@@ -1,7 +1,7 @@
-"""recipes/finetune.py itself, in this process: its own configuration, data, loop and reporting, nothing left out.
+"""recipes/finetune.py in this process, complete with its configuration, data, loop and reporting.
 
-The token file is data of the kind `custom`. The recipe packs its documents itself; that the rows are those of the other
-arms shows in the losses. Only `training.train_step` is listened to, for the losses, the optimizer and the clock.
+The token file is read as data of kind `custom`. The recipe packs the documents itself; equal losses confirm that its
+rows are those of the other arms. Only `training.train_step` is wrapped, to measure losses, optimizer and time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from scripts.benchmark.peers.meter import Meter, run
 from scripts.benchmark.peers.workload import Workload
 
 WORKLOAD = "MESHBOOK_COMPARED_WORKLOAD"
-"""Variable with the file of the workload, for `examples`, which the recipe imports by name."""
+"""Environment variable with the path of the workload file, for `examples`, which the recipe imports by name."""
 
 
 def examples(tokenizer: object, seq_len: int, split: str) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the ids and labels of all documents; held out is the first, as an evaluation is not what is measured."""
+    """Yield the ids and labels of all documents; the held-out split is the first one, as evaluation is not measured."""
     tokens = Workload.read(os.environ[WORKLOAD]).tokens
     for number in range(len(tokens.ends) if split == "train" else 1):
         ids, labels = tokens.document(number)
@@ -30,7 +30,7 @@ def examples(tokenizer: object, seq_len: int, split: str) -> Iterator[tuple[list
 
 
 def overrides_of(workload: Workload) -> list[str]:
-    """Return the recipe's command line."""
+    """Return the recipe's overrides for a workload."""
     data = ["~data", "+schema/data@data=custom", "data.factory=scripts.benchmark.peers.meshbook:examples"]
     stored = str(workload.stored).removeprefix("torch.")
     computed = "bfloat16" if workload.precision != "float32" else "float32"
@@ -56,18 +56,18 @@ def overrides_of(workload: Workload) -> list[str]:
 
 
 def train(workload: Workload, meter: Meter) -> None:
-    """Run the recipe as its command line would."""
+    """Run the recipe as from the command line."""
     from components import training
     from recipes import finetune
 
     step = training.train_step
 
-    def heard(model: Any, batches: Any, optimizer: torch.optim.Optimizer, *others: Any) -> torch.Tensor:
+    def measured_step(model: Any, batches: Any, optimizer: torch.optim.Optimizer, *others: Any) -> torch.Tensor:
         numbers = step(model, batches, optimizer, *others)
         meter.step(numbers["loss"], optimizer)
         return numbers
 
-    training.train_step = heard
+    training.train_step = measured_step
     os.environ[WORKLOAD] = str(Path(sys.argv[1]).resolve())
     sys.argv[1:] = overrides_of(workload)
     try:

@@ -1,4 +1,4 @@
-"""The clock, memory and losses of an arm, the same for all: nothing waits for the device between two readings."""
+"""Measurement of an arm's time, memory and losses. The device is synchronized only at start and end."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ GIB = 2**30
 
 
 class Meter:
-    """Told of every optimizer step by the arm; it starts the clock after the warm-up and stops it after the last."""
+    """Recorder of an arm's optimizer steps. The timer starts after the warm-up and stops after the last step."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._losses: list[torch.Tensor | float] = []
-        self._told: dict[str, Any] = {}
+        self._measured: dict[str, Any] = {}
 
     def step(self, loss: torch.Tensor | float, optimizer: Any) -> None:
-        """Take the mean loss over the target tokens of a step that `optimizer` has just done."""
+        """Record a step that `optimizer` has just done. loss: Its mean over the target tokens."""
         self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         done = len(self._losses)
         if done == self._workload.warmup:
@@ -35,7 +35,7 @@ class Meter:
             self._began = self._now()
         if done == self._workload.total_steps:
             wall, processor = self._now()
-            self._told = {
+            self._measured = {
                 "seconds": wall - self._began[0],
                 "processor_seconds": processor - self._began[1],
                 "memory": self._peaks(),
@@ -43,15 +43,15 @@ class Meter:
             }
 
     def write(self, file: str, packages: Iterable[str]) -> None:
-        """Write what was measured. Raises RuntimeError where the arm did not do all steps."""
+        """Write the measurements as JSON. Raises RuntimeError if the arm did not do all steps."""
         if len(self._losses) != self._workload.total_steps:
-            raise RuntimeError(f"did {len(self._losses)} of {self._workload.total_steps} steps")
+            raise RuntimeError(f"the arm did {len(self._losses)} of {self._workload.total_steps} steps")
         versions = {}
         for package in ("torch", *packages):
             with suppress(importlib.metadata.PackageNotFoundError):
                 versions[package] = importlib.metadata.version(package)
         losses = [float(loss) for loss in self._losses]
-        Path(file).write_text(json.dumps({**self._told, "losses": losses, "versions": versions}))
+        Path(file).write_text(json.dumps({**self._measured, "losses": losses, "versions": versions}))
 
     def _now(self) -> tuple[float, float]:
         if self._workload.device == "cuda":
@@ -62,11 +62,11 @@ class Meter:
         if self._workload.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
-            with suppress(OSError):  # without it the peak is that since the start, loading included
+            with suppress(OSError):  # if it fails, the peak includes loading of the model
                 Path("/proc/self/clear_refs").write_text("5")
 
     def _peaks(self) -> dict[str, float]:
-        """Peak memory in GiB during the counted steps."""
+        """Return peak memory in GiB during the measured steps, by kind."""
         if self._workload.device == "cuda":
             return {
                 "allocated": torch.cuda.max_memory_allocated() / GIB,
@@ -78,7 +78,7 @@ class Meter:
 
 
 def settings_of(optimizer: Any) -> dict[str, Any]:
-    """Return what an optimizer really did: equal in every arm, or they do not train the same."""
+    """Return the optimizer's effective settings, which must be equal in all arms."""
     groups = optimizer.param_groups
     parameters = {id(each): each for group in groups for each in group["params"]}
     decayed = {group["weight_decay"] for group in groups}
@@ -93,7 +93,7 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
 
 
 def run(train: Callable[[Workload, Meter], None], *packages: str) -> None:
-    """Be an arm's process: ARM WORKLOAD.json RESULT.json."""
+    """Run an arm as a program with the arguments WORKLOAD.json RESULT.json. packages: To report versions of."""
     workload = Workload.read(sys.argv[1])
     result, meter = sys.argv[2], Meter(workload)
     torch.set_num_threads(workload.threads)

@@ -1,4 +1,4 @@
-"""What the device reaches in one large matrix product: bfloat16 on CUDA, float32 on one thread of a CPU."""
+"""Throughput of a large matmul: bfloat16 on CUDA, float32 on a CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPEATS = {"cuda": 50, "cpu": 5}
 
 
 def tflops(device: str) -> float:
-    """Return TFLOP/s of the median product: by the clock on CUDA, by processor time on a CPU that others use too."""
+    """Return the median TFLOP/s, by wall time on CUDA and by processor time on a CPU, which others may use too."""
     size, dtype = SIZE[device], torch.bfloat16 if device == "cuda" else torch.float32
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = []
@@ -28,7 +28,7 @@ def tflops(device: str) -> float:
 
 
 def now(device: str) -> float:
-    """Seconds of a clock that has waited for the device."""
+    """Return the current time in seconds after synchronizing the device; processor time on a CPU."""
     if device == "cpu":
         return time.process_time()
     torch.cuda.synchronize()

@@ -1,9 +1,9 @@
-"""torchtune's model, chunked loss and step, as its recipes full_ and lora_finetune_single_device.py (0.6.1) have them.
+"""torchtune's model, chunked loss and step, as in its recipes full_ and lora_finetune_single_device.py (0.6.1).
 
-Weights come by its own converter. Those recipes store everything in one type: there is no mixed precision, and adapters
-are stored as the model is. They read the loss on the host in every step, and so it does here.
+Weights are converted by torchtune's converter. These recipes use a single dtype: there is no mixed precision, and
+adapters have the model's dtype. They read the loss on the host in every step, and so does this arm.
 
-Version 0.6.1 needs a torchao that still has `torchao.dtypes.nf4tensor` (0.10 was used), sentencepiece and tiktoken.
+Version 0.6.1 requires a version of torchao with `torchao.dtypes.nf4tensor` (0.10 was used), sentencepiece and tiktoken.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from scripts.benchmark.peers.workload import Workload
 
 
 def train(workload: Workload, meter: Meter) -> None:
-    """The loop of its recipes, without logs and checkpoints."""
+    """Run the loop of torchtune's recipes, without logs and checkpoints."""
     from torchtune import training
     from torchtune.modules.loss import CEWithChunkedOutputLoss
 
     if workload.precision == "mixed":
-        sys.exit("torchtune's recipes store and compute in one type: ask for --precision bfloat16")
+        sys.exit("torchtune's recipes have no mixed precision: use --precision bfloat16")
     model = build(workload)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings: dict[str, Any] = {"lr": workload.lr, "betas": workload.betas, "eps": workload.eps, "weight_decay": 0.0}
@@ -55,7 +55,7 @@ def train(workload: Workload, meter: Meter) -> None:
 
 
 def build(workload: Workload) -> Any:
-    """Return its decoder with the common weights and, where the task has them, the common adapters."""
+    """Return torchtune's decoder with the common weights and, if the workload has them, the common adapters."""
     from torchtune import training
     from torchtune.models.convert_weights import hf_to_tune
     from torchtune.models.llama3_1 import llama3_1, lora_llama3_1
@@ -81,9 +81,9 @@ def build(workload: Workload) -> Any:
     converted = hf_to_tune(weights, num_heads=shape.heads, num_kv_heads=shape.kv_heads, dim=shape.hidden)
     with training.set_default_dtype(workload.stored), torch.device(workload.device):
         if workload.lora_rank:
-            places = ["q_proj", "k_proj", "v_proj", "output_proj"]
+            modules = ["q_proj", "k_proj", "v_proj", "output_proj"]
             ranks = {"lora_rank": workload.lora_rank, "lora_alpha": 2 * workload.lora_rank}
-            model = lora_llama3_1(places, apply_lora_to_mlp=True, **sizes, **ranks)
+            model = lora_llama3_1(modules, apply_lora_to_mlp=True, **sizes, **ranks)
             set_trainable_params(model, get_adapter_params(model))
         else:
             model = llama3_2(**sizes) if shape.tied else llama3_1(**sizes)
@@ -91,14 +91,17 @@ def build(workload: Workload) -> Any:
         adapters = load_file(workload.adapter / "adapter_model.safetensors")
         missing, unexpected = model.load_state_dict({**converted, **_adapters(adapters)}, strict=False)
         if missing or unexpected:
-            raise RuntimeError(f"weights missing {missing}, unexpected {unexpected}")
+            raise RuntimeError(f"missing weights {missing}, unexpected weights {unexpected}")
     else:
         model.load_state_dict(converted)
     return model.train()
 
 
 def _adapters(of_peft: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return adapters under its names. B is zero, so that the order of its rows, the heads' halves, is no matter."""
+    """Return peft's adapters under torchtune's names.
+
+    torchtune permutes the rows of query and key weights within heads (RoPE); B needs no permutation, as it is zero.
+    """
     from torchtune.models.convert_weights import _FROM_HF, get_mapped_key
 
     found = {}

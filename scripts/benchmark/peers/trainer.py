@@ -1,4 +1,4 @@
-"""transformers.Trainer, without logs, evaluation and saves; it reads the micro-batches as they are."""
+"""transformers.Trainer, without logs, evaluation and saves, on the workload's micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripts.benchmark.peers.workload import Workload
 
 
 class MicroBatches(torch.utils.data.Dataset):
-    """Each item is a whole micro-batch, so that a step has the documents that it has in every arm."""
+    """Data set whose items are whole micro-batches, so that each step has the same documents in every arm."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -26,17 +26,17 @@ class MicroBatches(torch.utils.data.Dataset):
 
 
 def train(workload: Workload, meter: Meter) -> None:
-    """Let the Trainer do all steps with the optimizer, schedule and clipping that its arguments ask for."""
+    """Train by the Trainer, with optimizer, schedule and clipping set by its arguments."""
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     losses: list[torch.Tensor] = []
 
-    class Ears(TrainerCallback):
+    class StepRecorder(TrainerCallback):
         def on_step_end(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
             meter.step(torch.stack(losses).sum(), optimizer)
             losses.clear()
 
-    class InOrder(Trainer):
+    class SequentialTrainer(Trainer):
         def compute_loss(self, *arguments: Any, **options: Any) -> Any:
             loss = super().compute_loss(*arguments, **options)
             losses.append(loss.detach())
@@ -67,12 +67,12 @@ def train(workload: Workload, meter: Meter) -> None:
         logging_strategy="no",
         save_strategy="no",
     )
-    trainer = InOrder(
+    trainer = SequentialTrainer(
         load_model(workload),
         arguments,
         train_dataset=MicroBatches(workload),
         data_collator=lambda items: items[0],
-        callbacks=[Ears()],
+        callbacks=[StepRecorder()],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

@@ -1,4 +1,4 @@
-"""What all arms train: sizes, settings, and the tokens of every step. Read from a folder that make.py wrote."""
+"""The workload that all arms train: sizes, settings, and the tokens of every step, from a folder that make.py wrote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A Llama; its positions are scaled as Llama 3.1's (factor 8) or 3.2's (32), as peers have it built in."""
+    """Shape of a Llama. RoPE is scaled as in Llama 3.1 (factor 8) or 3.2 (factor 32), which is built into the peers."""
 
     hidden: int
     intermediate: int
@@ -27,21 +27,21 @@ class Shape:
     kv_heads: int
     vocabulary: int
     tied: bool = True
-    """Whether embedding and output head are one matrix."""
+    """Whether the embedding and the LM head share one weight (Llama 3.2), or not (3.1)."""
 
     @property
     def head_dim(self) -> int:
-        """Of each head."""
+        """Size of each attention head."""
         return self.hidden // self.heads
 
     @property
     def rope_factor(self) -> float:
-        """By what low frequencies of the positions are divided."""
+        """Factor by which RoPE's low frequencies are divided."""
         return 32.0 if self.tied else 8.0
 
     @property
     def linear(self) -> dict[str, tuple[int, int]]:
-        """The matrices of one layer, by the names that transformers gives them: (out, in)."""
+        """Shapes (out, in) of the linear layers of one decoder layer, by their names in transformers."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "self_attn.q_proj": (queries, self.hidden),
@@ -54,10 +54,10 @@ class Shape:
         }
 
     def flops(self, lengths: list[int], lora_rank: int = 0) -> float:
-        """Return the FLOPs of forward and backward over documents of these lengths, as the README counts them.
+        """Return the model FLOPs of forward and backward for documents of the given lengths.
 
-        A parameter of a trained matrix costs 6 FLOPs a token, of a frozen one 4; attention 12 x head_dim for each pair
-        of tokens that see one another, in each head.
+        A trained matrix parameter costs 6 FLOPs per token, a frozen one 4; attention costs 12 x head_dim per head and
+        pair of a token and one it attends to. See components/training/setup/flops.py.
         """
         layer = sum(rows * columns for rows, columns in self.linear.values())
         adapters = self.layers * lora_rank * sum(rows + columns for rows, columns in self.linear.values())
@@ -69,28 +69,29 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One task as one arm does it; what differs between arms is `layout` and `overrides` alone."""
+    """Workload of one arm. Between arms only `layout`, `precision` (of the reference) and `overrides` differ."""
 
     folder: str
-    """model/, adapter/ and tokens.npz."""
+    """Folder with model/, adapter/ and tokens.npz."""
     device: str
     """cpu or cuda."""
     precision: str
-    """float32; mixed: bfloat16 products, all else float32; bfloat16: everything."""
+    """float32; mixed: matmuls in bfloat16, all else in float32; bfloat16: everything in bfloat16."""
     layout: str
-    """rows: a document each; packed: several to a row, none seeing another; padded: a document each, filled up."""
+    """rows: one full-length document per row; packed: several documents per row, which do not attend to each other;
+    padded: one document per row, padded to the longest of the micro-batch."""
     shape: Shape
     lora_rank: int = 0
-    """0: every parameter is trained; else adapters on all linear layers of the layers, alpha twice the rank."""
+    """0: all parameters are trained; otherwise adapters on all linear layers, with alpha twice the rank."""
     seq_len: int
     rows: int
-    """Rows of an optimizer step, where they are not padded."""
+    """Rows per optimizer step; with layout padded, the documents of this many packed rows."""
     micro: int
-    """Rows of a forward; padded: the documents of so many packed rows."""
+    """Rows per micro-batch; with layout padded, the documents of this many packed rows."""
     warmup: int
-    """Steps that are not counted."""
+    """Steps that are not measured."""
     steps: int
-    """Steps that are."""
+    """Steps that are measured."""
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -99,46 +100,46 @@ class Workload:
     compile: bool = False
     threads: int = 1
     overrides: tuple[str, ...] = ()
-    """Of the recipe; other arms have no use for them."""
+    """Overrides of Meshbook's recipe; other arms ignore them."""
 
     @property
     def model(self) -> Path:
-        """A folder that transformers loads."""
+        """Model folder in transformers' format."""
         return Path(self.folder) / "model"
 
     @property
     def adapter(self) -> Path:
-        """A folder that peft loads."""
+        """Adapter folder in peft's format."""
         return Path(self.folder) / "adapter"
 
     @property
     def stored(self) -> torch.dtype:
-        """Type of the parameters."""
+        """Dtype of the parameters."""
         return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
 
     @property
     def autocast(self) -> torch.autocast:
-        """The context of a forward."""
+        """Autocast context of a forward."""
         return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.precision == "mixed")
 
     @property
     def total_steps(self) -> int:
-        """All steps of an arm."""
+        """Number of steps, including the warm-up."""
         return self.warmup + self.steps
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches per step."""
         return self.rows // self.micro
 
     @cached_property
     def tokens(self) -> Tokens:
-        """What make.py wrote."""
+        """Documents and rows that make.py wrote."""
         with np.load(Path(self.folder) / "tokens.npz") as arrays:
             return Tokens(**arrays)
 
     def micro_batch(self, step: int, number: int) -> dict[str, torch.Tensor]:
-        """Return input_ids and labels of one forward, (rows, seq) int64; of packed rows position_ids too."""
+        """Return input_ids and labels of a micro-batch, (rows, seq) int64; with layout packed also position_ids."""
         first = step * self.rows + number * self.micro
         rows = [self.tokens.row(row) for row in range(first, first + self.micro)]
         if self.layout == "padded":
@@ -148,16 +149,16 @@ class Workload:
             length = self.seq_len
         batch = {"input_ids": np.zeros((len(rows), length), np.int64)}
         batch["labels"] = np.full_like(batch["input_ids"], IGNORED)
-        places = np.tile(np.arange(length), (len(rows), 1))
+        positions = np.tile(np.arange(length), (len(rows), 1))
         for index, row in enumerate(rows):
             start = 0
             for ids, labels in row:
                 end = start + len(ids)
                 batch["input_ids"][index, start:end], batch["labels"][index, start:end] = ids, labels
-                places[index, end:] = np.arange(length - end)  # what follows is another document
+                positions[index, end:] = np.arange(length - end)  # positions restart at the next document
                 start = end
         if self.layout == "packed":
-            batch["position_ids"] = places
+            batch["position_ids"] = positions
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def micro_batches(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -170,7 +171,7 @@ class Workload:
                 yield batch
 
     def targets(self, step: int) -> int:
-        """Count the tokens of a step that carry loss."""
+        """Return the number of target tokens of a step."""
         rows = range(step * self.rows, (step + 1) * self.rows)
         return sum(int((labels != IGNORED).sum()) for row in rows for _, labels in self.tokens.row(row))
 
@@ -180,12 +181,12 @@ class Workload:
         return [len(ids) for row in rows for ids, _ in self.tokens.row(row)]
 
     def write(self, file: Path) -> None:
-        """Write it for an arm's process."""
+        """Write the workload as JSON, for an arm's process."""
         file.write_text(json.dumps(asdict(self), indent=1))
 
     @classmethod
     def read(cls, file: str | Path) -> Workload:
-        """Read what `write` wrote."""
+        """Read a workload that `write` wrote."""
         values: dict[str, Any] = json.loads(Path(file).read_text())
         tuples = {name: tuple(values[name]) for name in ("betas", "overrides")}
         return cls(**{**values, **tuples, "shape": Shape(**values["shape"])})
@@ -193,13 +194,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Documents, and which of them are in each row; rows come in the order in which they are trained."""
+    """Documents, and their assignment to rows in training order."""
 
-    ids: np.ndarray  # (tokens,)
+    ids: np.ndarray  # (tokens,), of all documents one after the other
     labels: np.ndarray  # (tokens,)
-    ends: np.ndarray  # (documents,)
-    row_documents: np.ndarray  # documents, row after row
-    row_starts: np.ndarray  # (rows + 1,): where each row begins in row_documents
+    ends: np.ndarray  # (documents,): end of each document in ids
+    row_documents: np.ndarray  # document indices of all rows, one row after the other
+    row_starts: np.ndarray  # (rows + 1,): start of each row in row_documents
 
     def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a document's ids and labels."""
