@@ -119,7 +119,7 @@ def test_overlong_samples_are_truncated_on_the_right_and_counted(tmp_path):
     assert [PLAIN.decode(example.input_ids) for example in dataset] == [
         "p\naaaaa</s>",
         "ppppppp\naaa",
-        # the third and fourth have no answer left: the prompt and newline fill the row
+        # the third and fourth have no answer left: the prompt fills the row
     ]
     assert dataset[1].labels == [IGNORED] * 8 + dataset[1].input_ids[8:]
     facts = dataset.facts

@@ -69,7 +69,7 @@ def key(seed: int, label: str) -> int:
 def walked(weights: dict[str, float], seed: int, count: int, sizes: Mapping[str, int] = SIZES) -> list[tuple[str, int]]:
     """Compute the order position by position: split positions between two halves of the sources by a running credit."""
     names = sorted(weights)
-    integer = [round(weights[name] * 1000) for name in names]
+    integer_weight = [round(weights[name] * 1000) for name in names]
     names_by_position: list[str] = [""] * count
 
     def split_positions(first: int, last: int, positions: Sequence[int]) -> None:
@@ -78,8 +78,8 @@ def walked(weights: dict[str, float], seed: int, count: int, sizes: Mapping[str,
                 names_by_position[position] = names[first]
             return
         middle = (first + last) // 2
-        common = math.gcd(*integer)
-        left_weight, total = sum(integer[first:middle]) // common, sum(integer[first:last]) // common
+        common = math.gcd(*integer_weight)
+        left_weight, total = sum(integer_weight[first:middle]) // common, sum(integer_weight[first:last]) // common
         credit, halves = key(seed, f"{first}:{last}") % total, ([], [])
         for position in positions:
             credit += left_weight

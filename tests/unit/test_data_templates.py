@@ -1,4 +1,4 @@
-"""Loss masks under the oddities of chat templates, with small tokenizers."""
+"""Loss masks with unusual chat templates and small tokenizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHATML = (
 )
 
 
-def test_agrees_with_hugging_face_generation_blocks():
+def test_mask_equals_that_of_hugging_face_generation_blocks():
     blocks = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
         "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
@@ -37,7 +37,7 @@ def test_agrees_with_hugging_face_generation_blocks():
     assert example.input_ids == reference["input_ids"][:-1]
 
 
-def test_a_template_without_generation_prompt():
+def test_template_without_generation_prompt_masks_all_but_the_answers():
     template = (
         "<s>{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
         "{% elif m['role'] == 'assistant' %} {{ m['content'] }}</s>"
@@ -51,7 +51,7 @@ def test_a_template_without_generation_prompt():
         only(tokenizer, chat("hi", "yo", system="s"))
 
 
-def test_a_template_that_drops_reasoning_from_the_history_gives_one_example_per_answer():
+def test_template_that_drops_past_reasoning_gives_one_example_per_answer():
     template = (
         "{% for m in messages %}{% if m['role'] == 'assistant' and not loop.last %}"
         "{{ '<|im_start|>assistant\n' + m['content'].split('</think>')[-1] + '<|im_end|>\n' }}{% else %}"
@@ -66,7 +66,7 @@ def test_a_template_that_drops_reasoning_from_the_history_gives_one_example_per_
     assert "assistant\nb<|im_end|>\n<|im_start|>user\nc" in tokenizer.decode(second.input_ids)
 
 
-def test_a_template_that_ends_the_last_answer_differently_gives_one_example_per_answer():
+def test_template_that_ends_the_last_answer_differently_splits_by_answer():
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
         "{{ '<|return|>' if loop.last and m['role'] == 'assistant' else '<|im_end|>' }}{% endfor %}"
@@ -77,15 +77,15 @@ def test_a_template_that_ends_the_last_answer_differently_gives_one_example_per_
     assert [targets(tokenizer, example) for example in examples] == [["b<|return|>"], ["d<|return|>"]]
 
 
-def test_a_prompt_that_opens_more_than_the_answer_keeps():
+def test_text_that_the_generation_prompt_adds_is_not_a_target():
     template = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
     tokenizer = byte_tokenizer(template)
     assert targets(tokenizer, only(tokenizer, chat("a", "b"))) == ["b<|im_end|>"]
-    # An answer that begins as the prompt ends has been given that beginning.
+    # If the answer begins with the text that the generation prompt ends with, that text is not a target.
     assert targets(tokenizer, only(tokenizer, chat("a", "<think>\nb"))) == ["b<|im_end|>"]
 
 
-def test_a_template_that_rewrites_the_question_is_refused():
+def test_template_that_rewrites_earlier_messages_is_rejected():
     template = (
         "{% for m in messages %}{{ m['role'] }}{{ messages | length }}: {{ m['content'] }}<|im_end|>"
         "{% endfor %}"
@@ -95,7 +95,7 @@ def test_a_template_that_rewrites_the_question_is_refused():
         only(byte_tokenizer(template), chat("a", "b"))
 
 
-def test_a_token_across_the_seam_counts_as_answer():
+def test_token_that_spans_prompt_and_answer_is_a_target():
     special = ["<|im_end|>"]
     alphabet = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), ":b"]
     model = models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[(":", "b")])
@@ -108,7 +108,7 @@ def test_a_token_across_the_seam_counts_as_answer():
     assert targets(tokenizer, only(tokenizer, chat("a", "but"))) == [":but<|im_end|>"]
 
 
-def test_an_end_of_turn_that_is_no_special_token_keeps_all_of_the_answer():
+def test_end_of_turn_without_a_special_token_is_part_of_the_target():
     template = (
         "{% for m in messages %}{{ '## ' + m['role'] + '\n' + m['content'] + '\n\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '## assistant\n' }}{% endif %}"
@@ -118,7 +118,7 @@ def test_an_end_of_turn_that_is_no_special_token_keeps_all_of_the_answer():
     assert targets(tokenizer, only(tokenizer, chat("a", "<think>m</think>b"))) == ["<think>m</think>b\n\n"]
 
 
-def test_a_template_that_writes_the_first_token_gets_no_second_one():
+def test_template_that_writes_bos_does_not_get_a_second_bos():
     tokenizer = byte_tokenizer("<s>" + CHATML, bos=True)
     assert tokenizer.decode(tokenizer("text")["input_ids"]) == "<s>text"
     assert tokenizer.decode(only(tokenizer, chat("a", "b")).input_ids).startswith("<s><|im_start|>user")
@@ -131,7 +131,7 @@ def test_a_template_that_writes_the_first_token_gets_no_second_one():
         "{%- macro today() -%}{{ strftime_now('%Y-%m-%d') }}{%- endmacro -%}{{ today() }}",
     ],
 )
-def test_a_template_that_writes_the_date_gives_the_same_tokens_tomorrow(date):
+def test_template_that_writes_the_date_gives_the_same_tokens_every_day(date):
     dated, undated = byte_tokenizer(date + CHATML), byte_tokenizer(CHATML)
     text = dated.decode(only(dated, chat("a", "b")).input_ids)
     assert text.endswith(undated.decode(only(undated, chat("a", "b")).input_ids))
