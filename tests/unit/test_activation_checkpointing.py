@@ -36,7 +36,7 @@ OLMO = {**parity.SMALL, "model_type": "olmo"}
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
-class _Counts(TorchDispatchMode):
+class _OperatorCounts(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def test_selective_keeps_matmuls_and_attention_and_recomputes_the_rest() -> None
     for policy in (NONE, SELECTIVE, FULL):
         model = copy.deepcopy(plain)
         models.checkpoint_activations(model, policy)
-        with _Counts() as counted:
+        with _OperatorCounts() as counted:
             model(input_ids=tokens, use_cache=False).logits.logsumexp(-1).sum().backward()
         calls[policy] = counted.calls
         gradients[policy] = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -163,14 +163,14 @@ class _ChangesInPlace(torch.nn.Module):
             output.clamp_(-0.2, 0.2).mul_(hidden)
         elif self.how == "a view":
             output.transpose(-1, -2)[..., :3].tanh_()
-        elif self.how == "an alias with a version counter of its own":
+        elif self.how == "an alias with its own version counter":
             torch.ops.aten._unsafe_view(output, [-1]).tanh_()
         elif self.how == "outside":
             return torch.ops.aten._unsafe_view(output, [-1])
         return output.exp()
 
 
-IN_PLACE = ("itself", "a view", "an alias with a version counter of its own", "outside")
+IN_PLACE = ("itself", "a view", "an alias with its own version counter", "outside")
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -186,7 +186,7 @@ def test_gradients_are_correct_if_a_kept_output_is_modified_in_place(name: str) 
                 model = _Layers(_ChangesInPlace(compute, how, [each.clone() for each in tensors]))
                 models.checkpoint_activations(model, policy)  # type: ignore[arg-type]
                 layer_input = hidden.clone().requires_grad_()
-                with _Counts() as counted:
+                with _OperatorCounts() as counted:
                     output = model.layers[0](layer_input * 1)
                     if how == "outside":
                         output.tanh_()
@@ -262,7 +262,7 @@ def test_attention_with_dropout_is_recomputed_to_preserve_the_rng_state() -> Non
                 model = _Layers(Attention(dropout))
                 models.checkpoint_activations(model, policy)  # type: ignore[arg-type]
                 torch.manual_seed(0)
-                with _Counts() as counted:
+                with _OperatorCounts() as counted:
                     model.layers[0](hidden).sum().backward()
                 gradients.append(next(model.parameters()).grad)
                 calls.append(counted.calls[name.replace("::", ".")])

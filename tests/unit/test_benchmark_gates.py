@@ -86,11 +86,11 @@ def test_gates_pass_rounding_errors_that_grew_over_many_steps() -> None:
     assert comparison.worst_difference(growing_curve(200), plain) < comparison.BOUNDS["float32"].loss
 
 
-@pytest.mark.parametrize("wrong", [[*[2.0] * 199, math.nan], [2.0] * 199, [2.0, 2.01, *[2.0] * 198]])
-def test_gates_detect_nan_a_short_curve_and_an_early_difference(wrong: list[float]) -> None:
-    assert gated_difference(wrong, [2.0] * 200) > FLOAT32_BOUND
-    assert comparison.worst_difference(wrong, [2.0] * 200) > comparison.BOUNDS["float32"].loss
-    assert Curve([2.0] * 200, wrong).gated(Curve([2.0] * 200, [2.0] * 200)) > BOUNDS["float32"]
+@pytest.mark.parametrize("curve", [[*[2.0] * 199, math.nan], [2.0] * 199, [2.0, 2.01, *[2.0] * 198]])
+def test_gates_detect_nan_a_short_curve_and_an_early_difference(curve: list[float]) -> None:
+    assert gated_difference(curve, [2.0] * 200) > FLOAT32_BOUND
+    assert comparison.worst_difference(curve, [2.0] * 200) > comparison.BOUNDS["float32"].loss
+    assert Curve([2.0] * 200, curve).gated(Curve([2.0] * 200, [2.0] * 200)) > BOUNDS["float32"]
 
 
 @pytest.mark.slow

@@ -112,11 +112,11 @@ def first_aborted(state: TrainState, policy: TrainingConfig, skips: str) -> int 
 
 
 @pytest.mark.parametrize(
-    ("stop_after", "skips", "refused"),
+    ("stop_after", "skips", "aborted_at"),
     [(3, "xx.xx.xxx.", 9), (3, "xx.xx.xx.", None), (1, "..x", 3), (0, "xxxxxxxxxxxxxxxxxxxx", None)],
 )
-def test_only_consecutive_skipped_steps_abort_the_run(stop_after: int, skips: str, refused: int | None) -> None:
-    assert first_aborted(TrainState(), TrainingConfig(stop_after_skipped=stop_after), skips) == refused
+def test_only_consecutive_skipped_steps_abort_the_run(stop_after: int, skips: str, aborted_at: int | None) -> None:
+    assert first_aborted(TrainState(), TrainingConfig(stop_after_skipped=stop_after), skips) == aborted_at
 
 
 def test_skipped_step_count_continues_after_resume() -> None:

@@ -14,7 +14,7 @@ from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
 
 
-def saved(serial: int, step: int, loss: float | None = None, ephemeral: bool = False) -> Manifest:
+def manifest_of(serial: int, step: int, loss: float | None = None, ephemeral: bool = False) -> Manifest:
     return Manifest(step, serial, {"world": 1}, {}, {}, eval_loss=loss, ephemeral=ephemeral)
 
 
@@ -23,7 +23,7 @@ def history(*saves: str) -> list[Manifest]:
     manifests = []
     for serial, text in enumerate(saves, start=1):
         step, _, loss = text.partition("=")
-        manifests.append(saved(serial, int(step.rstrip("e")), float(loss) if loss else None, step.endswith("e")))
+        manifests.append(manifest_of(serial, int(step.rstrip("e")), float(loss) if loss else None, step.endswith("e")))
     return manifests
 
 
@@ -86,7 +86,7 @@ def test_pruning_after_every_save_equals_the_policy_on_the_full_history() -> Non
         all_saves: list[Manifest] = []
         for serial in range(1, rng.randint(1, 25)):
             loss = rng.choice([None, rng.randint(0, 9) / 2])
-            all_saves.append(saved(serial, rng.randint(1, 30), loss, rng.random() < 0.3))
+            all_saves.append(manifest_of(serial, rng.randint(1, 30), loss, rng.random() < 0.3))
             remaining = kept([*remaining, all_saves[-1]], policy)
             permanent = [manifest for manifest in all_saves if not manifest.ephemeral]
             losses = [manifest.eval_loss for manifest in permanent if manifest.eval_loss is not None]

@@ -17,12 +17,12 @@ from components.data.examples import IGNORED, Example
 from components.data.order import SampleOrder
 
 
-def numbered(count: int) -> list[Example]:
+def numbered_samples(count: int) -> list[Example]:
     """Return samples of different lengths; the first token is the index + 1, because 0 is padding."""
     return [Example([i + 1] + [7] * (1 + i % 5), [IGNORED] + [7] * (1 + i % 5)) for i in range(count)]
 
 
-def numbers(micro_batches: list[Batch]) -> list[int]:
+def sample_numbers(micro_batches: list[Batch]) -> list[int]:
     """Return the sample index of each row of micro-batches; -1 is a row of padding only."""
     return [row[0] - 1 for batch in micro_batches for row in batch.input_ids.tolist()]
 
@@ -31,45 +31,45 @@ def plan_of(total: int, micro: int, rank: int = 0, dp_size: int = 1) -> BatchPla
     return BatchPlan(global_batch_size=total, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size)
 
 
-def of_all_ranks(dataset, step: int, micro: int, dp_size: int, seed: int = 3) -> list[int]:
+def samples_of_all_ranks(dataset, step: int, micro: int, dp_size: int, seed: int = 3) -> list[int]:
     found = []
     for rank in range(dp_size):
         plan = BatchPlan(global_batch_size=24, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size)
         micro_batches = TrainBatches(dataset, plan, seed=seed).at(step)
         assert len(micro_batches) == plan.accumulation
         assert all(len(batch.input_ids) == micro for batch in micro_batches)
-        found += numbers(micro_batches)
+        found += sample_numbers(micro_batches)
     return found
 
 
 def test_global_batch_is_independent_of_dp_size_and_accumulation():
-    dataset = numbered(50)
+    dataset = numbered_samples(50)
     shapes = [(m, d) for d in (1, 2, 3, 4, 6, 8, 12, 24) for m in (1, 2, 3, 4, 6, 8, 12, 24) if 24 % (m * d) == 0]
     assert len(shapes) == 30
     for step in (0, 1, 2, 5, 1000):
         expected = SampleOrder(50, 3).indices(step * 24, 24)
         for micro, dp_size in shapes:
-            assert of_all_ranks(dataset, step, micro, dp_size) == expected
+            assert samples_of_all_ranks(dataset, step, micro, dp_size) == expected
 
 
 def test_batches_cross_epochs_and_each_epoch_uses_every_sample_once():
-    dataset = numbered(50)
-    stream = list(itertools.chain.from_iterable(of_all_ranks(dataset, step, 4, 2) for step in range(25)))
+    dataset = numbered_samples(50)
+    stream = list(itertools.chain.from_iterable(samples_of_all_ranks(dataset, step, 4, 2) for step in range(25)))
     for epoch in range(12):
         assert sorted(stream[epoch * 50 : (epoch + 1) * 50]) == list(range(50))
 
 
 def test_dataset_smaller_than_the_global_batch_is_repeated_evenly():
-    used = of_all_ranks(numbered(5), 0, 2, 3)
+    used = samples_of_all_ranks(numbered_samples(5), 0, 2, 3)
     assert sorted(used[:5]) == sorted(used[5:10]) == [0, 1, 2, 3, 4]
 
 
 def test_iteration_yields_steps_in_order_and_global_batch_returns_their_indices():
-    dataset = numbered(31)
+    dataset = numbered_samples(31)
     plan = BatchPlan(global_batch_size=8, micro_batch_size=2)
     batches = TrainBatches(dataset, plan, seed=1)
-    iterated = [numbers(micro_batches) for micro_batches in itertools.islice(batches, 10)]
-    assert iterated == [numbers(TrainBatches(dataset, plan, seed=1).at(step)) for step in range(10)]
+    iterated = [sample_numbers(micro_batches) for micro_batches in itertools.islice(batches, 10)]
+    assert iterated == [sample_numbers(TrainBatches(dataset, plan, seed=1).at(step)) for step in range(10)]
     assert iterated == [batches.global_batch(step) for step in range(10)]
     assert batches.epoch == pytest.approx(80 / 31)
 
@@ -77,10 +77,10 @@ def test_iteration_yields_steps_in_order_and_global_batch_returns_their_indices(
 @pytest.mark.parametrize("stop", [0, 1, 5, 13])
 @pytest.mark.parametrize("shape_after", [(24, 4, 1), (24, 2, 3), (12, 3, 4), (6, 1, 6)])
 def test_resume_with_another_dp_size_or_batch_size_continues_the_same_order(stop, shape_after):
-    dataset = numbered(50)
+    dataset = numbered_samples(50)
     uninterrupted = SampleOrder(50, 9).indices(0, 24 * 40)
     before = TrainBatches(dataset, BatchPlan(global_batch_size=24, micro_batch_size=6), seed=9)
-    used = [number for _ in range(stop) for number in numbers(next(before))]
+    used = [number for _ in range(stop) for number in sample_numbers(next(before))]
     state = before.state_dict()
     assert state == {"seed": 9, "epoch": stop * 24 // 50, "sample": stop * 24, "size": 50, "fingerprint": ""}
 
@@ -91,7 +91,7 @@ def test_resume_with_another_dp_size_or_batch_size_continues_the_same_order(stop
         ranks.append(TrainBatches(dataset, plan, seed=9))
         ranks[-1].load_state_dict(state)
     for _ in range(8):
-        used += [number for rank in ranks for number in numbers(next(rank))]
+        used += [number for rank in ranks for number in sample_numbers(next(rank))]
     assert used == uninterrupted[: len(used)]
 
 
@@ -99,7 +99,7 @@ def test_cursor_of_other_samples_or_seed_is_rejected_unless_the_change_is_accept
     plan = BatchPlan(global_batch_size=8, micro_batch_size=8)
 
     def batches(size: int = 20, fingerprint: str = "a", seed: int = 1) -> TrainBatches:
-        return TrainBatches(numbered(size), plan, seed=seed, fingerprint=fingerprint)
+        return TrainBatches(numbered_samples(size), plan, seed=seed, fingerprint=fingerprint)
 
     before = batches()
     next(before)  # still in the first epoch, where the number of epochs does not reveal another dataset size
@@ -114,7 +114,7 @@ def test_cursor_of_other_samples_or_seed_is_rejected_unless_the_change_is_accept
     with pytest.raises(ConfigError, match=r"run.seed=2: .* order of seed 1.*run.accept_changes=\[run.seed\]"):
         other.load_state_dict(state, ["data"])
     other.load_state_dict(state, ["run.seed"])
-    assert numbers(next(other)) == SampleOrder(20, 2).indices(8, 8)  # the order of the new seed
+    assert sample_numbers(next(other)) == SampleOrder(20, 2).indices(8, 8)  # the order of the new seed
 
 
 def test_resume_at_the_billionth_sample_takes_constant_time():
@@ -230,11 +230,11 @@ def test_padding_without_a_mask_changes_neither_loss_nor_gradient(model_class, c
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 24, 25])
 @pytest.mark.parametrize(("micro", "dp_size"), [(1, 1), (2, 3), (4, 2), (3, 1), (2, 2)])
 def test_evaluation_covers_every_sample_once_with_equal_forwards_per_rank(count, micro, dp_size):
-    dataset = numbered(count)
+    dataset = numbered_samples(count)
     per_rank = [list(EvalBatches(dataset, plan_of(micro * dp_size, micro, rank, dp_size))) for rank in range(dp_size)]
     (forwards,) = {len(batches) for batches in per_rank}
     assert (forwards - 1) * micro * dp_size < count <= forwards * micro * dp_size
-    rows = [number for batches in per_rank for number in numbers(batches)]
+    rows = [number for batches in per_rank for number in sample_numbers(batches)]
     assert sorted(number for number in rows if number >= 0) == list(range(count))
     assert rows.count(-1) == forwards * micro * dp_size - count
     for batch in itertools.chain.from_iterable(per_rank):

@@ -30,7 +30,7 @@ from components.models.tokenizer import byte_tokenizer
 ONE = BatchPlan(global_batch_size=1, micro_batch_size=1)
 
 
-def source(folder: Path, count: int = 40, answer: str = "answer", **values: Any) -> SftDataConfig:
+def write_source(folder: Path, count: int = 40, answer: str = "answer", **values: Any) -> SftDataConfig:
     """Write a file of prompts and responses; return its config, which holds out 5 % and caches tokens in `folder`."""
     file = folder / "source.jsonl"
     rows = (
@@ -73,7 +73,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def test_cached_samples_equal_fresh_samples(tmp_path: Path, counts: list[int]) -> None:
-    cfg = source(tmp_path, cache=str(tmp_path / "new" / "cache"))
+    cfg = write_source(tmp_path, cache=str(tmp_path / "new" / "cache"))
     expected = tokenized(replace(cfg, cache=None))
     assert len(expected.prompts) == len(expected.tokens.starts) == 38
     assert same(tokenized(cfg), expected)
@@ -92,7 +92,7 @@ def test_cached_samples_equal_fresh_samples(tmp_path: Path, counts: list[int]) -
 
 
 def test_unused_entries_are_removed_when_another_entry_is_written(tmp_path: Path, counts: list[int]) -> None:
-    cfg = source(tmp_path, 200)
+    cfg = write_source(tmp_path, 200)
     first = tokenized(cfg)
     folder, day = tmp_path / "cache", 24 * 3600
     (entry,) = entries(folder)
@@ -119,7 +119,7 @@ def test_unused_entries_are_removed_when_another_entry_is_written(tmp_path: Path
 
 
 def test_whatever_changes_the_tokens_changes_the_key(tmp_path: Path, counts: list[int], monkeypatch: Any) -> None:
-    cfg = source(tmp_path)
+    cfg = write_source(tmp_path)
 
     def changed(**values: Any) -> Any:
         tokenizer = byte_tokenizer()
@@ -131,8 +131,8 @@ def test_whatever_changes_the_tokens_changes_the_key(tmp_path: Path, counts: lis
     extended = byte_tokenizer()
     extended.add_tokens(["question"])
     tokenized(cfg)
-    tokenized(source(tmp_path, answer="other"))
-    source(tmp_path)
+    tokenized(write_source(tmp_path, answer="other"))
+    write_source(tmp_path)
     tokenized(cfg, changed(chat_template=template.replace("<|im_end|>", "<|im_end|>!")))
     tokenized(cfg, changed(eos_token="<|pad|>"))
     tokenized(cfg, extended)
@@ -154,7 +154,7 @@ def test_whatever_changes_the_tokens_changes_the_key(tmp_path: Path, counts: lis
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "header"])
 def test_damaged_entry_is_rebuilt(damage: str, tmp_path: Path, counts: list[int], caplog: Any) -> None:
-    cfg = source(tmp_path)
+    cfg = write_source(tmp_path)
     expected = tokenized(replace(cfg, cache=None))
     tokenized(cfg)
     (entry,) = entries(tmp_path / "cache")
@@ -173,26 +173,26 @@ def test_unwritable_cache_folder_is_only_a_warning(tmp_path: Path, caplog: Any) 
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file" / "below", Path("/proc/nowhere")):
         caplog.clear()
-        assert len(tokenized(source(tmp_path, cache=str(folder))).tokens.starts) == 38
+        assert len(tokenized(write_source(tmp_path, cache=str(folder))).tokens.starts) == 38
         assert f"data.cache={folder}" in caplog.text
 
 
 def test_cache_folder_in_an_unknown_home_is_only_a_warning(tmp_path: Path, caplog: Any) -> None:
-    assert len(tokenized(source(tmp_path, cache="~no-such-user/cache")).tokens.starts) == 38
+    assert len(tokenized(write_source(tmp_path, cache="~no-such-user/cache")).tokens.starts) == 38
     assert "data.cache=~no-such-user/cache: Could not determine home directory" in caplog.text
 
 
 def test_small_source_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "WORTH_BYTES", 1_000_000)
-    tokenized(source(tmp_path))
+    tokenized(write_source(tmp_path))
     assert not (tmp_path / "cache").exists()
 
 
 def test_source_that_changes_while_it_is_read_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = source(tmp_path)
+    cfg = write_source(tmp_path)
 
     def encode(tokenizer: Any, conversations: Any) -> Any:
-        source(tmp_path, answer="other")
+        write_source(tmp_path, answer="other")
         return encode_conversations(tokenizer, conversations)
 
     monkeypatch.setattr(cache.examples, "encode_conversations", encode)
@@ -216,7 +216,7 @@ def tokenize_at_event(cfg: SftDataConfig, reports: Any, start: Any) -> None:
 def test_only_one_of_concurrent_processes_tokenizes(tmp_path: Path) -> None:
     context = get_context("fork")
     reports, start = context.Queue(), context.Event()
-    cfg = source(tmp_path, 2500, eval_fraction=0.0)
+    cfg = write_source(tmp_path, 2500, eval_fraction=0.0)
     processes = [context.Process(target=tokenize_at_event, args=(cfg, reports, start)) for _ in range(4)]
     for each in processes:
         each.start()
@@ -246,7 +246,7 @@ def read_truncated_cache(cfg: SftDataConfig, reports: Any) -> None:
 def test_reading_a_truncated_cache_raises_an_error_with_its_path(tmp_path: Path) -> None:
     context = get_context("fork")
     reports = context.SimpleQueue()
-    cfg = source(tmp_path, 2000, eval_fraction=0.0)
+    cfg = write_source(tmp_path, 2000, eval_fraction=0.0)
     process = context.Process(target=read_truncated_cache, args=(cfg, reports))
     process.start()
     process.join(60)
@@ -291,7 +291,7 @@ def test_memory_growth_is_much_less_than_the_size_of_the_tokens(tmp_path: Path) 
     context = get_context("spawn")  # a forked child could inherit locks held by threads
     reports = context.Queue()
     process = context.Process(
-        target=report_memory_growth, args=(source(tmp_path, 300, eval_fraction=0.0, pack=True), reports)
+        target=report_memory_growth, args=(write_source(tmp_path, 300, eval_fraction=0.0, pack=True), reports)
     )
     process.start()
     mebibytes, of_tokens, samples = reports.get(timeout=150)

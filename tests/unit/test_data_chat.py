@@ -30,7 +30,7 @@ from components.data.sources.rows import Conversation
 from components.models import build_on_meta, materialize
 from components.models.generation import generate
 from tests.tiny_models import tiny_folder
-from tests.unit.test_data_examples import targets, wrapped
+from tests.unit.test_data_examples import fast_tokenizer, target_texts
 from tests.unit.test_data_files import problems, write
 
 TOOLS = [
@@ -138,7 +138,7 @@ def byte_tokenizer(template: str | None) -> Any:
     special = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<think>", "</think>"]
     alphabet = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     model = models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[])
-    return wrapped(model, special, template, "<|im_end|>")
+    return fast_tokenizer(model, special, template, "<|im_end|>")
 
 
 def user(content: Any, **rest: Any) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def test_tools_calls_results_and_reasoning_are_passed_to_the_template(name: str,
     (example,) = made
     expected = tokenizer.apply_chat_template(AGENT, tools=tools, tokenize=False)
     assert tokenizer.decode(example.input_ids) + "\n" == expected
-    assert targets(tokenizer, example) == [
+    assert target_texts(tokenizer, example) == [
         '<think>\nI need the tool.\n</think>\n\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n'
         "</tool_call><|im_end|>",
         "<think>\n4 is cold.\n</think>\n\nIt is cold.<|im_end|>",
@@ -238,7 +238,7 @@ def test_template_that_drops_past_reasoning_gives_one_example_per_answer(tmp_pat
     tokenizer = byte_tokenizer(unmarked(QWEN3))
     for template in (unmarked(QWEN3), marked(QWEN3)):
         made = list(dataset(tmp_path, rows_of(messages), template))
-        assert [targets(tokenizer, example)[0] for example in made] == [
+        assert [target_texts(tokenizer, example)[0] for example in made] == [
             '<think>\nI need the tool.\n</think>\n\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n'
             "</tool_call><|im_end|>",
             "<think>\n4 is cold.\n</think>\n\nIt is cold.<|im_end|>",
@@ -260,7 +260,7 @@ def test_arguments_given_as_json_text_are_not_encoded_twice(template: str, writt
     messages = [user("Weather?"), assistant("", tool_calls=[TEXT_CALL])]
     tokenizer = byte_tokenizer(unmarked(template))
     (example,) = dataset(tmp_path, rows_of(messages, tools=TOOLS), tokenizer.chat_template)
-    (answer,) = targets(tokenizer, example)
+    (answer,) = target_texts(tokenizer, example)
     assert written in answer
     assert "\\" not in answer
 
@@ -275,7 +275,7 @@ def test_template_kwargs_and_content_parts_are_passed_to_the_template(tmp_path: 
             template = template.replace("message.content + '<|im_end|>'", "message.content[0].text + '<|im_end|>'")
         made = dataset(tmp_path, rows_of(messages, chat_template_kwargs={"style": "brief"}), template, name)
         assert tokenizer.decode(made[0].input_ids).startswith("brief. <|im_start|>user")
-        assert targets(tokenizer, made[0]) == ["one two<|im_end|>"]
+        assert target_texts(tokenizer, made[0]) == ["one two<|im_end|>"]
         assert made.facts.unused == []
 
 
@@ -290,7 +290,7 @@ def test_sharegpt_roles_and_keys_are_renamed_and_other_keys_kept(tmp_path: Path)
     renamed = {"role_key": "from", "content_key": "value", "user_role": "human", "assistant_role": "gpt"}
     (example,) = dataset(tmp_path, rows_of(messages), tokenizer.chat_template, tool_role="observation", **renamed)
     assert '<|im_start|>ipython\n"4 degrees"<|im_end|>' in tokenizer.decode(example.input_ids)
-    assert targets(tokenizer, example) == [
+    assert target_texts(tokenizer, example) == [
         '{"name": "weather", "parameters": {"city": "Oslo"}}<|im_end|>',
         "Cold.<|im_end|>",
     ]
@@ -316,7 +316,7 @@ def test_messages_flagged_as_untrained_have_no_targets(
     made = dataset(tmp_path, rows_of(messages) + rows_of([user("a"), assistant("b", **flag)]), template, name)
     tokenizer = byte_tokenizer(template)
     (example,) = made
-    assert targets(tokenizer, example) == ["d<|im_end|>"]
+    assert target_texts(tokenizer, example) == ["d<|im_end|>"]
     assert "b<|im_end|>" in tokenizer.decode(example.input_ids)
     assert made.facts.dropped_without_target == 1
     assert made.facts.unused == []

@@ -52,7 +52,7 @@ def rows_of(name: str, count: int) -> Dataset:
     return Dataset(examples, TOKENIZER, facts=Facts(f"{name}.jsonl"), seq_len=8)
 
 
-def mixed(weights: dict[str, float], **sizes: int) -> MixtureDataset:
+def mixture_of(weights: dict[str, float], **sizes: int) -> MixtureDataset:
     return MixtureDataset({name: rows_of(name, (SIZES | sizes)[name]) for name in weights}, weights)
 
 
@@ -96,7 +96,7 @@ def walked(weights: dict[str, float], seed: int, count: int, sizes: Mapping[str,
 @pytest.mark.parametrize("weights", MIXTURES, ids=str)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_order_equals_the_position_by_position_reference(weights: dict[str, float], seed: int) -> None:
-    dataset = mixed(weights)
+    dataset = mixture_of(weights)
     expected = walked(weights, seed, 600)
     assert stream(dataset, 0, 600, seed) == expected
     assert stream(dataset, 543, 21, seed) == expected[543:564]
@@ -132,7 +132,7 @@ def test_shares_hold_in_every_prefix(weights: dict[str, float]) -> None:
 @pytest.mark.parametrize("weights", MIXTURES, ids=str)
 def test_no_row_repeats_before_its_source_is_exhausted(weights: dict[str, float]) -> None:
     found: dict[str, list[int]] = {name: [] for name in weights}
-    for name, number in stream(mixed(weights), 0, 900):
+    for name, number in stream(mixture_of(weights), 0, 900):
         found[name].append(number)
     for name, numbers in found.items():
         size = SIZES[name]
@@ -144,10 +144,10 @@ def test_no_row_repeats_before_its_source_is_exhausted(weights: dict[str, float]
 
 def test_order_of_a_source_does_not_depend_on_the_other_sources() -> None:
     def of_b(weights: dict[str, float]) -> list[int]:
-        return [number for name, number in stream(mixed(weights), 0, 400) if name == "b"][:40]
+        return [number for name, number in stream(mixture_of(weights), 0, 400) if name == "b"][:40]
 
     assert of_b({"a": 0.3, "b": 0.7}) == of_b({"b": 1.0, "c": 1.0, "d": 1.0}) == of_b({"b": 1.0})
-    assert of_b({"b": 1.0}) != [number for _, number in stream(mixed({"b": 1.0}), 0, 40, seed=4)]
+    assert of_b({"b": 1.0}) != [number for _, number in stream(mixture_of({"b": 1.0}), 0, 40, seed=4)]
 
 
 def test_weights_are_converted_to_integers_as_exact_decimals() -> None:
@@ -174,7 +174,7 @@ def input_ids_of(steps: Sequence[list[Batch]]) -> list[list[int]]:
 def test_resume_with_another_dp_size_or_batch_size_continues_the_same_order(
     stop: int, dp: int, size: int, micro: int
 ) -> None:
-    dataset = mixed({"a": 0.3, "b": 0.5, "d": 0.2})
+    dataset = mixture_of({"a": 0.3, "b": 0.5, "d": 0.2})
     uninterrupted = [dataset[index].input_ids for index in dataset.order(3).indices(0, 240)]
     before = batches(dataset)
     used = input_ids_of([next(before) for _ in range(stop)])
@@ -195,12 +195,12 @@ def test_rows_at_position_one_billion_are_found_in_constant_time() -> None:
 
 
 def test_cursor_of_other_weights_sizes_or_names_is_rejected() -> None:
-    before = batches(mixed({"a": 0.3, "b": 0.7}))
+    before = batches(mixture_of({"a": 0.3, "b": 0.7}))
     next(before)
     state = before.state_dict()
-    batches(mixed({"b": 7.0, "a": 3.0})).load_state_dict(state)  # the same shares in another order
+    batches(mixture_of({"b": 7.0, "a": 3.0})).load_state_dict(state)  # the same shares in another order
     renamed = MixtureDataset({"z": rows_of("a", SIZES["a"]), "b": rows_of("b", SIZES["b"])}, {"z": 0.3, "b": 0.7})
-    for other in (mixed({"a": 0.4, "b": 0.6}), mixed({"a": 0.3, "b": 0.7}, a=6), renamed):
+    for other in (mixture_of({"a": 0.4, "b": 0.6}), mixture_of({"a": 0.3, "b": 0.7}, a=6), renamed):
         with pytest.raises(ConfigError, match="data: .* samples differ from"):
             batches(other).load_state_dict(state)
         batches(other).load_state_dict(state, ["data.sources"])
@@ -222,7 +222,7 @@ def build(cfg: MixtureDataConfig, split: str = "train", seq_len: int = 64) -> Mi
     return build_dataset(cfg, TOKENIZER, seq_len=seq_len, split=split)
 
 
-def three(folder: Path, **values: Any) -> MixtureDataConfig:
+def three_sources(folder: Path, **values: Any) -> MixtureDataConfig:
     sources: dict[str, DataConfig] = {
         "web": TextDataConfig(path=source(folder, "web", 40, 1), weight=0.5, pack=values.get("pack", False)),
         "maths": SftDataConfig(path=source(folder, "maths", 30), weight=0.3, eval_fraction=0.2),
@@ -234,7 +234,7 @@ def three(folder: Path, **values: Any) -> MixtureDataConfig:
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_samples_of_each_source_equal_those_of_the_source_alone(tmp_path: Path, split: str, pack: bool) -> None:
-    cfg = three(tmp_path, pack=pack)
+    cfg = three_sources(tmp_path, pack=pack)
     dataset = build(cfg, split)
     assert list(sources_of(dataset)) == ["chats", "maths", "web"]
     alone = [
@@ -260,7 +260,7 @@ def test_samples_of_each_source_equal_those_of_the_source_alone(tmp_path: Path, 
 
 
 def test_shares_and_passes_are_reported(tmp_path: Path) -> None:
-    cfg = three(tmp_path)
+    cfg = three_sources(tmp_path)
     dataset, plan = build(cfg), BatchPlan(global_batch_size=10, micro_batch_size=1, steps=24)
     used = Counter(index for index in dataset.order(5).indices(0, 240))
     lines = str(plan.facts(dataset)).splitlines()
@@ -281,7 +281,7 @@ def test_shares_and_passes_are_reported(tmp_path: Path) -> None:
 
 def test_changed_weight_reuses_the_tokenized_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "WORTH_BYTES", 0)
-    cfg = three(tmp_path, cache=str(tmp_path / "cache"))
+    cfg = three_sources(tmp_path, cache=str(tmp_path / "cache"))
     first = build(cfg)
     entries = sorted((tmp_path / "cache").iterdir())
     assert len(entries) == 3
@@ -317,7 +317,7 @@ def test_source_errors_are_reported_with_their_config_keys(tmp_path: Path) -> No
 
 
 def test_mixture_without_any_held_out_samples_is_rejected(tmp_path: Path) -> None:
-    cfg = three(tmp_path)
+    cfg = three_sources(tmp_path)
     cfg.sources["web"].eval_fraction = 0.0
     assert list(build(cfg, "eval").parts) == ["chats", "maths"]
     assert len(build(cfg).parts["web"].prompts) == 40
