@@ -1,4 +1,4 @@
-"""Real processes for tests: a function on every rank of a forked gloo world.
+"""Multi-process test harness: runs a function on every rank of a forked gloo world.
 
     def check(rank: int, scale: float) -> float:
         value = torch.tensor([scale * rank], dtype=torch.float64)
@@ -7,12 +7,12 @@
 
     assert run_ranks(2, check, 3.0) == [3.0, 3.0]
 
-Ranks are forked, because a forked child already has torch imported: a world of two starts in a tenth of a
-second where `torchrun` needs four. Functions therefore need not be picklable (closures are fine), their
-results must be. A caller that has used CUDA must not fork; nothing in these tests does.
+Ranks are forked because a forked child has torch imported already: a world of two ranks starts in 0.1 s, where
+`torchrun` needs 4 s. The function need not be picklable (closures work), but its results must be. A process that
+has initialized CUDA must not fork, so tests that use this harness must not initialize CUDA in the parent.
 
-`run_ranks` raises `RankFailure` as soon as a rank fails; `start_ranks` waits for every rank and returns what
-became of each, for tests about failures. Neither leaves a process behind.
+`run_ranks` raises `RankFailure` as soon as a rank fails. `start_ranks` waits for every rank and returns the outcome
+of each, for tests of failures. Neither leaves a process behind.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 PROCESS_GROUP_TIMEOUT = timedelta(seconds=40)
-GRACE_SECONDS = 2.0  # for the peers of a failed rank to report what they saw
+GRACE_SECONDS = 2.0  # time for the peers of a failed rank to report their own errors
 _PR_SET_PDEATHSIG = 1
 _STALE_PREFIXES = ("SLURM_", "TORCHELASTIC_", "MESHBOOK_", "GROUP_", "ROLE_", "PMI_", "OMPI_")
 
@@ -49,19 +49,19 @@ RankEnvironment = Callable[[int], dict[str, str | None]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank: a result, an exception, a signal, or none of them when it had to be killed."""
+    """How one rank ended: with a result, an exception, a signal or an exit code, or killed by the harness."""
 
     rank: int
     result: Any = None
     exception: str | None = None  # "ValueError: message"
     traceback: str | None = None
-    signal: str | None = None  # the name of the signal that ended it, such as "SIGABRT"
-    exit_code: int | None = None  # when it left by os._exit without a result
-    stack: str | None = None  # where it stood when the harness had to kill it
+    signal: str | None = None  # name of the signal that killed it, such as "SIGABRT"
+    exit_code: int | None = None  # set if it called os._exit without returning a result
+    stack: str | None = None  # its stack if the harness had to kill it
 
     @property
     def ok(self) -> bool:
-        """Whether the function returned on this rank."""
+        """Return whether the function returned on this rank."""
         return not (self.exception or self.signal or self.stack is not None) and self.exit_code is None
 
     def __str__(self) -> str:
@@ -70,14 +70,14 @@ class Outcome:
         if self.exception:
             return f"rank {self.rank}: raised {self.exception}\n{self.traceback}"
         if self.stack is not None:
-            return f"rank {self.rank}: still running, killed by the harness. It stood here:\n{self.stack}"
+            return f"rank {self.rank}: still running, killed by the harness. Stack:\n{self.stack}"
         if self.signal:
-            return f"rank {self.rank}: died of {self.signal}\n{self.traceback or ''}"
-        return f"rank {self.rank}: left with exit code {self.exit_code} and no result"
+            return f"rank {self.rank}: killed by {self.signal}\n{self.traceback or ''}"
+        return f"rank {self.rank}: exited with code {self.exit_code} and no result"
 
 
 class RankFailure(AssertionError):
-    """A rank did not return; `outcomes` holds every rank's fate, the message shows the failed ones."""
+    """At least one rank did not return. `outcomes` holds all ranks; the message lists the failed ones."""
 
     def __init__(self, outcomes: list[Outcome]) -> None:
         failed = [outcome for outcome in outcomes if not outcome.ok]
@@ -98,14 +98,14 @@ def run_ranks(
     """Call `function(rank, *args)` on `world_size` gloo ranks and return the results in rank order.
 
     Args:
-        timeout: seconds the whole world may take.
-        env: gives a rank extra environment variables (None as a value unsets one), after the usual
-            RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of one node.
-        init: False leaves `init_process_group` to the function (MASTER_PORT is held free for it;
-            `join_world` joins through the file of this world).
+        timeout: limit for all ranks together, in seconds.
+        env: returns extra environment variables for a rank (the value None unsets one). They override the single-node
+            RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        init: False leaves `init_process_group` to the function: either through MASTER_PORT, which is reserved
+            for it, or with `join_world`.
 
     Raises:
-        RankFailure: a rank raised, died or did not end in time. Its peers get a short grace, then are killed.
+        RankFailure: a rank raised, was killed or timed out. Its peers are killed after a short grace period.
     """
     outcomes = _World(world_size, function, args, env, init).outcomes(timeout, grace=GRACE_SECONDS)
     if not all(outcome.ok for outcome in outcomes):
@@ -121,12 +121,12 @@ def start_ranks(
     env: RankEnvironment | None = None,
     init: bool = True,
 ) -> list[Outcome]:
-    """Like `run_ranks`, but every rank may end by itself, and what became of each is returned, not raised."""
+    """Like `run_ranks`, but let every rank end by itself, and return all outcomes instead of raising."""
     return _World(world_size, function, args, env, init).outcomes(timeout, grace=timeout)
 
 
 def join_world(timeout: timedelta = PROCESS_GROUP_TIMEOUT) -> None:
-    """Initialise gloo through the file of this world: what `init=True` does before the function is called."""
+    """Initialize gloo through the rendezvous file of this world, as `init=True` does before the function is called."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{os.environ['HARNESS_RENDEZVOUS_FILE']}",
@@ -158,8 +158,8 @@ class _World:
                     self._collect(deadline, folder)
                     if not all(outcome.ok for outcome in self.done.values()):
                         deadline = min(deadline, time.monotonic() + grace)
-                        grace = float("inf")  # the first failure starts the clock, later ones do not restart it
-                self._ask_for_stacks(folder)
+                        grace = float("inf")  # later failures do not extend the grace period
+                self._dump_stacks(folder)
             finally:
                 self._kill()
         return [self.done[rank] for rank in range(self.size)]
@@ -169,7 +169,7 @@ class _World:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=self._rank_main, args=(rank, sender, folder, port), daemon=False)
         process.start()
-        sender.close()  # so that the end of the child is the end of the pipe, also for ranks forked later
+        sender.close()  # so that the pipe closes when the child exits; ranks forked later would inherit this end
         self.processes.append(process)
         self.pipes.append(receiver)
 
@@ -195,7 +195,7 @@ class _World:
             return Outcome(rank, signal=name, traceback=_read(folder / f"stack_{rank}"))
         return Outcome(rank, exit_code=process.exitcode)
 
-    def _ask_for_stacks(self, folder: Path) -> None:
+    def _dump_stacks(self, folder: Path) -> None:
         hung = [rank for rank in range(self.size) if rank not in self.done]
         for rank in hung:
             with contextlib.suppress(ProcessLookupError):
@@ -208,7 +208,7 @@ class _World:
     def _kill(self) -> None:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # the group, so that what a rank started goes with it
+                os.killpg(process.pid, signal.SIGKILL)  # the process group, which includes the children of the rank
             process.kill()
             process.join()
             process.close()
@@ -225,20 +225,20 @@ class _World:
             sys.stdout.flush()
             sys.stderr.flush()
             sender.send_bytes(report)
-            while returned:  # until the parent ends the world: a peer may still be reading what this rank sent
+            while returned:  # until the parent kills it: a peer may still be reading data from this rank
                 signal.pause()
-            os._exit(0)  # not through the interpreter's exit, which would run the parent's exit handlers
+            os._exit(0)  # skips the interpreter's shutdown, which would run the parent's exit handlers
 
     def _report(self, rank: int, folder: Path, port: int) -> tuple[bool, bytes]:
-        """Call the function; return whether it returned, and the pickled fields of the rank's outcome."""
+        """Call the function; return whether it succeeded, and the pickled fields of the `Outcome`."""
         try:
             torch.set_num_threads(1)
             self._set_environment(rank, folder, port)
             if self.init:
                 join_world()
-                dist.barrier()  # one that fails at once must not do so while the others are still connecting
+                dist.barrier()  # so that a rank that fails immediately does not fail while others are still connecting
             return True, pickle.dumps({"result": self.function(rank, *self.args)})
-        except BaseException as error:  # SystemExit and KeyboardInterrupt are fates of a rank like any other
+        except BaseException as error:  # SystemExit and KeyboardInterrupt are reported too
             summary = "".join(traceback.format_exception_only(error)).strip()
             return False, pickle.dumps({"exception": summary, "traceback": traceback.format_exc()})
 
@@ -265,7 +265,7 @@ class _World:
 
 @contextlib.contextmanager
 def _held_port() -> Any:
-    """A TCP port nobody else is given: bound here and never listened on, so that rank 0 can still take it."""
+    """Reserve a TCP port: it is bound but never listened on, so that rank 0 can still bind it."""
     with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("::", 0))

@@ -1,10 +1,10 @@
-"""Run the tests that take hours, in parts of at most two hours, and record the commit and result of each part.
+"""Run the test suites that take hours, in parts of at most two hours, and record the commit and result of each part.
 
     python -m tests.long_runs torture                # make torture: every part, one after the other
     python -m tests.long_runs torture --part kills   # make torture PART=kills; other arguments go to pytest
-    python -m tests.long_runs status                 # what was run, on which commit, and how old that is
+    python -m tests.long_runs status                 # the last result of each part, its commit and the commits since
 
-tests/long_runs.csv keeps the last result of each part; commit it with the work that it is about.
+tests/long_runs.csv holds the last result of each part. Commit it together with the change that was tested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_suffix(".csv")
 LIMIT_MINUTES = 120
 SWITCH = {"torture": "MESHBOOK_TORTURE", "parity": "MESHBOOK_ALL_PARITY"}
-"""The variable that makes the tests of a suite take their whole extent."""
+"""Environment variable that makes the tests of a suite run all their cases."""
 GRID = "tests/distributed/test_parity.py"
 
 
@@ -84,32 +84,32 @@ PARTS: dict[str, dict[str, list[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a part ended."""
+    """Result of one part."""
 
     suite: str
     part: str
     commit: str
-    """Short hash, with `+` behind it where files that git tracks had changed."""
+    """Short hash, followed by `+` if tracked files had uncommitted changes."""
     date: str
     minutes: float
     passed: int
     failed: int
     skipped: int
     result: str
-    """passed, failed, or over time."""
+    """passed, failed, or over time (stopped after LIMIT_MINUTES)."""
 
 
 def main() -> int:
-    """Run the parts that the command line asks for; exit 1 if one of them did not pass."""
+    """Run the parts selected on the command line; return 1 if one of them did not pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("suite", choices=[*PARTS, "status"])
-    parser.add_argument("--part", default="", help="one part alone")
+    parser.add_argument("--part", default="", help="run only this part")
     asked, arguments = parser.parse_known_args()
     if asked.suite == "status":
         return _tell_status()
     parts = PARTS[asked.suite]
     if asked.part and asked.part not in parts:
-        parser.error(f"{asked.part}: {asked.suite} has no such part; it has {', '.join(parts)}")
+        parser.error(f"--part={asked.part}: no such part of {asked.suite}; choose one of {', '.join(parts)}")
     results = [_run(asked.suite, part, arguments) for part in parts if asked.part in ("", part)]
     for result in results:
         print(_sentence(result))
@@ -128,7 +128,7 @@ def _run(suite: str, part: str, arguments: list[str]) -> Result:
             try:
                 status, word = tests.wait(LIMIT_MINUTES * 60), ""
             except subprocess.TimeoutExpired:
-                tests.send_signal(signal.SIGINT)  # pytest then ends what it started, and reports
+                tests.send_signal(signal.SIGINT)  # pytest then tears down its fixtures and writes the report
                 status, word = tests.wait(), "over time"
         suites = ElementTree.parse(report).getroot().iter("testsuite") if report.exists() else []
         counts = [
@@ -147,7 +147,7 @@ def _run(suite: str, part: str, arguments: list[str]) -> Result:
         skipped=skipped,
         result=word or ("failed" if status else "passed"),
     )
-    if not arguments:  # a selection says nothing about the part
+    if not arguments:  # with extra pytest arguments, only a part of the tests may have run
         _record(result)
     return result
 

@@ -1,4 +1,4 @@
-"""Packages that tests use and that stand apart from the environment: see the Makefile."""
+"""Optional packages that `make install` puts outside site-packages, into the environment's `optional/` folder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pytest
 
 
 def need_torchao() -> None:
-    """Make torchao importable, or skip: transformers imports it at each start wherever it is installed."""
-    apart = str(Path(sys.prefix) / "optional")
-    if apart not in sys.path:
-        sys.path.append(apart)
+    """Make torchao importable, or skip the test.
+
+    It is not in site-packages, because transformers imports it at every start if it finds it there.
+    """
+    optional = str(Path(sys.prefix) / "optional")
+    if optional not in sys.path:
+        sys.path.append(optional)
     pytest.importorskip(
-        "torchao", reason="the extra quantization; make install puts it into the environment's optional/"
+        "torchao", reason="needs the extra `quantization`; make install puts it into the environment's optional/ folder"
     )

@@ -1,4 +1,4 @@
-"""Tiny models of many families, made by transformers itself: the reference for everything about loading."""
+"""Tiny models of many families, built and saved by transformers: the reference for tests of model loading."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-VOCAB = 272  # 256 bytes and special tokens, to a multiple of 16
+VOCAB = 272  # 256 byte tokens plus special tokens, rounded up to a multiple of 16
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -38,19 +38,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3", **SIZES, "pad_token_id": 0},
     "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4},
 }
-"""Name -> values of a Hugging Face config. Dense ones first; mixtral keeps its experts apart on disk."""
+"""Name -> fields of a Hugging Face config, dense models first. Mixtral stores its experts as separate tensors."""
 
 DENSE = [name for name in FAMILIES if name != "mixtral"]
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
-    """Return the config of a family."""
+    """Return the config of a model family."""
     values = dict(FAMILIES[family])
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def tiny_folder(folder: Path, family: str, seed: int = 0) -> Path:
-    """Save a model of a family with transformers, every parameter random, and return the folder."""
+    """Save a model of a family, with all parameters random, with `save_pretrained`, and return the folder."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family))
     with torch.no_grad():
@@ -61,12 +61,12 @@ def tiny_folder(folder: Path, family: str, seed: int = 0) -> Path:
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a folder as transformers does."""
+    """Load the model in a folder with transformers."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 @torch.no_grad()
 def logits(model: torch.nn.Module) -> torch.Tensor:
-    """Return the logits of two fixed rows, (2, 16, vocabulary)."""
+    """Return the logits of two fixed rows, (2, 16, VOCAB)."""
     ids = torch.arange(32).reshape(2, 16) * 7 % VOCAB
     return model(input_ids=ids, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: what is computed twice; and what `auto` chooses by which estimate."""
+"""Activation checkpointing: which operators each policy recomputes, and the memory estimate that `auto` relies on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OLMO = {**parity.SMALL, "model_type": "olmo"}
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
-class _Counts(TorchDispatchMode):
+class _OperatorCounts(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -56,20 +56,20 @@ def build(name: str, **values: Any) -> Any:
     return model.train()
 
 
-def test_products_and_attention_are_computed_once_and_the_rest_again() -> None:
+def test_selective_keeps_matmuls_and_attention_and_recomputes_the_rest() -> None:
     plain, calls, gradients = build("llama"), {}, {}
     tokens = torch.randint(3, 97, (2, 16))
     for policy in (NONE, SELECTIVE, FULL):
         model = copy.deepcopy(plain)
         models.checkpoint_activations(model, policy)
-        with _Counts() as counted:
+        with _OperatorCounts() as counted:
             model(input_ids=tokens, use_cache=False).logits.logsumexp(-1).sum().backward()
         calls[policy] = counted.calls
         gradients[policy] = {name: parameter.grad for name, parameter in model.named_parameters()}
     for kept in ("aten.mm", ATTENTION):
         assert calls[NONE][kept] == calls[SELECTIVE][kept] < calls[FULL][kept]
-    for again in ("aten.silu", "aten.rsqrt"):
-        assert calls[NONE][again] < calls[SELECTIVE][again] == calls[FULL][again]
+    for recomputed in ("aten.silu", "aten.rsqrt"):
+        assert calls[NONE][recomputed] < calls[SELECTIVE][recomputed] == calls[FULL][recomputed]
     for policy in (SELECTIVE, FULL):
         assert all(torch.equal(gradients[policy][name], value) for name, value in gradients[NONE].items())
 
@@ -94,9 +94,9 @@ _HIGHER_ORDER = {"flex_attention": _flex, "inductor_compiled_code": _compiled}
 
 @contextmanager
 def kept_operator(name: str) -> Iterator[tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]:
-    """Yield a call of an operator of `SAVED_OPERATORS` and a composite that computes the same.
+    """Yield a function that calls an operator of `SAVED_OPERATORS`, and a composite that computes the same value.
 
-    An operator without a CPU kernel gets one within the context: the composite, as the first of its outputs.
+    Within the context, an operator without a CPU kernel has one, which returns the composite as its first output.
     """
     namespace, _, short = name.partition("::")
     if namespace == "higher_order":
@@ -115,10 +115,10 @@ def kept_operator(name: str) -> Iterator[tuple[Callable[..., torch.Tensor], Call
         return (first, *others) if others else first
 
     def call(one: torch.Tensor, two: torch.Tensor, three: torch.Tensor) -> torch.Tensor:
-        given: list[Any] = [one, two] if matmul else [one, two, three]
-        required = [each for each in operator._schema.arguments if not each.has_default_value()][len(given) :]
+        inputs: list[Any] = [one, two] if matmul else [one, two, three]
+        required = [each for each in operator._schema.arguments if not each.has_default_value()][len(inputs) :]
         fill = {"Tensor": torch.zeros(1, dtype=torch.int32), "Optional[Tensor]": None, "bool": False, "int": 8}
-        output = operator(*given, *(fill[str(each.type)] for each in required))
+        output = operator(*inputs, *(fill[str(each.type)] for each in required))
         return output[0] if isinstance(output, tuple) else output
 
     if short in ("mm", "_scaled_dot_product_flash_attention_for_cpu"):
@@ -133,7 +133,7 @@ def kept_operator(name: str) -> Iterator[tuple[Callable[..., torch.Tensor], Call
 
 
 class _WithGradient(torch.autograd.Function):
-    """A call with the gradient of its composite, since a CPU has no backward of kernels for GPUs."""
+    """A call whose backward is that of its composite, because the GPU operators have no backward on CPU."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, composite: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 class _ChangesInPlace(torch.nn.Module):
-    """A decoder layer that changes the output of `compute` in place: `how` it reaches it."""
+    """A decoder layer that modifies the output of `compute` in place, through the kind of alias that `how` names."""
 
     def __init__(self, compute: Callable[..., torch.Tensor], how: str, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -163,18 +163,18 @@ class _ChangesInPlace(torch.nn.Module):
             output.clamp_(-0.2, 0.2).mul_(hidden)
         elif self.how == "a view":
             output.transpose(-1, -2)[..., :3].tanh_()
-        elif self.how == "an alias with a version counter of its own":
+        elif self.how == "an alias with its own version counter":
             torch.ops.aten._unsafe_view(output, [-1]).tanh_()
         elif self.how == "outside":
             return torch.ops.aten._unsafe_view(output, [-1])
         return output.exp()
 
 
-IN_PLACE = ("itself", "a view", "an alias with a version counter of its own", "outside")
+IN_PLACE = ("itself", "a view", "an alias with its own version counter", "outside")
 
 
 @pytest.mark.parametrize("name", SAVED_OPERATORS)
-def test_gradients_are_right_where_the_output_of_a_kept_operator_is_changed_in_place(name: str) -> None:
+def test_gradients_are_correct_if_a_kept_output_is_modified_in_place(name: str) -> None:
     torch.manual_seed(0)
     shape = (8, 8) if name.endswith("mm") else (1, 2, 8, 8)
     tensors, hidden = [torch.randn(shape) for _ in range(3)], torch.randn(shape)
@@ -185,23 +185,23 @@ def test_gradients_are_right_where_the_output_of_a_kept_operator_is_changed_in_p
             for policy in (NONE, FULL, SELECTIVE):
                 model = _Layers(_ChangesInPlace(compute, how, [each.clone() for each in tensors]))
                 models.checkpoint_activations(model, policy)  # type: ignore[arg-type]
-                entering = hidden.clone().requires_grad_()
-                with _Counts() as counted:
-                    output = model.layers[0](entering * 1)
+                layer_input = hidden.clone().requires_grad_()
+                with _OperatorCounts() as counted:
+                    output = model.layers[0](layer_input * 1)
                     if how == "outside":
                         output.tanh_()
                     output.sum().backward()
-                gradients.append([entering.grad, *(each.grad for each in model.parameters())])
+                gradients.append([layer_input.grad, *(each.grad for each in model.parameters())])
                 calls.append(counted.calls[name.removeprefix("higher_order::").replace("::", ".")])
             for other in gradients[1:]:
                 assert all(map(_equal, gradients[0], other)), how
             none, full, selective = calls
-            assert none == selective < full  # counting what the composite's own gradient calls
+            assert none == selective < full  # includes the calls in the composite's backward
 
 
 @pytest.mark.parametrize("family", ["olmo", "olmoe"])
-def test_clipped_projections_have_the_gradients_of_plain_transformers(family: str) -> None:
-    """OLMo clamps queries, keys and values in place, in memory that the kept matmul shares without its version."""
+def test_clipped_qkv_projections_have_the_gradients_of_plain_transformers(family: str) -> None:
+    """OLMo clamps q, k and v in place; they share memory with the kept matmul output but not its version counter."""
     values = (OLMO if family == "olmo" else MOE_MODELS["olmoe"]) | {"clip_qkv": 0.05}
     tokens, gradients = torch.randint(3, 97, (2, 16)), []
     for policy in (None, NONE, SELECTIVE, FULL, ALTERNATE):
@@ -216,7 +216,7 @@ def test_clipped_projections_have_the_gradients_of_plain_transformers(family: st
             assert parity.relative(other[name], expected) < 1e-12, name
 
 
-def test_an_in_place_change_that_the_dispatcher_does_not_show_is_an_error() -> None:
+def test_in_place_change_hidden_from_the_dispatcher_is_an_error() -> None:
     class Kernel(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -234,7 +234,7 @@ def test_an_in_place_change_that_the_dispatcher_does_not_show_is_an_error() -> N
         model.layers[0](torch.ones(3, 3)).sum().backward()
 
 
-def test_attention_with_dropout_is_recomputed_so_that_later_dropouts_draw_the_same() -> None:
+def test_attention_with_dropout_is_recomputed_to_preserve_the_rng_state() -> None:
     name = "aten::_scaled_dot_product_flash_attention"
     operator = torch.ops.aten._scaled_dot_product_flash_attention.default
 
@@ -262,7 +262,7 @@ def test_attention_with_dropout_is_recomputed_so_that_later_dropouts_draw_the_sa
                 model = _Layers(Attention(dropout))
                 models.checkpoint_activations(model, policy)  # type: ignore[arg-type]
                 torch.manual_seed(0)
-                with _Counts() as counted:
+                with _OperatorCounts() as counted:
                     model.layers[0](hidden).sum().backward()
                 gradients.append(next(model.parameters()).grad)
                 calls.append(counted.calls[name.replace("::", ".")])
@@ -284,46 +284,46 @@ def _equal(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-def test_the_estimate_is_what_a_layer_keeps(name: str) -> None:
-    """Against the storages that autograd holds of a real layer, beyond the parameters."""
+def test_estimate_equals_the_bytes_that_autograd_saves_per_layer(name: str) -> None:
+    """Compare with the bytes that autograd saves for one more real layer, parameters excluded."""
     values = {"n_embd": 128} if name == "gpt2" else {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-    kept = []
+    saved = []
     for layers in (2, 3):
         model = build(name, **values, **{"n_layer" if name == "gpt2" else "num_hidden_layers": layers}).bfloat16()
-        held = {each.untyped_storage()._cdata: each.untyped_storage() for each in model.parameters()}
-        own = sum(storage.nbytes() for storage in held.values())
+        storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in model.parameters()}
+        parameter_bytes = sum(storage.nbytes() for storage in storages.values())
 
-        def pack(tensor: torch.Tensor, held: dict[int, Any] = held) -> torch.Tensor:
-            held[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        def pack(tensor: torch.Tensor, storages: dict[int, Any] = storages) -> torch.Tensor:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             getattr(model, model.base_model_prefix)(input_ids=torch.zeros(2, 64, dtype=torch.int64), use_cache=False)
-        kept.append(sum(storage.nbytes() for storage in held.values()) - own)
+        saved.append(sum(storage.nbytes() for storage in storages.values()) - parameter_bytes)
     estimated = layer_bytes(model, 2, 64, torch.bfloat16)
-    assert estimated.none == pytest.approx(kept[1] - kept[0], rel=0.02)
+    assert estimated.none == pytest.approx(saved[1] - saved[0], rel=0.02)
     assert estimated.full == 2 * 64 * 128 * 2
     assert estimated.full < estimated.selective < estimated.none
 
 
-def test_experts_are_gathered_over_fewer_ranks_than_the_rest() -> None:
-    """The same local parameters on 8 ranks: with ep 4 each rank gathers the experts of 2, and all else of 8."""
+def test_estimate_gathers_experts_over_fewer_ranks_with_ep() -> None:
+    """On 8 ranks with ep=4, experts are gathered over 2 ranks and all other parameters over 8."""
     model = build("mixtral")
     experts = sum(each.numel() for name, each in model.named_parameters() if "experts" in name)
     sizes = TrainingConfig(micro_batch_size=1, global_batch_size=8, seq_len=64)
     load = StepLoad(sizes, ParallelismConfig(reshard_after_forward=False))
     needs = []
     for degrees in ({"dp_shard": 8}, {"dp_shard": 2, "ep": 4}):
-        mesh = Mesh(None, MeshShape(**degrees))  # type: ignore[arg-type] # sizes alone count
+        mesh = Mesh(None, MeshShape(**degrees))  # type: ignore[arg-type] # only the sizes are used
         needs.append(estimate(model, load, mesh, torch.device("cpu"), torch.float32)[FULL])
-    gathered, waiting = experts * 4, 2 * experts * 4 // 2  # gradients of two layers, of two
+    gathered, waiting = experts * 4, 2 * experts * 4 // 2  # waiting: the unreduced gradients of two of two layers
     assert needs[0] - needs[1] == (8 - 2) * (gathered + waiting)
 
 
-def test_the_estimate_is_of_the_layers_that_are_recomputed() -> None:
-    """A ModuleList that is longer than the decoder layers, of modules without parameters, changes nothing."""
+def test_estimate_covers_the_layers_that_are_recomputed() -> None:
+    """A longer ModuleList of modules without parameters must not be taken for the decoder layers."""
     load = StepLoad(TrainingConfig(micro_batch_size=1, global_batch_size=2, seq_len=64), ParallelismConfig())
-    mesh = Mesh(None, MeshShape(dp_shard=2))  # type: ignore[arg-type] # sizes alone count
+    mesh = Mesh(None, MeshShape(dp_shard=2))  # type: ignore[arg-type] # only the sizes are used
     needs = []
     for extra in (0, 5):
         model = build("llama")
@@ -334,7 +334,7 @@ def test_the_estimate_is_of_the_layers_that_are_recomputed() -> None:
     assert needs[1] == needs[0]
 
 
-def test_what_tp_and_types_divide_and_multiply() -> None:
+def test_layer_bytes_scale_with_tp_sequence_parallel_and_dtype() -> None:
     model = build("mixtral")
     one = layer_bytes(model, 1, 32, torch.bfloat16)
     wide = layer_bytes(model, 1, 32, torch.float32)
@@ -342,5 +342,5 @@ def test_what_tp_and_types_divide_and_multiply() -> None:
     assert wide == LayerBytes(2 * one.none, 2 * one.selective, 2 * one.full)
     assert sp.none == pytest.approx(one.none / 2, rel=0.01)
     assert sp.none < tp.none < one.none
-    assert one.of(FULL, layers=10) == 10 * one.full + one.none  # one layer is being recomputed
+    assert one.of(FULL, layers=10) == 10 * one.full + one.none  # plus the layer being recomputed
     assert one.of(NONE, layers=10, in_flight=3) == 30 * one.none

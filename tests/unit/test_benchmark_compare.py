@@ -1,4 +1,4 @@
-"""The arithmetic of scripts/benchmark/compare.py, with numbers worked by hand."""
+"""Arithmetic of scripts/benchmark/compare.py, against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ def workload(folder: Path, **values: Any) -> Workload:
     )
 
 
-def test_ratios_are_medians_of_pairs() -> None:
-    mine, theirs = arm("meshbook", 1.0, 2.0, 4.0), arm("loop", 2.0, 3.0, 4.0)
-    assert ratio(mine.turns, theirs.turns) == 1.5  # of 2, 1.5 and 1
-    fewer = arm("padded", 2.0, 3.0, 4.0, targets=50)  # half of the work in the same time
-    assert ratio(mine.turns, fewer.turns) == 3.0  # of 4, 3 and 2
-    assert mine.speed == 50.0
-    assert mine.tflops == 1.0
-    assert mine.memory == {"resident": 4.0}
+def test_ratio_is_the_median_over_paired_turns() -> None:
+    ours, theirs = arm("meshbook", 1.0, 2.0, 4.0), arm("loop", 2.0, 3.0, 4.0)
+    assert ratio(ours.turns, theirs.turns) == 1.5  # median of 2, 1.5 and 1
+    fewer = arm("padded", 2.0, 3.0, 4.0, targets=50)  # half as many targets in the same time
+    assert ratio(ours.turns, fewer.turns) == 3.0  # median of 4, 3 and 2
+    assert ours.speed == 50.0
+    assert ours.tflops == 1.0
+    assert ours.memory == {"resident": 4.0}
 
 
-def test_curves_are_compared_step_by_step() -> None:
+def test_worst_difference_compares_losses_step_by_step() -> None:
     assert worst_difference([2.0, 1.25], [2.0, 1.0]) == 0.25
     assert worst_difference([2.0, 3.0], [4.0, 3.0]) == 0.5
     assert worst_difference([2.0, math.nan], [2.0, 1.0]) == math.inf
     assert worst_difference([2.0], [2.0, 1.0]) == math.inf
 
 
-def test_what_trains_something_else_is_void() -> None:
+def test_arm_with_different_training_is_void() -> None:
     reference = turn(1.0, [2.0, 1.0])
     good = turn(1.0, [2.0, 1.00005])
     assert why_void([good], reference, 1e-4, "float32") == ""
@@ -83,7 +83,7 @@ def test_what_trains_something_else_is_void() -> None:
     assert why_void([half], reference, 1e-4) == ""
 
 
-def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_table_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arms = [
         arm("loop", 2.0, 2.0),
         arm("meshbook", 1.0, 4.0),
@@ -92,7 +92,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     report = Report("the command", workload(tmp_path), turn(1.0, [2.0, 1.0]), 1e-4, arms, [2.0, 4.0, 8.0], ["a note"])
     assert report.finish(tmp_path) == 1  # an arm is void
-    # meshbook: 100 and 25 a second, 75 apart; 2 and 0.5 TFLOP/s of a roof of 4; the loop's ratios are 2 and 0.5.
+    # meshbook: 100 and 25 targets/s, 75 apart; 2 and 0.5 TFLOP/s of a peak of 4; the loop's ratios are 2 and 0.5.
     assert [report.cells(each) for each in report.ranked()] == [
         ["meshbook", "62", "120%", "1.00", "31%", "4.00", "0.0e+00", "ok"],
         ["loop", "50", "0%", "1.25", "25%", "2.00", "0.0e+00", "ok"],
@@ -106,14 +106,15 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a note" in capsys.readouterr().out
     arms.pop(2)
     assert report.finish(tmp_path) == 0
-    arms[1].add("exit status 1: it broke")
-    assert report.finish(tmp_path) == 1  # ours was not measured
+    arms[1].add("exit status 1: it failed")
+    assert report.finish(tmp_path) == 1  # the meshbook arm was not measured
 
 
-def test_flops() -> None:
-    # A layer: 64 + 32 + 32 + 64 + 3 x 128 = 576; two and the head: 1,232. Pairs: 6 + 3, at 12 x 2 x 2 x 4 each.
+def test_flops_of_a_shape_match_hand_computation_and_model_flops() -> None:
+    # Weights of a layer: 64 + 32 + 32 + 64 + 3 x 128 = 576; of two layers and the head: 1,232.
+    # Query-key pairs: 6 + 3, at 12 x 2 layers x 2 heads x 4 each.
     assert SHAPE.flops([3, 2]) == 6 * 1232 * 5 + 192 * 9
-    # Adapters of rank 2: in + out are 128 in a layer.
+    # LoRA adapters of rank 2: input plus output sizes of the linear layers are 128 per decoder layer.
     assert SHAPE.flops([3, 2], lora_rank=2) == (4 * 1232 + 6 * 512) * 5 + 192 * 9
     config = dict(config_of(SHAPE))
     with torch.device("meta"):
@@ -121,8 +122,8 @@ def test_flops() -> None:
     assert model_flops(model).of([3, 2]) == SHAPE.flops([3, 2])
 
 
-def test_micro_batches(tmp_path: Path) -> None:
-    """Documents of 3, 2 and 4 tokens; rows 0 and 2, then 1."""
+def test_packed_and_padded_micro_batches_contain_the_same_documents(tmp_path: Path) -> None:
+    """Documents of 3, 2 and 4 tokens: the first two in row 0, the third in row 1."""
     arrays = {"ids": np.arange(1, 10), "ends": np.array([3, 5, 9]), "row_documents": np.array([0, 1, 2])}
     arrays |= {"labels": np.array([-100, 2, 3, -100, 5, -100, 7, 8, 9]), "row_starts": np.array([0, 2, 3])}
     np.savez(tmp_path / "tokens.npz", **arrays)
@@ -137,7 +138,7 @@ def test_micro_batches(tmp_path: Path) -> None:
     assert Workload.read(tmp_path / "workload.json") == padded
 
 
-def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_options(capsys: pytest.CaptureFixture[str]) -> None:
     options = parse(
         ["sft_packed_vs_padded", "--arms", "meshbook,trainer", "--device", "cpu", "--", "model.compile=true"]
     )

@@ -1,4 +1,4 @@
-"""The gates of benchmarks that compare float32 curves: rounding does not trip them, a planted fault does."""
+"""Gates of the benchmarks that compare float32 loss curves: rounding passes, a planted fault is detected."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from scripts.benchmark.step_overhead import OPTIMIZER, Arm
 from tests.harness import run_ranks
 
 TINY = (32, 2, 2, 32)
-"""Hidden, layers, rows of a step, tokens of a row."""
+"""Hidden size, layers, rows per step, tokens per row."""
 
 
-def frozen_norm(model: Any) -> None:
+def freeze_norm(model: Any) -> None:
     model.model.norm.weight.requires_grad_(False)
 
 
-def noisy(model: Any) -> None:
-    """Round every weight to a neighbor: more noise than another CPU's sums make."""
+def perturb_weights(model: Any) -> None:
+    """Move every weight to the next float: more noise than another summation order on another CPU causes."""
     for parameter in model.parameters():
         parameter.data = torch.nextafter(parameter.data, torch.full_like(parameter, math.inf))
 
 
-def halved_gradient(model: Any) -> None:
-    """Of one layer's MLP and what is below it: AdamW would not see half of every gradient."""
+def halve_gradient(model: Any) -> None:
+    """Halve the gradient of one MLP and of everything below it. AdamW is invariant to halving all gradients."""
     model.model.layers[0].mlp.down_proj.register_forward_hook(
         lambda _, __, output: output * 0.5 + output.detach() * 0.5
     )
@@ -44,16 +44,16 @@ def halved_gradient(model: Any) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Any], None], OptimizerConfig]] = {
     "learning rate off by 1 %": (lambda _: None, replace(OPTIMIZER, lr=1.01 * OPTIMIZER.lr)),
-    "another beta": (lambda _: None, replace(OPTIMIZER, betas=[0.9, 0.96])),
+    "wrong beta": (lambda _: None, replace(OPTIMIZER, betas=[0.9, 0.96])),
     "weight decay": (lambda _: None, replace(OPTIMIZER, weight_decay=0.1)),
-    "a parameter that is not trained": (frozen_norm, OPTIMIZER),
-    "half of the gradient of an MLP": (halved_gradient, OPTIMIZER),
+    "untrained parameter": (freeze_norm, OPTIMIZER),
+    "halved MLP gradient": (halve_gradient, OPTIMIZER),
 }
-ARMS = {"as it is": (lambda _: None, OPTIMIZER), "rounding": (noisy, OPTIMIZER), **FAULTS}
+ARMS = {"unchanged": (lambda _: None, OPTIMIZER), "rounding": (perturb_weights, OPTIMIZER), **FAULTS}
 
 
 @pytest.mark.slow
-def test_the_gate_of_step_overhead_lets_rounding_pass_and_no_fault() -> None:
+def test_step_overhead_gate_passes_rounding_and_detects_every_fault() -> None:
     def on_rank(rank: int) -> dict[str, str]:
         bare = Arm(step_overhead.bare(*step_overhead.start_of(*TINY)))
         bare.turn(GATED_STEPS)
@@ -71,33 +71,33 @@ def test_the_gate_of_step_overhead_lets_rounding_pass_and_no_fault() -> None:
     assert {name for name, line in verdicts.items() if "void" in line} == set(FAULTS), verdicts
 
 
-def grown(steps: int, at_100: float = 2e-6, at_200: float = 1.2e-3) -> list[float]:
-    """A curve apart from a constant 2.0 by as much as rounding was seen to make it."""
+def growing_curve(steps: int, at_100: float = 2e-6, at_200: float = 1.2e-3) -> list[float]:
+    """Return a curve that departs from a constant 2.0 as fast as rounding errors were measured to grow."""
     return [2.0 * (1 + at_100 * (at_200 / at_100) ** (step / 100 - 1)) for step in range(steps)]
 
 
-def test_rounding_that_grew_is_no_other_curve() -> None:
-    """Equal programs were seen 2e-6 apart at step 100 and 1.2e-3 apart at step 200."""
+def test_gates_pass_rounding_errors_that_grew_over_many_steps() -> None:
+    """Two runs of equal programs were measured 2e-6 apart at step 100 and 1.2e-3 apart at step 200."""
     plain = [2.0] * 200
-    assert gated_difference(grown(200), plain) < FLOAT32_BOUND
-    mine, theirs = Arm(None, [1.0], grown(200)), Arm(None, [1.0], plain)  # type: ignore[arg-type]
-    assert "void" not in step_overhead.row("any", "ours", mine, theirs)
-    assert Curve(grown(200), plain).gated(Curve(plain, plain)) < BOUNDS["float32"]
-    assert comparison.worst_difference(grown(200), plain) < comparison.BOUNDS["float32"].loss
+    assert gated_difference(growing_curve(200), plain) < FLOAT32_BOUND
+    ours, theirs = Arm(None, [1.0], growing_curve(200)), Arm(None, [1.0], plain)  # type: ignore[arg-type]
+    assert "void" not in step_overhead.row("any", "ours", ours, theirs)
+    assert Curve(growing_curve(200), plain).gated(Curve(plain, plain)) < BOUNDS["float32"]
+    assert comparison.worst_difference(growing_curve(200), plain) < comparison.BOUNDS["float32"].loss
 
 
-@pytest.mark.parametrize("wrong", [[*[2.0] * 199, math.nan], [2.0] * 199, [2.0, 2.01, *[2.0] * 198]])
-def test_what_is_not_finite_too_short_or_off_early_is(wrong: list[float]) -> None:
-    assert gated_difference(wrong, [2.0] * 200) > FLOAT32_BOUND
-    assert comparison.worst_difference(wrong, [2.0] * 200) > comparison.BOUNDS["float32"].loss
-    assert Curve([2.0] * 200, wrong).gated(Curve([2.0] * 200, [2.0] * 200)) > BOUNDS["float32"]
+@pytest.mark.parametrize("curve", [[*[2.0] * 199, math.nan], [2.0] * 199, [2.0, 2.01, *[2.0] * 198]])
+def test_gates_detect_nan_a_short_curve_and_an_early_difference(curve: list[float]) -> None:
+    assert gated_difference(curve, [2.0] * 200) > FLOAT32_BOUND
+    assert comparison.worst_difference(curve, [2.0] * 200) > comparison.BOUNDS["float32"].loss
+    assert Curve([2.0] * 200, curve).gated(Curve([2.0] * 200, [2.0] * 200)) > BOUNDS["float32"]
 
 
 @pytest.mark.slow
-def test_the_gate_of_pretrain_curve_lets_rounding_pass_and_no_fault(
+def test_pretrain_curve_gate_passes_rounding_and_detects_every_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plain loop against itself: from rounded weights, and with hyperparameters that are off by a little."""
+    """Compare the plain loop with itself: from perturbed weights, and with slightly wrong hyperparameters."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} times {number} is {number * number}\n" for number in range(400)))
     options = Namespace(text=text, steps=25, rows=2, seq_len=32, dtype="float32")
@@ -109,9 +109,9 @@ def test_the_gate_of_pretrain_curve_lets_rounding_pass_and_no_fault(
             patched.setattr(pretrain_curve, constant, value)
             found[constant] = pretrain_curve.loop(options, tmp_path / "model").gated(plain)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    noisy(model)
-    model.save_pretrained(tmp_path / "noisy")
-    rounding = pretrain_curve.loop(options, tmp_path / "noisy").gated(plain)
+    perturb_weights(model)
+    model.save_pretrained(tmp_path / "perturbed")
+    rounding = pretrain_curve.loop(options, tmp_path / "perturbed").gated(plain)
     print(f"rounding {rounding:.1e}, faults {found}")
     assert rounding < BOUNDS["float32"] / 5
     assert min(found.values()) > BOUNDS["float32"]

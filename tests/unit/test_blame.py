@@ -1,4 +1,4 @@
-"""Which rank a run that stands still waits for, by what the ranks posted; and when skipped updates end a run."""
+"""Which ranks a stalled run is blamed on, from their heartbeats; and when skipped updates abort a run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def post(beat: int = 1, phase: str = "in step 4", *, finished: bool = False, **c
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What every clock shows, to be set."""
-    shown = [100.0]
-    monkeypatch.setattr("components.resilience.heartbeat.time.monotonic", lambda: shown[0])
-    return shown
+    """Time that the monotonic clock returns; tests set it."""
+    time = [100.0]
+    monkeypatch.setattr("components.resilience.heartbeat.time.monotonic", lambda: time[0])
+    return time
 
 
-def test_who_is_not_heard_to_beat_for_long_enough_is_silent(now: list[float]) -> None:
+def test_rank_without_a_new_heartbeat_is_silent_after_the_timeout(now: list[float]) -> None:
     tracker = BeatTracker()
     assert tracker.seconds_tracked < 0
     first = {0: post(3), 1: post(3), 2: post(3)}
@@ -39,7 +39,7 @@ def test_who_is_not_heard_to_beat_for_long_enough_is_silent(now: list[float]) ->
     assert tracker.silent(4.0, second) == [0]
 
 
-def test_who_never_beat_has_time_to_come(now: list[float]) -> None:
+def test_rank_without_a_first_heartbeat_is_silent_only_after_startup_time(now: list[float]) -> None:
     tracker = BeatTracker()
     tracker.update({0: post(3)}, 2)
     now[0] += FIRST_BEAT_SECONDS - 1
@@ -50,48 +50,48 @@ def test_who_never_beat_has_time_to_come(now: list[float]) -> None:
     assert tracker.silent(4.0, {0: post(6)}) == [1]
 
 
-def test_who_has_begun_fewer_collectives_of_a_group_is_late() -> None:
+def test_rank_that_started_fewer_collectives_of_a_group_is_late() -> None:
     assert late_ranks({0: post(world=7), 1: post(world=6), 2: post(world=7)}) == [1]
     assert late_ranks({0: post(world=7), 1: post(world=7)}) == []
-    # Groups that a rank is no member of say nothing of it.
+    # Collectives of groups that a rank is not a member of do not count against it.
     assert late_ranks({0: post(world=7, a=9), 1: post(world=7, a=9), 2: post(world=7, b=2)}) == []
 
 
-def test_who_waits_for_another_one_is_not_blamed() -> None:
-    """Rank 3 keeps rank 2 waiting in group b, so rank 2 does not come to group a, where rank 0 waits."""
+def test_rank_that_waits_for_another_rank_is_not_blamed() -> None:
+    """Rank 2 waits for rank 3 in group b, so it cannot join the collective of group a in which rank 0 waits."""
     posts = {0: post(a=5, c=1), 1: post(c=1), 2: post(a=4, b=8), 3: post(b=7)}
     assert late_ranks(posts) == [3]
-    # In a circle everyone waits for somebody: then all who are late are named.
+    # In a cycle every rank waits for another one, so all late ranks are returned.
     assert late_ranks({0: post(a=5, b=7), 1: post(a=4, b=8)}) == [0, 1]
 
 
-def test_silence_comes_before_lateness_and_both_before_where_everybody_is() -> None:
+def test_silent_ranks_are_blamed_first_then_late_ranks_then_all_are_listed() -> None:
     late = {0: post(world=7), 1: post(phase="in step 3", world=6)}
     assert blame([1], late) == "rank 1 on host n2 is missing (last seen in step 3)"
     assert blame([1], {0: post(world=7)}) == "rank 1 is missing (never seen)"
     assert blame([], late) == (
         "rank 1 on host n2 has not joined a collective that others wait in: it is in step 3, at forward (model.py:7)"
     )
-    told = blame([], {0: post(world=7), 1: post(world=7)})
+    message = blame([], {0: post(world=7), 1: post(world=7)})
     common = "every rank posts heartbeats and none is behind the others"
-    assert told.startswith(f"{common}: rank 0 on host n2 is in step 4, at forward")
-    assert "rank 1 on host n2 is in step 4" in told
+    assert message.startswith(f"{common}: rank 0 on host n2 is in step 4, at forward")
+    assert "rank 1 on host n2 is in step 4" in message
 
 
-def test_a_message_names_only_so_many() -> None:
-    told = blame(list(range(3 * MAX_NAMED_RANKS)), {})
-    assert told.count("never seen") == MAX_NAMED_RANKS
-    assert told.endswith(f"; and {2 * MAX_NAMED_RANKS} ranks more")
+def test_blame_message_names_a_limited_number_of_ranks() -> None:
+    message = blame(list(range(3 * MAX_NAMED_RANKS)), {})
+    assert message.count("never seen") == MAX_NAMED_RANKS
+    assert message.endswith(f"; and {2 * MAX_NAMED_RANKS} ranks more")
 
 
-def test_time_in_which_nothing_ran_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspension_of_the_process_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("components.resilience.watchdog.time.monotonic", lambda: now[0])
-    clock = _SuspensionDetector(threshold=2.0)
+    detector = _SuspensionDetector(threshold=2.0)
     slept = []
-    for later in (1.0, 1.5, 60.0, 1.0):
-        now[0] += later
-        slept.append(clock.slept())
+    for elapsed in (1.0, 1.5, 60.0, 1.0):
+        now[0] += elapsed
+        slept.append(detector.slept())
     assert slept == [0.0, 0.0, 60.0, 0.0]
 
 
@@ -99,8 +99,8 @@ def metrics(step: int, *, skipped: bool) -> StepMetrics:
     return StepMetrics(step, 1.0, 1.0, 10, 0.1, skipped, preempt=False, interrupt=False, must_save=False)
 
 
-def first_refused(state: TrainState, policy: TrainingConfig, skips: str) -> int | None:
-    """The step at which a state gives up, of steps of which x is skipped."""
+def first_aborted(state: TrainState, policy: TrainingConfig, skips: str) -> int | None:
+    """Return the step at which the run is aborted, or None. An `x` in `skips` is a skipped step."""
     for step, letter in enumerate(skips, start=state.step + 1):
         state.step = step
         state.record(metrics(step, skipped=letter == "x"))
@@ -112,17 +112,17 @@ def first_refused(state: TrainState, policy: TrainingConfig, skips: str) -> int 
 
 
 @pytest.mark.parametrize(
-    ("stop_after", "skips", "refused"),
+    ("stop_after", "skips", "aborted_at"),
     [(3, "xx.xx.xxx.", 9), (3, "xx.xx.xx.", None), (1, "..x", 3), (0, "xxxxxxxxxxxxxxxxxxxx", None)],
 )
-def test_only_skips_in_a_row_end_a_run(stop_after: int, skips: str, refused: int | None) -> None:
-    assert first_refused(TrainState(), TrainingConfig(stop_after_skipped=stop_after), skips) == refused
+def test_only_consecutive_skipped_steps_abort_the_run(stop_after: int, skips: str, aborted_at: int | None) -> None:
+    assert first_aborted(TrainState(), TrainingConfig(stop_after_skipped=stop_after), skips) == aborted_at
 
 
-def test_a_resumed_run_counts_on() -> None:
+def test_skipped_step_count_continues_after_resume() -> None:
     policy, state = TrainingConfig(stop_after_skipped=3), TrainState()
-    assert first_refused(state, policy, ".xx") is None
-    assert first_refused(TrainState.from_dict(state.to_dict()), policy, "xxx") == 4
-    # A checkpoint of before the count was kept.
+    assert first_aborted(state, policy, ".xx") is None
+    assert first_aborted(TrainState.from_dict(state.to_dict()), policy, "xxx") == 4
+    # A checkpoint saved before the count was part of the state.
     old = {name: value for name, value in state.to_dict().items() if name != "skipped_in_a_row"}
-    assert first_refused(TrainState.from_dict(old), policy, "xxx") == 6
+    assert first_aborted(TrainState.from_dict(old), policy, "xxx") == 6

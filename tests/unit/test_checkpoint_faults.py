@@ -1,4 +1,4 @@
-"""MESHBOOK_FAULT does what it says where it is armed, and what a run that was cut short leaves can be read."""
+"""Fault injection through MESHBOOK_FAULT, and the files that an interrupted run or a full disk leaves behind."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.unit.full_disk import full_disk
 from tests.unit.test_launch_run_directory import config, end, start
 
 
-def test_nothing_happens_unless_it_is_armed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_points_do_nothing_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     for point in POINTS:
         fault_point(point)
     assert VARIABLE not in os.environ
 
 
-def test_the_time_and_the_rank_that_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_occurs_at_the_named_point_rank_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv(VARIABLE, "eio:after_random:rank1:2,erofs:after_random:rank0,enospc:at_load:all:*")
     fault_point("after_folder")
@@ -44,7 +44,7 @@ def test_the_time_and_the_rank_that_are_meant(monkeypatch: pytest.MonkeyPatch) -
         fault_point("after_random")
 
 
-def test_a_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_fault_delays_the_fault_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "slow=0.1:after_shards")
     began = time.monotonic()
     fault_point("after_shards")
@@ -57,18 +57,18 @@ def test_a_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     ["kill", "kill:nowhere", "maim:at_load", "kill:at_load:one", "kill:at_load:rank0:0", "kill:at_load:all:1:1",
      "slow:at_load", "slow=x:at_load", "kill=3:at_load", "kill:at_load,", "kill:at_load:rank"],
 )  # fmt: skip
-def test_what_cannot_be_read_is_told(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_fault_is_rejected(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ConfigError, match=rf"^{VARIABLE}=.*: must be KIND:POINT.*; unset it$"):
         fault_point("after_rename")
 
 
-def test_it_needs_no_torch() -> None:
+def test_faults_module_does_not_import_torch() -> None:
     code = "import sys, components.resilience.faults; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
 
 
-def test_a_start_that_was_killed_in_its_first_write_can_be_started_again(tmp_path: Path) -> None:
+def test_run_directory_with_only_a_temporary_config_file_counts_as_fresh(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".config.yaml.tmp").write_text("run:\n  di")
     directory = start(config(str(tmp_path / "run")))
@@ -76,43 +76,43 @@ def test_a_start_that_was_killed_in_its_first_write_can_be_started_again(tmp_pat
     end(directory)
 
 
-def test_a_line_of_metrics_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
+def test_truncated_line_of_metrics_is_dropped_on_resume(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(
         '{"step": 0, "eval_loss": 2.5}\n{"step": 1, "loss": 2.0}\n{"step": 1, "eval_loss": 0.5}\n'
         '{"step": 2, "loss": 1.0}\n{"step": 3, "lo'
     )
-    report = Reporter(LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled)), str(tmp_path), enabled=True)
-    assert [line["step"] for line in report.read()] == [0, 1, 1, 2]
-    report.continue_from(1)
-    report.evaluation(step=1, eval_loss=0.5, count=3)  # an attempt begins with it: it is told once
-    told = [
+    reporter = Reporter(LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled)), str(tmp_path), enabled=True)
+    assert [line["step"] for line in reporter.read()] == [0, 1, 1, 2]
+    reporter.continue_from(1)
+    reporter.evaluation(step=1, eval_loss=0.5, count=3)  # the resumed attempt logs it first; it must not appear twice
+    logged = [
         (line["step"], *line.keys() - {"step", "check"}) for line in map(json.loads, metrics.read_text().splitlines())
     ]
-    assert told == [(0, "eval_loss"), (1, "loss"), (1, "eval_loss")]
+    assert logged == [(0, "eval_loss"), (1, "loss"), (1, "eval_loss")]
 
 
-def test_a_disk_that_takes_no_metrics_is_named_with_its_bytes(tmp_path: Path) -> None:
-    report = Reporter(LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled)), str(tmp_path), enabled=True)
+def test_failed_metrics_write_reports_the_path_and_free_bytes(tmp_path: Path) -> None:
+    reporter = Reporter(LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled)), str(tmp_path), enabled=True)
     with (
         full_disk(),
         pytest.raises(OSError, match=rf"File too large \([\d,]+ bytes are free\): '{tmp_path}/metrics.jsonl'"),
     ):
-        report.evaluation(step=1, eval_loss=0.5, count=3)
+        reporter.evaluation(step=1, eval_loss=0.5, count=3)
 
 
-def test_a_report_that_the_disk_does_not_take_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_write_of_an_error_report_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with full_disk():
-        write_report(tmp_path, 1, ValueError("what went wrong"))
-    told = capsys.readouterr().err
-    assert told.startswith("rank 1: ValueError: what went wrong\n")
-    assert f"{tmp_path}/rank_1.error.json could not be written: [Errno 27] File too large" in told
+        write_report(tmp_path, 1, ValueError("the reason"))
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("rank 1: ValueError: the reason\n")
+    assert f"{tmp_path}/rank_1.error.json could not be written: [Errno 27] File too large" in stderr
 
 
-def test_a_result_that_the_disk_does_not_take_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_write_of_the_result_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = start(config(str(tmp_path / "run")))
     with full_disk():
         directory.conclude("failed", "rank 0: OSError")
-    told = capsys.readouterr().err
-    assert told.startswith(f"{directory.path}/result.json could not be written: File too large (")
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"{directory.path}/result.json could not be written: File too large (")
     end(directory)

@@ -1,4 +1,4 @@
-"""Micro-batches: one global order for every number of ranks, the resume cursor, padding, and evaluation."""
+"""Micro-batches: the same global order for every number of ranks, the resume cursor, padding and evaluation."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from components.data.examples import IGNORED, Example
 from components.data.order import SampleOrder
 
 
-def numbered(count: int) -> list[Example]:
-    """Samples of different lengths; each begins with its own number (from 1, so that 0 is padding)."""
+def numbered_samples(count: int) -> list[Example]:
+    """Return samples of different lengths; the first token is the index + 1, because 0 is padding."""
     return [Example([i + 1] + [7] * (1 + i % 5), [IGNORED] + [7] * (1 + i % 5)) for i in range(count)]
 
 
-def numbers(micro_batches: list[Batch]) -> list[int]:
-    """The samples in the rows of micro-batches, as indices; -1 is a row of padding alone."""
+def sample_numbers(micro_batches: list[Batch]) -> list[int]:
+    """Return the sample index of each row of micro-batches; -1 is a row of padding only."""
     return [row[0] - 1 for batch in micro_batches for row in batch.input_ids.tolist()]
 
 
@@ -31,56 +31,56 @@ def plan_of(total: int, micro: int, rank: int = 0, dp_size: int = 1) -> BatchPla
     return BatchPlan(global_batch_size=total, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size)
 
 
-def of_all_ranks(dataset, step: int, micro: int, dp_size: int, seed: int = 3) -> list[int]:
+def samples_of_all_ranks(dataset, step: int, micro: int, dp_size: int, seed: int = 3) -> list[int]:
     found = []
     for rank in range(dp_size):
         plan = BatchPlan(global_batch_size=24, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size)
         micro_batches = TrainBatches(dataset, plan, seed=seed).at(step)
         assert len(micro_batches) == plan.accumulation
         assert all(len(batch.input_ids) == micro for batch in micro_batches)
-        found += numbers(micro_batches)
+        found += sample_numbers(micro_batches)
     return found
 
 
-def test_the_global_batch_is_the_same_for_every_number_of_ranks_and_every_accumulation():
-    dataset = numbered(50)
+def test_global_batch_is_independent_of_dp_size_and_accumulation():
+    dataset = numbered_samples(50)
     shapes = [(m, d) for d in (1, 2, 3, 4, 6, 8, 12, 24) for m in (1, 2, 3, 4, 6, 8, 12, 24) if 24 % (m * d) == 0]
     assert len(shapes) == 30
     for step in (0, 1, 2, 5, 1000):
         expected = SampleOrder(50, 3).indices(step * 24, 24)
         for micro, dp_size in shapes:
-            assert of_all_ranks(dataset, step, micro, dp_size) == expected
+            assert samples_of_all_ranks(dataset, step, micro, dp_size) == expected
 
 
-def test_epochs_run_into_one_another_and_use_every_sample_once_each():
-    dataset = numbered(50)
-    stream = list(itertools.chain.from_iterable(of_all_ranks(dataset, step, 4, 2) for step in range(25)))
+def test_batches_cross_epochs_and_each_epoch_uses_every_sample_once():
+    dataset = numbered_samples(50)
+    stream = list(itertools.chain.from_iterable(samples_of_all_ranks(dataset, step, 4, 2) for step in range(25)))
     for epoch in range(12):
         assert sorted(stream[epoch * 50 : (epoch + 1) * 50]) == list(range(50))
 
 
-def test_a_data_set_smaller_than_the_global_batch_is_repeated_evenly():
-    used = of_all_ranks(numbered(5), 0, 2, 3)
+def test_dataset_smaller_than_the_global_batch_is_repeated_evenly():
+    used = samples_of_all_ranks(numbered_samples(5), 0, 2, 3)
     assert sorted(used[:5]) == sorted(used[5:10]) == [0, 1, 2, 3, 4]
 
 
-def test_iterating_gives_the_steps_in_order_and_global_batch_their_indices():
-    dataset = numbered(31)
+def test_iteration_yields_steps_in_order_and_global_batch_returns_their_indices():
+    dataset = numbered_samples(31)
     plan = BatchPlan(global_batch_size=8, micro_batch_size=2)
     batches = TrainBatches(dataset, plan, seed=1)
-    walked = [numbers(micro_batches) for micro_batches in itertools.islice(batches, 10)]
-    assert walked == [numbers(TrainBatches(dataset, plan, seed=1).at(step)) for step in range(10)]
-    assert walked == [batches.global_batch(step) for step in range(10)]
+    iterated = [sample_numbers(micro_batches) for micro_batches in itertools.islice(batches, 10)]
+    assert iterated == [sample_numbers(TrainBatches(dataset, plan, seed=1).at(step)) for step in range(10)]
+    assert iterated == [batches.global_batch(step) for step in range(10)]
     assert batches.epoch == pytest.approx(80 / 31)
 
 
 @pytest.mark.parametrize("stop", [0, 1, 5, 13])
 @pytest.mark.parametrize("shape_after", [(24, 4, 1), (24, 2, 3), (12, 3, 4), (6, 1, 6)])
-def test_resuming_on_another_mesh_or_batch_size_goes_on_in_the_undisturbed_order(stop, shape_after):
-    dataset = numbered(50)
-    undisturbed = SampleOrder(50, 9).indices(0, 24 * 40)
+def test_resume_with_another_dp_size_or_batch_size_continues_the_same_order(stop, shape_after):
+    dataset = numbered_samples(50)
+    uninterrupted = SampleOrder(50, 9).indices(0, 24 * 40)
     before = TrainBatches(dataset, BatchPlan(global_batch_size=24, micro_batch_size=6), seed=9)
-    used = [number for _ in range(stop) for number in numbers(next(before))]
+    used = [number for _ in range(stop) for number in sample_numbers(next(before))]
     state = before.state_dict()
     assert state == {"seed": 9, "epoch": stop * 24 // 50, "sample": stop * 24, "size": 50, "fingerprint": ""}
 
@@ -91,18 +91,18 @@ def test_resuming_on_another_mesh_or_batch_size_goes_on_in_the_undisturbed_order
         ranks.append(TrainBatches(dataset, plan, seed=9))
         ranks[-1].load_state_dict(state)
     for _ in range(8):
-        used += [number for rank in ranks for number in numbers(next(rank))]
-    assert used == undisturbed[: len(used)]
+        used += [number for rank in ranks for number in sample_numbers(next(rank))]
+    assert used == uninterrupted[: len(used)]
 
 
-def test_a_cursor_of_other_samples_or_another_order_is_refused_with_the_key_that_accepts_it():
+def test_cursor_of_other_samples_or_seed_is_rejected_unless_the_change_is_accepted():
     plan = BatchPlan(global_batch_size=8, micro_batch_size=8)
 
     def batches(size: int = 20, fingerprint: str = "a", seed: int = 1) -> TrainBatches:
-        return TrainBatches(numbered(size), plan, seed=seed, fingerprint=fingerprint)
+        return TrainBatches(numbered_samples(size), plan, seed=seed, fingerprint=fingerprint)
 
     before = batches()
-    next(before)  # the first epoch: another size would not show in the number of epochs
+    next(before)  # still in the first epoch, where the number of epochs does not reveal another dataset size
     state = before.state_dict()
     batches().load_state_dict(state)
     for other in (batches(size=21), batches(fingerprint="b")):
@@ -114,10 +114,10 @@ def test_a_cursor_of_other_samples_or_another_order_is_refused_with_the_key_that
     with pytest.raises(ConfigError, match=r"run.seed=2: .* order of seed 1.*run.accept_changes=\[run.seed\]"):
         other.load_state_dict(state, ["data"])
     other.load_state_dict(state, ["run.seed"])
-    assert numbers(next(other)) == SampleOrder(20, 2).indices(8, 8)  # the seed that was asked for
+    assert sample_numbers(next(other)) == SampleOrder(20, 2).indices(8, 8)  # the order of the new seed
 
 
-def test_a_billionth_sample_is_resumed_without_walking_there():
+def test_resume_at_the_billionth_sample_takes_constant_time():
     class Huge(list):
         def __len__(self) -> int:
             return 10**9 + 7
@@ -128,15 +128,15 @@ def test_a_billionth_sample_is_resumed_without_walking_there():
     plan = BatchPlan(global_batch_size=4, micro_batch_size=4)
     began = time.perf_counter()
     batches = TrainBatches(Huge(), plan, seed=1)
-    place = 2 * (10**9 + 7) + 10**9
-    batches.load_state_dict({"seed": 1, "epoch": 2, "sample": place, "size": 10**9 + 7, "fingerprint": ""})
+    position = 2 * (10**9 + 7) + 10**9
+    batches.load_state_dict({"seed": 1, "epoch": 2, "sample": position, "size": 10**9 + 7, "fingerprint": ""})
     (batch,) = next(batches)
-    assert time.perf_counter() - began < 5  # a walk would take minutes
-    assert batch.input_ids[:, 1].tolist() == SampleOrder(10**9 + 7, 1).indices(place, 4)
+    assert time.perf_counter() - began < 5  # iterating there would take minutes
+    assert batch.input_ids[:, 1].tolist() == SampleOrder(10**9 + 7, 1).indices(position, 4)
 
 
 @pytest.mark.parametrize(("size", "micro", "dp_size"), [(10, 4, 1), (8, 3, 2), (0, 1, 1), (4, 4, 2)])
-def test_a_batch_that_does_not_divide_is_refused(size, micro, dp_size):
+def test_indivisible_global_batch_size_and_invalid_dp_rank_are_rejected(size, micro, dp_size):
     with pytest.raises(ConfigError, match=rf"training.global_batch_size={size}: must be a multiple of"):
         BatchPlan(global_batch_size=size, micro_batch_size=micro, dp_size=dp_size)
     with pytest.raises(ValueError, match="dp_rank=2 must be at least 0 and below dp_size=2"):
@@ -146,7 +146,7 @@ def test_a_batch_that_does_not_divide_is_refused(size, micro, dp_size):
 # Padding
 
 
-def test_rows_are_padded_on_the_right_to_the_longest_rounded_up():
+def test_rows_are_right_padded_to_the_longest_row_rounded_up():
     rows = [Example([5, 6, 7], [IGNORED, 6, 7]), Example([8, 9], [IGNORED, 9])]
     batch = collate(rows, Padding(multiple=4, token_id=1))
     assert batch.input_ids.tolist() == [[5, 6, 7, 1], [8, 9, 1, 1]]
@@ -159,7 +159,7 @@ def test_rows_are_padded_on_the_right_to_the_longest_rounded_up():
         collate(rows, Padding(length=2))
 
 
-def test_rows_are_padded_to_multiples_of_128_on_cuda_and_never_past_the_longest_sample():
+def test_rows_are_padded_to_multiples_of_128_on_cuda_up_to_the_length_limit():
     rows = [Example([5] * 130, [6] * 130), Example([8, 9], [IGNORED, 9])]
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     widths = {
@@ -193,7 +193,7 @@ def _models():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("model_class", "config"), [pytest.param(*m[1:], id=m[0]) for m in _models()])
 def test_padding_without_a_mask_changes_neither_loss_nor_gradient(model_class, config, attention):
-    """Each row alone and unpadded, against all rows in one padded batch, in float64."""
+    """Compare rows forwarded one by one without padding with one padded batch, in float64."""
     torch.manual_seed(0)
     config._attn_implementation = attention
     model = model_class(config).double()
@@ -217,7 +217,7 @@ def test_padding_without_a_mask_changes_neither_loss_nor_gradient(model_class, c
     empty = Example([], [])
     padding = Padding(multiple=16, rounding=24, limit=64, token_id=9)
     padded, padded_gradients = loss_and_gradients([collate([*rows, empty], padding)])
-    # transformers' eager attention takes its softmax in float32, whose rounding depends on the row's length.
+    # Eager attention of transformers computes its softmax in float32; the rounding depends on the row length.
     loss, relative, absolute = (1e-13, 1e-11, 1e-13) if attention == "sdpa" else (1e-9, 1e-5, 1e-7)
     assert padded == pytest.approx(alone, rel=loss)
     for a, b in zip(alone_gradients, padded_gradients, strict=True):
@@ -229,12 +229,12 @@ def test_padding_without_a_mask_changes_neither_loss_nor_gradient(model_class, c
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 24, 25])
 @pytest.mark.parametrize(("micro", "dp_size"), [(1, 1), (2, 3), (4, 2), (3, 1), (2, 2)])
-def test_evaluation_covers_every_sample_once_in_as_many_forwards_on_every_rank(count, micro, dp_size):
-    dataset = numbered(count)
+def test_evaluation_covers_every_sample_once_with_equal_forwards_per_rank(count, micro, dp_size):
+    dataset = numbered_samples(count)
     per_rank = [list(EvalBatches(dataset, plan_of(micro * dp_size, micro, rank, dp_size))) for rank in range(dp_size)]
     (forwards,) = {len(batches) for batches in per_rank}
     assert (forwards - 1) * micro * dp_size < count <= forwards * micro * dp_size
-    rows = [number for batches in per_rank for number in numbers(batches)]
+    rows = [number for batches in per_rank for number in sample_numbers(batches)]
     assert sorted(number for number in rows if number >= 0) == list(range(count))
     assert rows.count(-1) == forwards * micro * dp_size - count
     for batch in itertools.chain.from_iterable(per_rank):

@@ -1,6 +1,6 @@
-"""Conversations with tools, reasoning and training flags: what reaches the template, and which tokens carry the loss.
+"""Conversations with tools, reasoning and training flags: the inputs of the chat template, and the loss mask.
 
-Text and masks are compared with transformers' own `apply_chat_template`, and with texts written out by hand.
+Text and masks are compared with `apply_chat_template` of transformers, and with expected text written by hand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from components.data.sources.rows import Conversation
 from components.models import build_on_meta, materialize
 from components.models.generation import generate
 from tests.tiny_models import tiny_folder
-from tests.unit.test_data_examples import targets, wrapped
+from tests.unit.test_data_examples import fast_tokenizer, target_texts
 from tests.unit.test_data_files import problems, write
 
 TOOLS = [
@@ -81,7 +81,7 @@ QWEN3 = """
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}"""
-"""After Qwen3's: reasoning only after the last user message, arguments as objects or text."""
+"""Modeled on Qwen3: reasoning only after the last user message, tool call arguments as objects or as text."""
 
 LLAMA31 = """{{- '<s>' }}
 {%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}{%- set messages = messages[1:] %}
@@ -106,7 +106,7 @@ LLAMA31 = """{{- '<s>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-"""After Llama 3.1's: arguments only as objects, one call a message, tools before the first user message, the date."""
+"""Modeled on Llama 3.1: arguments only as objects, one call per message, tools in the first user message, the date."""
 
 HERMES = """
 {%- for message in messages %}
@@ -123,7 +123,7 @@ HERMES = """
     {{- '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-"""ChatML with tool calls after Hermes'; it knows no tools of its own and no reasoning."""
+"""ChatML with tool calls, modeled on Hermes. It uses neither `tools` nor reasoning."""
 
 
 def unmarked(template: str) -> str:
@@ -138,7 +138,7 @@ def byte_tokenizer(template: str | None) -> Any:
     special = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<think>", "</think>"]
     alphabet = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     model = models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[])
-    return wrapped(model, special, template, "<|im_end|>")
+    return fast_tokenizer(model, special, template, "<|im_end|>")
 
 
 def user(content: Any, **rest: Any) -> dict[str, Any]:
@@ -155,7 +155,7 @@ AGENT = [
     RESULT,
     assistant("It is cold.", reasoning_content="4 is cold."),
 ]
-"""A call of a tool and an answer, both of which Qwen3's template writes as a model would produce them."""
+"""A tool call and an answer, both rendered by the Qwen3 template exactly as a model would generate them."""
 
 
 def dataset(tmp_path: Path, rows: list[dict], template: str | None, name: str = "x.jsonl", **values: Any) -> Dataset:
@@ -169,23 +169,23 @@ def rows_of(messages: list[dict], **columns: Any) -> list[dict]:
     return [{"messages": messages, **columns}]
 
 
-def refused(tmp_path: Path, rows: list[dict], **values: Any) -> list[str]:
+def problems_of(tmp_path: Path, rows: list[dict], **values: Any) -> list[str]:
     return problems(ChatDataConfig(path=str(write(tmp_path / "x.jsonl", rows)), eval_fraction=0, **values))
 
 
-# What reaches the template, and the mask
+# Template inputs and loss mask
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
 @pytest.mark.parametrize("as_text", [False, True])
-def test_tools_calls_results_and_reasoning_reach_the_template(name: str, as_text: bool, tmp_path: Path) -> None:
+def test_tools_calls_results_and_reasoning_are_passed_to_the_template(name: str, as_text: bool, tmp_path: Path) -> None:
     tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "parameters": {"type": "object"}}}]  # without null
     made = dataset(tmp_path, rows_of(AGENT, tools=json.dumps(tools) if as_text else tools), unmarked(QWEN3), name)
     tokenizer = byte_tokenizer(unmarked(QWEN3))
     (example,) = made
     expected = tokenizer.apply_chat_template(AGENT, tools=tools, tokenize=False)
     assert tokenizer.decode(example.input_ids) + "\n" == expected
-    assert targets(tokenizer, example) == [
+    assert target_texts(tokenizer, example) == [
         '<think>\nI need the tool.\n</think>\n\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n'
         "</tool_call><|im_end|>",
         "<think>\n4 is cold.\n</think>\n\nIt is cold.<|im_end|>",
@@ -205,18 +205,18 @@ CONVERSATIONS = {
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", [QWEN3, LLAMA31, HERMES], ids=["qwen3", "llama31", "hermes"])
-def test_prefix_rendering_finds_what_generation_blocks_mark(template: str, conversation: str) -> None:
+def test_prefix_rendering_and_generation_blocks_give_equal_masks(template: str, conversation: str) -> None:
     messages, tools = CONVERSATIONS[conversation]
-    given = Conversation("x.jsonl:1", messages, tools)
-    by_prefix = encode_conversations(byte_tokenizer(unmarked(template)), [given])
-    by_blocks = encode_conversations(byte_tokenizer(marked(template)), [given])
+    record = Conversation("x.jsonl:1", messages, tools)
+    by_prefix = encode_conversations(byte_tokenizer(unmarked(template)), [record])
+    by_blocks = encode_conversations(byte_tokenizer(marked(template)), [record])
     assert by_prefix == by_blocks
     assert all(set(labels) - {IGNORED} for _, labels in by_prefix)
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", [LLAMA31, HERMES], ids=["llama31", "hermes"])
-def test_generation_blocks_give_the_mask_of_transformers(template: str, conversation: str) -> None:
+def test_generation_blocks_give_the_same_mask_as_transformers(template: str, conversation: str) -> None:
     messages, tools = CONVERSATIONS[conversation]
     source = marked(template).replace("strftime_now('%d %b %Y')", "'26 Jul 2024'")
     tokenizer = byte_tokenizer(source)
@@ -225,20 +225,20 @@ def test_generation_blocks_give_the_mask_of_transformers(template: str, conversa
 
 
 def reference(tokenizer: Any, messages: list[dict], tools: list[dict] | None) -> Example:
-    """What TRL trains on with assistant_only_loss, but for what follows the last target."""
-    known = tokenizer.apply_chat_template(
+    """Return what TRL trains on with assistant_only_loss, trimmed after the last target."""
+    rendered = tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    pairs = zip(known["input_ids"], known["assistant_masks"], strict=True)
-    return trimmed(Example(known["input_ids"], [token if answers else IGNORED for token, answers in pairs]))
+    pairs = zip(rendered["input_ids"], rendered["assistant_masks"], strict=True)
+    return trimmed(Example(rendered["input_ids"], [token if is_answer else IGNORED for token, is_answer in pairs]))
 
 
-def test_a_template_that_drops_reasoning_from_the_history_trains_each_answer_as_it_is_produced(tmp_path: Path) -> None:
+def test_template_that_drops_past_reasoning_gives_one_example_per_answer(tmp_path: Path) -> None:
     messages = [*AGENT, user("Thanks!"), assistant("Bye.", reasoning_content="Politely.")]
     tokenizer = byte_tokenizer(unmarked(QWEN3))
     for template in (unmarked(QWEN3), marked(QWEN3)):
         made = list(dataset(tmp_path, rows_of(messages), template))
-        assert [targets(tokenizer, example)[0] for example in made] == [
+        assert [target_texts(tokenizer, example)[0] for example in made] == [
             '<think>\nI need the tool.\n</think>\n\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n'
             "</tool_call><|im_end|>",
             "<think>\n4 is cold.\n</think>\n\nIt is cold.<|im_end|>",
@@ -256,30 +256,30 @@ def test_a_template_that_drops_reasoning_from_the_history_trains_each_answer_as_
     ],
     ids=["takes text", "encodes", "needs an object"],
 )
-def test_arguments_as_json_text_are_not_encoded_twice(template: str, written: str, tmp_path: Path) -> None:
+def test_arguments_given_as_json_text_are_not_encoded_twice(template: str, written: str, tmp_path: Path) -> None:
     messages = [user("Weather?"), assistant("", tool_calls=[TEXT_CALL])]
     tokenizer = byte_tokenizer(unmarked(template))
     (example,) = dataset(tmp_path, rows_of(messages, tools=TOOLS), tokenizer.chat_template)
-    (answer,) = targets(tokenizer, example)
+    (answer,) = target_texts(tokenizer, example)
     assert written in answer
     assert "\\" not in answer
 
 
-def test_template_arguments_and_parts_of_a_content_reach_the_template(tmp_path: Path) -> None:
+def test_template_kwargs_and_content_parts_are_passed_to_the_template(tmp_path: Path) -> None:
     template = "{{ 'brief. ' if style == 'brief' else '' }}" + unmarked(HERMES)
     messages = [user("a"), assistant([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}])]
     tokenizer = byte_tokenizer(template)
     for name in ("x.jsonl", "x.parquet"):
-        if name == "x.parquet":  # a column of Arrow has one type
+        if name == "x.parquet":  # an Arrow column has a single type
             messages[0] = user([{"type": "text", "text": "a"}])
             template = template.replace("message.content + '<|im_end|>'", "message.content[0].text + '<|im_end|>'")
         made = dataset(tmp_path, rows_of(messages, chat_template_kwargs={"style": "brief"}), template, name)
         assert tokenizer.decode(made[0].input_ids).startswith("brief. <|im_start|>user")
-        assert targets(tokenizer, made[0]) == ["one two<|im_end|>"]
+        assert target_texts(tokenizer, made[0]) == ["one two<|im_end|>"]
         assert made.facts.unused == []
 
 
-def test_roles_and_keys_of_sharegpt_are_renamed_and_others_kept(tmp_path: Path) -> None:
+def test_sharegpt_roles_and_keys_are_renamed_and_other_keys_kept(tmp_path: Path) -> None:
     messages = [
         {"from": "human", "value": "Weather?"},
         {"from": "gpt", "value": "", "tool_calls": [CALL]},
@@ -290,7 +290,7 @@ def test_roles_and_keys_of_sharegpt_are_renamed_and_others_kept(tmp_path: Path) 
     renamed = {"role_key": "from", "content_key": "value", "user_role": "human", "assistant_role": "gpt"}
     (example,) = dataset(tmp_path, rows_of(messages), tokenizer.chat_template, tool_role="observation", **renamed)
     assert '<|im_start|>ipython\n"4 degrees"<|im_end|>' in tokenizer.decode(example.input_ids)
-    assert targets(tokenizer, example) == [
+    assert target_texts(tokenizer, example) == [
         '{"name": "weather", "parameters": {"city": "Oslo"}}<|im_end|>',
         "Cold.<|im_end|>",
     ]
@@ -302,7 +302,7 @@ def test_roles_and_keys_of_sharegpt_are_renamed_and_others_kept(tmp_path: Path) 
 @pytest.mark.parametrize("template", [unmarked(HERMES), marked(HERMES), None], ids=["prefix", "blocks", "plain"])
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": False}])
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
-def test_messages_flagged_as_untrained_carry_no_loss(
+def test_messages_flagged_as_untrained_have_no_targets(
     template: str | None, flag: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
     messages = [
@@ -316,7 +316,7 @@ def test_messages_flagged_as_untrained_carry_no_loss(
     made = dataset(tmp_path, rows_of(messages) + rows_of([user("a"), assistant("b", **flag)]), template, name)
     tokenizer = byte_tokenizer(template)
     (example,) = made
-    assert targets(tokenizer, example) == ["d<|im_end|>"]
+    assert target_texts(tokenizer, example) == ["d<|im_end|>"]
     assert "b<|im_end|>" in tokenizer.decode(example.input_ids)
     assert made.facts.dropped_without_target == 1
     assert made.facts.unused == []
@@ -336,12 +336,12 @@ def test_messages_flagged_as_untrained_carry_no_loss(
         ([user("a"), {"role": "assistant", "content": "b", "from": "c"}], ""),
     ],
 )  # fmt: skip
-def test_what_cannot_be_trained_on_is_a_bad_row(messages: list[dict], problem: str, tmp_path: Path) -> None:
+def test_invalid_messages_are_reported_as_bad_rows(messages: list[dict], problem: str, tmp_path: Path) -> None:
     if not problem:
-        found = refused(tmp_path, rows_of(messages), role_key="from", bad_rows=BadRows.refuse)
+        found = problems_of(tmp_path, rows_of(messages), role_key="from", bad_rows=BadRows.refuse)
         assert "has both 'from' and 'role'; remove one of them" in found[0] or "has the role None" in found[0]
         return
-    assert problem in refused(tmp_path, rows_of(messages))[0]
+    assert problem in problems_of(tmp_path, rows_of(messages))[0]
 
 
 @pytest.mark.parametrize(
@@ -356,14 +356,14 @@ def test_what_cannot_be_trained_on_is_a_bad_row(messages: list[dict], problem: s
         ),
     ],
 )
-def test_columns_beside_the_messages_are_checked(columns: dict, problem: str, tmp_path: Path) -> None:
-    assert problem in refused(tmp_path, rows_of([user("a"), assistant("b")], **columns))[0]
+def test_invalid_tools_and_template_kwargs_columns_are_reported(columns: dict, problem: str, tmp_path: Path) -> None:
+    assert problem in problems_of(tmp_path, rows_of([user("a"), assistant("b")], **columns))[0]
 
 
-# Keys that nothing uses
+# Unused keys
 
 
-def test_keys_that_nothing_uses_are_reported_once_by_name(tmp_path: Path) -> None:
+def test_unused_keys_are_reported_once_by_name(tmp_path: Path) -> None:
     messages = [*AGENT, user("Bye?", name="Ann"), assistant("Bye.", reasoning_content="r", thumbs=1)]
     rows = rows_of(messages, tools=TOOLS, source="web") * 3 + rows_of([user("a"), assistant("b")], id=7)
     made = dataset(tmp_path, rows, unmarked(HERMES))
@@ -377,7 +377,7 @@ def test_keys_that_nothing_uses_are_reported_once_by_name(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
-def test_what_a_template_leaves_out_of_a_role_is_reported(tmp_path: Path) -> None:
+def test_content_that_the_template_omits_is_reported_by_role(tmp_path: Path) -> None:
     template = unmarked(HERMES).replace("messages %}", "messages if message.role != 'tool' %}", 1)
     assert "content (role tool)" in dataset(tmp_path, rows_of(AGENT), template).facts.unused
     parts = [user([{"type": "text", "text": "one"}]), assistant("b"), user("c"), assistant("d")]
@@ -385,11 +385,11 @@ def test_what_a_template_leaves_out_of_a_role_is_reported(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
-def test_keys_that_nothing_uses_can_be_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_keys_can_be_rejected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "WORTH_BYTES", 0)
     rows = rows_of([user("a", name="Ann"), assistant("b")])
     values = {"cache": str(tmp_path / "cache"), "unused_keys": UnusedKeys.refuse}
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second time, it is read from the cache
         with pytest.raises(
             ConfigError, match=r"data.unused_keys=refuse: .* has keys .*: name \(role user\); remove them"
         ):
@@ -398,13 +398,13 @@ def test_keys_that_nothing_uses_can_be_refused(name: str, tmp_path: Path, monkey
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_how_unused_keys_are_treated_may_change_on_a_resume() -> None:
-    """It changes no sample, unlike every other key of the section."""
+def test_unused_keys_setting_may_change_on_resume() -> None:
+    """Unlike every other key of the section, it does not change the samples."""
     assert not is_defining("data.unused_keys")
     assert is_defining("data.tools_column")
 
 
-def test_columns_that_nothing_reads_are_reported_for_every_kind_of_rows(tmp_path: Path) -> None:
+def test_unused_columns_are_reported_for_sft_data(tmp_path: Path) -> None:
     file = write(tmp_path / "x.jsonl", [{"prompt": "a", "response": "b", "input": "c"}] * 2)
     cfg = SftDataConfig(path=str(file), cache=None, eval_fraction=0)
     assert build_dataset(cfg, byte_tokenizer(None), seq_len=99, split="train").facts.unused == ["column input"]
@@ -413,7 +413,7 @@ def test_columns_that_nothing_reads_are_reported_for_every_kind_of_rows(tmp_path
     assert "column input" in check_files(refusing)[0]
 
 
-def test_whatever_changes_the_text_gives_another_entry_of_the_cache(tmp_path: Path, monkeypatch: Any) -> None:
+def test_whatever_changes_the_rendered_text_changes_the_cache_key(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(cache, "WORTH_BYTES", 0)
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     variants: list[tuple[list[dict], dict]] = [
@@ -429,7 +429,7 @@ def test_whatever_changes_the_text_gives_another_entry_of_the_cache(tmp_path: Pa
         assert len(list((tmp_path / "cache").iterdir())) == number
 
 
-# Templates that do not end
+# Templates that do not terminate
 
 
 ENDLESS = [
@@ -440,7 +440,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize("template", ENDLESS, ids=["loops", "later", "power"])
-def test_an_endless_template_is_refused_within_seconds(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonterminating_template_is_rejected_within_seconds(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_limit.RENDER_SECONDS <= 5
     monkeypatch.setattr(cpu_limit, "RENDER_SECONDS", 0.5)
     began = time.process_time()
@@ -450,7 +450,7 @@ def test_an_endless_template_is_refused_within_seconds(template: str, monkeypatc
     assert time.process_time() - began < 5
 
 
-def test_an_endless_template_does_not_stop_a_generation_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonterminating_template_is_rejected_during_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_limit, "RENDER_SECONDS", 0.5)
     model = build_on_meta(ModelConfig(path=str(tiny_folder(tmp_path, "llama"))))
     materialize(model, "cpu")
@@ -461,7 +461,7 @@ def test_an_endless_template_does_not_stop_a_generation_either(tmp_path: Path, m
         generate(model, byte_tokenizer(ENDLESS[0]), ["hi"], 1)
 
 
-# TRL, where it is installed
+# Comparison with TRL, if it is installed
 
 
 def trl_templates() -> list[str]:
@@ -470,10 +470,13 @@ def trl_templates() -> list[str]:
     return sorted(map(str, Path(folders[0]).glob("chat_templates/*_training.jinja"))) if folders else []
 
 
-@pytest.mark.skipif(not trl_templates(), reason="compares with the training templates of TRL, which is not installed")
+@pytest.mark.skipif(not trl_templates(), reason="needs TRL, for its training templates")
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-def test_masks_equal_trls_under_its_training_templates(conversation: str) -> None:
-    """All but those that drop reasoning or end the last answer differently, which give one example per answer."""
+def test_masks_equal_those_of_trl_under_its_training_templates(conversation: str) -> None:
+    """Templates that drop past reasoning or end the last answer differently are skipped.
+
+    They give one example per answer here.
+    """
     messages, tools = CONVERSATIONS[conversation]
     compared = 0
     for file in trl_templates():

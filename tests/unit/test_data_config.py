@@ -1,4 +1,4 @@
-"""The `data` section: what each option of conf/data/ is, and what the section refuses by itself."""
+"""The `data` section: the options of conf/data/, and the errors that the schema reports."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ OPTIONS = Path(__file__).parents[2] / "conf" / "data"
 
 
 def option(name: str, **values: object) -> DataConfig:
-    """An option of conf/data/ merged into the schema it opens with, as Hydra does it."""
+    """Merge an option of conf/data/ into the schema named by its first default, as Hydra does."""
     yaml = OmegaConf.to_container(OmegaConf.load(OPTIONS / f"{name}.yaml"))
-    schema, own = yaml.pop("defaults")
-    assert own == "_self_"
+    schema, last_default = yaml.pop("defaults")
+    assert last_default == "_self_"
     kind = schema.removeprefix("/schema/data/").removesuffix("@_here_")
     merged = OmegaConf.merge(OmegaConf.structured(KINDS["data"][DataKind(kind)]), yaml, values)
     return OmegaConf.to_object(merged)
 
 
-def refused(schema: type[DataConfig], **values: object) -> list[str]:
+def errors_of(schema: type[DataConfig], **values: object) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         schema(**values)
     return caught.value.problems
 
 
-def test_every_option_is_of_its_kind_and_complete_but_for_the_path():
+def test_every_option_has_its_schema_and_is_complete_except_for_the_path():
     kinds = {
         "pydocs": DocsDataConfig,
         "gsm8k": SftDataConfig,
@@ -61,7 +61,7 @@ def test_every_option_is_of_its_kind_and_complete_but_for_the_path():
         assert type(option(name, **values)) is kind
 
 
-def test_options_that_need_a_path_say_so_and_the_others_have_what_they_need():
+def test_options_without_a_default_source_require_a_path():
     for name in ("jsonl", "chat_jsonl", "text", "preferences"):
         assert OmegaConf.is_missing(OmegaConf.load(OPTIONS / f"{name}.yaml"), "path")
     gsm8k = option("gsm8k")
@@ -73,7 +73,7 @@ def test_options_that_need_a_path_say_so_and_the_others_have_what_they_need():
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DataKind if kind != DataKind.mixture])
-def test_a_frozen_config_is_read_back_by_its_kind(kind):
+def test_frozen_config_is_restored_by_its_kind(kind):
     required = {
         SftDataConfig: {"path": "x"},
         ChatDataConfig: {"path": "x"},
@@ -85,21 +85,21 @@ def test_a_frozen_config_is_read_back_by_its_kind(kind):
     cfg = schema(**required.get(schema, {}), max_samples=3)
     frozen = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(cfg))))
     assert frozen["kind"] == kind == kind.value == kind.name
-    back = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(KINDS["data"][DataKind(frozen["kind"])]), frozen))
-    assert back == cfg
-    assert type(back) is schema
+    result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(KINDS["data"][DataKind(frozen["kind"])]), frozen))
+    assert result == cfg
+    assert type(result) is schema
 
 
 @pytest.mark.parametrize("kind", DataKind)
-def test_every_kind_has_the_common_keys_and_no_attribute_beside_its_fields(kind):
+def test_every_kind_has_the_common_keys_and_rejects_unknown_ones(kind):
     common = {field.name for field in fields(DataConfig)}
     assert common <= {field.name for field in fields(KINDS["data"][kind])}
     with pytest.raises(TypeError, match="typo"):
         KINDS["data"][kind](typo=1)
 
 
-def test_all_problems_are_told_at_once():
-    assert refused(
+def test_all_config_errors_are_reported_at_once():
+    assert errors_of(
         SftDataConfig,
         path="",
         eval_fraction=1.0,
@@ -118,19 +118,19 @@ def test_all_problems_are_told_at_once():
     ]
 
 
-def test_evaluating_on_the_training_split_is_refused():
-    (problem,) = refused(SftDataConfig, path="x.jsonl", eval_split="train")
+def test_evaluation_on_the_train_split_is_rejected():
+    (problem,) = errors_of(SftDataConfig, path="x.jsonl", eval_split="train")
     assert problem.startswith("data.eval_split=train: is also the train split, data.split; choose another, or null")
     SftDataConfig(path="x.jsonl", eval_split="train", eval_path="y.jsonl")
 
 
-def test_the_kind_cannot_be_set():
-    (problem,) = refused(SftDataConfig, path="x.jsonl", kind=DataKind.chat)
+def test_setting_the_kind_is_rejected():
+    (problem,) = errors_of(SftDataConfig, path="x.jsonl", kind=DataKind.chat)
     assert problem.startswith("data.kind=chat: the chosen option has kind sft; choose another option of conf/data/")
 
 
-def test_roles_and_keys_must_differ():
-    assert refused(ChatDataConfig, path="x.jsonl", role_key="content", user_role="assistant") == [
+def test_equal_roles_or_keys_are_rejected():
+    assert errors_of(ChatDataConfig, path="x.jsonl", role_key="content", user_role="assistant") == [
         "data.content_key=content: is also data.role_key; the two must differ",
         "data.assistant_role=assistant: is also data.user_role; the two must differ",
     ]
@@ -139,7 +139,7 @@ def test_roles_and_keys_must_differ():
 @pytest.mark.parametrize(
     "factory", ["my_module", "my_module:", ":build", "my module:build", "a..b:build", "a:b:c", "../a:b"]
 )
-def test_a_factory_must_be_module_and_function(factory):
-    assert refused(CustomDataConfig, factory=factory) == [
+def test_factory_that_is_not_module_and_function_is_rejected(factory):
+    assert errors_of(CustomDataConfig, factory=factory) == [
         f"data.factory={factory}: must be module:function, such as my_package.my_data:build"
     ]

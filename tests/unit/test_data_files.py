@@ -1,4 +1,4 @@
-"""Files of every format and folders of them, and what is said of wrong ones, before launching and later."""
+"""Data files of every format, folders of them, and the errors for invalid ones, before launch and at load time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = [
 
 
 def write(file: Path, rows: list[dict]) -> Path:
-    """Write rows by the standard tools of each format."""
+    """Write rows with the standard library or tool of each format."""
     match file.suffix:
         case ".jsonl":
             file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -49,26 +49,26 @@ def write(file: Path, rows: list[dict]) -> Path:
     return file
 
 
-def sft(path: Path | str, **values) -> SftDataConfig:
+def sft_config(path: Path | str, **values) -> SftDataConfig:
     return SftDataConfig(path=str(path), **values)
 
 
-def texts(cfg: DataConfig, split: str = "train") -> list[str]:
-    """What `build_dataset` reads, as plain text."""
+def sample_texts(cfg: DataConfig, split: str = "train") -> list[str]:
+    """Return the samples of `build_dataset` as plain text."""
     tokenizer = byte_tokenizer(eos="</s>")
     dataset = build_dataset(cfg, tokenizer, seq_len=10_000, split=split)
     return [tokenizer.decode(example.input_ids) for example in dataset]
 
 
 def problems(cfg: DataConfig, split: str = "train") -> list[str]:
-    """What loading refuses."""
+    """Return the config errors that loading raises."""
     with pytest.raises(ConfigError) as caught:
-        texts(cfg, split)
+        sample_texts(cfg, split)
     return caught.value.problems
 
 
-def both(cfg: DataConfig, split: str = "train") -> list[str]:
-    """The problems, which the check before launching and loading must agree on."""
+def same_problems(cfg: DataConfig, split: str = "train") -> list[str]:
+    """Return the config errors, which must be the same before launch (`check_files`) and at load time."""
     found = problems(cfg, split)
     assert check_files(cfg) == found
     return found
@@ -80,19 +80,19 @@ def both(cfg: DataConfig, split: str = "train") -> list[str]:
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.tsv", "x.parquet"])
 def test_every_format_gives_the_same_samples(tmp_path, name):
     file = write(tmp_path / name, ROWS)
-    cfg = sft(file, eval_fraction=0)
+    cfg = sft_config(file, eval_fraction=0)
     assert check_files(cfg) == []
-    assert texts(cfg) == [f"{row['prompt']}\n{row['response']}</s>" for row in ROWS]
+    assert sample_texts(cfg) == [f"{row['prompt']}\n{row['response']}</s>" for row in ROWS]
 
 
-def test_json_of_one_object_per_line_a_byte_order_mark_and_blank_lines(tmp_path):
+def test_json_lines_with_a_byte_order_mark_and_blank_lines_are_read(tmp_path):
     lines = "\n".join(json.dumps(row) for row in ROWS)
     (tmp_path / "x.json").write_text("\n" + lines + "\n\n", encoding="utf-8-sig")
-    assert len(texts(sft(tmp_path / "x.json", eval_fraction=0))) == 3
+    assert len(sample_texts(sft_config(tmp_path / "x.json", eval_fraction=0))) == 3
     assert [row.where[-2:] for row in read_rows(tmp_path / "x.json")] == [":2", ":3", ":4"]
 
 
-def test_csv_with_a_very_long_field_leaves_the_limit_of_others_alone(tmp_path):
+def test_csv_with_a_very_long_field_does_not_change_the_global_field_limit(tmp_path):
     file = write(tmp_path / "x.csv", [{"prompt": "p" * 300_000, "response": "r"}])
     before = csv.field_size_limit(1000)
     try:
@@ -102,149 +102,149 @@ def test_csv_with_a_very_long_field_leaves_the_limit_of_others_alone(tmp_path):
         csv.field_size_limit(before)
 
 
-def test_a_folder_is_read_by_split_and_in_order_of_names(tmp_path):
+def test_folder_is_read_by_split_in_order_of_file_names(tmp_path):
     write(tmp_path / "train-00001-of-00002.parquet", [ROWS[1]])
     write(tmp_path / "train-00000-of-00002.parquet", [ROWS[0]])
     (tmp_path / "test").mkdir()
     write(tmp_path / "test" / "part.jsonl", [ROWS[2]])
-    (tmp_path / "info.json").write_text("{}")  # names no split where others do: is not read
+    (tmp_path / "info.json").write_text("{}")  # ignored: the file name has no split, but others have one
     (tmp_path / ".cache").mkdir()
     write(tmp_path / ".cache" / "train.jsonl", ROWS)
-    cfg = sft(tmp_path, eval_split="test")
+    cfg = sft_config(tmp_path, eval_split="test")
     assert check_files(cfg) == []
-    assert [text[:3] for text in texts(cfg)] == ["One", "He "]
-    assert [text[:3] for text in texts(cfg, "eval")] == ["tab"]
+    assert [text[:3] for text in sample_texts(cfg)] == ["One", "He "]
+    assert [text[:3] for text in sample_texts(cfg, "eval")] == ["tab"]
 
 
-def test_a_folder_whose_files_name_no_split_is_all_training_data(tmp_path):
+def test_folder_without_split_names_is_all_training_data(tmp_path):
     for number, row in enumerate(ROWS):
         write(tmp_path / f"shard_{number}.jsonl", [row])
-    assert len(texts(sft(tmp_path, eval_fraction=0))) == 3
+    assert len(sample_texts(sft_config(tmp_path, eval_fraction=0))) == 3
     problem = f"data.path={tmp_path}: the folder has no split 'test', it has train; choose one of these"
-    assert problems(sft(tmp_path, eval_split="test"), "eval")[0].startswith(problem)
+    assert problems(sft_config(tmp_path, eval_split="test"), "eval")[0].startswith(problem)
 
 
-def test_what_counts_as_local(tmp_path, monkeypatch):
+def test_is_local_distinguishes_paths_from_hub_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner").mkdir()
     assert all(is_local(path) for path in ("x.jsonl", "owner/x.parquet", "./x", "/x/y", "~/x", "owner"))
     assert not any(is_local(path) for path in ("owner/name", "squad"))
 
 
-# What people get wrong: said before launching (check_files) and again when loading
+# Errors, reported before launch (check_files) and again at load time
 
 
-def test_a_missing_file_and_folder(tmp_path):
-    assert both(sft(tmp_path / "x.jsonl")) == [
+def test_missing_file_and_empty_folder_are_reported(tmp_path):
+    assert same_problems(sft_config(tmp_path / "x.jsonl")) == [
         f"data.path={tmp_path}/x.jsonl: no such file or folder; set data.path to a JSONL, JSON, CSV, TSV "
         "or Parquet file, a folder of them, or the name of a hub dataset (owner/name)"
     ]
-    assert both(sft(tmp_path)) == [
+    assert same_problems(sft_config(tmp_path)) == [
         f"data.path={tmp_path}: the folder contains no file of a supported format "
         "(.jsonl, .json, .csv, .tsv, .parquet, .txt)"
     ]
     file = write(tmp_path / "x.jsonl", ROWS)
-    (problem,) = both(sft(file, eval_path=str(tmp_path / "y.csv")), "eval")
+    (problem,) = same_problems(sft_config(file, eval_path=str(tmp_path / "y.csv")), "eval")
     assert problem.startswith(f"data.eval_path={tmp_path}/y.csv: no such file or folder; set data.eval_path")
 
 
-def test_an_unknown_format(tmp_path):
+def test_unsupported_format_is_reported(tmp_path):
     (tmp_path / "x.xlsx").write_text("x")
-    assert both(sft(tmp_path / "x.xlsx")) == [
+    assert same_problems(sft_config(tmp_path / "x.xlsx")) == [
         f"data.path={tmp_path}/x.xlsx: files with suffix '.xlsx' are not supported; "
         "use .jsonl, .json, .csv, .tsv, .parquet, .txt"
     ]
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.parquet"])
-def test_an_empty_file(tmp_path, name):
+def test_empty_file_is_reported(tmp_path, name):
     (tmp_path / name).touch()
-    assert check_files(sft(tmp_path / name)) == [f"data.path={tmp_path}/{name}: {name} is empty"]
-    (problem,) = problems(sft(tmp_path / name))
+    assert check_files(sft_config(tmp_path / name)) == [f"data.path={tmp_path}/{name}: {name} is empty"]
+    (problem,) = problems(sft_config(tmp_path / name))
     assert f"{tmp_path}/{name}" in problem
 
 
 @pytest.mark.parametrize(("name", "content"), [("x.json", "[]"), ("x.csv", "prompt,response\n"), ("x.jsonl", "\n\n")])
-def test_a_file_without_rows(tmp_path, name, content):
+def test_file_without_rows_is_reported(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    assert check_files(sft(tmp_path / name)) == [f"data.path={tmp_path}/{name}: {name} has no rows"]
-    assert problems(sft(tmp_path / name)) == [
+    assert check_files(sft_config(tmp_path / name)) == [f"data.path={tmp_path}/{name}: {name} has no rows"]
+    assert problems(sft_config(tmp_path / name)) == [
         f"data: {tmp_path}/{name} (train): has no rows; set data.path or data.split to one with rows"
     ]
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv"])
-def test_a_wrong_column_is_told_with_the_nearest_and_all(tmp_path, name):
+def test_unknown_column_is_reported_with_the_closest_name_and_all_columns(tmp_path, name):
     file = write(tmp_path / name, ROWS)
-    assert both(sft(file, prompt_column="promt", response_column="answer")) == [
+    assert same_problems(sft_config(file, prompt_column="promt", response_column="answer")) == [
         f"data.prompt_column=promt: {file} has no such column, it has prompt, response; did you mean 'prompt'?",
         f"data.response_column=answer: {file} has no such column, it has prompt, response",
     ]
 
 
-def test_a_wrong_column_of_parquet_is_told_when_loading(tmp_path):
+def test_unknown_parquet_column_is_reported_at_load_time(tmp_path):
     file = write(tmp_path / "x.parquet", ROWS)
-    cfg = sft(file, prompt_column="promt")
+    cfg = sft_config(file, prompt_column="promt")
     assert check_files(cfg) == []
     assert problems(cfg) == [
         f"data.prompt_column=promt: {file} has no such column, it has prompt, response; did you mean 'prompt'?"
     ]
 
 
-def test_a_damaged_parquet_file(tmp_path):
-    (tmp_path / "x.parquet").write_bytes(b"PAR1 and then nothing of the kind")
-    assert check_files(sft(tmp_path / "x.parquet")) == [
+def test_damaged_parquet_file_is_reported(tmp_path):
+    (tmp_path / "x.parquet").write_bytes(b"PAR1, but no Parquet data")
+    assert check_files(sft_config(tmp_path / "x.parquet")) == [
         f"data.path={tmp_path}/x.parquet: x.parquet is damaged or not a Parquet file"
     ]
-    assert problems(sft(tmp_path / "x.parquet"))[0].startswith(
+    assert problems(sft_config(tmp_path / "x.parquet"))[0].startswith(
         f"{tmp_path}/x.parquet: is damaged or has another format: "
     )
 
 
-def test_a_bad_json_line_is_told_by_its_number(tmp_path):
+def test_invalid_json_is_reported_with_its_line_number(tmp_path):
     file = write(tmp_path / "x.jsonl", ROWS)
-    with file.open("a") as out:
-        out.write('{"prompt": "a", "response": }\n')
-    assert both(sft(file)) == [
+    with file.open("a") as stream:
+        stream.write('{"prompt": "a", "response": }\n')
+    assert same_problems(sft_config(file)) == [
         f"{file}:4: not valid JSON (Expecting value, column 29); every line must be one object such as "
         '{"prompt": "...", "response": "..."}'
     ]
     file.write_text('{"prompt": "a", "response": "b"}\n"text"\n')
-    assert both(sft(file)) == [f"{file}:2: is a str; must be an object with the columns as keys"]
+    assert same_problems(sft_config(file)) == [f"{file}:2: is a str; must be an object with the columns as keys"]
     array = tmp_path / "x.json"
     array.write_text('[\n{"prompt": "a", "response": "b"},\n{"prompt": "a",\n]')
-    assert both(sft(array))[0].startswith(f"{array}:4: not valid JSON (")
+    assert same_problems(sft_config(array))[0].startswith(f"{array}:4: not valid JSON (")
 
 
-def test_bad_csv_and_bad_text(tmp_path):
+def test_invalid_csv_row_and_non_utf8_text_are_reported(tmp_path):
     file = tmp_path / "x.csv"
     file.write_text("prompt,response\na,b\nc,d,e\n")
-    assert both(sft(file)) == [
+    assert same_problems(sft_config(file)) == [
         f"{file}:3: more fields than the 2 of the header; put a field that contains the separator in double quotes"
     ]
     file.write_bytes("prompt,response\né,b\n".encode("latin-1"))
-    assert both(sft(file))[0].startswith(f"{file}: is not UTF-8 text")
+    assert same_problems(sft_config(file))[0].startswith(f"{file}: is not UTF-8 text")
 
 
-def test_a_file_that_may_not_be_read(tmp_path):
+def test_unreadable_file_is_reported(tmp_path):
     file = write(tmp_path / "x.jsonl", ROWS)
     file.chmod(0)
     if os.access(file, os.R_OK):
-        pytest.skip("this user may read everything")
-    assert check_files(sft(file)) == [f"data.path={file}: x.jsonl cannot be read: Permission denied"]
+        pytest.skip("this user can read files of mode 0")
+    assert check_files(sft_config(file)) == [f"data.path={file}: x.jsonl cannot be read: Permission denied"]
 
 
-def test_a_split_of_a_single_file(tmp_path):
+def test_eval_split_of_a_single_file_is_rejected_unless_eval_path_is_set(tmp_path):
     file = write(tmp_path / "x.jsonl", ROWS)
-    (problem,) = both(sft(file, eval_split="test"), "eval")
+    (problem,) = same_problems(sft_config(file, eval_split="test"), "eval")
     assert problem == (
         f"data.eval_split=test: data.path={file} is a single file, which has no other split; set "
         "data.eval_path to a file, or data.eval_split=null to hold out data.eval_fraction"
     )
-    assert len(texts(sft(file, eval_path=str(file), eval_split="test"), "eval")) == 3
+    assert len(sample_texts(sft_config(file, eval_path=str(file), eval_split="test"), "eval")) == 3
 
 
-def test_checking_needs_neither_torch_nor_pyarrow_and_leaves_hub_names_alone(tmp_path):
+def test_check_files_imports_no_heavy_package_and_ignores_hub_names(tmp_path):
     file = write(tmp_path / "x.parquet", ROWS)
     script = f"""
 import sys
@@ -258,14 +258,14 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_docs_and_custom_are_checked_as_far_as_can_be():
+def test_check_files_of_docs_and_custom_data():
     assert check_files(DocsDataConfig()) == []
     assert check_files(CustomDataConfig(factory="tests.unit:build")) == []
     (problem,) = check_files(CustomDataConfig(factory="no_such_package.data:build"))
     assert problem.startswith("data.factory=no_such_package.data:build: no module named 'no_such_package'")
 
 
-def test_a_place_in_a_home_folder(tmp_path, monkeypatch):
+def test_path_in_the_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     file = write(tmp_path / "x.jsonl", ROWS)
     assert files_of_split(Location("data.path", "~/x.jsonl", "train")) == [file]

@@ -1,4 +1,4 @@
-"""From the config to samples: what is held out, what becomes of long samples, and your own function."""
+"""From the config to samples: the held-out split, overlong samples, and custom factories."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def write(file: Path, pairs: list[tuple[str, str]]) -> str:
     return str(file)
 
 
-# What is held out
+# Held-out split
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.05, 0.3, 0.9])
-def test_the_held_out_share_is_exact_disjoint_and_in_order(tmp_path, fraction):
+def test_held_out_split_has_the_exact_size_is_disjoint_and_keeps_the_order(tmp_path, fraction):
     path = write(tmp_path / "x.jsonl", [(f"q{i}", "a") for i in range(200)])
     cfg = SftDataConfig(path=path, eval_fraction=fraction)
     train, held_out = prompts(build(cfg)), prompts(build(cfg, "eval"))
     assert len(held_out) == round(200 * fraction)
     assert sorted(train + held_out) == sorted(f"q{i}" for i in range(200))
-    for side in (train, held_out):
-        assert side == sorted(side, key=lambda prompt: int(prompt[1:]))
+    for split in (train, held_out):
+        assert split == sorted(split, key=lambda prompt: int(prompt[1:]))
 
 
-def test_the_held_out_rows_do_not_depend_on_the_order_of_the_file(tmp_path):
+def test_held_out_rows_do_not_depend_on_the_order_of_the_file(tmp_path):
     pairs = [(f"q{i}", "a") for i in range(100)]
     before = prompts(build(SftDataConfig(path=write(tmp_path / "a.jsonl", pairs)), "eval"))
     random.Random(0).shuffle(pairs)
@@ -60,7 +60,7 @@ def test_the_held_out_rows_do_not_depend_on_the_order_of_the_file(tmp_path):
     assert sorted(before) == sorted(after)
 
 
-def test_equal_prompts_are_on_the_same_side(tmp_path):
+def test_equal_prompts_are_in_the_same_split(tmp_path):
     path = write(tmp_path / "x.jsonl", [(f"q{i % 40}", f"a{i}") for i in range(400)])
     cfg = SftDataConfig(path=path, eval_fraction=0.2)
     train, held_out = prompts(build(cfg)), prompts(build(cfg, "eval"))
@@ -69,7 +69,7 @@ def test_equal_prompts_are_on_the_same_side(tmp_path):
     assert 60 <= len(held_out) <= 100
 
 
-def test_two_rows_are_enough_and_one_is_not(tmp_path):
+def test_holding_out_samples_requires_two_different_prompts(tmp_path):
     two = SftDataConfig(path=write(tmp_path / "two.jsonl", [("p", "a"), ("q", "a")]))
     assert sorted(prompts(build(two)) + prompts(build(two, "eval"))) == ["p", "q"]
     one = SftDataConfig(path=write(tmp_path / "one.jsonl", [("p", "a")]))
@@ -81,7 +81,7 @@ def test_two_rows_are_enough_and_one_is_not(tmp_path):
         build(same)
 
 
-def test_nothing_held_out_is_no_evaluation(tmp_path):
+def test_evaluation_without_held_out_samples_is_rejected(tmp_path):
     cfg = SftDataConfig(path=write(tmp_path / "x.jsonl", [("p", "a"), ("q", "a")]), eval_fraction=0)
     assert len(build(cfg)) == 2
     with pytest.raises(
@@ -90,7 +90,7 @@ def test_nothing_held_out_is_no_evaluation(tmp_path):
         build(cfg, "eval")
 
 
-def test_limits_keep_the_first_of_each_side_and_leave_the_other_alone(tmp_path):
+def test_sample_limits_keep_the_first_samples_of_each_split_independently(tmp_path):
     path = write(tmp_path / "x.jsonl", [(f"q{i}", "a") for i in range(100)])
     everything = SftDataConfig(path=path, eval_fraction=0.2)
     limited = SftDataConfig(path=path, eval_fraction=0.2, max_samples=7, max_eval_samples=3)
@@ -98,7 +98,7 @@ def test_limits_keep_the_first_of_each_side_and_leave_the_other_alone(tmp_path):
     assert prompts(build(limited, "eval")) == prompts(build(everything, "eval"))[:3]
 
 
-def test_an_own_file_for_evaluation(tmp_path):
+def test_eval_path_is_the_held_out_split(tmp_path):
     path = write(tmp_path / "train.jsonl", [(f"q{i}", "a") for i in range(30)])
     cfg = SftDataConfig(path=path, eval_path=write(tmp_path / "held.jsonl", [("h", "a")]))
     assert len(build(cfg)) == 30
@@ -106,20 +106,20 @@ def test_an_own_file_for_evaluation(tmp_path):
     assert str(build(cfg, "eval").facts).startswith(f"{tmp_path}/held.jsonl (train): 1 samples")
 
 
-# Long samples. "p\n" is 2 tokens, the answer its length, the end 1.
+# Overlong samples. In tokens: "p\n" is 2, the answer its length, and the end 1.
 
 
-def long_ones(tmp_path: Path, **values) -> SftDataConfig:
+def overlong_config(tmp_path: Path, **values) -> SftDataConfig:
     path = write(tmp_path / "x.jsonl", [("p", "a" * 5), ("p" * 7, "a" * 10), ("p" * 10, "a"), ("p" * 11, "a")])
     return SftDataConfig(path=path, eval_fraction=0, **values)
 
 
-def test_long_samples_are_cut_on_the_right_and_counted(tmp_path):
-    dataset = build(long_ones(tmp_path), seq_len=11)
+def test_overlong_samples_are_truncated_on_the_right_and_counted(tmp_path):
+    dataset = build(overlong_config(tmp_path), seq_len=11)
     assert [PLAIN.decode(example.input_ids) for example in dataset] == [
         "p\naaaaa</s>",
         "ppppppp\naaa",
-        # of the third no answer is left: its prompt and newline fill the row
+        # the third and fourth have no answer left: the prompt fills the row
     ]
     assert dataset[1].labels == [IGNORED] * 8 + dataset[1].input_ids[8:]
     facts = dataset.facts
@@ -130,13 +130,13 @@ def test_long_samples_are_cut_on_the_right_and_counted(tmp_path):
     )
 
 
-def test_long_samples_are_dropped_or_refused(tmp_path):
-    dataset = build(long_ones(tmp_path, overlong=Overlong.drop), seq_len=13)
+def test_overlong_samples_are_dropped_or_rejected(tmp_path):
+    dataset = build(overlong_config(tmp_path, overlong=Overlong.drop), seq_len=13)
     assert prompts(dataset) == ["p", "p" * 10]
     assert dataset.facts.dropped_overlong == 2
-    assert len(build(long_ones(tmp_path, overlong=Overlong.refuse), seq_len=19)) == 4
+    assert len(build(overlong_config(tmp_path, overlong=Overlong.refuse), seq_len=19)) == 4
     with pytest.raises(ConfigError) as caught:
-        build(long_ones(tmp_path, overlong=Overlong.refuse), seq_len=18)
+        build(overlong_config(tmp_path, overlong=Overlong.refuse), seq_len=18)
     assert caught.value.problems == [
         f"data.overlong=refuse: a sample of {tmp_path}/x.jsonl (train) has 19 tokens, more than "
         "seq_len=18; raise training.seq_len (in evaluate.py evaluation.seq_len), or set data.overlong to "
@@ -145,16 +145,16 @@ def test_long_samples_are_dropped_or_refused(tmp_path):
 
 
 @pytest.mark.parametrize("overlong", [Overlong.truncate, Overlong.drop])
-def test_a_length_too_short_for_every_sample(tmp_path, overlong):
-    cfg = long_ones(tmp_path, overlong=overlong)
+def test_seq_len_too_short_for_every_sample_is_rejected(tmp_path, overlong):
+    cfg = overlong_config(tmp_path, overlong=overlong)
     with pytest.raises(ConfigError, match=r"seq_len=2: too short for every sample .*; raise training.seq_len \("):
         build(cfg, seq_len=2)
 
 
-# The data set
+# Dataset
 
 
-def test_a_data_set_is_a_sequence():
+def test_dataset_is_a_sequence():
     dataset = build(DocsDataConfig(max_samples=20), seq_len=200)
     assert len(dataset) == 20
     assert dataset[-1] == dataset[19]
@@ -170,7 +170,7 @@ def test_a_data_set_is_a_sequence():
     assert dataset.show(0).endswith("</s>]]")
 
 
-def test_the_fingerprint_is_that_of_the_samples_whatever_they_come_from(tmp_path):
+def test_fingerprint_depends_only_on_the_samples(tmp_path):
     rows = [("p1", "a1"), ("p2", "a2"), ("p3", "a3")]
 
     def fingerprint(name: str, *rows: tuple[str, str], seq_len: int = 50) -> str:
@@ -181,8 +181,8 @@ def test_the_fingerprint_is_that_of_the_samples_whatever_they_come_from(tmp_path
     assert fingerprint("y.jsonl", *rows) == same
     others = {
         "order": fingerprint("x.jsonl", *reversed(rows)),
-        "one letter of an answer": fingerprint("x.jsonl", ("p1", "a0"), *rows[1:]),
-        "one of a prompt": fingerprint("x.jsonl", ("p0", "a1"), *rows[1:]),
+        "answer": fingerprint("x.jsonl", ("p1", "a0"), *rows[1:]),
+        "prompt": fingerprint("x.jsonl", ("p0", "a1"), *rows[1:]),
         "length": fingerprint("x.jsonl", *rows, seq_len=4),
         "number": fingerprint("x.jsonl", *rows[:2]),
     }
@@ -197,7 +197,7 @@ def test_the_fingerprint_is_that_of_the_samples_whatever_they_come_from(tmp_path
     assert len({dataset.fingerprint for dataset in made}) == 3
 
 
-def test_prompts_are_the_questions_of_this_side_as_they_were_asked(tmp_path):
+def test_sample_prompts_are_spread_evenly_over_the_prompts_of_the_split(tmp_path):
     path = write(tmp_path / "x.jsonl", [(f"q{i}", "a") for i in range(60)])
     cfg = SftDataConfig(path=path, eval_fraction=0.2, system_prompt="s")
     held_out = build(cfg, "eval")
@@ -210,11 +210,11 @@ def test_prompts_are_the_questions_of_this_side_as_they_were_asked(tmp_path):
     assert sample_prompts(build(custom("build_examples")), 2) == []
 
 
-# Your own function
+# Custom factories
 
 
 def build_examples(tokenizer, seq_len: int, split: str) -> list[Example]:
-    """What a person writes for data.factory."""
+    """Minimal function for data.factory."""
     count = {"train": 40, "held": 4, "short": 1}.get(split, 0)
     return [Example([i + 10, 5, 6, 7], [IGNORED, 5, 6, IGNORED]) for i in range(count)]
 
@@ -222,23 +222,23 @@ def build_examples(tokenizer, seq_len: int, split: str) -> list[Example]:
 NOT_A_FUNCTION = 3
 
 
-def build_wrongly(tokenizer, seq_len: int, split: str) -> list[Example]:
+def build_misaligned(tokenizer, seq_len: int, split: str) -> list[Example]:
     return [Example([1, 2], [1, 2]), Example([1, 2, 3], [1, 2])]
 
 
-def build_beyond(tokenizer, seq_len: int, split: str) -> list[Example]:
-    """A second sample that is as the split says: of an id or a label that PLAIN, of 263 tokens, lacks."""
+def build_out_of_range(tokenizer, seq_len: int, split: str) -> list[Example]:
+    """Return a valid sample and an invalid one: an input id or a label out of range for the 263 tokens of PLAIN."""
     ids, labels = [1, 2, 262], [IGNORED, 2, 262]
-    wrong = {"id": ([1, 263, 262], labels), "below": ([1, 2, -100], labels)}
-    wrong |= {"label": (ids, [IGNORED, 2, 263]), "foreign": (ids, [-1, -1, 262])}
-    return [Example(ids, labels), Example(*wrong[split])]
+    invalid = {"id": ([1, 263, 262], labels), "below": ([1, 2, -100], labels)}
+    invalid |= {"label": (ids, [IGNORED, 2, 263]), "foreign": (ids, [-1, -1, 262])}
+    return [Example(ids, labels), Example(*invalid[split])]
 
 
 def custom(function: str, **values) -> CustomDataConfig:
     return CustomDataConfig(factory=f"{__name__}:{function}", **values)
 
 
-def test_own_function_gives_the_samples_of_each_split():
+def test_custom_factory_returns_the_samples_of_each_split():
     assert build(custom("build_examples", eval_split="held"), "eval")[3] == ([13, 5, 6], [IGNORED, 5, 6])
     cfg = custom("build_examples", eval_fraction=0.1)
     train, held_out = build(cfg), build(cfg, "eval")
@@ -256,20 +256,26 @@ def test_own_function_gives_the_samples_of_each_split():
             "cannot be imported: No module named 'no_such_module'",
         ),
         (custom("NOT_A_FUNCTION"), "is a int, not a function"),
-        (custom("build_wrongly"), "sample 1 has 3 input_ids and 2 labels; labels must be aligned with input_ids"),
+        (custom("build_misaligned"), "sample 1 has 3 input_ids and 2 labels; labels must be aligned with input_ids"),
         (
             custom("build_examples", split="none"),
             r"build_examples \(none\): has no rows; set data.factory or",
         ),
-        (custom("build_beyond", split="id"), r"data.factory=\S+: sample 1 has 263 among its input_ids; .* below 263,"),
-        (custom("build_beyond", split="below"), "sample 1 has -100 among its input_ids; must be at least 0 and below"),
         (
-            custom("build_beyond", split="label"),
+            custom("build_out_of_range", split="id"),
+            r"data.factory=\S+: sample 1 has 263 among its input_ids; .* below 263,",
+        ),
+        (
+            custom("build_out_of_range", split="below"),
+            "sample 1 has -100 among its input_ids; must be at least 0 and below",
+        ),
+        (
+            custom("build_out_of_range", split="label"),
             r"sample 1 has 263 among its labels; must be -100 \(ignored\), or at least 0",
         ),
-        (custom("build_beyond", split="foreign"), r"sample 1 has -1 among its labels; must be -100 \(ignored"),
+        (custom("build_out_of_range", split="foreign"), r"sample 1 has -1 among its labels; must be -100 \(ignored"),
     ],
 )
-def test_what_goes_wrong_with_an_own_function(cfg, problem):
+def test_invalid_custom_factory_is_rejected(cfg, problem):
     with pytest.raises(ConfigError, match=problem):
         build(cfg)

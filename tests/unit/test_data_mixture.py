@@ -1,4 +1,4 @@
-"""Mixtures: shares on every prefix, an order that is a pure function of (seed, position), and what cannot be mixed."""
+"""Mixtures: the share of each source in every prefix, the order as a pure function of (seed, position), and errors."""
 
 from __future__ import annotations
 
@@ -47,63 +47,63 @@ SIZES = {"a": 5, "b": 17, "c": 3, "d": 40, "e": 1, "f": 9, "g": 12}
 
 
 def rows_of(name: str, count: int) -> Dataset:
-    """Samples that say where they are from: the letter, then their number."""
+    """Return samples that identify their source: its letter, then the number of the sample."""
     examples = [Example([ord(name), i + 1, 7], [IGNORED, i + 1, 7]) for i in range(count)]
     return Dataset(examples, TOKENIZER, facts=Facts(f"{name}.jsonl"), seq_len=8)
 
 
-def mixed(weights: dict[str, float], **sizes: int) -> MixtureDataset:
+def mixture_of(weights: dict[str, float], **sizes: int) -> MixtureDataset:
     return MixtureDataset({name: rows_of(name, (SIZES | sizes)[name]) for name in weights}, weights)
 
 
 def stream(dataset: MixtureDataset, start: int, count: int, seed: int = 3) -> list[tuple[str, int]]:
-    """Source and number of the rows at some positions of the order."""
+    """Return the source and number of `count` rows, from position `start` of the order."""
     rows = [dataset[index] for index in dataset.order(seed).indices(start, count)]
     return [(chr(row.input_ids[0]), row.input_ids[1] - 1) for row in rows]
 
 
-def key(seed: int, said: str) -> int:
-    return int.from_bytes(blake2b(f"{seed}:{said}".encode(), digest_size=8).digest(), "big")
+def key(seed: int, label: str) -> int:
+    return int.from_bytes(blake2b(f"{seed}:{label}".encode(), digest_size=8).digest(), "big")
 
 
 def walked(weights: dict[str, float], seed: int, count: int, sizes: Mapping[str, int] = SIZES) -> list[tuple[str, int]]:
-    """The order as its documentation says, position by position: deal out in two with a running credit, and again."""
+    """Compute the order position by position: split positions between two halves of the sources by a running credit."""
     names = sorted(weights)
-    whole = [round(weights[name] * 1000) for name in names]
-    turns: list[str] = [""] * count
+    integer_weight = [round(weights[name] * 1000) for name in names]
+    names_by_position: list[str] = [""] * count
 
-    def deal(first: int, last: int, positions: Sequence[int]) -> None:
+    def split_positions(first: int, last: int, positions: Sequence[int]) -> None:
         if last - first == 1:
             for position in positions:
-                turns[position] = names[first]
+                names_by_position[position] = names[first]
             return
         middle = (first + last) // 2
-        common = math.gcd(*whole)
-        left, both = sum(whole[first:middle]) // common, sum(whole[first:last]) // common
-        credit, hands = key(seed, f"{first}:{last}") % both, ([], [])
+        common = math.gcd(*integer_weight)
+        left_weight, total = sum(integer_weight[first:middle]) // common, sum(integer_weight[first:last]) // common
+        credit, halves = key(seed, f"{first}:{last}") % total, ([], [])
         for position in positions:
-            credit += left
-            hands[credit < both].append(position)
-            credit -= both if credit >= both else 0
-        deal(first, middle, hands[0])
-        deal(middle, last, hands[1])
+            credit += left_weight
+            halves[credit < total].append(position)
+            credit -= total if credit >= total else 0
+        split_positions(first, middle, halves[0])
+        split_positions(middle, last, halves[1])
 
-    deal(0, len(names), range(count))
+    split_positions(0, len(names), range(count))
     orders = {name: itertools.count() for name in names}
-    return [(name, SampleOrder(sizes[name], key(seed, name)).at(next(orders[name]))) for name in turns]
+    return [(name, SampleOrder(sizes[name], key(seed, name)).at(next(orders[name]))) for name in names_by_position]
 
 
 @pytest.mark.parametrize("weights", MIXTURES, ids=str)
 @pytest.mark.parametrize("seed", [0, 3])
-def test_the_order_is_that_of_dealing_out_position_by_position(weights: dict[str, float], seed: int) -> None:
-    dataset = mixed(weights)
+def test_order_equals_the_position_by_position_reference(weights: dict[str, float], seed: int) -> None:
+    dataset = mixture_of(weights)
     expected = walked(weights, seed, 600)
     assert stream(dataset, 0, 600, seed) == expected
     assert stream(dataset, 543, 21, seed) == expected[543:564]
-    assert [stream(dataset, place, 1, seed)[0] for place in (599, 1, 300)] == [expected[i] for i in (599, 1, 300)]
+    assert [stream(dataset, position, 1, seed)[0] for position in (599, 1, 300)] == [expected[i] for i in (599, 1, 300)]
 
 
-def test_the_order_is_fixed_for_good() -> None:
+def test_order_is_pinned() -> None:
     """Pinned on purpose: a cursor must mean the same rows in every version and on every machine."""
     order = MixtureOrder((10, 100), ("maths", "web"), Shares(integer_weights([0.3, 0.7]), 1234), 1234)
     assert order.indices(0, 10) == [42, 54, 58, 9, 11, 26, 2, 59, 89, 3]
@@ -111,8 +111,8 @@ def test_the_order_is_fixed_for_good() -> None:
 
 
 @pytest.mark.parametrize("weights", MIXTURES, ids=str)
-def test_shares_hold_on_every_prefix(weights: dict[str, float]) -> None:
-    """Off by less than one for each of the halvings that lead to a source."""
+def test_shares_hold_in_every_prefix(weights: dict[str, float]) -> None:
+    """The error is less than one row per level of the binary tree over the sources."""
     total = sum(weights.values())
     bound = max(1, math.ceil(math.log2(len(weights))))
     for seed in range(2):
@@ -124,15 +124,15 @@ def test_shares_hold_on_every_prefix(weights: dict[str, float]) -> None:
             seen[source] += 1
             for number, name in enumerate(sorted(weights)):
                 assert abs(seen[number] - (position + 1) * weights[name] / total) < bound
-        for position in range(10**12, 10**12 + 50):  # nothing adds up
+        for position in range(10**12, 10**12 + 50):  # the error does not accumulate
             source, before = shares.at(position)
             assert abs(before - position * weights[sorted(weights)[source]] / total) < bound
 
 
 @pytest.mark.parametrize("weights", MIXTURES, ids=str)
-def test_no_row_comes_again_before_all_of_its_source_have_come(weights: dict[str, float]) -> None:
+def test_no_row_repeats_before_its_source_is_exhausted(weights: dict[str, float]) -> None:
     found: dict[str, list[int]] = {name: [] for name in weights}
-    for name, number in stream(mixed(weights), 0, 900):
+    for name, number in stream(mixture_of(weights), 0, 900):
         found[name].append(number)
     for name, numbers in found.items():
         size = SIZES[name]
@@ -142,15 +142,15 @@ def test_no_row_comes_again_before_all_of_its_source_have_come(weights: dict[str
     assert len(found["a"]) > 5 or weights["a"] < 0.01
 
 
-def test_the_order_of_a_source_is_the_same_whatever_is_mixed_with_it() -> None:
+def test_order_of_a_source_does_not_depend_on_the_other_sources() -> None:
     def of_b(weights: dict[str, float]) -> list[int]:
-        return [number for name, number in stream(mixed(weights), 0, 400) if name == "b"][:40]
+        return [number for name, number in stream(mixture_of(weights), 0, 400) if name == "b"][:40]
 
     assert of_b({"a": 0.3, "b": 0.7}) == of_b({"b": 1.0, "c": 1.0, "d": 1.0}) == of_b({"b": 1.0})
-    assert of_b({"b": 1.0}) != [number for _, number in stream(mixed({"b": 1.0}), 0, 40, seed=4)]
+    assert of_b({"b": 1.0}) != [number for _, number in stream(mixture_of({"b": 1.0}), 0, 40, seed=4)]
 
 
-def test_weights_are_taken_as_the_decimals_they_are_written_in() -> None:
+def test_weights_are_converted_to_integers_as_exact_decimals() -> None:
     assert integer_weights([0.1, 0.2]) == (1, 2)
     assert integer_weights([0.3, 0.7]) == integer_weights([30.0, 70.0]) == (3, 7)
     assert integer_weights([1e-05, 2.0]) == (1, 200_000)
@@ -165,26 +165,28 @@ def batches(dataset: MixtureDataset, rank: int = 0, dp: int = 1, size: int = 12,
     return TrainBatches(dataset, plan, seed=3, fingerprint=dataset.fingerprint)
 
 
-def taken(steps: Sequence[list[Batch]]) -> list[list[int]]:
+def input_ids_of(steps: Sequence[list[Batch]]) -> list[list[int]]:
     return [row for step in steps for batch in step for row in batch.input_ids.tolist()]
 
 
 @pytest.mark.parametrize(("dp", "size", "micro"), [(1, 12, 3), (2, 12, 3), (4, 12, 1), (2, 4, 2)])
 @pytest.mark.parametrize("stop", [0, 7])
-def test_a_resume_in_the_middle_goes_on_bit_equal_on_any_mesh(stop: int, dp: int, size: int, micro: int) -> None:
-    dataset = mixed({"a": 0.3, "b": 0.5, "d": 0.2})
-    undisturbed = [dataset[index].input_ids for index in dataset.order(3).indices(0, 240)]
+def test_resume_with_another_dp_size_or_batch_size_continues_the_same_order(
+    stop: int, dp: int, size: int, micro: int
+) -> None:
+    dataset = mixture_of({"a": 0.3, "b": 0.5, "d": 0.2})
+    uninterrupted = [dataset[index].input_ids for index in dataset.order(3).indices(0, 240)]
     before = batches(dataset)
-    used = taken([next(before) for _ in range(stop)])
+    used = input_ids_of([next(before) for _ in range(stop)])
     ranks = [batches(dataset, rank, dp, size, micro) for rank in range(dp)]
     for rank in ranks:
         rank.load_state_dict(json.loads(json.dumps(before.state_dict())))
     for _ in range((240 - len(used)) // size):
-        used += taken([next(rank) for rank in ranks])
-    assert used == undisturbed
+        used += input_ids_of([next(rank) for rank in ranks])
+    assert used == uninterrupted
 
 
-def test_a_billionth_row_is_resumed_without_walking_there() -> None:
+def test_rows_at_position_one_billion_are_found_in_constant_time() -> None:
     order = MixtureOrder((10**9 + 7, 10**6), ("a", "b"), Shares((3, 7), 1), 1)
     began = time.process_time()
     found = order.indices(10**9, 4)
@@ -192,13 +194,13 @@ def test_a_billionth_row_is_resumed_without_walking_there() -> None:
     assert sorted({index < 10**9 + 7 for index in found}) == [False, True]
 
 
-def test_other_weights_or_names_are_another_order_and_refused() -> None:
-    before = batches(mixed({"a": 0.3, "b": 0.7}))
+def test_cursor_of_other_weights_sizes_or_names_is_rejected() -> None:
+    before = batches(mixture_of({"a": 0.3, "b": 0.7}))
     next(before)
     state = before.state_dict()
-    batches(mixed({"b": 7.0, "a": 3.0})).load_state_dict(state)  # the same shares, listed in another order
+    batches(mixture_of({"b": 7.0, "a": 3.0})).load_state_dict(state)  # the same shares in another order
     renamed = MixtureDataset({"z": rows_of("a", SIZES["a"]), "b": rows_of("b", SIZES["b"])}, {"z": 0.3, "b": 0.7})
-    for other in (mixed({"a": 0.4, "b": 0.6}), mixed({"a": 0.3, "b": 0.7}, a=6), renamed):
+    for other in (mixture_of({"a": 0.4, "b": 0.6}), mixture_of({"a": 0.3, "b": 0.7}, a=6), renamed):
         with pytest.raises(ConfigError, match="data: .* samples differ from"):
             batches(other).load_state_dict(state)
         batches(other).load_state_dict(state, ["data.sources"])
@@ -209,9 +211,9 @@ def test_other_weights_or_names_are_another_order_and_refused() -> None:
 
 def source(folder: Path, name: str, count: int, length: int = 4) -> str:
     file = folder / f"{name}.jsonl"
-    says = [{"role": "user", "content": "hm"}, {"role": "assistant", "content": name}]
+    messages = [{"role": "user", "content": "hm"}, {"role": "assistant", "content": name}]
     texts = ({"prompt": f"{name}{i}", "response": f"{name} {i} " * length, "text": f"{name} {i}\n" * length,
-              "messages": [{**says[0], "content": f"{i}?"}, says[1]]} for i in range(count))  # fmt: skip
+              "messages": [{**messages[0], "content": f"{i}?"}, messages[1]]} for i in range(count))  # fmt: skip
     file.write_text("".join(json.dumps(row) + "\n" for row in texts))
     return str(file)
 
@@ -220,7 +222,7 @@ def build(cfg: MixtureDataConfig, split: str = "train", seq_len: int = 64) -> Mi
     return build_dataset(cfg, TOKENIZER, seq_len=seq_len, split=split)
 
 
-def three(folder: Path, **values: Any) -> MixtureDataConfig:
+def three_sources(folder: Path, **values: Any) -> MixtureDataConfig:
     sources: dict[str, DataConfig] = {
         "web": TextDataConfig(path=source(folder, "web", 40, 1), weight=0.5, pack=values.get("pack", False)),
         "maths": SftDataConfig(path=source(folder, "maths", 30), weight=0.3, eval_fraction=0.2),
@@ -231,8 +233,8 @@ def three(folder: Path, **values: Any) -> MixtureDataConfig:
 
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_each_source_is_what_it_is_alone(tmp_path: Path, split: str, pack: bool) -> None:
-    cfg = three(tmp_path, pack=pack)
+def test_samples_of_each_source_equal_those_of_the_source_alone(tmp_path: Path, split: str, pack: bool) -> None:
+    cfg = three_sources(tmp_path, pack=pack)
     dataset = build(cfg, split)
     assert list(sources_of(dataset)) == ["chats", "maths", "web"]
     alone = [
@@ -251,14 +253,14 @@ def test_each_source_is_what_it_is_alone(tmp_path: Path, split: str, pack: bool)
         assert micro.document_bounds.shape == (4, padded.documents + 1)
         assert micro.input_ids.shape == (4, 64)
     else:
-        assert padded == Padding(token_id=TOKENIZER.pad_token_id)  # the data set's own comes first
-    shown = [f"{name}: {part.show(i % len(part))}" for i in (0, 1) for name, part in dataset.parts.items()]
-    assert [dataset.show(index) for index in range(6)] == shown
+        assert padded == Padding(token_id=TOKENIZER.pad_token_id)  # the pad token of the dataset has precedence
+    expected = [f"{name}: {part.show(i % len(part))}" for i in (0, 1) for name, part in dataset.parts.items()]
+    assert [dataset.show(index) for index in range(6)] == expected
     assert dataset[-1] == alone[2][-1]
 
 
-def test_shares_and_passes_are_told(tmp_path: Path) -> None:
-    cfg = three(tmp_path)
+def test_shares_and_passes_are_reported(tmp_path: Path) -> None:
+    cfg = three_sources(tmp_path)
     dataset, plan = build(cfg), BatchPlan(global_batch_size=10, micro_batch_size=1, steps=24)
     used = Counter(index for index in dataset.order(5).indices(0, 240))
     lines = str(plan.facts(dataset)).splitlines()
@@ -277,18 +279,18 @@ def test_shares_and_passes_are_told(tmp_path: Path) -> None:
     assert str(plan.facts(alone)).endswith("; 10.00 passes in the whole run")
 
 
-def test_another_weight_tokenizes_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_weight_reuses_the_tokenized_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "WORTH_BYTES", 0)
-    cfg = three(tmp_path, cache=str(tmp_path / "cache"))
+    cfg = three_sources(tmp_path, cache=str(tmp_path / "cache"))
     first = build(cfg)
-    kept = sorted((tmp_path / "cache").iterdir())
-    assert len(kept) == 3
+    entries = sorted((tmp_path / "cache").iterdir())
+    assert len(entries) == 3
     cfg.sources["web"].weight = 0.9
     assert build(cfg).fingerprint != first.fingerprint
-    assert sorted((tmp_path / "cache").iterdir()) == kept
+    assert sorted((tmp_path / "cache").iterdir()) == entries
 
 
-def test_what_is_wrong_with_a_source_is_told_by_its_keys(tmp_path: Path) -> None:
+def test_source_errors_are_reported_with_their_config_keys(tmp_path: Path) -> None:
     empty, chats = tmp_path / "empty.jsonl", tmp_path / "chats.jsonl"
     empty.write_text("\n")
     chats.write_text(json.dumps({"messages": []}) + "\n")
@@ -304,18 +306,18 @@ def test_what_is_wrong_with_a_source_is_told_by_its_keys(tmp_path: Path) -> None
     assert one.startswith("data.sources.one.prompt_column=promt: ")
     assert two == f"data.sources.two.path={empty}: empty.jsonl has no rows"
     assert four.startswith(f"data.sources.four.path={tmp_path}/nowhere.jsonl: no such file or folder")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         build(cfg)
-    told = refused.value.problems
-    assert told[0] == one
-    assert "set data.sources.two.path or data.sources.two.split to one with rows" in told[1]
-    assert told[2].startswith("data.sources.three.bad_rows=refuse: 1 row cannot become a sample; correct these")
-    assert "set data.sources.three.bad_rows=drop" in told[2]
-    assert told[3] == four
+    messages = caught.value.problems
+    assert messages[0] == one
+    assert "set data.sources.two.path or data.sources.two.split to one with rows" in messages[1]
+    assert messages[2].startswith("data.sources.three.bad_rows=refuse: 1 row cannot become a sample; correct these")
+    assert "set data.sources.three.bad_rows=drop" in messages[2]
+    assert messages[3] == four
 
 
-def test_a_source_may_hold_out_nothing_but_not_all_of_them(tmp_path: Path) -> None:
-    cfg = three(tmp_path)
+def test_mixture_without_any_held_out_samples_is_rejected(tmp_path: Path) -> None:
+    cfg = three_sources(tmp_path)
     cfg.sources["web"].eval_fraction = 0.0
     assert list(build(cfg, "eval").parts) == ["chats", "maths"]
     assert len(build(cfg).parts["web"].prompts) == 40
@@ -326,14 +328,14 @@ def test_a_source_may_hold_out_nothing_but_not_all_of_them(tmp_path: Path) -> No
         build(cfg, "eval")
 
 
-def test_what_the_section_refuses() -> None:
+def test_invalid_mixture_config_is_rejected() -> None:
     docs, web = DocsDataConfig(), TextDataConfig(path="x", pack=True, cache="here")
     for values, problems in (
         ({}, ["data.sources={}: a mixture needs sources; add each as +data@data.sources.NAME=OPTION"]),
         (
             {"sources": {"a": docs}, "split": "b", "max_samples": 3, "overlong": "drop"},
-            [f"data.{said}: must be set per source of a mixture; set data.sources.NAME.{said.partition('=')[0]}"
-             for said in ("split=b", "max_samples=3", "overlong=drop")],
+            [f"data.{setting}: must be set per source of a mixture; set data.sources.NAME.{setting.partition('=')[0]}"
+             for setting in ("split=b", "max_samples=3", "overlong=drop")],
         ),
         (
             {"sources": {"a": docs, "b": web}},
@@ -341,9 +343,9 @@ def test_what_the_section_refuses() -> None:
              "data.sources.b.pack=true: either all sources are packed or none; set it to false, or set data.pack=true"],
         ),
     ):  # fmt: skip
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as caught:
             MixtureDataConfig(**values)
-        assert refused.value.problems == problems
+        assert caught.value.problems == problems
     for weight in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ConfigError, match=rf"^data.weight={weight}: must be a number greater than 0$"):
             DocsDataConfig(weight=weight)

@@ -1,4 +1,4 @@
-"""The sample order: a permutation for every size, shuffled well, and a pure function of (seed, position)."""
+"""The sample order: a well-shuffled permutation for every size, and a pure function of (seed, position)."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ def test_every_epoch_is_a_permutation_around_the_powers_of_two(size):
     assert sorted(epoch(size, 3)) == list(range(size))
 
 
-def test_the_order_is_fixed_for_good():
+def test_order_is_pinned():
     """Pinned on purpose: a cursor must mean the same samples in every version and on every machine."""
     assert epoch(10, 1234) == [6, 4, 5, 0, 1, 3, 2, 8, 9, 7]
     assert SampleOrder(1_000_003, 7).indices(10**12, 3) == [737638, 978200, 905898]
 
 
-def test_any_position_is_reached_alone_and_slices_join_without_a_seam():
+def test_any_position_can_be_computed_alone_and_slices_equal_the_stream():
     order = SampleOrder(97, 5)
     stream = [order.at(position) for position in range(400)]
     assert order.indices(0, 400) == stream
-    assert order.indices(90, 14) == stream[90:104]  # over the seam of epoch 0 and 1
+    assert order.indices(90, 14) == stream[90:104]  # across the boundary of epochs 0 and 1
     for number in range(4):
         assert sorted(stream[number * 97 : (number + 1) * 97]) == list(range(97))
 
 
-def test_seeds_and_epochs_shuffle_differently():
+def test_orders_of_different_seeds_and_epochs_differ():
     size = 1000
     orders = [epoch(size, seed, number) for seed in range(5) for number in range(4)]
     for a, b in itertools.combinations(orders, 2):
-        # Two random permutations agree at Poisson(1) places.
+        # The number of positions at which two random permutations agree is Poisson(1)-distributed.
         assert sum(x == y for x, y in zip(a, b, strict=True)) < 10
 
 
@@ -60,30 +60,30 @@ def test_all_orders_of_four_samples_are_equally_likely():
 
 
 @pytest.mark.parametrize("size", [10, 64, 100])
-def test_every_sample_is_equally_likely_at_every_place(size):
+def test_every_sample_is_equally_likely_at_every_position(size):
     seeds = 2000
     counts = Counter(itertools.chain.from_iterable(enumerate(epoch(size, seed)) for seed in range(seeds)))
     expected = seeds / size
     chi_square = sum(
-        (counts[place, sample] - expected) ** 2 / expected for place in range(size) for sample in range(size)
+        (counts[position, sample] - expected) ** 2 / expected for position in range(size) for sample in range(size)
     )
-    freedom = (size - 1) ** 2
-    assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
+    degrees_of_freedom = (size - 1) ** 2
+    assert abs(chi_square - degrees_of_freedom) < 5 * math.sqrt(2 * degrees_of_freedom)
 
 
 @pytest.mark.parametrize("size", [1000, 7473, 2**16])
-def test_neighbours_and_runs_look_random(size):
+def test_order_has_no_serial_correlation_or_trend(size):
     order = epoch(size, 11)
     mean = (size - 1) / 2
     variance = (size * size - 1) / 12
     lagged = sum((a - mean) * (b - mean) for a, b in itertools.pairwise(order)) / (size - 1) / variance
-    with_place = sum((place - mean) * (sample - mean) for place, sample in enumerate(order)) / size / variance
+    with_position = sum((position - mean) * (sample - mean) for position, sample in enumerate(order)) / size / variance
     ascents = sum(a < b for a, b in itertools.pairwise(order))
     assert abs(lagged) < 5 / math.sqrt(size)
-    assert abs(with_place) < 5 / math.sqrt(size)
+    assert abs(with_position) < 5 / math.sqrt(size)
     assert abs(ascents - (size - 1) / 2) < 5 * math.sqrt((size + 1) / 12)
 
 
-def test_an_empty_data_set_has_no_order():
+def test_empty_dataset_is_rejected():
     with pytest.raises(ConfigError, match="a dataset of 0 samples cannot be shuffled"):
         SampleOrder(0, 1)

@@ -1,4 +1,4 @@
-"""The default data: the same in every process, quiet, and without leaks into evaluation."""
+"""The default data: identical in every process, built without output, and without leakage into the held-out split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(json.dumps([c.messages for split in ("train", "eval") for c in pydocs.conv
 """
 
 
-def in_another_process(before: str = "", *flags: str) -> subprocess.CompletedProcess:
+def build_in_subprocess(before: str = "", *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *flags, "-c", before + PRINT_ALL],
         cwd=ROOT,
@@ -34,7 +34,7 @@ def in_another_process(before: str = "", *flags: str) -> subprocess.CompletedPro
     )
 
 
-def test_a_known_function():
+def test_known_function_gives_the_expected_conversation():
     (fill,) = [c for c in EVAL if c.where == "textwrap.fill"]
     question, answer = (message["content"] for message in fill.messages)
     assert question == "What does `textwrap.fill` do?"
@@ -43,7 +43,7 @@ def test_a_known_function():
     )
 
 
-def test_there_is_enough_and_about_a_tenth_of_the_packages_is_held_out():
+def test_split_sizes_and_a_tenth_of_the_packages_held_out():
     assert len(TRAIN) > 1200
     assert 80 < len(EVAL) < 200
     packages = {module.partition(".")[0] for module in pydocs.MODULES}
@@ -52,7 +52,7 @@ def test_there_is_enough_and_about_a_tenth_of_the_packages_is_held_out():
     assert {"email", "subprocess", "textwrap", "uuid"} <= held_out
 
 
-def test_no_package_no_question_and_no_docstring_is_on_both_sides():
+def test_splits_share_no_package_and_no_question_or_docstring_repeats():
     def packages(conversations):
         return {c.where.partition(".")[0] for c in conversations}
 
@@ -67,15 +67,15 @@ def test_no_package_no_question_and_no_docstring_is_on_both_sides():
 
 
 @pytest.mark.slow
-def test_another_process_asks_the_same_in_silence_even_beside_libraries_that_patch_the_interpreter():
+def test_other_processes_build_the_same_data_without_warnings():
     here = [c.messages for c in [*TRAIN, *EVAL]]
     for flags, before in ((["-W", "error"], ""), ([], "import torch, transformers, datasets\n")):
-        other = in_another_process(before, *flags)
+        other = build_in_subprocess(before, *flags)
         assert json.loads(other.stdout) == here
         assert other.stderr == ""
 
 
-def test_nothing_of_this_machine_is_in_the_text():
+def test_text_contains_no_address_or_path_of_this_machine():
     for conversation in [*TRAIN, *EVAL]:
         text = "".join(message["content"] for message in conversation.messages)
         assert not re.search(r" at 0x|<(class|object|function|module)", text), conversation
@@ -83,12 +83,12 @@ def test_nothing_of_this_machine_is_in_the_text():
         assert str(Path.home()) + "/" not in text
 
 
-def test_a_python_without_docstrings_is_told():
-    other = in_another_process("", "-OO")
+def test_python_without_docstrings_is_rejected():
+    other = build_in_subprocess("", "-OO")
     assert "ConfigError: data=pydocs: python -OO (PYTHONOPTIMIZE=2) removes the docstrings" in other.stderr
 
 
 @pytest.mark.parametrize("key", ["split", "eval_split"])
-def test_other_splits_are_refused(key):
+def test_unknown_splits_are_rejected(key):
     with pytest.raises(ConfigError, match=rf"data.{key}=test: must be train or eval"):
         DocsDataConfig(**{key: "test"})

@@ -1,4 +1,4 @@
-"""Rows become conversations: columns, roles, and what is said of bad rows."""
+"""Conversion of rows to conversations: columns, roles, and the errors for bad rows."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from components.data.loading import build_dataset
 from components.data.sources.files import read_rows
 from components.data.sources.rows import BadRowsSeen, each_conversation
 from tests.unit.test_data_examples import byte_tokenizer
-from tests.unit.test_data_files import ROWS, both, problems, sft, texts, write
+from tests.unit.test_data_files import ROWS, problems, same_problems, sample_texts, sft_config, write
 
 
-def listed(cfg: RowsDataConfig) -> list[str]:
-    """Return the lines of the one problem of bad rows, however many there are."""
+def bad_row_lines(cfg: RowsDataConfig) -> list[str]:
+    """Return the lines of the single error that lists all bad rows."""
     (problem,) = problems(cfg)
     return problem.splitlines()
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
-def test_bad_rows_are_named_or_left_out(tmp_path, name):
+def test_bad_rows_are_listed_or_dropped(tmp_path, name):
     rows = [*ROWS, {"prompt": "a", "response": None}, {"prompt": "a", "response": "  \n"}, {"prompt": None}]
     file = write(tmp_path / name, rows)
     where = (lambda number: f"{file}:{number}") if name == "x.jsonl" else (lambda number: f"{file} row {number}")
-    gone = " (the key is missing)" if name == "x.jsonl" else ""
-    assert listed(sft(file)) == [
+    missing = " (the key is missing)" if name == "x.jsonl" else ""
+    assert bad_row_lines(sft_config(file)) == [
         "data.bad_rows=refuse: 3 rows cannot become a sample; correct these, or set data.bad_rows=drop to leave "
         "such rows out:",
         f"  {where(4)}: data.response_column=response: holds null, not text",
@@ -32,34 +32,37 @@ def test_bad_rows_are_named_or_left_out(tmp_path, name):
         f"  {where(6)}: data.prompt_column=prompt: holds null, not text",
     ]
     write(file, [*rows, {"prompt": "x"}, {"prompt": "y"}, {"prompt": "z"}])
-    assert listed(sft(file))[4] == f"  {where(7)}: data.response_column=response: holds null, not text{gone}"
-    assert listed(sft(file))[6:] == ["  ... and 1 more"]
-    cfg = sft(file, bad_rows=BadRows.drop, eval_fraction=0)
+    assert (
+        bad_row_lines(sft_config(file))[4]
+        == f"  {where(7)}: data.response_column=response: holds null, not text{missing}"
+    )
+    assert bad_row_lines(sft_config(file))[6:] == ["  ... and 1 more"]
+    cfg = sft_config(file, bad_rows=BadRows.drop, eval_fraction=0)
     dataset = build_dataset(cfg, byte_tokenizer(eos="</s>"), seq_len=1000, split="train")
     assert len(dataset) == 3
     assert dataset.facts.dropped_bad_rows == 6
     assert str(dataset.facts).endswith("; 6 bad rows dropped")
 
 
-def test_a_number_is_no_text(tmp_path):
+def test_number_in_a_text_column_is_a_bad_row(tmp_path):
     file = write(tmp_path / "x.jsonl", [{"prompt": "a", "response": 72}])
-    heading, row = listed(sft(file))
+    heading, row = bad_row_lines(sft_config(file))
     assert heading.startswith("data.bad_rows=refuse: 1 row cannot become a sample;")
     assert row == f"  {file}:1: data.response_column=response: holds int 72, not text"
 
 
-def test_a_bad_row_in_a_later_file_of_a_folder_is_told_by_its_file(tmp_path):
+def test_bad_row_in_a_later_file_is_reported_with_its_file(tmp_path):
     write(tmp_path / "train-0.jsonl", ROWS)
     write(tmp_path / "train-1.jsonl", [{"question": "a"}])
-    assert listed(sft(tmp_path))[1] == (
+    assert bad_row_lines(sft_config(tmp_path))[1] == (
         f"  {tmp_path}/train-1.jsonl:1: data.prompt_column=prompt: holds null, not text (the key is missing)"
     )
 
 
-# Alpaca's input, a system prompt, and conversations
+# The input column of Alpaca, system prompts, and conversations
 
 
-def test_input_and_system_prompt(tmp_path):
+def test_input_column_and_system_prompt_are_part_of_the_prompt(tmp_path):
     rows = [
         {"instruction": "Add.", "input": "1, 2", "output": "3"},
         {"instruction": "Say hi.", "input": "", "output": "hi"},
@@ -67,16 +70,16 @@ def test_input_and_system_prompt(tmp_path):
     ]
     file = write(tmp_path / "x.jsonl", rows)
     columns = {"prompt_column": "instruction", "input_column": "input", "response_column": "output"}
-    cfg = sft(file, **columns, system_prompt="Be brief.", eval_fraction=0)
-    assert texts(cfg) == [
+    cfg = sft_config(file, **columns, system_prompt="Be brief.", eval_fraction=0)
+    assert sample_texts(cfg) == [
         "Be brief.\nAdd.\n\n1, 2\n3</s>",
         "Be brief.\nSay hi.\nhi</s>",
         "Be brief.\nSay ho.\nho</s>",
     ]
-    assert both(sft(file, **{**columns, "input_column": "inputs"}))[0].endswith("did you mean 'input'?")
+    assert same_problems(sft_config(file, **{**columns, "input_column": "inputs"}))[0].endswith("did you mean 'input'?")
 
 
-def test_chat_in_both_customs(tmp_path):
+def test_openai_and_sharegpt_conversations_give_the_same_text(tmp_path):
     openai = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     sharegpt = [
         {"from": "human", "value": "a"},
@@ -95,7 +98,7 @@ def test_chat_in_both_customs(tmp_path):
         user_role="human",
         assistant_role="gpt",
     )
-    assert texts(first) == texts(second) == ["a\nb</s>"]
+    assert sample_texts(first) == sample_texts(second) == ["a\nb</s>"]
 
 
 @pytest.mark.parametrize(
@@ -133,9 +136,9 @@ def test_chat_in_both_customs(tmp_path):
         ),
     ],
 )
-def test_bad_conversations(tmp_path, messages, problem):
+def test_invalid_conversations_are_bad_rows(tmp_path, messages, problem):
     file = write(tmp_path / "x.jsonl", [{"messages": messages}])
-    assert listed(ChatDataConfig(path=str(file)))[1] == f"  {file}:1: {problem}"
+    assert bad_row_lines(ChatDataConfig(path=str(file)))[1] == f"  {file}:1: {problem}"
     cfg = ChatDataConfig(path=str(file), bad_rows=BadRows.drop)
     bad = BadRowsSeen()
     assert list(each_conversation(cfg, read_rows(file), bad)) == []

@@ -1,4 +1,4 @@
-"""Loss masks under the oddities of chat templates, with small tokenizers."""
+"""Loss masks with unusual chat templates and small tokenizers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tokenizers import models, pre_tokenizers
 
 from components.config.errors import ConfigError
 from components.data.examples import IGNORED, encode_conversations
-from tests.unit.test_data_examples import byte_tokenizer, chat, only, targets, wrapped
+from tests.unit.test_data_examples import byte_tokenizer, chat, encode_one, fast_tokenizer, target_texts
 
 CHATML = (
     "{% for m in messages %}"
@@ -16,7 +16,7 @@ CHATML = (
 )
 
 
-def test_agrees_with_hugging_face_generation_blocks():
+def test_mask_equals_that_of_hugging_face_generation_blocks():
     blocks = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
         "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
@@ -32,26 +32,26 @@ def test_agrees_with_hugging_face_generation_blocks():
         token if is_answer else IGNORED
         for token, is_answer in zip(reference["input_ids"], reference["assistant_masks"], strict=True)
     ]
-    example = only(tokenizer, conversation)
+    example = encode_one(tokenizer, conversation)
     assert example.labels == expected[:-1]  # without the newline after the last answer
     assert example.input_ids == reference["input_ids"][:-1]
 
 
-def test_a_template_without_generation_prompt():
+def test_template_without_generation_prompt_masks_all_but_the_answers():
     template = (
         "<s>{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
         "{% elif m['role'] == 'assistant' %} {{ m['content'] }}</s>"
         "{% else %}{{ raise_exception('no system role here') }}{% endif %}{% endfor %}"
     )
     tokenizer = byte_tokenizer(template, eos="</s>")
-    example = only(tokenizer, chat("hi", "yo", "more", "ok"))
+    example = encode_one(tokenizer, chat("hi", "yo", "more", "ok"))
     assert tokenizer.decode(example.input_ids) == "<s>[INST] hi [/INST] yo</s>[INST] more [/INST] ok</s>"
-    assert targets(tokenizer, example) == [" yo</s>", " ok</s>"]
+    assert target_texts(tokenizer, example) == [" yo</s>", " ok</s>"]
     with pytest.raises(ConfigError, match=r"x.jsonl:1: the chat template rejects .* no system role here"):
-        only(tokenizer, chat("hi", "yo", system="s"))
+        encode_one(tokenizer, chat("hi", "yo", system="s"))
 
 
-def test_a_template_that_drops_reasoning_from_the_history_gives_one_example_per_answer():
+def test_template_that_drops_past_reasoning_gives_one_example_per_answer():
     template = (
         "{% for m in messages %}{% if m['role'] == 'assistant' and not loop.last %}"
         "{{ '<|im_start|>assistant\n' + m['content'].split('</think>')[-1] + '<|im_end|>\n' }}{% else %}"
@@ -61,12 +61,12 @@ def test_a_template_that_drops_reasoning_from_the_history_gives_one_example_per_
     tokenizer = byte_tokenizer(template)
     conversation = chat("a", "<think>m</think>b", "c", "<think>n</think>d")
     first, second = encode_conversations(tokenizer, [conversation])
-    assert targets(tokenizer, first) == ["<think>m</think>b<|im_end|>"]
-    assert targets(tokenizer, second) == ["<think>n</think>d<|im_end|>"]
+    assert target_texts(tokenizer, first) == ["<think>m</think>b<|im_end|>"]
+    assert target_texts(tokenizer, second) == ["<think>n</think>d<|im_end|>"]
     assert "assistant\nb<|im_end|>\n<|im_start|>user\nc" in tokenizer.decode(second.input_ids)
 
 
-def test_a_template_that_ends_the_last_answer_differently_gives_one_example_per_answer():
+def test_template_that_ends_the_last_answer_differently_splits_by_answer():
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
         "{{ '<|return|>' if loop.last and m['role'] == 'assistant' else '<|im_end|>' }}{% endfor %}"
@@ -74,28 +74,28 @@ def test_a_template_that_ends_the_last_answer_differently_gives_one_example_per_
     )
     tokenizer = byte_tokenizer(template)
     examples = encode_conversations(tokenizer, [chat("a", "b", "c", "d")])
-    assert [targets(tokenizer, example) for example in examples] == [["b<|return|>"], ["d<|return|>"]]
+    assert [target_texts(tokenizer, example) for example in examples] == [["b<|return|>"], ["d<|return|>"]]
 
 
-def test_a_prompt_that_opens_more_than_the_answer_keeps():
+def test_text_that_the_generation_prompt_adds_is_not_a_target():
     template = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
     tokenizer = byte_tokenizer(template)
-    assert targets(tokenizer, only(tokenizer, chat("a", "b"))) == ["b<|im_end|>"]
-    # An answer that begins as the prompt ends has been given that beginning.
-    assert targets(tokenizer, only(tokenizer, chat("a", "<think>\nb"))) == ["b<|im_end|>"]
+    assert target_texts(tokenizer, encode_one(tokenizer, chat("a", "b"))) == ["b<|im_end|>"]
+    # If the answer begins with the text that the generation prompt ends with, that text is not a target.
+    assert target_texts(tokenizer, encode_one(tokenizer, chat("a", "<think>\nb"))) == ["b<|im_end|>"]
 
 
-def test_a_template_that_rewrites_the_question_is_refused():
+def test_template_that_rewrites_earlier_messages_is_rejected():
     template = (
         "{% for m in messages %}{{ m['role'] }}{{ messages | length }}: {{ m['content'] }}<|im_end|>"
         "{% endfor %}"
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
     with pytest.raises(ConfigError, match="renders the messages before message 1 differently"):
-        only(byte_tokenizer(template), chat("a", "b"))
+        encode_one(byte_tokenizer(template), chat("a", "b"))
 
 
-def test_a_token_across_the_seam_counts_as_answer():
+def test_token_that_spans_prompt_and_answer_is_a_target():
     special = ["<|im_end|>"]
     alphabet = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), ":b"]
     model = models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[(":", "b")])
@@ -103,25 +103,25 @@ def test_a_token_across_the_seam_counts_as_answer():
         "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    tokenizer = wrapped(model, special, template, "<|im_end|>")
-    assert targets(tokenizer, only(tokenizer, chat("a", "cut"))) == ["cut<|im_end|>"]
-    assert targets(tokenizer, only(tokenizer, chat("a", "but"))) == [":but<|im_end|>"]
+    tokenizer = fast_tokenizer(model, special, template, "<|im_end|>")
+    assert target_texts(tokenizer, encode_one(tokenizer, chat("a", "cut"))) == ["cut<|im_end|>"]
+    assert target_texts(tokenizer, encode_one(tokenizer, chat("a", "but"))) == [":but<|im_end|>"]
 
 
-def test_an_end_of_turn_that_is_no_special_token_keeps_all_of_the_answer():
+def test_end_of_turn_without_a_special_token_is_part_of_the_target():
     template = (
         "{% for m in messages %}{{ '## ' + m['role'] + '\n' + m['content'] + '\n\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '## assistant\n' }}{% endif %}"
     )
     tokenizer = byte_tokenizer(template)
-    assert targets(tokenizer, only(tokenizer, chat("a", "b", "c", "d"))) == ["b\n\n", "d\n\n"]
-    assert targets(tokenizer, only(tokenizer, chat("a", "<think>m</think>b"))) == ["<think>m</think>b\n\n"]
+    assert target_texts(tokenizer, encode_one(tokenizer, chat("a", "b", "c", "d"))) == ["b\n\n", "d\n\n"]
+    assert target_texts(tokenizer, encode_one(tokenizer, chat("a", "<think>m</think>b"))) == ["<think>m</think>b\n\n"]
 
 
-def test_a_template_that_writes_the_first_token_gets_no_second_one():
+def test_template_that_writes_bos_does_not_get_a_second_bos():
     tokenizer = byte_tokenizer("<s>" + CHATML, bos=True)
     assert tokenizer.decode(tokenizer("text")["input_ids"]) == "<s>text"
-    assert tokenizer.decode(only(tokenizer, chat("a", "b")).input_ids).startswith("<s><|im_start|>user")
+    assert tokenizer.decode(encode_one(tokenizer, chat("a", "b")).input_ids).startswith("<s><|im_start|>user")
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_a_template_that_writes_the_first_token_gets_no_second_one():
         "{%- macro today() -%}{{ strftime_now('%Y-%m-%d') }}{%- endmacro -%}{{ today() }}",
     ],
 )
-def test_a_template_that_writes_the_date_gives_the_same_tokens_tomorrow(date):
+def test_template_that_writes_the_date_gives_the_same_tokens_every_day(date):
     dated, undated = byte_tokenizer(date + CHATML), byte_tokenizer(CHATML)
-    text = dated.decode(only(dated, chat("a", "b")).input_ids)
-    assert text.endswith(undated.decode(only(undated, chat("a", "b")).input_ids))
+    text = dated.decode(encode_one(dated, chat("a", "b")).input_ids)
+    assert text.endswith(undated.decode(encode_one(undated, chat("a", "b")).input_ids))
     assert text.startswith(("26 Jul 2024<", "2024-07-26<"))

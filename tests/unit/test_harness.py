@@ -1,4 +1,4 @@
-"""The harness itself: what it returns, what it reports, and that nothing outlives it."""
+"""The test harness: its results, its failure reports, and the cleanup of processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _rank_environment(rank: int) -> dict[str, str | None]:
     return {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "HOME": None}
 
 
-def test_results_come_in_rank_order_from_a_real_world() -> None:
+def test_results_are_returned_in_rank_order() -> None:
     def body(rank: int, scale: float) -> tuple[int, float, str, bool]:
         value = torch.tensor([scale * rank], dtype=torch.float64)
         dist.all_reduce(value)
@@ -28,7 +28,7 @@ def test_results_come_in_rank_order_from_a_real_world() -> None:
     assert results == [(0, 6.0, "0", False), (1, 6.0, "1", False), (2, 6.0, "0", False)]
 
 
-def test_a_free_master_port_is_there_for_functions_that_initialise_themselves() -> None:
+def test_master_port_is_free_for_functions_that_initialize_torch_distributed() -> None:
     def body(rank: int) -> int:
         assert not dist.is_initialized()
         dist.init_process_group("gloo")  # env://
@@ -37,7 +37,7 @@ def test_a_free_master_port_is_there_for_functions_that_initialise_themselves() 
     assert run_ranks(2, body, init=False) == [2, 2]
 
 
-def test_a_failed_rank_fails_the_caller_with_its_traceback_and_its_peers_are_ended() -> None:
+def test_failed_rank_raises_with_its_traceback_and_peers_are_killed() -> None:
     def body(rank: int) -> None:
         if rank == 1:
             raise LookupError("the reason")
@@ -52,7 +52,7 @@ def test_a_failed_rank_fails_the_caller_with_its_traceback_and_its_peers_are_end
 
 
 @pytest.mark.slow
-def test_every_fate_of_a_rank_is_told_apart_and_its_children_go_with_it(tmp_path: Path) -> None:
+def test_every_outcome_of_a_rank_is_reported_and_its_children_are_killed(tmp_path: Path) -> None:
     def body(rank: int) -> str:
         if rank == 1:
             raise SystemExit(3)
