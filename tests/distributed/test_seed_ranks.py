@@ -99,7 +99,7 @@ def test_impossible_node_counts_are_rejected(side: str, variables: dict[str, str
 
 @both_sides
 def test_num_nodes_counts_nodes_of_unequal_size(side: str) -> None:
-    """OLMo-core get_num_nodes: floor division, wrong for nodes of unequal size; here 2 ranks and 1, as under torchrun."""
+    """OLMo-core get_num_nodes: floor division, wrong for nodes of unequal size (here of 2 ranks and 1)."""
 
     def check(rank: int, module: Any) -> None:
         assert module.get_num_nodes() == 2
