@@ -280,7 +280,7 @@ def test_families_with_special_forwards_match_or_are_rejected() -> None:
     """Operations of a forward outside its modules run once; layers that cannot be sharded are rejected by name."""
 
     def build_family(name: str, values: dict[str, Any]) -> nn.Module:
-        # DeepSeek rotates its queries in complex64; the router of PhiMoE is not supported in float64.
+        # DeepSeek rotates its queries in complex64; the float64 router of parity.py does not cover PhiMoE.
         dtype = torch.float32 if name in ("deepseek_v2", "phimoe") else torch.float64
         return build(name, dtype, {**SMALL, **values, "model_type": name})
 
