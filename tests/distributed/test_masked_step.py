@@ -1,4 +1,4 @@
-"""Skipped steps leave no trace on sharded parameters either, whatever the optimizer."""
+"""Skipped optimizer steps leave sharded parameters and optimizer state unchanged, for every optimizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.harness import run_ranks
 from tests.unit.test_masked_step import OPTIMIZERS, compare, matrices
 
 PLAIN_ONLY = ("homemade", "sgd_fused")
-"""Optimizers that torch cannot run on DTensors at all."""
+"""Optimizers that do not support DTensors."""
 
 
 def sharded() -> nn.Module:
-    """Two matrices whose shards are uneven."""
+    """Build two matrices with uneven shards."""
     model = matrices()
     mesh = init_device_mesh("cpu", (2,))
     for layer in model:
@@ -28,12 +28,12 @@ def fill_gradients(model: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
-        whole = torch.randn(parameter.shape, generator=generator)
-        parameter.grad = distribute_tensor(whole, parameter.device_mesh, [Shard(0)], src_data_rank=None)
+        full = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = distribute_tensor(full, parameter.device_mesh, [Shard(0)], src_data_rank=None)
 
 
-def test_skipped_steps_leave_no_trace_on_shards() -> None:
-    """Rank 0 alone has a value that is not finite."""
+def test_skipped_steps_leave_shards_unchanged() -> None:
+    """Only rank 0 has a non-finite gradient."""
     names = [name for name in OPTIMIZERS if name not in PLAIN_ONLY]
 
     def on_rank(rank: int) -> list[str]:

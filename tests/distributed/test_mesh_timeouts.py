@@ -1,4 +1,4 @@
-"""A collective of any group of a mesh ends when the run's own timeout says so: a rank that hangs holds nobody."""
+"""Collectives of every mesh group use the timeout of the run, so a hanging rank does not block the others."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SECONDS = 4.0
 
 
 @pytest.mark.parametrize("name", ["pp", "fsdp"])
-def test_a_rank_that_never_comes_is_not_waited_for(name: str) -> None:
-    """On an axis, and on a flattened view."""
+def test_collective_with_a_missing_rank_times_out(name: str) -> None:
+    """Covers a mesh axis and a flattened view."""
 
     def body(rank: int) -> float:
         join_world(timedelta(seconds=SECONDS))
@@ -28,7 +28,7 @@ def test_a_rank_that_never_comes_is_not_waited_for(name: str) -> None:
         group = distributed.build_mesh(ParallelismConfig(**axes), "cpu")[name].get_group()
         began = time.monotonic()
         if rank > 0:
-            return 0.0  # as one that hangs: its connections stay open
+            return 0.0  # like a hanging rank, its connections stay open
         with pytest.raises(RuntimeError, match="Timed out"):
             dist.all_reduce(torch.ones(1), group=group)
         return time.monotonic() - began
@@ -37,8 +37,8 @@ def test_a_rank_that_never_comes_is_not_waited_for(name: str) -> None:
     assert SECONDS - 1 < waited < SECONDS + 10
 
 
-def test_the_group_of_experts_has_the_timeout_too() -> None:
-    """Experts over ep and tp together have a group that is no view of the mesh."""
+def test_expert_group_uses_the_timeout_of_the_run() -> None:
+    """The group of experts that are sharded over both ep and tp is not a view of the mesh."""
     layout = ParallelismConfig(dp_shard=2, ep=2, tp=2)
 
     def body(rank: int) -> timedelta:

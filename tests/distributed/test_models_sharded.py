@@ -1,4 +1,4 @@
-"""Loading, drawing, generating and exporting on real gloo ranks, against transformers in one process."""
+"""Loading, initialization, generation and export on gloo ranks, compared with transformers in one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TP_PLAN = {
 
 
 def shard(model: PreTrainedModel, layout: str) -> None:
-    """Lay a model out with torch's own tools: `fsdp4`, `hsdp2x2`, `tp2` or `fsdp2_tp2`."""
+    """Shard a model with plain torch: `fsdp4`, `hsdp2x2`, `tp2` or `fsdp2_tp2`."""
     if layout.startswith("fsdp") and "tp" not in layout:
         fsdp(model, init_device_mesh("cpu", (int(layout[4:]),), mesh_dim_names=("fsdp",)))
     elif layout == "hsdp2x2":
@@ -84,7 +84,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def same_parameters(model: nn.Module, expected: nn.Module) -> None:
+def assert_equal_parameters(model: nn.Module, expected: nn.Module) -> None:
     names = dict(expected.named_parameters())
     assert dict(model.named_parameters()).keys() == names.keys()
     for name, value in names.items():
@@ -94,7 +94,7 @@ def same_parameters(model: nn.Module, expected: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_family_loads_into_fsdp_shards_bit_for_bit(world: int, tmp_path: Path) -> None:
+def test_every_family_loads_into_fsdp_shards_bitwise(world: int, tmp_path: Path) -> None:
     folders = {family: tiny_folder(tmp_path / family, family) for family in FAMILIES}
 
     def body(rank: int) -> None:
@@ -102,14 +102,14 @@ def test_every_family_loads_into_fsdp_shards_bit_for_bit(world: int, tmp_path: P
             expected = reference(folder)
             model = sharded(ModelConfig(path=str(folder)), f"fsdp{world}")
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-            same_parameters(model, expected)
+            assert_equal_parameters(model, expected)
             assert torch.equal(logits(model), logits(expected))
 
     run_ranks(world, body)
 
 
 @pytest.mark.parametrize(("world", "layout"), [(2, "tp2"), (4, "fsdp2_tp2"), (4, "hsdp2x2")])
-def test_llamas_load_into_every_layout(world: int, layout: str, tmp_path: Path) -> None:
+def test_llama_families_load_into_every_layout(world: int, layout: str, tmp_path: Path) -> None:
     folders = [tiny_folder(tmp_path / family, family) for family in ("llama", "llama3", "mistral")]
 
     def body(rank: int) -> None:
@@ -118,48 +118,48 @@ def test_llamas_load_into_every_layout(world: int, layout: str, tmp_path: Path) 
             model = sharded(ModelConfig(path=str(folder)), layout)
             tied = expected.lm_head.weight is expected.model.embed_tokens.weight
             assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-            same_parameters(model, expected)
+            assert_equal_parameters(model, expected)
             torch.testing.assert_close(logits(model), logits(expected), rtol=1e-4, atol=1e-4)
 
     run_ranks(world, body)
 
 
 @pytest.mark.parametrize(("world", "layout"), [(4, "fsdp4"), (4, "fsdp2_tp2"), (2, "tp2")])
-def test_a_rank_reads_the_values_that_it_keeps_and_no_others(
+def test_rank_reads_only_the_values_of_its_shards(
     world: int, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_folder(tmp_path, "llama3")
-    read, amounts = SafetensorsTensors.read, []
+    read, read_sizes = SafetensorsTensors.read, []
 
-    def counted(self: SafetensorsTensors, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+    def counted_read(self: SafetensorsTensors, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         values = read(self, name, index)
-        amounts.append(values.numel())
+        read_sizes.append(values.numel())
         return values
 
-    monkeypatch.setattr(SafetensorsTensors, "read", counted)
+    monkeypatch.setattr(SafetensorsTensors, "read", counted_read)
 
     def body(rank: int) -> tuple[int, int]:
         model = sharded(ModelConfig(path=str(folder)), layout)
-        return sum(amounts), count_parameters(model).local_bytes // 4
+        return sum(read_sizes), count_parameters(model).local_bytes // 4
 
     for values, kept in run_ranks(world, body):
         assert values == kept
 
 
-def test_random_weights_are_the_same_on_every_mesh() -> None:
+def test_random_weights_are_identical_on_every_mesh() -> None:
     def body(rank: int, layout: str | None) -> None:
         for family in DENSE if layout in ("fsdp2", "fsdp4") else ["llama", "llama3"]:
             cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=FAMILIES[family])
-            alone = build_on_meta(cfg)
-            materialize(alone, "cpu")
-            fill_weights(alone, cfg, seed=5)
-            same_parameters(sharded(cfg, layout), alone)
+            single = build_on_meta(cfg)
+            materialize(single, "cpu")
+            fill_weights(single, cfg, seed=5)
+            assert_equal_parameters(sharded(cfg, layout), single)
 
     for world, layout in ((1, "fsdp1"), (2, "fsdp2"), (2, "tp2"), (4, "fsdp4"), (4, "fsdp2_tp2")):
         run_ranks(world, body, layout)
 
 
-def test_a_tensor_missing_on_disk_is_named_by_every_rank(tmp_path: Path) -> None:
+def test_missing_tensor_on_disk_is_reported_on_every_rank(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, "llama")
     cfg = ModelConfig(path=str(folder), config={"num_hidden_layers": 3})
 
@@ -183,7 +183,7 @@ def test_a_tensor_missing_on_disk_is_named_by_every_rank(tmp_path: Path) -> None
         (2, "tp2", "llama"),
     ],
 )
-def test_an_export_equals_the_files_that_were_loaded(world: int, layout: str, family: str, tmp_path: Path) -> None:
+def test_exported_tensors_equal_the_loaded_files(world: int, layout: str, family: str, tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "saved", family)
 
     def body(rank: int) -> None:
@@ -201,7 +201,7 @@ def test_an_export_equals_the_files_that_were_loaded(world: int, layout: str, fa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "saved"]
 
 
-def test_every_rank_hears_that_the_writer_could_not_write(tmp_path: Path) -> None:
+def test_export_write_error_is_raised_on_every_rank(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "saved", "llama")
     (tmp_path / "file").touch()
 
@@ -217,7 +217,7 @@ def test_every_rank_hears_that_the_writer_could_not_write(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("world", "layout"), [(2, "fsdp2"), (4, "fsdp2_tp2")])
-def test_generation_on_shards_says_what_one_process_says(world: int, layout: str, tmp_path: Path) -> None:
+def test_generation_on_shards_matches_one_process(world: int, layout: str, tmp_path: Path) -> None:
     cfg = ModelConfig(path=str(tiny_folder(tmp_path, "llama")), tokenizer="bytes")
     prompts = ["*7 1,", "the longer of the two prompts"]
     tokenizer = load_tokenizer(cfg)
@@ -245,7 +245,7 @@ from components.models.weights.safetensors_files import SafetensorsTensors
 from tests.harness import run_ranks
 
 cfg = ModelConfig(path=sys.argv[1])
-get_model_conversion_mapping(build_on_meta(cfg))  # what loading sets up once is not the model's memory
+get_model_conversion_mapping(build_on_meta(cfg))  # run the one-time setup of loading before measuring
 
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
@@ -256,7 +256,7 @@ def body(rank):
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    open("/proc/self/clear_refs", "w").write("5")  # the peak starts here
+    open("/proc/self/clear_refs", "w").write("5")  # reset the peak
     before = status("VmRSS")
     materialize(model, "cpu")
     load_weights(model, cfg)
@@ -267,8 +267,8 @@ print(json.dumps(run_ranks(4, body)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_rank_never_holds_much_more_than_its_part(tmp_path: Path) -> None:
-    """Peak resident memory of each of 4 ranks while a model of 200 MB is loaded, forked from a fresh process."""
+def test_peak_memory_of_loading_is_close_to_the_shard_size(tmp_path: Path) -> None:
+    """Measure the resident memory of 4 ranks, forked from a fresh process, while they load a model of 200 MB."""
     config = LlamaConfig(
         vocab_size=8192, hidden_size=512, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=8
     )
@@ -276,8 +276,8 @@ def test_a_rank_never_holds_much_more_than_its_part(tmp_path: Path) -> None:
     size = (tmp_path / "model.safetensors").stat().st_size
     assert size > 190e6
     command = [sys.executable, "-c", MEASURE_PEAKS, str(tmp_path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
-    assert told.returncode == 0, told.stderr
-    for rank in json.loads(told.stdout):
-        assert 0.24 * size < rank["kept"]  # the measurement sees what is surely there
-        assert rank["peak"] < 0.6 * size, told.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert completed.returncode == 0, completed.stderr
+    for rank in json.loads(completed.stdout):
+        assert 0.24 * size < rank["kept"]  # the measurement includes the shard itself
+        assert rank["peak"] < 0.6 * size, completed.stdout

@@ -1,7 +1,8 @@
-"""The loss under tp where tp does not divide the vocabulary, against plain transformers in one process.
+"""The loss under tp with a vocabulary that tp does not divide, compared with plain transformers in one process.
 
-float64: the loss and every parameter's gradient within 1e-10, relative. The reference forwards each document alone and
-applies the head to some tokens at a time. The full matrix uses the real chunk size; `MESHBOOK_ALL_PARITY=1` runs it.
+float64: the loss and the gradient of every parameter within 1e-10, relative. The reference forwards each document alone
+and applies the head to a few tokens at a time. The full matrix uses the default chunk size and needs
+`MESHBOOK_ALL_PARITY=1`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from tests.harness import run_ranks
 EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 CPU = torch.device("cpu")
 HEAD_TOKENS = 512
-"""Tokens that the reference's head takes at a time."""
+"""Number of tokens to which the reference applies the head at a time."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A vocabulary, and one micro-batch of full rows."""
+    """A vocabulary size and one micro-batch of full rows."""
 
     vocabulary: int
     rows: int
@@ -45,26 +46,29 @@ class Case:
 
     @property
     def documents(self) -> list[data.Example]:
-        """Documents that fill the rows exactly: one a row, or several of unequal lengths."""
+        """Documents that fill the rows exactly: one per row, or several of unequal lengths if packed."""
         generator = torch.Generator().manual_seed(self.rows * self.seq)
         found = []
         for _ in range(self.rows):
-            left = self.seq
-            while left:
-                length = min(left, int(torch.randint(3, 300, (), generator=generator))) if self.packed else left
-                length = left if left - length < 3 else length
+            remaining = self.seq
+            while remaining:
+                length = (
+                    min(remaining, int(torch.randint(3, 300, (), generator=generator))) if self.packed else remaining
+                )
+                length = remaining if remaining - length < 3 else length
                 tokens = torch.randint(3, self.vocabulary, (length,), generator=generator)
                 labels = tokens.clone()
                 labels[: int(torch.randint(1, length, (), generator=generator))] = -100
                 found.append(data.Example(tokens.tolist(), labels.tolist()))
-                left -= length
+                remaining -= length
         return found
 
 
 SHAPES = [(1, 127), (1, 1000), (1, 2047), (2, 1024), (4, 1024), (8, 1024)]
-"""Rows and their tokens: 127 to 8,192. 32,769 at 2,048 is where the default chunks of two ranks differ by a token."""
+"""(Rows, tokens per row): 127 to 8,192 tokens. With a vocabulary of 32,769 and 2,048 tokens, the default chunks of two
+ranks would differ by one token."""
 DEFAULT_CHUNK = 2**25
-"""Logits of a chunk on a CPU; the default loss makes chunks where a rank's logits are more."""
+"""Logits per chunk on a CPU; the default loss is chunked if a rank has more logits than this."""
 SMALL = [
     Case(97, 1, 127, loss=LossMethod.chunked),
     Case(97, 2, 64, packed=True, loss=LossMethod.chunked),
@@ -72,7 +76,7 @@ SMALL = [
     Case(98, 1, 129, loss=LossMethod.chunked),
 ]
 SMALL_CHUNK = 384
-"""Logits of a chunk for SMALL: 49, 48, 33, 31, 25 and 22 vocabulary rows give 7, 8, 11, 12, 15 and 17 tokens."""
+"""Logits per chunk for SMALL: 49, 48, 33, 31, 25 and 22 vocabulary rows give 7, 8, 11, 12, 15 and 17 tokens."""
 
 
 def model_of(case: Case) -> Any:
@@ -85,14 +89,14 @@ def model_of(case: Case) -> Any:
 
 
 def reference(model: Any, documents: list[data.Example]) -> Step:
-    """Loss per target token and gradients, each document alone, in plain transformers and PyTorch."""
+    """Return the loss per target and the gradients in plain PyTorch, with each document forwarded alone."""
     count = sum(label != -100 for _, labels in documents for label in labels[1:])
     total = 0.0
     for tokens, labels in documents:
         hidden = model.model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0, :-1]
         leaf, targets = hidden.detach().requires_grad_(), torch.tensor(labels[1:])
-        real = (targets != -100).nonzero()[:, 0]
-        for chosen in real.split(HEAD_TOKENS):
+        target_positions = (targets != -100).nonzero()[:, 0]
+        for chosen in target_positions.split(HEAD_TOKENS):
             logits = F.linear(leaf[chosen], model.lm_head.weight)
             loss = F.cross_entropy(logits, targets[chosen], reduction="sum") / count
             loss.backward()
@@ -110,7 +114,7 @@ def batch_of(case: Case) -> dict[str, torch.Tensor]:
 
 
 def on_mesh(case: Case, plain: Any, tp: int) -> tuple[Step, bool]:
-    """Loss and whole gradients of this rank, and whether the loss was computed in chunks."""
+    """Return the loss and full gradients of this rank, and whether the loss was computed in chunks."""
     parallelism = ParallelismConfig(strategy="fsdp2", dp_shard=1, tp=tp)  # type: ignore[arg-type]
     cfg = FinetuneConfig(
         model=ModelConfig(path="made here", loss=case.loss),
@@ -129,14 +133,14 @@ def on_mesh(case: Case, plain: Any, tp: int) -> tuple[Step, bool]:
 
 
 def check(cases: list[Case], tp: int, chunk: int | None = None) -> list[str]:
-    """Return a line for every difference, and one where a case that should compute in chunks did not."""
+    """Return a line for every difference, and for every case with an unexpected choice of chunked or full loss."""
     built = {case: model_of(case) for case in cases}
     expected = {case: reference(copy.deepcopy(model), case.documents) for case, model in built.items()}
     return compare(built, expected, tp, chunk)
 
 
 def compare(built: dict[Case, Any], expected: dict[Case, Step], tp: int, chunk: int | None = None) -> list[str]:
-    """Train each case on `tp` ranks; `chunk`: logits of a chunk, None: the default."""
+    """Compare one step of each case on `tp` ranks with the reference; `chunk`: logits per chunk (None: default)."""
 
     def on_rank(rank: int) -> list[str]:
         if chunk is not None:
@@ -147,8 +151,8 @@ def compare(built: dict[Case, Any], expected: dict[Case, Step], tp: int, chunk: 
             problems += [f"tp={tp} rank {rank} {case}: {line}" for line in differences(expected[case], step)]
             if set(step[1]) != set(expected[case][1]):
                 problems.append(f"tp={tp} rank {rank} {case}: gradients of {sorted(step[1])} only")
-            many = case.rows * case.seq > DEFAULT_CHUNK // -(-case.vocabulary // tp)
-            if in_chunks != (case.loss == LossMethod.chunked or many):
+            exceeds_chunk = case.rows * case.seq > DEFAULT_CHUNK // -(-case.vocabulary // tp)
+            if in_chunks != (case.loss == LossMethod.chunked or exceeds_chunk):
                 problems.append(f"tp={tp} rank {rank} {case}: computed in chunks: {in_chunks}")
         return problems
 
@@ -156,7 +160,7 @@ def compare(built: dict[Case, Any], expected: dict[Case, Step], tp: int, chunk: 
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
-def test_ranks_with_unequal_parts_of_the_vocabulary_use_equal_chunks(tp: int) -> None:
+def test_ranks_with_unequal_vocabulary_shards_use_equal_chunks(tp: int) -> None:
     problems = check(SMALL, tp, SMALL_CHUNK)
     assert not problems, "\n".join(problems)
 
@@ -164,7 +168,7 @@ def test_ranks_with_unequal_parts_of_the_vocabulary_use_equal_chunks(tp: int) ->
 @pytest.mark.skipif(not EVERYTHING, reason="make parity")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("vocabulary", [32769, 50257, 49159])
-def test_every_odd_vocabulary_and_number_of_tokens(vocabulary: int) -> None:
+def test_odd_vocabularies_match_one_process_for_all_token_counts(vocabulary: int) -> None:
     problems, count = [], 0
     for rows, seq in SHAPES:
         for packed in (False, True):

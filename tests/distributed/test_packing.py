@@ -1,7 +1,7 @@
-"""Packed rows on a mesh: the loss and the gradients of their documents, forwarded one by one in one process.
+"""Packed rows on every mesh match their documents, forwarded one by one in one process.
 
-float64: the logged loss and every parameter's gradient within 1e-10, relative. The routers' auxiliary loss, whose
-sequences are the documents, is part of it.
+float64: the logged loss and the gradient of every parameter within 1e-10, relative. The loss includes the router
+auxiliary loss, which is computed per document.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.harness import run_ranks
 AUX = 0.5
 ONE = {"strategy": "fsdp2", "dp_shard": 1}
 FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
-GATHER, ULYSSES = ({**ONE, "cp": 2, "cp_attention": way} for way in ("all_gather", "ulysses"))
+GATHER, ULYSSES = ({**ONE, "cp": 2, "cp_attention": method} for method in ("all_gather", "ulysses"))
 SP = {**ONE, "tp": 2, "sequence_parallel": True}
 PP = {**ONE, "pp": 2}
 TRAINED = ("mistral", "mixtral", "gpt2", "deepseek_v3")
@@ -52,13 +52,13 @@ SHAPES: dict[int, list[tuple[dict[str, Any], str, str]]] = {
         *[({**FSDP2, "cp": 2}, "mixtral", "full"), ({**PP, "ep": 2}, "mixtral", "")],
     ],
 }  # fmt: skip
-"""Processes -> parallelism, model, and whether layers are recomputed or compiled."""
+"""World size -> (parallelism, model, whether layers are recomputed or compiled)."""
 if os.environ.get("MESHBOOK_ALL_PARITY") != "1":
     del SHAPES[4]
 
 
 def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tuple[Step, float]:
-    """The logged loss and whole gradients of this rank's parameters, and the loss of an evaluation of all rows."""
+    """Return the logged loss, the full gradients of this rank's parameters, and the evaluation loss of all rows."""
     config = ParallelismConfig(**shape)
     mesh = distributed.build_mesh(config, "cpu")
     model: Any = copy.deepcopy(plain).train()
@@ -83,7 +83,7 @@ def on_mesh(plain: torch.nn.Module, shape: dict[str, Any], recompute: str) -> tu
 
 
 @pytest.mark.parametrize("world_size", SHAPES)
-def test_packed_rows_train_as_their_documents_do_on_every_mesh(world_size: int) -> None:
+def test_packed_rows_match_separate_documents_on_every_mesh(world_size: int) -> None:
     rows = packed()
     built = {name: build(name, torch.float64, MODELS[name]) for name in TRAINED}
     expected = {name: reference(model, documents(rows), AUX * (name == "mixtral")) for name, model in built.items()}
@@ -109,8 +109,8 @@ def test_packed_rows_train_as_their_documents_do_on_every_mesh(world_size: int) 
         assert seen == set(dict(built[name.split()[0]].named_parameters())), name
 
 
-def test_compiled_layers_attend_over_gathered_keys_beside_tp() -> None:
-    """torch cannot compile that attention's recomputation there: it stays outside the graphs of the layers."""
+def test_compiled_layers_with_gathered_keys_and_tp_match_one_process() -> None:
+    """torch cannot compile the recomputation of this attention, so it stays outside the graphs of the layers."""
     model, rows = build("phi3", torch.float64), packed()
     expected = reference(model, documents(rows))
     ranks = run_ranks(4, lambda rank: on_mesh(model, {**GATHER, "tp": 2}, "full compiled")[0], timeout=240)

@@ -1,9 +1,9 @@
-"""One loss curve on every mesh: every product of the six axes on 2, 4 and 8 processes, each against one process.
+"""One loss curve on every mesh: every product of the six axes on 2, 4 and 8 processes is compared with one process.
 
-float64: every parameter's gradient of the first step, within 1e-10 relative. float32: loss and gradient norm of five
-steps, within 1e-5 relative of what one process computes in float64. Replicas: bit-equal after the last step. A part of
-the grid that covers every axis, every pair of axes and every model is always tested; `make parity` tests all of it and
-writes outputs/parity/grid.md.
+float64: the gradient of every parameter in the first step, within 1e-10 relative. float32: loss and gradient norm of
+five steps, within 1e-5 relative of one process in float64. Replicas: bitwise equal after the last step. A subset of the
+grid that covers every axis, every pair of axes and every model always runs; `make parity` runs the full grid and writes
+outputs/parity/grid.md.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ SP = {"sequence_parallel": True}
 CP = {"strategy": "fsdp2", "dp_shard": 1, "cp": 2}
 EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 MOE = ("mixtral", "qwen3_moe")
-AT_ONCE = 40
-"""Meshes in one world: each leaves its process groups behind."""
+MAX_MESHES = 40
+"""Maximum number of meshes per world: each leaves its process groups behind."""
 
 
 class _ConvColwise(ParallelStyle):
-    """Column-wise for GPT-2's Conv1D, whose weight is (in, out): a plan that a user would write."""
+    """Column-wise style for GPT-2's Conv1D, whose weight is (in, out), as in a user-defined plan."""
 
     def _apply(self, module: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Module:
         for name, dim in (("weight", 1), ("bias", 0)):
-            whole = getattr(module, name).data
-            sharded = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+            full = getattr(module, name).data
+            sharded = distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(sharded))
         module.nf //= mesh.size()
 
@@ -64,14 +64,16 @@ class _ConvColwise(ParallelStyle):
 
 class _ConvRowwise(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Module:
-        for name, place in (("weight", Shard(0)), ("bias", Replicate())):
-            whole = getattr(module, name).data
-            module.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh, [place], src_data_rank=None)))
+        for name, placement in (("weight", Shard(0)), ("bias", Replicate())):
+            full = getattr(module, name).data
+            module.register_parameter(
+                name, nn.Parameter(distribute_tensor(full, mesh, [placement], src_data_rank=None))
+            )
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             x = DTensor.from_local(x, mesh, [Shard(-1)], run_check=False)
-            product = (x @ module.weight).redistribute(placements=[Replicate()])
-            return (product + module.bias).to_local()
+            output = (x @ module.weight).redistribute(placements=[Replicate()])
+            return (output + module.bias).to_local()
 
         module.forward = forward
         return module
@@ -82,30 +84,30 @@ def gpt2_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def check(case: Case, expected: Curve, got: Curve, different: list[str]) -> list[str]:
-    """Return what is wrong with a case, one line each."""
+    """Return one line for each deviation of a case from the reference."""
     problems = [f"{case}: replicas of {name} differ" for name in different]
     bound = 1e-10 if case.dtype == torch.float64 else 1e-5
     for name, gradient in got.gradients.items():
         error = relative(gradient, expected.gradients[name])
         if not error < bound:
             problems.append(f"{case}: gradient of {name} is off by {error:.1e}")
-    for kind, values, wanted in (("loss", got.losses, expected.losses), ("norm", got.norms, expected.norms)):
-        for step, (value, want) in enumerate(zip(values, wanted, strict=True)):
-            if not abs(value - want) <= bound * abs(want):
-                problems.append(f"{case}: {kind} of step {step} is {value!r}, not {want!r}")
+    for kind, values, reference_values in (("loss", got.losses, expected.losses), ("norm", got.norms, expected.norms)):
+        for step, (value, reference_value) in enumerate(zip(values, reference_values, strict=True)):
+            if not abs(value - reference_value) <= bound * abs(reference_value):
+                problems.append(f"{case}: {kind} of step {step} is {value!r}, not {reference_value!r}")
     return problems
 
 
 def problems_of(findings: list[Finding]) -> str:
     record(findings)
-    unexpected = [f"{each.model} on {each.mesh} was refused: {text}" for each in findings for text in each.refused]
+    unexpected = [f"{each.model} on {each.mesh} was rejected: {text}" for each in findings for text in each.refused]
     return "\n".join([*unexpected, *(text for each in findings for text in each.problems)])
 
 
 def covering(world: int) -> list[Cell]:
-    """Each mesh of `world` processes once, with the model and the policy of recomputation that had the fewest before.
+    """Return each mesh of `world` processes once, with the model and recompute policy that were chosen least often.
 
-    A policy is counted by the axes that it was combined with.
+    Policies are counted per axis, so that each policy is combined with each axis.
     """
     chosen: list[Cell] = []
     for layout in all_layouts(world, ParallelismConfig()):
@@ -113,11 +115,11 @@ def covering(world: int) -> list[Cell]:
         names = names if layout.ep < 4 else MOE[1:]
         model = min(names, key=lambda name: sum(each.model == name for each in chosen))
         axes = _axes(layout)
-        before = Counter(
+        chosen_with_axis = Counter(
             each.parallelism.activation_checkpointing for each in chosen for axis in axes & _axes(each.parallelism)
         )
-        of_all = Counter(each.parallelism.activation_checkpointing for each in chosen)
-        policy = min(RECOMPUTE, key=lambda each: (before[each], of_all[each]))
+        chosen_overall = Counter(each.parallelism.activation_checkpointing for each in chosen)
+        policy = min(RECOMPUTE, key=lambda each: (chosen_with_axis[each], chosen_overall[each]))
         plan = grid.GPT2_PLAN if model == "gpt2" else None
         chosen.append(cell(model, world, replace(layout, tp_plan=plan, activation_checkpointing=policy)))
     return chosen
@@ -128,14 +130,14 @@ def _axes(layout: ParallelismConfig) -> set[str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_covering_part_of_the_grid(world: int) -> None:
+def test_covering_subset_of_the_grid_matches_one_process(world: int) -> None:
     chosen = covering(world)
     work = [(each, torch.float64) for each in chosen] + [(each, torch.float32) for each in chosen[:: 4 * world - 4]]
     problems = problems_of(run_cells(world, work, timeout=240))
     assert not problems, problems
 
 
-def test_the_part_covers_axes_pairs_and_models() -> None:
+def test_covering_subset_includes_all_axes_pairs_policies_and_models() -> None:
     chosen = [*covering(2), *covering(4)]
     for pair in combinations(AXES, 2):
         assert any(all(each.parallelism.degree(axis) > 1 for axis in pair) for each in chosen), pair
@@ -149,7 +151,7 @@ def test_the_part_covers_axes_pairs_and_models() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_every_product_is_there_and_only_the_impossible_is_refused(world: int) -> None:
+def test_grid_contains_every_mesh_and_rejects_only_impossible_ones(world: int) -> None:
     products = list(mesh_shapes(world))
     assert len(products) == {2: 6, 4: 21, 8: 56}[world]  # ordered factorizations into six
     for model in grid.MODELS:
@@ -162,7 +164,7 @@ def test_every_product_is_there_and_only_the_impossible_is_refused(world: int) -
         }
 
 
-def test_gpt2_has_no_plan_for_tp_and_is_refused_without_one() -> None:
+def test_gpt2_under_tp_without_a_plan_is_rejected() -> None:
     work = [(cell("gpt2", 2, layout), torch.float64) for layout in all_layouts(2, ParallelismConfig())]
     findings = run_cells(2, work, timeout=60)
     assert {each.mesh for each in findings if each.refused} == {"tp2", "tp2_sp", "ep2"}
@@ -176,7 +178,7 @@ def test_gpt2_has_no_plan_for_tp_and_is_refused_without_one() -> None:
         *("ddp2_full", "tp2_sp_selective"),
     ],
 )
-def test_names_of_meshes_can_be_read_back(name: str) -> None:
+def test_mesh_names_round_trip(name: str) -> None:
     layout = layout_of(name, ParallelismConfig())
     assert layout is not None
     degrees = [layout.degree(axis) for axis in AXES]
@@ -184,8 +186,8 @@ def test_names_of_meshes_can_be_read_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_schedule_of_the_pipeline(world: int) -> None:
-    """A tied model in stages, alone and with fsdp, tp or cp beside it."""
+def test_every_pipeline_schedule_matches_one_process(world: int) -> None:
+    """A model with tied embeddings, with pp alone and combined with fsdp, tp or cp."""
     names = {2: ["pp2"], 4: ["pp4", "pp2_dp_shard2", "pp2_cp2", "pp2_tp2_sp"]}[world]
     work = []
     for index, schedule in enumerate(PipelineSchedule):
@@ -198,7 +200,7 @@ def test_every_schedule_of_the_pipeline(world: int) -> None:
 
 
 def test_both_ways_to_attend_over_cp() -> None:
-    """all_gather where ulysses would be chosen, over full and sliding attention; ulysses with shared kv heads."""
+    """all_gather where auto selects ulysses, with full and sliding attention; ulysses with grouped kv heads."""
     work = []
     for method in (ContextAttention.all_gather, ContextAttention.ulysses):
         for model, name in (("gemma3", "cp4"), ("gemma3", "cp2_tp2"), ("qwen3", "cp4"), ("gpt2", "dp_shard2_cp2")):
@@ -208,7 +210,7 @@ def test_both_ways_to_attend_over_cp() -> None:
     assert not problems, problems
 
 
-def test_compiled_layers_train_over_cp_and_tp() -> None:
+def test_compiled_layers_match_one_process_over_cp_and_tp() -> None:
     meshes = [
         *({**CP, "cp_attention": method} for method in (ContextAttention.ulysses, ContextAttention.all_gather)),
         *(TP, {**TP, **SP}),
@@ -222,7 +224,7 @@ def test_compiled_layers_train_over_cp_and_tp() -> None:
     assert not [line for lines in run_ranks(2, on_rank, timeout=240) for line in lines]
 
 
-def test_some_experts_get_no_token() -> None:
+def test_parity_samples_leave_some_experts_idle() -> None:
     gradients = grid.expected_curve("qwen3_moe", 2, torch.float64).gradients
     largest = gradients["model.layers.0.mlp.experts.down_proj"].abs().amax(dim=(1, 2))  # (experts,)
     assert (largest[: grid.IDLE_EXPERTS] == 0).all()
@@ -238,10 +240,10 @@ def test_the_whole_grid(world: int, model: str) -> None:
     record([Finding(world, model, each.name, "float64", refused=list(each.refused)) for each in found if each.refused])
     legal = [each for each in found if not each.refused]
     problems = []
-    for start in range(0, len(legal), AT_ONCE):
-        some = legal[start : start + AT_ONCE]
-        plain = [each for each in some if each.parallelism.activation_checkpointing == ActivationCheckpointing.none]
-        for dtype, chosen in ((torch.float64, some), (torch.float32, plain)):
+    for start in range(0, len(legal), MAX_MESHES):
+        batch = legal[start : start + MAX_MESHES]
+        plain = [each for each in batch if each.parallelism.activation_checkpointing == ActivationCheckpointing.none]
+        for dtype, chosen in ((torch.float64, batch), (torch.float32, plain)):
             work = [(each, dtype) for each in chosen]
             problems.append(problems_of(run_cells(world, work, timeout=3500)))
     assert not any(problems), "\n".join(problems)
@@ -250,14 +252,14 @@ def test_the_whole_grid(world: int, model: str) -> None:
 PP = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "olmo": ({}, PP),  # its last norm has no parameters
+    "olmo": ({}, PP),  # the final norm has no parameters
     "olmoe": ({"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.05}, TP),  # clamps its projections in place
-    "granite": ({"embedding_multiplier": 2.0}, PP),  # scaled by the forward itself
-    "phimoe": ({"sliding_window": 4, "num_local_experts": 2, "router_jitter_noise": 0.0}, FSDP2),  # only in its mask
-    "apertus": ({}, TP),  # all features share the numbers of its activation
+    "granite": ({"embedding_multiplier": 2.0}, PP),  # the forward scales the embeddings
+    "phimoe": ({"sliding_window": 4, "num_local_experts": 2, "router_jitter_noise": 0.0}, FSDP2),  # window in mask only
+    "apertus": ({}, TP),  # its activation has parameters that all features share
     "deepseek_v2": ({**LATENT, "num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 2}, TP),
 }
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "cohere": ({"use_qk_norm": True}, TP, "self_attn.q_norm has a weight for each head, and tp divides heads"),
     "jamba": ({"num_experts": 2, "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 2,
                "attn_layer_offset": 1, "use_mamba_kernels": False}, TP,
@@ -276,29 +278,29 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def test_families_that_hide_something() -> None:
-    """What a forward does beside its modules happens once; what cannot be divided is refused by name."""
+def test_families_with_special_forwards_match_or_are_rejected() -> None:
+    """Operations of a forward outside its modules run once; layers that cannot be sharded are rejected by name."""
 
-    def of(name: str, values: dict[str, Any]) -> nn.Module:
-        # DeepSeek turns its queries in complex numbers of float32; the router of PhiMoE is not the one we know.
+    def build_family(name: str, values: dict[str, Any]) -> nn.Module:
+        # DeepSeek rotates its queries in complex64; the float64 router of parity.py does not cover PhiMoE.
         dtype = torch.float32 if name in ("deepseek_v2", "phimoe") else torch.float64
         return build(name, dtype, {**SMALL, **values, "model_type": name})
 
-    built = {name: of(name, values) for name, (values, _) in FAMILIES.items()}
+    built = {name: build_family(name, values) for name, (values, _) in FAMILIES.items()}
     trained = {
         name: Case(name, mesh, 1 + ("pp" in mesh), 1, next(built[name].parameters()).dtype)
         for name, (_, mesh) in FAMILIES.items()
     }
-    expected = {name: reference(case, of(name, FAMILIES[name][0])) for name, case in trained.items()}
-    refused = {name: of(name, values) for name, (values, _, _) in REFUSED.items()}
+    expected = {name: reference(case, build_family(name, FAMILIES[name][0])) for name, case in trained.items()}
+    rejected = {name: build_family(name, values) for name, (values, _, _) in REJECTED.items()}
 
     def on_rank(rank: int) -> list[str]:
         found = []
         for name, case in trained.items():
             found += check(case, expected[name], *run_case(case, built[name]))
-        for name, (_, mesh, words) in REFUSED.items():
-            with pytest.raises(ConfigError, match=re.escape(words)):
-                run_case(Case(name, mesh, 1, 1), refused[name])
+        for name, (_, mesh, message) in REJECTED.items():
+            with pytest.raises(ConfigError, match=re.escape(message)):
+                run_case(Case(name, mesh, 1, 1), rejected[name])
         return found
 
     problems = sorted({line for lines in run_ranks(2, on_rank, timeout=240) for line in lines})

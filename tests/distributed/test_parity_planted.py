@@ -1,4 +1,4 @@
-"""Bugs planted in the ranks: the grid's check must see each of them, or it would prove nothing."""
+"""Mutation tests of the parity grid: the check must detect each bug that is planted in the ranks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def world_of(cell: Cell) -> int:
 
 
 def norms_are_not_summed() -> None:
-    """A norm sees its own heads, or its own part of the sequence, and keeps its part of the gradient."""
+    """Norms over local heads, or over a local sequence shard, keep their partial gradients."""
     start = ReplicatedParameters.__init__
     ReplicatedParameters.__init__ = lambda self, *, partial_grad=False: start(self, partial_grad=False)
 
 
 def tied_gradient_stays() -> None:
-    """The head's part of a tied embedding's gradient is dropped instead of moved to the first stage."""
+    """The gradient of the tied head is dropped instead of sent to the first stage."""
 
     def forget(self: Any) -> None:
         self._tied_is_fresh = False
@@ -54,7 +54,7 @@ def tied_gradient_stays() -> None:
 
 
 def tied_weight_stays() -> None:
-    """The head keeps the copy of the embedding that it got before the first step."""
+    """The tied head keeps the copy of the embedding from before the first step."""
     Pipeline._copy_tied_weight = copy_once(Pipeline._copy_tied_weight)
 
 
@@ -68,72 +68,74 @@ def copy_once(copy: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def embedding_is_untied() -> None:
-    """Tensor parallelism gives embedding and head a parameter each."""
+    """Tensor parallelism unties the embedding and the head."""
     apply_tp._retie = lambda model, ties: None
 
 
 def means_of_means() -> None:
-    """Each rank divides by its own number of tokens, and the ranks' gradients are averaged: the classic."""
-    right = step._forward_backward
+    """Each rank divides by its local number of targets, and the gradients of the ranks are averaged."""
+    original = step._forward_backward
 
     def wrong(model: Any, batches: list[Any], objective: Any, units: torch.Tensor) -> torch.Tensor:
-        own = torch.stack([count_targets(batch.targets) for batch in batches]).sum()
-        return right(model, batches, objective, own * model.settings.mesh.size("dp"))
+        local = torch.stack([count_targets(batch.targets) for batch in batches]).sum()
+        return original(model, batches, objective, local * model.settings.mesh.size("dp"))
 
     step._forward_backward = wrong
 
 
 def local_divisor() -> None:
-    """The number of target tokens is not summed over ranks."""
+    """The number of target tokens is not all-reduced."""
     step.sum_over_ranks = lambda vector: vector
 
 
 def loss_is_not_reduced() -> None:
-    """reduce_loss sums over this rank alone, so that each rank logs the mean of its own samples."""
-    right = step.reduce_loss
-    step.reduce_loss = lambda losses, tokens, dp_group, check_finite: right(losses, tokens, check_finite=check_finite)
+    """reduce_loss sums over the local rank only, so each rank logs the mean of its own samples."""
+    original = step.reduce_loss
+    step.reduce_loss = lambda losses, tokens, dp_group, check_finite: original(
+        losses, tokens, check_finite=check_finite
+    )
 
 
 def gradients_are_not_synchronized() -> None:
     """get_sync_ctx defers the reduction of gradients in the last micro-batch too."""
-    right = step.get_sync_ctx
-    step.get_sync_ctx = lambda model, is_optim_step, defer: right(model, False, True)
+    original = step.get_sync_ctx
+    step.get_sync_ctx = lambda model, is_optim_step, defer: original(model, False, True)
 
 
 def data_is_repeated() -> None:
     """Every data-parallel rank reads the first rank's samples."""
-    right = Mesh.rank
-    Mesh.rank = lambda self, name: 0 if name == "dp" else right(self, name)
+    original = Mesh.rank
+    Mesh.rank = lambda self, name: 0 if name == "dp" else original(self, name)
 
 
 def rows_in_wrong_order() -> None:
-    """Ranks of cp get their part of the row from left to right, and attention takes it for the zigzag."""
+    """cp ranks receive contiguous shards of the row, but attention assumes zigzag shards."""
 
-    def from_left(seq: int, mesh: Any, device: torch.device) -> torch.Tensor:
+    def contiguous_positions(seq: int, mesh: Any, device: torch.device) -> torch.Tensor:
         size = seq // mesh.size()
         return torch.arange(size, device=device) + size * mesh.get_local_rank()
 
-    context.local_positions = from_left
+    context.local_positions = contiguous_positions
 
 
 def positions_of_another_rank() -> None:
-    """Ranks of cp count the positions of their tokens from zero."""
-    right = context.shard_rows
+    """Position ids start at zero on every cp rank."""
+    original = context.shard_rows
 
     def wrong(batch: Batch, mesh: Mesh) -> Batch:
-        local = right(batch, mesh)
+        local = original(batch, mesh)
         return replace(local, position_ids=torch.arange(local.shape[1]).expand_as(local.input_ids))
 
     forward.shard_rows = wrong
 
 
 def shared_experts_are_not_summed() -> None:
-    """tp ranks that hold the same experts keep the gradient of their own tokens."""
+    """Gradients of experts that are replicated over tp are not all-reduced."""
     expert._gradients = lambda placements: placements
 
 
 def expert_replicas_are_not_summed() -> None:
-    """Experts are sharded, but their gradients not summed over the replicas."""
+    """Expert gradients are not all-reduced over dp_replicate."""
     Mesh.expert_sharding = property(lambda self: self["efsdp"] if "efsdp" in self else self["dp_shard"])
 
 
@@ -157,18 +159,21 @@ BUGS: list[tuple[Callable[[], None], str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("plant", "model", "mesh", "words"), BUGS, ids=lambda value: getattr(value, "__name__", None))
-def test_the_check_sees_a_planted_bug(plant: Callable[[], None], model: str, mesh: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("plant", "model", "mesh", "pattern"), BUGS, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_parity_check_detects_planted_bug(plant: Callable[[], None], model: str, mesh: str, pattern: str) -> None:
     work = cell_of(model, mesh)
-    dtype = torch.float32 if plant is tied_weight_stays else torch.float64  # several steps, or the first alone
+    # float64 runs only the first step, but a stale tied weight shows in later steps.
+    dtype = torch.float32 if plant is tied_weight_stays else torch.float64
     (finding,) = run_cells(world_of(work), [(work, dtype)], timeout=100, sabotage=plant)
-    assert re.search(words, "\n".join(finding.problems)), finding
+    assert re.search(pattern, "\n".join(finding.problems)), finding
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_nothing_is_seen_where_no_bug_is_planted(world: int) -> None:
-    sound = [cell_of(model, mesh) for model, mesh in dict.fromkeys((model, mesh) for _, model, mesh, _ in BUGS)]
-    work = [(each, torch.float64) for each in sound if world_of(each) == world]
+def test_parity_check_passes_without_planted_bugs(world: int) -> None:
+    unmodified = [cell_of(model, mesh) for model, mesh in dict.fromkeys((model, mesh) for _, model, mesh, _ in BUGS)]
+    work = [(each, torch.float64) for each in unmodified if world_of(each) == world]
     for finding in run_cells(world, work, timeout=100):
         assert not finding.refused
         assert not finding.problems

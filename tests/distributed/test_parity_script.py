@@ -1,4 +1,4 @@
-"""scripts/parity.py as a person starts it: the table and its files, a mesh that is wrong, options that are wrong."""
+"""scripts/parity.py from the command line: its table and files, failing meshes and invalid options."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_the_table_of_a_tiny_model(tmp_path: Path) -> None:
+def test_tiny_model_passes_and_writes_table_files(tmp_path: Path) -> None:
     meshes = "dp_shard2,pp2"
-    ended = run(*JOB, "--processes", "2", "--steps", "2", "--meshes", meshes, "--out", "table", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    completed = run(*JOB, "--processes", "2", "--steps", "2", "--meshes", meshes, "--out", "table", cwd=tmp_path)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     rows = list(csv.DictReader((tmp_path / "table" / "parity.csv").open()))
     assert [(row["mesh"], row["verdict"]) for row in rows] == [(name, "ok") for name in meshes.split(",")]
     assert all(0 < float(row["gradient"]) < 1e-4 and row["worst_gradient"] for row in rows)
@@ -34,15 +34,15 @@ def test_the_table_of_a_tiny_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="make parity")
-def test_a_named_mesh_that_the_model_rejects(tmp_path: Path) -> None:
-    """The model's config, which has no experts, suffices: nothing is built."""
-    ended = run(*JOB, "--processes", "2", "--steps", "1", "--meshes", "ep2", "--no-gradients", cwd=tmp_path)
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert ended.stderr.startswith("--meshes ep2: parallelism.ep=2: the model is dense, it has no experts; set")
+def test_named_mesh_that_the_model_does_not_support_is_rejected(tmp_path: Path) -> None:
+    """Detected from the config of a dense model, before any model is built."""
+    completed = run(*JOB, "--processes", "2", "--steps", "1", "--meshes", "ep2", "--no-gradients", cwd=tmp_path)
+    assert completed.returncode == 2, completed.stdout + completed.stderr
+    assert completed.stderr.startswith("--meshes ep2: parallelism.ep=2: the model is dense, it has no experts; set")
 
 
-def test_a_mesh_that_disagrees_and_one_that_dies(tmp_path: Path) -> None:
-    """A data set of the user's that is another one on another rank, and one that kills a rank."""
+def test_deviating_and_crashing_meshes_fail(tmp_path: Path) -> None:
+    """Uses a custom dataset that differs between ranks, and one that kills a rank."""
     (tmp_path / "mine.py").write_text(
         "import os\n"
         "from components.data import Example\n"
@@ -58,20 +58,20 @@ def test_a_mesh_that_disagrees_and_one_that_dies(tmp_path: Path) -> None:
     for name in ("build", "bad"):
         text = f"defaults:\n  - /schema/data/custom@_here_\n  - _self_\nfactory: mine:{name}\neval_split: held\n"
         (tmp_path / "conf" / "data" / f"custom_{name}.yaml").write_text(text)
-    for name, words in (("build", "loss off by"), ("bad", "failed: a process died")):
-        ended = run(*job, f"data=custom_{name}", "--out", name, cwd=tmp_path)
-        assert ended.returncode == 1, ended.stdout + ended.stderr
-        assert words in ended.stdout
+    for name, message in (("build", "loss off by"), ("bad", "failed: a process died")):
+        completed = run(*job, f"data=custom_{name}", "--out", name, cwd=tmp_path)
+        assert completed.returncode == 1, completed.stdout + completed.stderr
+        assert message in completed.stdout
         assert [row["verdict"] for row in csv.DictReader((tmp_path / name / "parity.csv").open())] == ["wrong"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--processes", "0"], "--processes 0: must be 1 or more"),
         (["--meshes", "fsdp9"], "--meshes fsdp9: no such mesh"),
         (["--processes", "2", "--meshes", "pp4"], "--meshes pp4: parallelism: pp 4 = 4 processes, but there are 2"),
-        (["--processes", "4", "--meshes", "pp4"], "--meshes pp4: parallelism.pp=4"),  # of two layers
+        (["--processes", "4", "--meshes", "pp4"], "--meshes pp4: parallelism.pp=4"),  # the model has two layers
         (["model=tiny_moe", "--processes", "3", "--meshes", "ep3"], "--meshes ep3: parallelism.ep=3"),
         (["parallelism=ddp"], "parallelism=ddp: this script sets the meshes by --meshes"),
         (["model.dtype=float64"], "this script sets the dtype by --dtype"),
@@ -81,10 +81,12 @@ def test_a_mesh_that_disagrees_and_one_that_dies(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_options_end_before_torch(arguments: list[str], words: str, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")  # the first on the path
-    ended = run(*JOB, *arguments, cwd=tmp_path)
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert words in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_invalid_options_are_rejected_before_torch_is_imported(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")  # shadows the real torch
+    completed = run(*JOB, *arguments, cwd=tmp_path)
+    assert completed.returncode == 2, completed.stdout + completed.stderr
+    assert message in completed.stderr
+    assert "Traceback" not in completed.stderr
     assert not (tmp_path / "outputs").exists()

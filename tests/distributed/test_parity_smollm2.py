@@ -1,6 +1,6 @@
-"""The real SmolLM2-135M (9 heads, 3 kv heads) in float32: one curve on every mesh, against one process.
+"""Loss curves of pretrained SmolLM2-135M (9 heads, 3 kv heads) in float32 on several meshes, compared with one process.
 
-The first 4 layers, whole embeddings and all; `make parity` takes all 30.
+Uses the first 4 layers and the full embeddings; `make parity` uses all 30 layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPES: dict[int, list[dict[str, Any]]] = {
 }
 LAYERS = 30 if EVERYTHING else 4
 SAMPLES = {3: 2, 4: 4}
-"""Of a step, by world size: a data-parallel rank needs one at least."""
+"""World size -> samples per step; each data-parallel rank needs at least one."""
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +48,16 @@ def smollm2() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def texts() -> list[Sample]:
-    """Questions about the standard library, of unequal lengths."""
+    """Samples about the standard library, of unequal lengths."""
     dataset = data.build_dataset(DocsDataConfig(), models.load_tokenizer(CONFIG), seq_len=96, split="train")
     chosen = [dataset[index] for index in range(0, 160, 20)]
     return [(torch.tensor(example.input_ids), torch.tensor(example.labels)) for example in chosen]
 
 
 @pytest.mark.parametrize("world_size", [4, 3] if EVERYTHING else [4])
-def test_real_weights_have_one_curve(world_size: int, smollm2: nn.Module, texts: list[Sample]) -> None:
+def test_pretrained_weights_have_one_curve_on_every_mesh(
+    world_size: int, smollm2: nn.Module, texts: list[Sample]
+) -> None:
     def samples(step: int) -> list[Sample]:
         return texts[step * SAMPLES[world_size] :][: SAMPLES[world_size]]
 
@@ -76,7 +78,7 @@ def test_real_weights_have_one_curve(world_size: int, smollm2: nn.Module, texts:
 
 
 def first_layers(model: nn.Module, count: int) -> nn.Module:
-    """A copy of a Llama with its first `count` layers."""
+    """Return a copy of a Llama model with only its first `count` layers."""
     layers = model.model.layers
     model.model.layers = layers[:count]
     short = copy.deepcopy(model)

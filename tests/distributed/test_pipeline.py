@@ -1,6 +1,6 @@
-"""Pipeline stages hold nothing of others; models on any mesh are evaluated and answer as one process would.
+"""Pipeline stages hold only their own parameters; evaluation and generation on any mesh match one process.
 
-The reference is transformers' own model in one process, trained by plain PyTorch.
+The reference is the transformers model in one process, trained with plain PyTorch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NEW_TOKENS = 6
 
 @dataclass
 class Run:
-    """A model on a mesh."""
+    """A model parallelized on a mesh."""
 
     mesh: Mesh
     config: ParallelismConfig
@@ -57,7 +57,7 @@ class Run:
 
 
 def start(cfg: ModelConfig, axes: dict[str, Any]) -> Run:
-    """As the recipes do it."""
+    """Build, parallelize and load a model in the same way as the recipes."""
     config = ParallelismConfig(**{"dp_shard": 1, **axes})
     mesh = distributed.build_mesh(config, "cpu")
     model = models.build_on_meta(cfg)
@@ -77,7 +77,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
         config.num_hidden_layers = LAYERS
         config.use_cache = False
         if hasattr(config, "intermediate_size"):
-            config.intermediate_size = 128  # a layer of more bytes than the embedding
+            config.intermediate_size = 128  # makes a layer larger than the embedding
         for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
             if hasattr(config, dropout):
                 setattr(config, dropout, 0.0)
@@ -96,60 +96,65 @@ def reference(cfg: ModelConfig) -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", ["llama", "llama3", "gpt2"])
 @pytest.mark.parametrize(("pp", "axes"), [(2, {}), (4, {}), (2, {"pp_schedule": "Interleaved1F1B"})])
-def test_a_stage_holds_its_own_parameters_and_no_others(
+def test_pipeline_stage_holds_only_its_own_parameters(
     family: str, pp: int, axes: dict[str, Any], saved: dict[str, ModelConfig]
 ) -> None:
-    """By name, by value, and by what the allocator gave while the model was built and loaded."""
-    whole = reference(saved[family])
-    places = ParallelismConfig(pp=pp, **axes).stage_places(pp)
-    ranges = stage_layers(LAYERS, len(places))
+    """Checked by name, by value, and by the bytes allocated while the model is built and loaded."""
+    expected_model = reference(saved[family])
+    stage_ranks = ParallelismConfig(pp=pp, **axes).stage_places(pp)
+    ranges = stage_layers(LAYERS, len(stage_ranks))
     mapped = (Path(str(saved[family].path)) / "model.safetensors").stat().st_size
     assert sorted(layer for each in ranges for layer in each) == list(range(LAYERS))
 
     def body(rank: int) -> dict[str, Any]:
         with allocations() as changes:
             run = start(saved[family], {"pp": pp, **axes})
-        changes = [change for change in changes if abs(change) != mapped]  # a file in the address space, not in memory
+        # A memory-mapped file is not resident memory.
+        changes = [change for change in changes if abs(change) != mapped]
         for name, parameter in run.model.named_parameters():
-            assert torch.equal(parameter.full_tensor(), whole.get_parameter(name)), name
+            assert torch.equal(parameter.full_tensor(), expected_model.get_parameter(name)), name
         stages = run.layout.stages
         assert stages is not None
         copies = [] if stages.tied_head is None else [stages.tied_head.weight]
         return {
             "names": [name for name, _ in run.model.named_parameters()],
-            "copies": local_bytes(copies),
-            "own": local_bytes([*run.model.parameters(), *copies, *run.model.buffers()]),
-            "kept": sum(changes),
+            "copied_bytes": local_bytes(copies),
+            "model_bytes": local_bytes([*run.model.parameters(), *copies, *run.model.buffers()]),
+            "allocated": sum(changes),
             "peak": highest(changes),
         }
 
-    told = run_ranks(pp, body, timeout=120)
-    names = [name for each in told for name in each["names"]]
-    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())  # together the model, nothing twice
-    for rank, each in enumerate(told):
-        held = {layer for index, place in enumerate(places) if place == rank for layer in ranges[index]}
+    reports = run_ranks(pp, body, timeout=120)
+    names = [name for each in reports for name in each["names"]]
+    # The stages partition the parameters of the model.
+    assert sorted(names) == sorted(name for name, _ in expected_model.named_parameters())
+    for rank, each in enumerate(reports):
+        held = {layer for index, stage_rank in enumerate(stage_ranks) if stage_rank == rank for layer in ranges[index]}
         expected = {name for name in names if name.startswith(tuple(f"{PREFIX[family]}.{layer}." for layer in held))}
-        expected |= FIRST[family] if places[0] == rank else set()
-        expected |= LAST[family] if places[-1] == rank else set()
+        expected |= FIRST[family] if stage_ranks[0] == rank else set()
+        expected |= LAST[family] if stage_ranks[-1] == rank else set()
         assert set(each["names"]) == expected
-        # A tied head is no parameter: the last stage computes with a copy of the embedding, brought there each step.
-        head = local_bytes([whole.get_input_embeddings().weight])
-        assert each["copies"] == (head if FAMILIES[family] == "tied" and places[-1] == rank else 0)
-        layer = local_bytes(p for name, p in whole.named_parameters() if name.startswith(f"{PREFIX[family]}.0."))
-        assert each["own"] <= each["kept"] < each["own"] + layer / 2
-        assert each["peak"] < each["own"] + 3 * layer / 4  # what is read from disk goes where it belongs at once
+        # A tied head is not a parameter: each step, the last stage receives a copy of the embedding for it.
+        head = local_bytes([expected_model.get_input_embeddings().weight])
+        assert each["copied_bytes"] == (head if FAMILIES[family] == "tied" and stage_ranks[-1] == rank else 0)
+        layer = local_bytes(
+            p for name, p in expected_model.named_parameters() if name.startswith(f"{PREFIX[family]}.0.")
+        )
+        assert each["model_bytes"] <= each["allocated"] < each["model_bytes"] + layer / 2
+        # Weights are read from disk straight into the parameters.
+        assert each["peak"] < each["model_bytes"] + 3 * layer / 4
 
 
-def shares(samples: list[Sample], mesh: Mesh, accumulation: int) -> list[Batch]:
-    """This rank's micro-batches, each as wide as its longest row needs."""
+def local_batches(samples: list[Sample], mesh: Mesh, accumulation: int) -> list[Batch]:
+    """Return this rank's micro-batches, each padded to its longest row."""
     per_rank = len(samples) // mesh.size("dp")
-    mine = samples[mesh.rank("dp") * per_rank :][:per_rank]
+    local = samples[mesh.rank("dp") * per_rank :][:per_rank]
     size = per_rank // accumulation
-    return [pad(mine[first : first + size], mesh.sequence_multiple) for first in range(0, per_rank, size)]
+    return [pad(local[first : first + size], mesh.sequence_multiple) for first in range(0, per_rank, size)]
 
 
 def token_losses(model: PreTrainedModel, samples: list[Sample]) -> tuple[torch.Tensor, int]:
-    """The sum of the token losses, every sample forwarded alone, and their number."""
+    """Return the sum of the token losses, with each sample forwarded alone, and the number of targets."""
     total, count = torch.zeros(()), 0
     for tokens, labels in samples:
         logits = model(input_ids=tokens[None], use_cache=False).logits[0]
@@ -159,54 +164,54 @@ def token_losses(model: PreTrainedModel, samples: list[Sample]) -> tuple[torch.T
 
 
 @dataclass
-class Said:
-    """What a model says of held-out data and prompts, before and after a step."""
+class Results:
+    """Held-out losses and generated answers before and after a training step."""
 
     losses: list[float]
     answers: list[list[str]]
 
 
-def expected_of(cfg: ModelConfig) -> Said:
-    """One process, plain PyTorch."""
-    model, tokenizer, said = reference(cfg), models.load_tokenizer(cfg), Said([], [])
+def expected_of(cfg: ModelConfig) -> Results:
+    """Compute the reference in one process with plain PyTorch."""
+    model, tokenizer, results = reference(cfg), models.load_tokenizer(cfg), Results([], [])
     for step in range(2):
         with torch.no_grad():
             total, count = token_losses(model, samples_of_step(50))
-        said.losses.append(float(total / count))
-        said.answers.append(models.generate(model, tokenizer, PROMPTS, NEW_TOKENS))
+        results.losses.append(float(total / count))
+        results.answers.append(models.generate(model, tokenizer, PROMPTS, NEW_TOKENS))
         if step == 0:
             total, count = token_losses(model, samples_of_step(0))
             (total / count).backward()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= LR * parameter.grad
-    assert abs(said.losses[1] - said.losses[0]) > 0.01  # a stale weight would show
-    assert said.answers[0] != said.answers[1]
-    return said
+    assert abs(results.losses[1] - results.losses[0]) > 0.01  # large enough to detect a stale weight
+    assert results.answers[0] != results.answers[1]
+    return results
 
 
-def said_on(run: Run, cfg: ModelConfig) -> Said:
-    """The same on a mesh, with four micro-batches of unequal widths."""
-    tokenizer, said = models.load_tokenizer(cfg), Said([], [])
+def results_on(run: Run, cfg: ModelConfig) -> Results:
+    """Compute the results on a mesh, with four micro-batches of unequal sequence length."""
+    tokenizer, results = models.load_tokenizer(cfg), Results([], [])
     optimizer = torch.optim.SGD(run.model.parameters(), lr=LR)
     accumulation = 4
     for step in range(2):
-        held_out = shares(samples_of_step(50), run.mesh, accumulation)
+        held_out = local_batches(samples_of_step(50), run.mesh, accumulation)
         loss = training.evaluate(training.Prepared(run.model, run.settings, run.replica), held_out).loss
-        said.losses.append(loss)
+        results.losses.append(loss)
         with distributed.whole_rows(run.replica, run.mesh, run.config) as forward:
-            said.answers.append(models.generate(run.model, tokenizer, PROMPTS, NEW_TOKENS, forward))
+            results.answers.append(models.generate(run.model, tokenizer, PROMPTS, NEW_TOKENS, forward))
         if step == 0:
-            batches = shares(samples_of_step(0), run.mesh, accumulation)
+            batches = local_batches(samples_of_step(0), run.mesh, accumulation)
             assert len({batch.shape[1] for batch in batches}) > 1
             training.train_step(training.Prepared(run.model, run.settings, run.replica), batches, optimizer)
-    return said
+    return results
 
 
 CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
         *((family, {"pp": 2}) for family in (("llama", "llama3", "gpt2") if EVERYTHING else ("gpt2",))),
-        ("llama", {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),  # first and last stage on one rank
+        ("llama", {"pp": 2, "pp_schedule": "ZBVZeroBubble"}),  # the first and last stages are on one rank
         ("llama3", {"cp": 2}),
         ("llama", {"cp": 2, "cp_attention": "all_gather"}),
         ("llama", {"tp": 2, "sequence_parallel": True}),
@@ -216,35 +221,33 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("llama3", {"pp": 2, "cp": 2}),
         ("llama", {"pp": 4}),
         ("llama", {"pp": 2, "tp": 2, "sequence_parallel": True}),
-        ("llama3", {"pp": 2, "dp_shard": 2}),  # widths differ between ranks, too
+        ("llama3", {"pp": 2, "dp_shard": 2}),  # sequence lengths differ between ranks, too
         ("mixtral", {"pp": 2, "ep": 2}),
     ],
 }
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_mesh_says_what_one_process_says_before_and_after_a_step(
-    world: int, saved: dict[str, ModelConfig]
-) -> None:
+def test_losses_and_generations_on_every_mesh_match_one_process(world: int, saved: dict[str, ModelConfig]) -> None:
     cases = CASES[world]
     expected = {family: expected_of(saved[family]) for family in {family for family, _ in cases}}
 
     def body(rank: int) -> list[str]:
         problems = []
         for family, axes in cases:
-            said, wanted = said_on(start(saved[family], axes), saved[family]), expected[family]
-            if said.losses != pytest.approx(wanted.losses, rel=1e-5):
-                problems.append(f"{family} {axes}: losses {said.losses}, not {wanted.losses}")
-            if said.answers != wanted.answers:
-                problems.append(f"{family} {axes}: answers {said.answers}, not {wanted.answers}")
+            results, reference_results = results_on(start(saved[family], axes), saved[family]), expected[family]
+            if results.losses != pytest.approx(reference_results.losses, rel=1e-5):
+                problems.append(f"{family} {axes}: losses {results.losses}, not {reference_results.losses}")
+            if results.answers != reference_results.answers:
+                problems.append(f"{family} {axes}: answers {results.answers}, not {reference_results.answers}")
         return problems
 
     problems = [line for lines in run_ranks(world, body, timeout=240) for line in lines]
     assert not problems, "\n".join(sorted(set(problems)))
 
 
-def test_a_refusal_of_one_stage_reaches_all_ranks() -> None:
-    """Only the stages with layers see that they cannot attend to packed rows; none waits for their hidden states."""
+def test_config_error_of_one_stage_is_raised_on_all_ranks() -> None:
+    """Only stages with layers detect that they cannot attend to packed rows; no other stage waits for hidden states."""
     values = {**SMALL, "model_type": "nemotron"}
     case = Case("nemotron", {"strategy": "fsdp2", "dp_shard": 1, "pp": 2})
     model = build("nemotron", torch.float32, values)

@@ -1,4 +1,4 @@
-"""Pure and mixed bfloat16: what has which type, and that gradients are summed in float32 in both."""
+"""Dtypes under pure and mixed bfloat16; gradients are reduced in float32 in both."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.harness import run_ranks
 CPU = torch.device("cpu")
 
 
-def test_modes_have_names() -> None:
-    def told(stored: DType, compute: DType) -> str:
+def test_compute_dtype_describes_the_precision_mode() -> None:
+    def description(stored: DType, compute: DType) -> str:
         return training.compute_dtype(ModelConfig(path="x", dtype=stored, compute_dtype=compute), CPU)[1]
 
-    assert told(DType.bfloat16, DType.bfloat16).startswith("pure bfloat16: weights, gradients, optimizer state")
-    mixed = told(DType.float32, DType.bfloat16)
+    assert description(DType.bfloat16, DType.bfloat16).startswith("pure bfloat16: weights, gradients, optimizer state")
+    mixed = description(DType.float32, DType.bfloat16)
     assert mixed == "mixed: computed in bfloat16; weights, gradients and optimizer state in float32"
-    assert told(DType.float32, DType.float32) == "computed in float32"
-    assert told(DType.float64, DType.auto) == "computed in float64, as stored"
+    assert description(DType.float32, DType.float32) == "computed in float32"
+    assert description(DType.float64, DType.auto) == "computed in float64, as stored"
 
 
-class _Summed(TorchDispatchMode):
-    """Remembers the types of large tensors that are summed over ranks."""
+class _RecordReductions(TorchDispatchMode):
+    """Record the dtypes of large tensors that are reduced over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,9 @@ class _Summed(TorchDispatchMode):
 
 @pytest.mark.parametrize("axes", [FSDP2, DDP], ids=["fsdp2", "ddp"])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["pure", "mixed"])
-def test_what_is_bfloat16_and_what_is_summed_in_float32(axes: dict[str, Any], stored: torch.dtype) -> None:
+def test_state_keeps_storage_dtype_and_gradients_are_reduced_in_float32(
+    axes: dict[str, Any], stored: torch.dtype
+) -> None:
     tokens = torch.randint(3, 97, (1, 16), generator=torch.Generator().manual_seed(0))
     batch = Batch.from_labels(tokens, tokens)
 
@@ -62,15 +64,15 @@ def test_what_is_bfloat16_and_what_is_summed_in_float32(axes: dict[str, Any], st
         autocast = training.autocast_dtype(config, model_config, torch.bfloat16)
         settings = training.StepSettings(device=CPU, mesh=mesh, autocast=autocast)
         optimizer = training.build_optimizer(model, AdamWConfig(lr=1e-2))
-        with _Summed() as summed:
+        with _RecordReductions() as reduced:
             losses = [
                 training.train_step(training.Prepared(model, settings, replica), [batch] * 2, optimizer)["loss"].item()
                 for _ in range(4)
             ]
         moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
-        return {str(each.dtype)[6:] for each in [*model.parameters(), *moments]}, summed.types, losses
+        return {str(each.dtype)[6:] for each in [*model.parameters(), *moments]}, reduced.types, losses
 
-    for held, summed, losses in run_ranks(2, on_rank):
-        assert held == {str(stored)[6:]}
-        assert summed == {"float32"}
+    for state_dtypes, reduced, losses in run_ranks(2, on_rank):
+        assert state_dtypes == {str(stored)[6:]}
+        assert reduced == {"float32"}
         assert losses[-1] < losses[0]

@@ -1,4 +1,4 @@
-"""Which ranks draw equal random numbers, and dropout on activations that sequence parallelism shards."""
+"""Random streams of ranks, and dropout on activations that sequence parallelism shards."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ MESHES: list[dict[str, Any]] = [
     {**ONE, "cp": 2, "tp": 2},
 ]
 VARIANTS = {"gpt_neox": ((False, False), (True, True)), "starcoder2": ((True, False),), "llama": ((False, False),)}
-"""Whether layers are recomputed and compiled."""
+"""Model -> (whether layers are recomputed, whether layers are compiled)."""
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt_neox": {**SMALL, "model_type": "gpt_neox", "hidden_dropout": 0.3},  # by modules of the layer
-    "starcoder2": {**SMALL, "model_type": "starcoder2", "residual_dropout": 0.3},  # by a function within the blocks
-    "llama": {**SMALL, "model_type": "llama", "attention_dropout": 0.3},  # of heads, which every rank has its own of
+    "gpt_neox": {**SMALL, "model_type": "gpt_neox", "hidden_dropout": 0.3},  # dropout modules of the layer
+    "starcoder2": {**SMALL, "model_type": "starcoder2", "residual_dropout": 0.3},  # dropout function in the blocks
+    "llama": {**SMALL, "model_type": "llama", "attention_dropout": 0.3},  # dropout of the local heads
 }
 
 
-def test_all_ranks_but_those_of_tp_draw_numbers_of_their_own() -> None:
+def test_ranks_draw_equal_random_numbers_only_within_a_tp_group() -> None:
     def on_rank(rank: int) -> list[tuple[tuple[int, ...], list[float]]]:
         drawn = []
         for shape in MESHES:
@@ -48,14 +48,14 @@ def test_all_ranks_but_those_of_tp_draw_numbers_of_their_own() -> None:
         return drawn
 
     for shape, ranks in zip(MESHES, zip(*run_ranks(4, on_rank), strict=True), strict=True):
-        for place, numbers in ranks:
+        for coordinates, numbers in ranks:
             for other, others in ranks:
-                assert (numbers == others) == (place == other), f"{shape}: {place} and {other}"
-                assert place == other or not set(numbers) & set(others), f"{shape}: {place} and {other}"
+                assert (numbers == others) == (coordinates == other), f"{shape}: {coordinates} and {other}"
+                assert coordinates == other or not set(numbers) & set(others), f"{shape}: {coordinates} and {other}"
 
 
 def step_of(plain: Any, shape: dict[str, Any], recompute: bool, compiled: bool) -> Step:
-    """Loss and whole gradients of a step with dropout."""
+    """Return the loss and full gradients of a step with dropout."""
     config = ParallelismConfig(**shape)
     mesh = distributed.build_mesh(config, "cpu")
     distributed.seed_ranks(3, mesh)
@@ -73,8 +73,8 @@ def step_of(plain: Any, shape: dict[str, Any], recompute: bool, compiled: bool) 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_dropout_of_a_sharded_sequence_is_that_of_the_whole(name: str) -> None:
-    """Each rank drops its part of what tp ranks without sequence parallelism drop, also recomputed and compiled."""
+def test_dropout_under_sequence_parallelism_matches_replicated_dropout(name: str) -> None:
+    """Each rank applies its shard of the mask that plain tp applies, also when layers are recomputed and compiled."""
     plain = build(name, torch.float64, MODELS[name])
 
     def on_rank(rank: int) -> tuple[Step, list[str]]:
@@ -87,7 +87,7 @@ def test_dropout_of_a_sharded_sequence_is_that_of_the_whole(name: str) -> None:
 
     ranks = run_ranks(2, on_rank)
     assert not ranks[0][1] + ranks[1][1], "\n".join(ranks[0][1] + ranks[1][1])
-    assert not differences(ranks[0][0], ranks[1][0])  # without it, tp ranks drop alike
+    assert not differences(ranks[0][0], ranks[1][0])  # without sequence parallelism, tp ranks apply the same mask
     for module in plain.modules():
         for key in ("p", "residual_dropout", "attention_dropout"):
             if hasattr(module, key):
@@ -96,4 +96,4 @@ def test_dropout_of_a_sharded_sequence_is_that_of_the_whole(name: str) -> None:
     def without(rank: int) -> float:
         return step_of(plain, TP, recompute=False, compiled=False)[0]
 
-    assert run_ranks(2, without)[0] != pytest.approx(ranks[0][0][0], rel=1e-6)  # something was dropped
+    assert run_ranks(2, without)[0] != pytest.approx(ranks[0][0][0], rel=1e-6)  # dropout was applied

@@ -1,7 +1,7 @@
-"""The router's auxiliary loss: one number and one gradient on every mesh, those of one process in plain PyTorch.
+"""The router auxiliary loss and its gradients on every mesh match one process in plain PyTorch.
 
-The reference forwards each sample alone and without padding and takes the logits that transformers records. float64:
-the logged loss within 1e-12, every parameter's gradient within 1e-10, both relative.
+The reference forwards each sample alone and without padding, and uses the router logits that transformers returns.
+float64: the logged loss within 1e-12 and the gradient of every parameter within 1e-10, both relative.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.distributed.parity import MOE_MODELS, Case, build, micro_batches, rel
 from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
 
-COEFFICIENT = 0.5  # large, so that the token loss does not drown what is wrong
+COEFFICIENT = 0.5  # large, so that the token loss does not hide an error
 CFG = ModelConfig(path="made here", router_aux_coef=COEFFICIENT)
 FULL = "full activation checkpointing"
 
@@ -42,21 +42,21 @@ SHAPES: dict[int, list[tuple[dict[str, Any], int, str]]] = {
     4: [({**EP, **SP}, 2, FULL), ({**CP, "ep": 2}, 2, ""), ({**CP, "tp": 2}, 1, ""), ({**CP, "pp": 2}, 2, FULL),
         ({**PP, "ep": 2}, 2, "")],
 }  # fmt: skip
-"""Processes -> parallelism, accumulation, and whether layers are recomputed."""
+"""World size -> (parallelism, gradient accumulation, activation checkpointing)."""
 
 Step = tuple[float, dict[str, torch.Tensor]]
 """Loss and gradients."""
 
 
 def samples(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of unequal lengths and unequal numbers of target tokens; one has none."""
+    """Return samples of unequal lengths and unequal numbers of targets; one has no targets."""
     made = samples_of_step(step)
     made[3][1][:] = -100
     return made
 
 
 def reference(model: torch.nn.Module, coefficient: float = COEFFICIENT) -> Step:
-    model, total, balance, count = copy.deepcopy(model), torch.zeros(()).double(), torch.zeros(()).double(), 0
+    model, total, aux_loss, count = copy.deepcopy(model), torch.zeros(()).double(), torch.zeros(()).double(), 0
     top_k = model.config.num_experts_per_tok
     for tokens, labels in samples(0):
         output = model(input_ids=tokens[None], use_cache=False, output_router_logits=True)
@@ -66,15 +66,15 @@ def reference(model: torch.nn.Module, coefficient: float = COEFFICIENT) -> Step:
         for logits in output.router_logits:  # (tokens, experts) of a layer
             probabilities = logits.softmax(dim=-1)
             chosen = F.one_hot(probabilities.topk(top_k).indices, logits.shape[-1]).sum(1).double()
-            of_layer = logits.shape[-1] * (chosen.mean(0) * probabilities.mean(0)).sum()
-            balance = balance + targets * of_layer / len(output.router_logits)
-    loss = (total + coefficient * balance) / count
+            layer_loss = logits.shape[-1] * (chosen.mean(0) * probabilities.mean(0)).sum()
+            aux_loss = aux_loss + targets * layer_loss / len(output.router_logits)
+    loss = (total + coefficient * aux_loss) / count
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def on_mesh(plain: torch.nn.Module, case: Case, recompute: str) -> Step:
-    """The logged loss, and the whole gradients of the parameters that this rank has."""
+    """Return the logged loss and the full gradients of this rank's parameters."""
     config = ParallelismConfig(**case.parallelism)
     mesh = distributed.build_mesh(config, "cpu")
     model: Any = copy.deepcopy(plain).train()
@@ -86,23 +86,23 @@ def on_mesh(plain: torch.nn.Module, case: Case, recompute: str) -> Step:
     called = distributed.wrap_replicas(model, mesh, config, layout)
     settings = training.StepSettings(torch.device("cpu"), max_grad_norm=0.0, mesh=mesh, router_loss=loss)
     batches = micro_batches(case, mesh, 0)
-    named = dict(model.named_parameters())  # FSDP2 shows others while the root is gathered
-    catcher = Catcher(named.values(), lr=0.0)
+    named = dict(model.named_parameters())  # while the root is unsharded, FSDP2 exposes other parameters
+    recorder = GradientRecorder(named.values(), lr=0.0)
     first, second = (
-        training.train_step(training.Prepared(model, settings, called), batches, catcher)["loss"].item()
+        training.train_step(training.Prepared(model, settings, called), batches, recorder)["loss"].item()
         for _ in range(2)
     )
-    assert first == second  # nothing of a step is left for the next
+    assert first == second  # no state is carried over to the next step
     tokens_only = training.evaluate(training.Prepared(model, settings, called), batches).loss
     assert tokens_only == pytest.approx(reference_of[case.model, 0.0][0], rel=1e-12)
-    return first, {name: catcher.caught[parameter] for name, parameter in named.items()}
+    return first, {name: recorder.full_gradients[parameter] for name, parameter in named.items()}
 
 
-class Catcher(torch.optim.SGD):
-    """Keeps whole gradients, and leaves the weights as they are."""
+class GradientRecorder(torch.optim.SGD):
+    """Optimizer that stores full gradients and leaves the weights unchanged."""
 
     def step(self, closure: Any = None) -> None:
-        self.caught = {
+        self.full_gradients = {
             parameter: (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
             for parameter in self.param_groups[0]["params"]
             if (grad := parameter.grad) is not None
@@ -113,7 +113,7 @@ reference_of: dict[tuple[str, float], Step] = {}
 
 
 @pytest.mark.parametrize("world_size", SHAPES)
-def test_the_loss_and_its_gradients_are_those_of_one_process(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_loss_and_gradients_match_one_process(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     built = {}
     for name in ("mixtral", "qwen3_moe"):
         monkeypatch.setitem(MOE_MODELS, name, {**MOE_MODELS[name], "num_hidden_layers": 4})  # for four stages

@@ -1,6 +1,7 @@
-"""Mesh coordinates and backends (seed page 002): ours against the published behaviour.
+"""Mesh coordinates and backends, compared with the published behavior of OLMo-core.
 
-Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
+their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from tests.harness import run_ranks
 
 
 @both_sides
-def test_a_mesh_that_holds_a_rank_twice_is_an_error_of_its_own(side: str) -> None:
-    """SEED_NOTES 3 (get_mesh_coordinates): an assert, which vanishes with -O."""
+def test_mesh_with_a_duplicate_rank_raises_value_error(side: str) -> None:
+    """OLMo-core get_mesh_coordinates: uses an assert, which -O removes."""
 
     def check(rank: int, coordinates: Callable[..., Any]) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         assert coordinates(mesh, rank=3) == [1, 1]
         assert coordinates(mesh, rank=9) is None
         assert utils.get_mesh_coordinates(mesh) == [rank // 2, rank % 2]
-        twice = SimpleNamespace(mesh=torch.tensor([[0, 1], [1, 2]]))
+        duplicate = SimpleNamespace(mesh=torch.tensor([[0, 1], [1, 2]]))
         with pytest.raises(ValueError, match=r"rank 1 is at \[\[0, 1\], \[1, 0\]\]"):
-            coordinates(twice, rank=1)
+            coordinates(duplicate, rank=1)
 
     contrast(
         side, check, utils.get_mesh_coordinates, published.get_mesh_coordinates, symptom="AssertionError", world_size=4
@@ -40,8 +41,8 @@ def test_a_mesh_that_holds_a_rank_twice_is_an_error_of_its_own(side: str) -> Non
 
 
 @both_sides
-def test_backends_of_others_are_known(side: str) -> None:
-    """SEED_NOTES 3 (backend_supports_cpu): custom backends."""
+def test_registered_custom_backends_are_recognized(side: str) -> None:
+    """OLMo-core backend_supports_cpu: does not recognize custom backends."""
 
     def check(rank: int, supports_cpu: Callable[[str], bool]) -> None:
         dist.Backend.register_backend("homemade", lambda *arguments: None, devices=["cpu", "xpu"])
@@ -60,8 +61,7 @@ def test_backends_of_others_are_known(side: str) -> None:
     )
 
 
-def test_what_backends_support() -> None:
-    """Seed page 002 (backend_supports_cuda, backend_supports_cpu)."""
+def test_backend_device_support() -> None:
     table = {"gloo": (True, False), "nccl": (False, True), "cpu:gloo,cuda:nccl": (True, True), "mpi": (True, False)}
     for name, expected in table.items():
         assert (utils.backend_supports_cpu(name), utils.backend_supports_cuda(name)) == expected
@@ -72,8 +72,8 @@ def test_what_backends_support() -> None:
     assert run_ranks(1, lambda rank: (utils.backend_supports_cpu(), utils.backend_supports_cuda())) == [(True, False)]
 
 
-def test_a_group_started_without_a_backends_name_is_understood() -> None:
-    """Seed page 002: torch then chooses the backend by the tensor's device."""
+def test_group_initialized_without_a_backend_name_supports_cpu() -> None:
+    """Without a backend name, torch selects the backend by the device of the tensor."""
 
     def check(rank: int) -> tuple[bool, str]:
         dist.init_process_group()

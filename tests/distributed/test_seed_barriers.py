@@ -1,6 +1,7 @@
-"""Waiting for all ranks (seed pages 001, 002 and 003): ours against the published behaviour.
+"""Barriers, compared with the published behavior of NeMo AutoModel, OLMo-core and KempnerForge.
 
-Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
+their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ SECOND = timedelta(seconds=1)
 
 @both_sides
 @pytest.mark.parametrize("with_group", [False, True], ids=["world", "group"])
-def test_the_barriers_timeout_holds(side: str, with_group: bool) -> None:
-    """SEED_NOTES 2 (_barrier_with_timeout): peers waited 30 min inside new_group, and with group= for ever."""
+def test_barrier_returns_false_after_its_timeout(side: str, with_group: bool) -> None:
+    """NeMo AutoModel _barrier_with_timeout: peers wait 30 minutes in new_group, and forever if group= is given."""
 
     def check(rank: int, barrier: Callable[..., bool]) -> None:
         group = dist.new_group([0, 1]) if with_group else None
@@ -38,7 +39,7 @@ def test_the_barriers_timeout_holds(side: str, with_group: bool) -> None:
         assert barrier(timedelta(seconds=0.3), group) is False
         tell("rank 0 has given up")
         value = torch.ones(1)
-        dist.all_reduce(value)  # no group was harmed
+        dist.all_reduce(value)  # the process group still works
         assert value.item() == 2
 
     contrast(
@@ -52,8 +53,8 @@ def test_the_barriers_timeout_holds(side: str, with_group: bool) -> None:
 
 
 @both_sides
-def test_barriers_leave_no_groups_behind(side: str) -> None:
-    """SEED_NOTES 2 (_barrier_with_timeout): one world-sized group built per call, O(world^2) sockets each time."""
+def test_barrier_creates_no_process_groups(side: str) -> None:
+    """NeMo AutoModel _barrier_with_timeout: creates a world-sized group per call, with O(world^2) sockets each time."""
 
     def check(rank: int, barrier: Callable[..., bool]) -> None:
         before = dist.distributed_c10d._world.group_count
@@ -63,8 +64,8 @@ def test_barriers_leave_no_groups_behind(side: str) -> None:
     contrast(side, check, utils._barrier_with_timeout, published._barrier_with_timeout, symptom="assert 6 == 1")
 
 
-def test_a_barrier_of_a_subgroup_is_its_members_own(caplog: pytest.LogCaptureFixture) -> None:
-    """SEED_NOTES 2: an explicit group=. Members wait for members only, others are told that they are none."""
+def test_subgroup_barrier_waits_for_members_only(caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks outside the group raise NotInGroupError."""
 
     def check(rank: int) -> tuple[bool, bool]:
         group = dist.new_group([1, 2])
@@ -77,8 +78,8 @@ def test_a_barrier_of_a_subgroup_is_its_members_own(caplog: pytest.LogCaptureFix
     assert run_ranks(3, check) == [(True, True)] * 3
 
 
-def test_a_single_process_waits_for_nobody() -> None:
-    """Seed page 001: True at once without a process group, and in a group of one."""
+def test_single_process_barrier_returns_immediately() -> None:
+    """Holds without a process group and in a group of one rank."""
     assert utils._barrier_with_timeout(timedelta(0))
     assert utils._create_gloo_group() is None
     utils.barrier()
@@ -86,8 +87,8 @@ def test_a_single_process_waits_for_nobody() -> None:
 
 
 @both_sides
-def test_the_gloo_group_waits_as_long_as_the_run_does(side: str) -> None:
-    """SEED_NOTES 2 (_create_gloo_group): 30 minutes by default, whatever the timeout of the run."""
+def test_gloo_group_uses_the_timeout_of_the_default_group(side: str) -> None:
+    """NeMo AutoModel _create_gloo_group: uses the default of 30 minutes, whatever the timeout of the run."""
 
     def check(rank: int, create: Callable[[], Any]) -> None:
         join_world(SECOND)
@@ -112,7 +113,7 @@ def test_the_gloo_group_waits_as_long_as_the_run_does(side: str) -> None:
 
 
 class Lines(logging.Handler):
-    """Log lines of level INFO and above, wherever they come from."""
+    """Root handler that stores log lines of level INFO and above."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,8 +131,8 @@ def _published_barrier_and_log(string: str) -> None:
 
 
 @both_sides
-def test_only_rank_zero_logs(side: str) -> None:
-    """SEED_NOTES 2 (barrier_and_log): every rank logged although the page says rank 0."""
+def test_barrier_and_log_logs_on_rank_zero_only(side: str) -> None:
+    """NeMo AutoModel barrier_and_log: logs on every rank, although it documents rank 0 only."""
 
     def check(rank: int, barrier_and_log: Callable[..., None]) -> None:
         log = Lines()
@@ -144,14 +145,14 @@ def test_only_rank_zero_logs(side: str) -> None:
 
 
 @both_sides
-def test_a_barrier_that_hangs_has_left_a_line(side: str) -> None:
-    """SEED_NOTES 2 (barrier_and_log): it logged after the barrier only."""
+def test_barrier_and_log_logs_before_it_waits(side: str) -> None:
+    """NeMo AutoModel barrier_and_log: logs only after the barrier, so a hanging barrier leaves no trace in the log."""
 
     def check(rank: int, barrier_and_log: Callable[..., None]) -> None:
         if rank == 0:
             Lines()
         else:
-            hear("line 1")  # before this rank comes to the barrier
+            hear("line 1")  # before this rank enters the barrier
         barrier_and_log("before training")
 
     contrast(
@@ -165,8 +166,8 @@ def test_a_barrier_that_hangs_has_left_a_line(side: str) -> None:
 
 
 @both_sides
-def test_the_group_works_after_a_barrier_timed_out(side: str) -> None:
-    """SEED_NOTES 4 (_barrier_with_timeout), 2 (a timed-out gloo group is dead): and the missing rank is named."""
+def test_group_still_works_after_a_barrier_timeout(side: str) -> None:
+    """KempnerForge _barrier_with_timeout: a gloo group is unusable after a timeout. The missing rank is named here."""
 
     def check(rank: int, barrier: Callable[[float, str], None]) -> None:
         if rank == 1:
@@ -185,8 +186,8 @@ def test_the_group_works_after_a_barrier_timed_out(side: str) -> None:
 
 
 @both_sides
-def test_another_error_is_not_called_a_timeout(side: str) -> None:
-    """SEED_NOTES 4 (_barrier_with_timeout): "timed out" is claimed for any RuntimeError."""
+def test_other_barrier_errors_are_not_reported_as_timeouts(side: str) -> None:
+    """KempnerForge _barrier_with_timeout: reports "timed out" for any RuntimeError."""
 
     def check(rank: int, barrier: Callable[[float, str], None]) -> None:
         if rank == 1:
@@ -197,7 +198,7 @@ def test_another_error_is_not_called_a_timeout(side: str) -> None:
         assert "Barrier failed during mesh" in str(caught.value)
 
     def _leave_after_reporting() -> None:
-        """Arrive where ours lets ranks report, then die without taking part in the collective."""
+        """Report this rank's arrival, then exit without taking part in the collective."""
         from components.distributed.process.barriers import missing_after
 
         if side == "ours":
@@ -216,8 +217,8 @@ def test_another_error_is_not_called_a_timeout(side: str) -> None:
         assert "AssertionError: Barrier timed out" in str(survivor)
 
 
-def test_the_barrier_passes_and_a_single_process_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """Seed page 003: returns when all have come; BarrierTimeoutError is a RuntimeError, as the page promises."""
+def test_named_barrier_passes_and_is_a_no_op_in_a_single_process(caplog: pytest.LogCaptureFixture) -> None:
+    """BarrierTimeoutError is a RuntimeError, as KempnerForge documents."""
 
     def check(rank: int) -> None:
         for _ in range(3):
@@ -229,8 +230,8 @@ def test_the_barrier_passes_and_a_single_process_waits_for_nobody(caplog: pytest
     assert logging.getLogger(init.__name__) is init.logger
 
 
-def test_a_barrier_waits_for_all() -> None:
-    """Seed page 002 (barrier); SEED_NOTES 3: within the group's own timeout, members only."""
+def test_barrier_waits_for_all_members() -> None:
+    """Ranks outside the group raise NotInGroupError."""
 
     def check(rank: int) -> float:
         group = dist.new_group([0, 2])

@@ -1,6 +1,7 @@
-"""Ending a distributed run (seed pages 000 and 003): ours against the published behaviour.
+"""Shutting down a distributed run, compared with the published behavior of NeMo AutoModel and KempnerForge.
 
-Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
+their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from tests.harness import join_world, run_ranks, start_ranks
 
 
 @both_sides
-def test_cleanup_is_registered_once(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SEED_NOTES 1.4: three starts, one handler at exit."""
+def test_atexit_cleanup_is_registered_once(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo AutoModel initialize_distributed: registers another exit handler on every start."""
 
     def check(rank: int, functions: tuple[Callable[..., Any], Callable[[], None]]) -> None:
         initialize, destroy = functions
         for _ in range(3):
             initialize("gloo")
             destroy()
-        asked = []
-        monkeypatch.setattr(dist, "is_initialized", lambda: bool(asked.append(1)))
+        calls = []
+        monkeypatch.setattr(dist, "is_initialized", lambda: bool(calls.append(1)))
         atexit._run_exitfuncs()
-        assert len(asked) == 1
+        assert len(calls) == 1
 
     contrast(
         side,
@@ -54,16 +55,16 @@ def test_cleanup_is_registered_once(side: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @both_sides
-def test_the_sigint_handler_survives_destroying(side: str) -> None:
-    """SEED_NOTES 1.4, 5 (_destroy_dist_connection): Ctrl-C afterwards does what it did before."""
+def test_sigint_handler_is_restored_after_destruction(side: str) -> None:
+    """NeMo AutoModel destroy_global_state: resets SIGINT to its default action."""
 
     def check(rank: int, destroy: Callable[[], None]) -> None:
-        def mine(number: int, frame: Any) -> None:
+        def handler(number: int, frame: Any) -> None:
             raise KeyboardInterrupt("mine")
 
-        signal.signal(signal.SIGINT, mine)
+        signal.signal(signal.SIGINT, handler)
         destroy()
-        assert signal.getsignal(signal.SIGINT) is mine
+        assert signal.getsignal(signal.SIGINT) is handler
         assert not dist.is_initialized()
 
     contrast(
@@ -72,8 +73,8 @@ def test_the_sigint_handler_survives_destroying(side: str) -> None:
 
 
 @both_sides
-def test_the_sigint_handler_survives_a_failure_to_destroy(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SEED_NOTES 1.4: handler not restored when destroy raises."""
+def test_sigint_handler_is_restored_if_destruction_fails(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo AutoModel destroy_global_state: leaves SIGINT ignored if the destruction raises."""
 
     def fail() -> None:
         raise OSError("cannot")
@@ -92,8 +93,8 @@ def test_the_sigint_handler_survives_a_failure_to_destroy(side: str, monkeypatch
 
 
 @both_sides
-def test_any_thread_may_destroy(side: str) -> None:
-    """SEED_NOTES 1.4: signal.signal raises outside the main thread."""
+def test_group_can_be_destroyed_from_any_thread(side: str) -> None:
+    """NeMo AutoModel destroy_global_state: calls signal.signal, which raises outside the main thread."""
 
     def check(rank: int, destroy: Callable[[], None]) -> None:
         errors: list[BaseException] = []
@@ -120,8 +121,8 @@ def test_any_thread_may_destroy(side: str) -> None:
     )
 
 
-def test_deep_ep_buffers_are_freed_before_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed page 000: the buffer goes first; SEED_NOTES 1 (destroy_global_state): best effort, a no-op when unused."""
+def test_deep_ep_buffers_are_freed_before_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Best effort, as in NeMo AutoModel destroy_global_state: a failing buffer does not stop the shutdown."""
 
     def check(rank: int) -> list[str]:
         order: list[str] = []
@@ -154,28 +155,28 @@ def test_deep_ep_buffers_are_freed_before_the_group(monkeypatch: pytest.MonkeyPa
         ]
         destroy = dist.destroy_process_group
 
-        def watched() -> None:
+        def recorded_destroy() -> None:
             order.append("group")
             destroy()
 
-        monkeypatch.setattr(dist, "destroy_process_group", watched)
+        monkeypatch.setattr(dist, "destroy_process_group", recorded_destroy)
         init.destroy_global_state()
-        init.destroy_global_state()  # nothing is left to do
-        assert buffers[3].runtime is None, "the buffer without destroy() keeps its memory"
+        init.destroy_global_state()  # a second call is a no-op
+        assert buffers[3].runtime is None, "the buffer without destroy() was not freed"
         return order
 
     assert run_ranks(1, check)[0] in (["explicit", "elastic", "group"], ["elastic", "explicit", "group"])
 
 
 @both_sides
-def test_nothing_stale_is_believed_after_the_end(side: str) -> None:
-    """SEED_NOTES 1 (get_world_size_safe), 4 (get_world_info, destroy_distributed): what was exported is taken back."""
+def test_destruction_restores_the_environment(side: str) -> None:
+    """KempnerForge destroy_distributed: leaves the exported variables, which later calls read as the current world."""
 
     def check(rank: int, functions: tuple[Callable[..., Any], Callable[[], None]]) -> None:
         get_world_info, destroy = functions
         before = dict(os.environ)
         assert get_world_info() == (rank, rank, 2)
-        assert os.environ["RANK"] == str(rank)  # what the page promises
+        assert os.environ["RANK"] == str(rank)  # as KempnerForge documents
         assert os.environ.get("LOCAL_WORLD_SIZE", "2") == "2"
         join_world()  # reads RANK and WORLD_SIZE
         destroy()
@@ -192,8 +193,8 @@ def test_nothing_stale_is_believed_after_the_end(side: str) -> None:
     )
 
 
-def test_destroying_beside_a_dead_peer_ends() -> None:
-    """SEED_NOTES 4 (destroy_distributed): no protection when a peer already died."""
+def test_destruction_returns_if_a_peer_is_dead() -> None:
+    """KempnerForge destroy_distributed: not protected against a peer that already died."""
 
     def check(rank: int) -> float:
         dist.barrier()
@@ -210,8 +211,8 @@ def test_destroying_beside_a_dead_peer_ends() -> None:
     assert survivor.result < 15
 
 
-def test_a_device_that_never_drains_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SEED_NOTES 4 (destroy_distributed): no device sync. Ours waits for the device, but not for ever."""
+def test_shutdown_waits_for_the_device_with_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KempnerForge destroy_distributed: does not synchronize the device."""
     queries = []
 
     class Event:

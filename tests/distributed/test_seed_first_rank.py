@@ -1,6 +1,7 @@
-"""A section that the first rank of each node runs first (seed page 001): ours against the published behaviour.
+"""FirstRankPerNode, compared with the published behavior of NeMo AutoModel.
 
-Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
+their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.harness import run_ranks, start_ranks
 
 
 def _enter(section: Any, body: Callable[[], object]) -> tuple[bool | None, BaseException | None]:
-    """Go through a section; return what it said (None: never entered) and the exception that came out of it."""
+    """Run `body` in a section; return the value of the section (None: not entered) and the exception that it raised."""
     first = None
     try:
         with section as first:
@@ -44,8 +45,8 @@ def _fail() -> None:
 
 
 @both_sides
-def test_every_node_has_a_first_rank(side: str) -> None:
-    """SEED_NOTES 2 (FirstRankPerNode), 7 (15), 8.2: on node-local disks each node must prepare its own files."""
+def test_first_rank_of_every_node_enters_first(side: str) -> None:
+    """NeMo AutoModel FirstRankPerNode: only global rank 0 is first, but each node must prepare its node-local files."""
 
     def check(rank: int, section: Callable[[], Any]) -> None:
         first, error = _enter(section(), _pass)
@@ -65,8 +66,8 @@ def test_every_node_has_a_first_rank(side: str) -> None:
 
 @both_sides
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_failing_first_rank_keeps_all_others_out(side: str, failing: int) -> None:
-    """SEED_NOTES 2 (FirstRankPerNode), 8.2: peers were released before the failure, and its type was lost."""
+def test_failure_of_a_first_rank_keeps_other_ranks_out(side: str, failing: int) -> None:
+    """NeMo AutoModel FirstRankPerNode: releases the peers although it failed, and loses the exception type."""
 
     def check(rank: int, section: Callable[[], Any]) -> None:
         first, error = _enter(section(), _fail if rank == failing else _pass)
@@ -90,8 +91,8 @@ def test_a_failing_first_rank_keeps_all_others_out(side: str, failing: int) -> N
 
 
 @both_sides
-def test_an_exception_keeps_its_type_in_a_world_of_one(side: str) -> None:
-    """SEED_NOTES 2 (FirstRankPerNode): ValueError surfaced as SystemExit."""
+def test_exception_keeps_its_type_in_a_world_of_one(side: str) -> None:
+    """NeMo AutoModel FirstRankPerNode: raises SystemExit in place of the original exception."""
 
     def check(rank: int, section: Callable[[], Any]) -> None:
         first, error = _enter(section(), _fail)
@@ -102,8 +103,8 @@ def test_an_exception_keeps_its_type_in_a_world_of_one(side: str) -> None:
 
 
 @both_sides
-def test_a_failing_other_rank_is_heard_of(side: str) -> None:
-    """SEED_NOTES 2 (FirstRankPerNode): nothing was signalled when a rank that is not first failed."""
+def test_failure_of_another_rank_ends_the_next_section(side: str) -> None:
+    """NeMo AutoModel FirstRankPerNode: does not signal the failure of a rank that is not first."""
 
     def check(rank: int, section: Callable[[], Any]) -> None:
         _, error = _enter(section(), _fail if rank == 1 else _pass)
@@ -127,14 +128,14 @@ def test_a_failing_other_rank_is_heard_of(side: str) -> None:
 
 
 @both_sides
-def test_nobody_continues_anyway_when_the_first_rank_takes_too_long(side: str) -> None:
-    """SEED_NOTES 2 (FirstRankPerNode): "Barrier timed out, continuing anyway"; a timeout that `with` can state."""
+def test_slow_first_rank_raises_timeout_error_on_other_ranks(side: str) -> None:
+    """NeMo AutoModel FirstRankPerNode: continues after a timeout, which cannot be set in a `with` statement."""
 
     def check(rank: int, section: Callable[..., Any]) -> None:
-        _enter(section(), _pass)  # so that both ranks are here
+        _enter(section(), _pass)  # synchronizes the ranks
 
         def body() -> None:
-            with contextlib.suppress(RuntimeError):  # on the published side rank 1 never gives up
+            with contextlib.suppress(RuntimeError):  # the published rank 1 never gives up
                 hear("rank 1 has given up", seconds=0.8 if rank == 0 else 0.01)
 
         first, error = _enter(section(timeout=timedelta(seconds=0.3)), body)
@@ -147,8 +148,8 @@ def test_nobody_continues_anyway_when_the_first_rank_takes_too_long(side: str) -
 
 
 @both_sides
-def test_the_section_may_outlast_every_process_group_timeout(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SEED_NOTES 2 (FirstRankPerNode), 7 (11): 10 hours are promised, 30 minutes were given. Here 1 s."""
+def test_section_may_run_longer_than_process_group_timeouts(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo AutoModel FirstRankPerNode: documents 10 hours, but waits for the gloo timeout of 30 minutes (here 1 s)."""
 
     def check(rank: int, section: Callable[[], Any]) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=1))
@@ -170,8 +171,8 @@ def test_the_section_may_outlast_every_process_group_timeout(side: str, monkeypa
     )
 
 
-def test_sections_nest_and_decorated_functions_recur() -> None:
-    """SEED_NOTES 2 (FirstRankPerNode): the state of one entry was kept on self, where the next one overwrote it."""
+def test_sections_nest_and_decorated_functions_recurse() -> None:
+    """NeMo AutoModel FirstRankPerNode: stores the state of an entry on self, so a nested entry overwrites it."""
 
     def check(rank: int) -> list[int]:
         order: list[int] = []
@@ -191,9 +192,7 @@ def test_sections_nest_and_decorated_functions_recur() -> None:
     assert run_ranks(2, check) == [[0, 1, 2]] * 2
 
 
-def test_a_group_has_its_own_first_ranks() -> None:
-    """SEED_NOTES 2 (FirstRankPerNode): an explicit group=; the first of each node among its members."""
-
+def test_first_ranks_are_chosen_among_the_members_of_a_group() -> None:
     def check(rank: int) -> bool | None:
         group = dist.new_group([1, 2, 3])
         if rank == 0:
@@ -206,8 +205,8 @@ def test_a_group_has_its_own_first_ranks() -> None:
     assert run_ranks(4, check, env=nodes_of_two) == [None, True, True, False]
 
 
-def test_sections_work_before_and_without_a_process_group() -> None:
-    """Seed page 001: "create / bootstrap"; works without distributed initialisation."""
+def test_sections_work_without_a_process_group() -> None:
+    """NeMo AutoModel documents that FirstRankPerNode works before distributed initialization."""
 
     def check(rank: int) -> bool:
         with utils.FirstRankPerNode() as first:
@@ -221,8 +220,8 @@ def test_sections_work_before_and_without_a_process_group() -> None:
         raise KeyError("as it is")
 
 
-def test_first_ranks_run_before_the_others_and_once_per_node() -> None:
-    """Seed page 001: what the section is for, over several sections; time is the witness."""
+def test_other_ranks_enter_after_all_first_ranks_leave() -> None:
+    """Checked with timestamps over several sections."""
 
     def check(rank: int) -> list[tuple[bool, float, float]]:
         spans = []
@@ -240,8 +239,8 @@ def test_first_ranks_run_before_the_others_and_once_per_node() -> None:
         assert max(ends) <= min(begins)
 
 
-def test_rank_zero_may_end_as_soon_as_it_is_through() -> None:
-    """LAUNCH: rank 0 serves the store. At its exit it lets the others read what it said last."""
+def test_rank_zero_may_exit_right_after_the_section() -> None:
+    """Rank 0 hosts the store, so at exit it must wait until the other ranks have read its last messages."""
 
     def check(rank: int, start: str) -> bool:
         if start == "ours":

@@ -1,4 +1,8 @@
-"""The parallelizer page (004): ours against the published behaviour. Docstrings name SEED_NOTES section 5's object."""
+"""The public parallelizer functions, compared with the published behavior of NeMo AutoModel's `parallelizer` module.
+
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
+their check against a re-creation of the published behavior, which must fail.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ class Block(nn.Module):
 
 
 class Towers(nn.Module):
-    """Two stacks one after the other, a list within a list, and layers in a dict."""
+    """A model with a ModuleList, nested ModuleLists and a ModuleDict of blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,13 +66,13 @@ def check_containers(rank: int, apply: Any) -> None:
 
 
 @both_sides
-def test_containers_are_descended_into(side: str) -> None:
-    """apply_fsdp_sharding_recursively: nested ModuleList, ModuleDict ignored."""
+def test_fsdp_wraps_blocks_inside_nested_lists_and_dicts(side: str) -> None:
+    """apply_fsdp_sharding_recursively: the published version skips nested ModuleLists and ModuleDicts."""
     ours, theirs = parallelizer.apply_fsdp_sharding_recursively, published.apply_fsdp
     contrast(side, check_containers, ours=ours, published=theirs, symptom="ModuleList|units are")
 
 
-def test_a_bare_list_is_sharded_like_a_child_list() -> None:
+def test_top_level_module_list_is_sharded_like_a_child_list() -> None:
     def on_rank(rank: int) -> None:
         lists = nn.ModuleList([Block(), nn.ModuleList([Block()])]), nn.ModuleDict({"a": Block(), "b": Block()})
         for blocks in lists:
@@ -80,7 +84,7 @@ def test_a_bare_list_is_sharded_like_a_child_list() -> None:
     run_ranks(2, on_rank)
 
 
-def check_only_the_last_unit_stays(rank: int, apply: Any) -> None:
+def check_only_the_last_unit_stays_unsharded(rank: int, apply: Any) -> None:
     model = nn.Module()
     model.first, model.second = nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])
     apply(model, mesh_1d(), None)
@@ -92,10 +96,16 @@ def check_only_the_last_unit_stays(rank: int, apply: Any) -> None:
 
 
 @both_sides
-def test_only_the_very_last_unit_stays_gathered(side: str) -> None:
-    """apply_fsdp_sharding_recursively: skips reshard on the last of each list."""
+def test_only_the_last_fsdp_unit_skips_reshard_after_forward(side: str) -> None:
+    """apply_fsdp_sharding_recursively: the published version skips resharding for the last unit of every list."""
     ours, theirs = parallelizer.apply_fsdp_sharding_recursively, published.apply_fsdp
-    contrast(side, check_only_the_last_unit_stays, ours=ours, published=theirs, symptom="gathered after the forward")
+    contrast(
+        side,
+        check_only_the_last_unit_stays_unsharded,
+        ours=ours,
+        published=theirs,
+        symptom="gathered after the forward",
+    )
 
 
 def check_plan_of_transformers_5(rank: int, plan_of: Any) -> None:
@@ -105,8 +115,8 @@ def check_plan_of_transformers_5(rank: int, plan_of: Any) -> None:
 
 
 @both_sides
-def test_style_names_of_transformers_5_are_known(side: str) -> None:
-    """get_hf_tp_shard_plan: ValueError for Llama, Mistral, Qwen3 in transformers 5."""
+def test_tp_styles_of_transformers_5_are_translated(side: str) -> None:
+    """get_hf_tp_shard_plan: published, Llama, Mistral and Qwen3 of transformers 5 raise ValueError."""
     contrast(
         side,
         check_plan_of_transformers_5,
@@ -139,29 +149,29 @@ TP_STYLES = [
 ]
 
 
-def test_every_style_of_transformers_is_translated_or_refused_by_name() -> None:
-    """get_hf_tp_shard_plan: an unknown style falls back, with a log line only, to a Llama-shaped plan."""
+def test_every_transformers_style_is_translated_or_rejected_by_name() -> None:
+    """get_hf_tp_shard_plan: published, an unknown style only logs a line and falls back to a Llama-shaped plan."""
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     assert set(TP_STYLES) <= set(ALL_PARALLEL_STYLES)
     for name in TP_STYLES:
         assert parallelizer.translate_to_torch_parallel_style(name) is not None
-    for name in {*ALL_PARALLEL_STYLES, "diagonal"} - set(TP_STYLES):  # those of expert parallelism
+    for name in {*ALL_PARALLEL_STYLES, "diagonal"} - set(TP_STYLES):  # styles of expert parallelism
         with pytest.raises(ValueError, match=f"Unknown parallel style: '{name}'"):
             parallelizer.translate_to_torch_parallel_style(name)
     with pytest.raises(AssertionError):
         parallelizer.translate_to_torch_parallel_style(3)  # type: ignore[arg-type]
 
 
-def test_translated_styles_are_not_shared() -> None:
-    """translate_to_torch_parallel_style: shared mutable instances."""
+def test_each_translation_returns_a_new_style_instance() -> None:
+    """translate_to_torch_parallel_style: the published version returns shared mutable instances."""
     ours, theirs = parallelizer.translate_to_torch_parallel_style, published.translate
     assert theirs("colwise") is theirs("colwise")
     assert ours("colwise") is not ours("colwise")
 
 
-def test_import_paths() -> None:
-    """import_class_from_path: no dot is an unpack error, nested attributes are not found."""
+def test_import_paths_resolve_nested_attributes_and_report_errors() -> None:
+    """import_class_from_path: published, undotted paths fail to unpack and nested attributes are not found."""
     with pytest.raises(ModuleNotFoundError):
         published.import_class_from_path("torch.nn.Linear.forward")
     assert parallelizer.import_class_from_path("torch.nn.Linear.forward") is nn.Linear.forward
@@ -176,8 +186,8 @@ def test_import_paths() -> None:
         parallelizer.import_class_from_path("torhc.nn.Linear")
 
 
-def test_a_failing_import_is_not_dropped() -> None:
-    """import_classes_from_paths: failures are printed and dropped, None is a TypeError."""
+def test_failed_imports_are_all_reported() -> None:
+    """import_classes_from_paths: published, failures are printed and dropped, and None is a TypeError."""
     assert published.import_classes_from_paths(["torch.nn.Lineer"]) == []
     with pytest.raises(ConfigError, match="Lineer") as caught:
         parallelizer.import_classes_from_paths(["torch.nn.Linear", "torch.nn.Lineer", "nowhere.X"])
@@ -193,42 +203,42 @@ def check_gpt2_without_tp(rank: int, parallelize: Any) -> None:
 
 
 @both_sides
-def test_models_without_llama_s_attributes(side: str) -> None:
-    """fsdp2_strategy_parallelize (a): GPT-2 fails with tp=1."""
+def test_model_without_llama_attributes_is_parallelized(side: str) -> None:
+    """fsdp2_strategy_parallelize: published, GPT-2 fails even with tp=1."""
     ours = parallelizer.fsdp2_strategy_parallelize
     contrast(side, check_gpt2_without_tp, ours=ours, published=published.fsdp2, symptom="no attribute 'model'")
 
 
-def own_plan(model: nn.Module) -> dict[str, Any]:
-    """Functions and values that a user's plan may be, by import path."""
+def user_plan(model: nn.Module) -> dict[str, Any]:
+    """A user-defined plan function that takes the model; loaded by import path."""
     return {"model.layers.*.mlp.up_proj": "colwise"} if model is not None else {}
 
 
-def own_plan_without_arguments() -> dict[str, Any]:
+def user_plan_without_arguments() -> dict[str, Any]:
     return {"model.layers.*.mlp.down_proj": "rowwise"}
 
 
-def own_plan_of_two(model: nn.Module, tp: int) -> dict[str, Any]:
+def user_plan_with_two_arguments(model: nn.Module, tp: int) -> dict[str, Any]:
     return {}
 
 
 EMPTY_PLAN: dict[str, Any] = {}
 
 
-def test_a_plan_s_path_may_lead_to_a_dict_or_a_function_of_the_model_or_of_nothing() -> None:
-    """fsdp2_strategy_parallelize, tp_shard_plan: a dictionary, or a function that returns one."""
+def test_plan_function_may_take_the_model_or_no_argument() -> None:
+    """fsdp2_strategy_parallelize: tp_shard_plan is a dictionary, or a function that returns one."""
     model = build("llama", torch.float32)
-    assert list(load_plan(f"{__name__}:own_plan", model)) == ["model.layers.*.mlp.up_proj"]
-    assert list(load_plan(f"{__name__}:own_plan_without_arguments", model)) == ["model.layers.*.mlp.down_proj"]
-    with pytest.raises(ConfigError, match="own_plan_of_two.*must take the model, or no argument"):
-        load_plan(f"{__name__}:own_plan_of_two", model)
+    assert list(load_plan(f"{__name__}:user_plan", model)) == ["model.layers.*.mlp.up_proj"]
+    assert list(load_plan(f"{__name__}:user_plan_without_arguments", model)) == ["model.layers.*.mlp.down_proj"]
+    with pytest.raises(ConfigError, match="user_plan_with_two_arguments.*must take the model, or no argument"):
+        load_plan(f"{__name__}:user_plan_with_two_arguments", model)
     with pytest.raises(ConfigError, match="builtins:dict"):
         load_plan("builtins:dict", model)
 
 
 @pytest.mark.parametrize("plan", [{}, f"{__name__}:EMPTY_PLAN"], ids=["dict", "path"])
-def test_an_empty_plan_shards_nothing_over_tp(plan: Any) -> None:
-    """fsdp2_strategy_parallelize, tp_shard_plan: what is given takes precedence."""
+def test_empty_plan_replicates_all_parameters_over_tp(plan: Any) -> None:
+    """fsdp2_strategy_parallelize: an explicit tp_shard_plan takes precedence, also an empty one."""
 
     def on_rank(rank: int) -> set[str]:
         model, expected = build("llama", torch.float64), build("llama", torch.float64)
@@ -243,8 +253,8 @@ def test_an_empty_plan_shards_nothing_over_tp(plan: Any) -> None:
     assert run_ranks(2, on_rank) == [{"R"}] * 2
 
 
-def test_a_plan_of_single_layers_is_a_plan() -> None:
-    """get_hf_tp_shard_plan: raises if no plan is found, that is if nothing would be sharded."""
+def test_plan_for_a_single_layer_is_accepted() -> None:
+    """get_hf_tp_shard_plan: raises only if the plan would shard nothing."""
     model = build("llama", torch.float32)
     type(model)._tp_plan, saved = None, type(model)._tp_plan
     try:
@@ -259,8 +269,8 @@ def test_a_plan_of_single_layers_is_a_plan() -> None:
         type(model)._tp_plan = saved
 
 
-def test_later_plans_win() -> None:
-    """get_hf_tp_shard_plan: the class's, the instance's, the inner model's."""
+def test_inner_model_plan_overrides_instance_and_class_plans() -> None:
+    """get_hf_tp_shard_plan: later plans win, in the order class, instance, inner model."""
     model = build("llama", torch.float32)
     up, down = "model.layers.*.mlp.up_proj", "model.layers.*.mlp.down_proj"
     type(model)._tp_plan, saved = {up: "rowwise", down: "rowwise"}, type(model)._tp_plan
@@ -275,17 +285,17 @@ def test_later_plans_win() -> None:
         type(model)._tp_plan = saved
 
 
-def test_a_custom_plan_s_attention_that_tp_does_not_divide_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """fsdp2_strategy_parallelize: it leaves the plan, and rank 0 logs which entries did."""
+def test_attention_that_tp_does_not_divide_is_dropped_from_a_custom_plan(caplog: pytest.LogCaptureFixture) -> None:
+    """fsdp2_strategy_parallelize: the entries are removed from the plan, and rank 0 alone logs which ones."""
 
     def on_rank(rank: int) -> list[str]:
         caplog.clear()
         model, expected = build("llama_uneven_heads", torch.float64), build("llama_uneven_heads", torch.float64)
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-        own = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-        own |= {"model.layers.*.self_attn.o_proj": RowwiseParallel(), "model.layers.*.mlp.up_proj": ColwiseParallel()}
-        own |= {"model.layers.*.mlp.gate_proj": ColwiseParallel(), "model.layers.*.mlp.down_proj": RowwiseParallel()}
-        parallelizer.fsdp2_strategy_parallelize(model, mesh, mp_policy=MixedPrecisionPolicy(), tp_shard_plan=own)
+        plan = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        plan |= {"model.layers.*.self_attn.o_proj": RowwiseParallel(), "model.layers.*.mlp.up_proj": ColwiseParallel()}
+        plan |= {"model.layers.*.mlp.gate_proj": ColwiseParallel(), "model.layers.*.mlp.down_proj": RowwiseParallel()}
+        parallelizer.fsdp2_strategy_parallelize(model, mesh, mp_policy=MixedPrecisionPolicy(), tp_shard_plan=plan)
         tokens = torch.arange(8)[None]
         torch.testing.assert_close(
             model(input_ids=tokens).logits, expected(input_ids=tokens).logits, rtol=1e-12, atol=1e-12
@@ -300,8 +310,8 @@ def test_a_custom_plan_s_attention_that_tp_does_not_divide_is_reported(caplog: p
 
 
 @pytest.mark.parametrize(("names", "axis"), [(("data_parallel", "tp"), "tp"), (("data_parallel", "cp"), "cp")])
-def test_an_axis_that_nothing_covers_is_refused(names: tuple[str, str], axis: str) -> None:
-    """fsdp2_strategy_parallelize, the names of the meshes: over another axis ranks would drift apart."""
+def test_mesh_axis_that_nothing_reduces_over_is_rejected(names: tuple[str, str], axis: str) -> None:
+    """fsdp2_strategy_parallelize: ranks of an axis that is neither sharded nor reduced over would drift apart."""
 
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -314,8 +324,8 @@ def test_an_axis_that_nothing_covers_is_refused(names: tuple[str, str], axis: st
     run_ranks(4, on_rank)
 
 
-def test_every_axis_of_a_user_s_mesh_reduces() -> None:
-    """init_distributed of page 003, and FSDP2 over an axis of its mesh: logits are those of one process."""
+def test_every_axis_of_the_initialized_mesh_is_usable() -> None:
+    """KempnerForge `init_distributed`: all axes of its mesh all-reduce, and FSDP2 over one axis keeps the logits."""
     shapes = (
         {"dp_shard": 2, "cp": 2},
         {"dp_replicate": 2, "dp_shard": 2},
@@ -351,8 +361,8 @@ def check_default_policy(rank: int, parallelize: Any) -> None:
 
 
 @both_sides
-def test_the_default_policy_runs(side: str) -> None:
-    """fsdp2_strategy_parallelize (b): float32 outputs of each block meet bfloat16 weights in the next."""
+def test_default_mixed_precision_policy_trains(side: str) -> None:
+    """fsdp2_strategy_parallelize: published, blocks return float32, which the next bfloat16 weights reject."""
     ours = parallelizer.fsdp2_strategy_parallelize
     contrast(side, check_default_policy, ours=ours, published=published.fsdp2, symptom="same dtype")
 
@@ -364,27 +374,27 @@ def check_few_kv_heads(rank: int, parallelize: Any) -> None:
 
 
 @both_sides
-def test_fewer_kv_heads_than_tp_ranks(side: str) -> None:
-    """fsdp2_strategy_parallelize (d): kv_heads < tp refused, no replication."""
+def test_fewer_kv_heads_than_tp_ranks_are_supported(side: str) -> None:
+    """fsdp2_strategy_parallelize: the published version rejects kv_heads < tp instead of replicating."""
     ours = parallelizer.fsdp2_strategy_parallelize
     contrast(side, check_few_kv_heads, ours=ours, published=published.fsdp2, symptom="divisible by the TP size")
 
 
-def test_hybrid_sharding_and_silence(capfd: pytest.CaptureFixture[str]) -> None:
-    """fsdp2_strategy_parallelize (e, f): HSDP refused; print() on all ranks."""
+def test_hybrid_sharding_replicates_and_shards_without_printing(capfd: pytest.CaptureFixture[str]) -> None:
+    """fsdp2_strategy_parallelize: the published version rejects HSDP and prints on all ranks."""
 
     def on_rank(rank: int) -> tuple[str, ...]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = build("llama", torch.float32)
         parallelizer.shard_with_fsdp2(model, mesh)
-        return tuple(str(place) for place in next(model.parameters()).placements)
+        return tuple(str(placement) for placement in next(model.parameters()).placements)
 
     assert run_ranks(4, on_rank) == [("R", "S(0)")] * 4
     assert capfd.readouterr().out == ""
 
 
-def test_a_plan_entry_that_matches_nothing_is_an_error() -> None:
-    """fsdp2_strategy_parallelize (i): no check that plan keys matched anything."""
+def test_plan_entry_that_matches_no_module_is_rejected() -> None:
+    """fsdp2_strategy_parallelize: the published version does not check that plan keys match modules."""
 
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
@@ -399,22 +409,22 @@ def test_a_plan_entry_that_matches_nothing_is_an_error() -> None:
 
 
 def gradients_under_tp(name: str, apply: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(gradients of one process, gradients under tp), whole tensors by name."""
+    """Return full gradients by name: (one process, under tp)."""
     batch = pad(samples_of_step(0), 2)
-    wanted, model = build(name, torch.float64), build(name, torch.float64)
+    reference, model = build(name, torch.float64), build(name, torch.float64)
     apply(model, mesh_1d("tp"))
-    found = []
-    for each in (wanted, model):
+    gradients = []
+    for each in (reference, model):
         logits = each(input_ids=batch.input_ids, use_cache=False).logits
         nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
-        found.append(
+        gradients.append(
             {
                 name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
                 for name, p in each.named_parameters(remove_duplicate=False)
                 if p.grad is not None
             }
         )
-    return found[0], found[1]
+    return gradients[0], gradients[1]
 
 
 def ours_tp(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -423,34 +433,34 @@ def ours_tp(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_q_norm(rank: int, apply: Any) -> None:
-    wanted, got = gradients_under_tp("qwen3", apply)
-    for name in [name for name in wanted if "q_norm" in name or "k_norm" in name]:
-        error = ((got[name] - wanted[name]).norm() / wanted[name].norm()).item()
+    expected, got = gradients_under_tp("qwen3", apply)
+    for name in [name for name in expected if "q_norm" in name or "k_norm" in name]:
+        error = ((got[name] - expected[name]).norm() / expected[name].norm()).item()
         assert error < 1e-6, f"gradient of {name} is off by {error:.2f}"
 
 
 @both_sides
-def test_gradients_of_q_and_k_norms_are_summed(side: str) -> None:
-    """TP facts: q_norm/k_norm get partial gradients; ranks drift apart while the loss looks fine."""
+def test_gradients_of_q_and_k_norms_are_all_reduced_over_tp(side: str) -> None:
+    """Published TP: q_norm and k_norm keep partial gradients, so replicas drift apart while the loss looks fine."""
     symptom = "norm.weight is off by [01]\\.[1-9]"
     contrast(side, check_q_norm, ours=ours_tp, published=published.parallelize_tp, symptom=symptom)
 
 
 def check_tied(rank: int, apply: Any) -> None:
-    wanted, got = gradients_under_tp("llama_tied", apply)
+    expected, got = gradients_under_tp("llama_tied", apply)
     name = "model.embed_tokens.weight"
-    error = ((got[name] - wanted[name]).norm() / wanted[name].norm()).item()
+    error = ((got[name] - expected[name]).norm() / expected[name].norm()).item()
     assert error < 1e-10, f"gradient of {name} is off by {error:.2f}"
 
 
 @both_sides
-def test_tied_embeddings_stay_tied(side: str) -> None:
-    """TP facts: parallelize_module re-registers parameters, so lm_head and embed_tokens come apart."""
+def test_tied_embeddings_stay_tied_under_tp(side: str) -> None:
+    """Published TP: parallelize_module re-registers parameters, which unties lm_head and embed_tokens."""
     contrast(side, check_tied, ours=ours_tp, published=published.parallelize_tp, symptom="is off by")
 
 
 def test_sequence_parallel_shards_the_decoder_layers_of_any_model() -> None:
-    """Also beside a ModuleList that is longer than they are."""
+    """The decoder layers are found even if the model holds a longer ModuleList."""
 
     def on_rank(rank: int) -> list[int]:
         model = build("llama", torch.float32)
@@ -467,21 +477,21 @@ def test_sequence_parallel_shards_the_decoder_layers_of_any_model() -> None:
 
 
 def check_norm(rank: int, norm: Any) -> None:
-    """On (dp 1, tp 2) every norm layer is replicated over tp; torch's norm of the whole gradients is the truth."""
-    wanted, _ = gradients_under_tp("llama", ours_tp)
-    truth = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in wanted.values()]))
+    """Compare with torch's norm of the full gradients; under tp 2, the weights of norm layers are replicated."""
+    expected_gradients, _ = gradients_under_tp("llama", ours_tp)
+    expected = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in expected_gradients.values()]))
     model = build("llama", torch.float64)
     ours_tp(model, mesh_1d("tp"))
     batch = pad(samples_of_step(0), 2)
     logits = model(input_ids=batch.input_ids, use_cache=False).logits
     nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
-    found = norm(model.parameters()).double()
-    assert abs(found / truth - 1) < 1e-12, f"the norm is {found.item()}, not {truth.item()}"
+    actual = norm(model.parameters()).double()
+    assert abs(actual / expected - 1) < 1e-12, f"the norm is {actual.item()}, not {expected.item()}"
 
 
 @both_sides
-def test_the_norm_counts_replicas_once(side: str) -> None:
-    """TP facts: replicated gradients counted tp times; mixed meshes break clip_grad_norm_."""
+def test_gradient_norm_counts_replicated_parameters_once(side: str) -> None:
+    """Published TP: replicated gradients are counted tp times, and mixed meshes break clip_grad_norm_."""
     contrast(side, check_norm, ours=gradient_norm, published=published.gradient_norm, symptom="the norm is")
 
 
@@ -492,22 +502,22 @@ def check_unshard(rank: int, context: Any) -> None:
     with torch.no_grad(), context(model):
         for _ in range(2):
             model(input_ids=tokens, use_cache=False)
-            whole = [not isinstance(p, DTensor) for p in model.parameters()]
-            assert all(whole), f"{whole.count(False)} parameters are sharded again after a forward"
+            gathered = [not isinstance(p, DTensor) for p in model.parameters()]
+            assert all(gathered), f"{gathered.count(False)} parameters are sharded again after a forward"
     assert all(isinstance(p, DTensor) for p in model.parameters())
     model(input_ids=tokens, use_cache=False)
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor), "resharding is not back on"
 
 
 @both_sides
-def test_unsharded_means_unsharded_for_every_forward(side: str) -> None:
-    """unshard_fsdp2_model: undone by the first forward."""
+def test_unshard_context_keeps_parameters_gathered_across_forwards(side: str) -> None:
+    """unshard_fsdp2_model: published, the first forward reshards the parameters."""
     ours = parallelizer.unshard_fsdp2_model
     contrast(side, check_unshard, ours=ours, published=published.unshard, symptom="sharded again after a forward")
 
 
-def test_flattened_axes_are_found_by_name() -> None:
-    """SEED 283-289: reads a private table that torch 2.13 no longer has."""
+def test_flattened_mesh_axis_is_found_by_name() -> None:
+    """fsdp2_strategy_parallelize: the published version reads a private torch attribute that torch 2.13 removed."""
 
     def on_rank(rank: int) -> tuple[int, ...]:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "cp"))
@@ -518,8 +528,8 @@ def test_flattened_axes_are_found_by_name() -> None:
     assert run_ranks(2, on_rank) == [(2,), (2,)]
 
 
-def test_nvfsdp_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvfsdp_strategy_parallelize: absent package, and a tp mesh without a plan that silently does nothing."""
+def test_nvfsdp_rejects_unsupported_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvfsdp_strategy_parallelize: published, a tp mesh without a plan is silently ignored."""
 
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
@@ -536,10 +546,12 @@ def test_nvfsdp_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
-def test_our_call_binds_to_the_installed_megatron_fsdp(with_optimizer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvfsdp_strategy_parallelize: unit modules None crash, custom axis names are ignored when cp is 1.
+def test_nvfsdp_call_matches_signature_of_installed_megatron_fsdp(
+    with_optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvfsdp_strategy_parallelize: published, unit modules of None crash, and custom axis names are ignored if cp is 1.
 
-    The package needs a GPU to shard; that the call fits the installed version's real signature is checked here.
+    Sharding with megatron_fsdp needs a GPU, so this test only binds the call to the real signature.
     """
     package = pytest.importorskip("megatron_fsdp", reason="the optional extra megatron is not installed")
 
@@ -562,7 +574,7 @@ def test_our_call_binds_to_the_installed_megatron_fsdp(with_optimizer: bool, mon
     assert run_ranks(1, on_rank) == [{"dp": "my_dp", "units": 1}]
 
 
-def test_a_mesh_without_the_named_axes_is_told() -> None:
+def test_mesh_without_a_data_parallel_axis_is_rejected() -> None:
     def on_rank(rank: int) -> None:
         with pytest.raises(ConfigError, match="none of the axes dp_cp, data_parallel"):
             parallelizer.fsdp2_strategy_parallelize(copy.deepcopy(Block()), mesh_1d("mine"))

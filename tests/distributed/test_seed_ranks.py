@@ -1,6 +1,7 @@
-"""Ranks, nodes and variables of a running process group (seed page 002): ours against the published behaviour.
+"""Ranks, nodes and environment variables of a process group, compared with the published behavior of OLMo-core.
 
-Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
+their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @both_sides
-def test_a_rank_outside_a_group_does_not_pass_for_a_number(side: str) -> None:
-    """SEED_NOTES 3 (get_world_size, get_fs_local_rank): -1 for non-members."""
+def test_queries_on_a_group_raise_on_non_member_ranks(side: str) -> None:
+    """OLMo-core get_world_size, get_fs_local_rank: return -1 on ranks outside the group."""
 
     def check(rank: int, module: Any) -> None:
         group = dist.new_group([1, 2])
@@ -35,7 +36,7 @@ def test_a_rank_outside_a_group_does_not_pass_for_a_number(side: str) -> None:
             assert module.get_fs_local_rank(group) == rank - 1
             assert module.get_rank(group) == rank - 1
             return
-        assert module.get_rank(group) == -1  # torch's convention, and the page's
+        assert module.get_rank(group) == -1  # torch's convention, which OLMo-core documents, too
         for function in (module.get_world_size, module.get_fs_local_rank):
             with pytest.raises(NotInGroupError):
                 function(group)
@@ -46,8 +47,8 @@ def test_a_rank_outside_a_group_does_not_pass_for_a_number(side: str) -> None:
 
 
 @both_sides
-def test_an_unknown_local_rank_is_not_zero(side: str) -> None:
-    """SEED_NOTES 3 (get_local_rank): two ranks on a node were both 0 where LOCAL_RANK was unset."""
+def test_missing_local_rank_raises_instead_of_returning_zero(side: str) -> None:
+    """OLMo-core get_local_rank: returns 0 on both ranks of a node if LOCAL_RANK is not set."""
 
     def check(rank: int, get_local_rank: Callable[[], int]) -> None:
         with pytest.raises(RankEnvironmentError, match=f"LOCAL_RANK is not set on rank {rank} of 2"):
@@ -57,8 +58,8 @@ def test_an_unknown_local_rank_is_not_zero(side: str) -> None:
 
 
 @both_sides
-def test_the_ranks_of_a_node_are_counted_from_what_is_known(side: str) -> None:
-    """SEED_NOTES 3 (get_local_world_size, validate_env_vars): NUM_NODES alone passed, then KeyError."""
+def test_local_world_size_is_derived_from_num_nodes(side: str) -> None:
+    """OLMo-core validate_env_vars: accepts NUM_NODES alone; get_local_world_size then raises KeyError."""
 
     def check(rank: int, module: Any) -> None:
         module.validate_env_vars()
@@ -85,8 +86,8 @@ def test_the_ranks_of_a_node_are_counted_from_what_is_known(side: str) -> None:
     ],
     ids=["more nodes than ranks", "no ranks left", "node larger than world"],
 )
-def test_impossible_numbers_of_nodes_are_refused(side: str, variables: dict[str, str], message: str) -> None:
-    """SEED_NOTES 3 (get_num_nodes): NUM_NODES won unconditionally, and 0 nodes where a node exceeds the world."""
+def test_impossible_node_counts_are_rejected(side: str, variables: dict[str, str], message: str) -> None:
+    """OLMo-core get_num_nodes: trusts NUM_NODES, and returns 0 if LOCAL_WORLD_SIZE exceeds the world size."""
 
     def check(rank: int, module: Any) -> None:
         for function in (module.get_num_nodes, module.validate_env_vars):
@@ -97,8 +98,8 @@ def test_impossible_numbers_of_nodes_are_refused(side: str, variables: dict[str,
 
 
 @both_sides
-def test_unequal_nodes_are_counted(side: str) -> None:
-    """SEED_NOTES 3 (get_num_nodes): floor, so heterogeneous nodes were wrong. Nodes of 2 and 1, as torchrun tells."""
+def test_num_nodes_counts_nodes_of_unequal_size(side: str) -> None:
+    """OLMo-core get_num_nodes: floor division, wrong for nodes of unequal size (here of 2 ranks and 1)."""
 
     def check(rank: int, module: Any) -> None:
         assert module.get_num_nodes() == 2
@@ -113,9 +114,7 @@ def test_unequal_nodes_are_counted(side: str) -> None:
     contrast(side, check, utils, published, symptom=r"assert [13] == 2", world_size=3, env=unequal)
 
 
-def test_variables_that_contradict_the_group_are_refused() -> None:
-    """Seed page 002 (validate_env_vars): every problem at once."""
-
+def test_env_vars_that_contradict_the_process_group_are_all_reported() -> None:
     def check(rank: int) -> None:
         os.environ |= {"RANK": "5", "WORLD_SIZE": "9"}
         with pytest.raises(RankEnvironmentError) as caught:
@@ -125,9 +124,7 @@ def test_variables_that_contradict_the_group_are_refused() -> None:
     run_ranks(2, check)
 
 
-def test_ranks_of_a_group_are_translated() -> None:
-    """Seed page 002 (get_global_rank, is_distributed)."""
-
+def test_group_ranks_are_translated_to_global_ranks() -> None:
     def check(rank: int) -> tuple[int, int]:
         group = dist.new_group([1, 2])
         assert utils.is_distributed()
@@ -137,14 +134,16 @@ def test_ranks_of_a_group_are_translated() -> None:
 
 
 @both_sides
-def test_ranks_told_by_the_caller_are_kept(side: str) -> None:
-    """SEED_NOTES 3 (init_distributed): rank= and world_size= left RANK=0, WORLD_SIZE=1 on every rank."""
+def test_explicit_rank_and_world_size_are_exported_to_the_environment(side: str) -> None:
+    """OLMo-core init_distributed: with rank= and world_size=, exports RANK=0 and WORLD_SIZE=1 on every rank."""
 
     def check(rank: int, init_distributed: Callable[..., None]) -> None:
         url = f"tcp://127.0.0.1:{os.environ['HARNESS_PORT']}"
         init_distributed("gloo", rank=rank, world_size=2, init_method=url)
-        told = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NUM_NODES")]
-        assert told == [str(rank), "2", str(rank), "2", "1"]
+        exported = [
+            os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NUM_NODES")
+        ]
+        assert exported == [str(rank), "2", str(rank), "2", "1"]
         assert "MASTER_PORT" not in os.environ
         value = torch.ones(1)
         dist.all_reduce(value)
@@ -167,8 +166,8 @@ def test_ranks_told_by_the_caller_are_kept(side: str) -> None:
 
 
 @both_sides
-def test_a_stale_local_rank_does_not_survive_in_a_single_process(side: str) -> None:
-    """SEED_NOTES 3 (_bootstrap_single_process_distributed_env): a stale LOCAL_RANK=3 was kept."""
+def test_stale_local_rank_is_reset_in_a_single_process(side: str) -> None:
+    """OLMo-core _bootstrap_single_process_distributed_env: keeps a stale LOCAL_RANK=3."""
 
     def check(rank: int, init_distributed: Callable[..., None]) -> None:
         init_distributed("gloo")
@@ -190,8 +189,8 @@ def test_a_stale_local_rank_does_not_survive_in_a_single_process(side: str) -> N
 
 
 @both_sides
-def test_a_missing_local_rank_is_found_out(side: str) -> None:
-    """SEED_NOTES 3 (init_distributed, validate_env_vars): LOCAL_RANK missing was an error, or a bare KeyError."""
+def test_missing_local_rank_is_derived_at_init(side: str) -> None:
+    """OLMo-core init_distributed, validate_env_vars: a missing LOCAL_RANK is an error, or a bare KeyError."""
 
     def check(rank: int, init_distributed: Callable[..., None]) -> None:
         init_distributed("gloo")
@@ -210,7 +209,7 @@ def test_a_missing_local_rank_is_found_out(side: str) -> None:
 
 @both_sides
 def test_equivalent_backends_are_accepted(side: str) -> None:
-    """SEED_NOTES 3 (init_distributed): names were compared as text; a backend that is not there is still refused."""
+    """OLMo-core init_distributed: compares backend names as strings. An unavailable backend is still rejected here."""
 
     def check(rank: int, init_distributed: Callable[..., None]) -> None:
         dist.init_process_group(
@@ -231,8 +230,8 @@ def test_equivalent_backends_are_accepted(side: str) -> None:
 
 
 @both_sides
-def test_disks_of_a_nodes_own_can_be_said_to_be_so(side: str) -> None:
-    """SEED_NOTES 3 (init_distributed): shared_filesytem=False could not unset a flag that was set before."""
+def test_shared_filesystem_flag_can_be_turned_off_again(side: str) -> None:
+    """OLMo-core init_distributed: shared_filesytem=False does not unset OLMO_SHARED_FS if it is already set."""
 
     def check(rank: int, init_distributed: Callable[..., None]) -> None:
         join_world()
@@ -244,7 +243,7 @@ def test_disks_of_a_nodes_own_can_be_said_to_be_so(side: str) -> None:
             with pytest.raises(ConfigError, match="contradicts"):
                 init_distributed("gloo", shared_filesytem=False, shared_filesystem=True)
             os.environ["OLMO_SHARED_FS"] = "0"
-            init_distributed("gloo")  # the default does not outweigh what somebody said
+            init_distributed("gloo")  # the default does not override an explicit setting
             assert utils.get_fs_local_rank() == rank % 2
 
     contrast(

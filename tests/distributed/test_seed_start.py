@@ -1,6 +1,7 @@
-"""Starting a distributed run (seed pages 000 and 003): ours against the published behaviour.
+"""Initializing a distributed run, compared with the published behavior of NeMo AutoModel and KempnerForge.
 
-Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
+their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from tests.harness import run_ranks
 
 
 @both_sides
-def test_the_rendezvous_timeout_is_no_collective_timeout(side: str) -> None:
-    """SEED_NOTES 1.1, 7 (12): a barrier after `timeout_minutes` of other work must not end the run."""
+def test_init_timeout_does_not_limit_later_collectives(side: str) -> None:
+    """NeMo AutoModel initialize_distributed: a barrier that waits longer than `timeout_minutes` ends the run."""
 
     def check(rank: int, initialize: Callable[..., Any]) -> None:
         initialize("gloo", timeout_minutes=2 / 60)
@@ -54,8 +55,8 @@ def test_the_rendezvous_timeout_is_no_collective_timeout(side: str) -> None:
 
 
 @both_sides
-def test_dist_info_tells_what_runs_not_what_was_asked(side: str) -> None:
-    """SEED_NOTES 1.2: the second call, and a single process that asks for nccl, report backend and device truly."""
+def test_dist_info_reports_the_actual_backend_and_device(side: str) -> None:
+    """NeMo AutoModel initialize_distributed: reports the requested nccl although the group runs on gloo."""
 
     def check(rank: int, initialize: Callable[..., Any]) -> None:
         for info in (initialize("nccl"), initialize("nccl")):
@@ -75,8 +76,8 @@ def test_dist_info_tells_what_runs_not_what_was_asked(side: str) -> None:
     )
 
 
-def test_dist_info_cannot_be_changed_and_knows_a_running_group() -> None:
-    """SEED_NOTES 1 (DistInfo): frozen; also true of a group that somebody else started on another backend."""
+def test_dist_info_is_frozen_and_describes_an_existing_group() -> None:
+    """NeMo AutoModel DistInfo: mutable, and wrong for a group that was initialized on another backend."""
 
     def check(rank: int) -> DistInfo:
         info = init.initialize_distributed("cpu:gloo,cuda:nccl")
@@ -88,20 +89,20 @@ def test_dist_info_cannot_be_changed_and_knows_a_running_group() -> None:
     assert infos == [DistInfo("gloo", rank, 2, torch.device("cpu"), rank == 0) for rank in (0, 1)]
 
 
-def test_nccl_always_comes_with_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SEED_NOTES 1.3: one GPU is no reason to swap nccl for gloo, nor is nccl one to lose CPU collectives."""
+def test_nccl_is_always_paired_with_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo AutoModel initialize_distributed: a single process gets gloo alone, even with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for world_size in (1, 8):
-        for asked in (None, "nccl", "cpu:gloo,cuda:nccl"):
-            assert choose_backend("auto", asked, world_size) == (True, "cpu:gloo,cuda:nccl")
+        for requested in (None, "nccl", "cpu:gloo,cuda:nccl"):
+            assert choose_backend("auto", requested, world_size) == (True, "cpu:gloo,cuda:nccl")
     assert choose_backend("auto", "gloo", 8) == (False, "gloo")
     assert choose_backend("cpu", None, 8) == (False, "gloo")
     with pytest.raises(ConfigError, match="backend=nccl is for CUDA"):
         choose_backend("cpu", "nccl", 8)
 
 
-def test_cuda_that_is_not_there_is_refused() -> None:
-    """SEED_NOTES 1.3: nothing falls back unsaid; a single process asked for nccl runs on gloo and says so."""
+def test_cuda_backend_without_a_visible_device_is_rejected() -> None:
+    """Nothing falls back silently; a single process that requests nccl runs on gloo and reports it."""
     for device, backend, world_size in (("cuda", None, 1), ("auto", "nccl", 2)):
         with pytest.raises(ConfigError, match="no CUDA device is visible"):
             choose_backend(device, backend, world_size)
@@ -110,20 +111,20 @@ def test_cuda_that_is_not_there_is_refused() -> None:
     assert choose_backend("auto", "nccl", 1) == (False, "gloo")
 
 
-def test_the_device_is_one_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SEED_NOTES 1.5: with one visible GPU per task, local rank 3 uses device 0."""
-    chosen = []
+def test_local_rank_wraps_around_the_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo AutoModel initialize_distributed: with one visible GPU per task, local rank 3 is an invalid device index."""
+    devices = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     process_group.use_cuda_device(local_rank=3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     process_group.use_cuda_device(local_rank=3)
-    assert chosen == [0, 1]
+    assert devices == [0, 1]
 
 
 @both_sides
-def test_half_an_environment_is_an_error(side: str) -> None:
-    """SEED_NOTES 1.6: RANK=3 without WORLD_SIZE is no single process."""
+def test_rank_without_world_size_is_rejected(side: str) -> None:
+    """NeMo AutoModel initialize_distributed: treats RANK=3 without WORLD_SIZE as a single process."""
 
     def check(rank: int, initialize: Callable[..., Any]) -> None:
         with pytest.raises(ValueError, match="WORLD_SIZE is not set although RANK=3 is"):
@@ -141,8 +142,8 @@ def test_half_an_environment_is_an_error(side: str) -> None:
     )
 
 
-def test_starting_again_after_the_end_works() -> None:
-    """SEED_NOTES 4 (init_distributed): idempotent while it runs, and repeatable on the same store afterwards."""
+def test_process_group_can_be_started_again_after_destruction() -> None:
+    """A second start is a no-op while the group exists, and works on the same store after its destruction."""
 
     def check(rank: int) -> list[float]:
         sums = []
@@ -158,8 +159,8 @@ def test_starting_again_after_the_end_works() -> None:
     assert run_ranks(2, check, init=False) == [[3.0] * 3] * 2
 
 
-def test_a_start_names_the_rank_that_never_came() -> None:
-    """SEED_NOTES 1.1, 4 (_barrier_with_timeout): a timeout that holds, and says who is missing."""
+def test_rendezvous_timeout_names_the_missing_rank() -> None:
+    """KempnerForge _barrier_with_timeout: does not enforce its timeout, and does not name missing ranks."""
 
     def check(rank: int) -> None:
         start_process_group()
@@ -171,8 +172,8 @@ def test_a_start_names_the_rank_that_never_came() -> None:
     run_ranks(3, check, init=False)
 
 
-def test_the_store_listens_on_loopback_only() -> None:
-    """RELIABILITY: a TCPStore on 127.0.0.1 by itself listens on every interface, gloo on the host's address."""
+def test_single_node_store_listens_on_loopback_only() -> None:
+    """By default, a TCPStore on 127.0.0.1 listens on every interface, and gloo on the address of the host."""
 
     def check(rank: int) -> set[str]:
         if rank == 0 and "MESHBOOK_STORE_FD" in os.environ:
@@ -192,7 +193,7 @@ def test_the_store_listens_on_loopback_only() -> None:
 
 
 def _listening_addresses() -> set[str]:
-    """Local addresses (hexadecimal) on which this process listens."""
+    """Return the local addresses (hexadecimal) on which this process listens."""
     sockets = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
     inodes = {name[len("socket:[") : -1] for name in sockets if name.startswith("socket:[")}
     addresses = set()
@@ -205,8 +206,8 @@ def _listening_addresses() -> set[str]:
 
 
 @both_sides
-def test_no_rank_invents_an_address(side: str) -> None:
-    """SEED_NOTES 4 (init_distributed): each rank took a port of its own and localhost, and waited for nobody."""
+def test_missing_master_address_is_rejected(side: str) -> None:
+    """KempnerForge init_distributed: each rank picks localhost and its own port, so the ranks never meet."""
 
     def check(rank: int, start: Callable[[], Any]) -> None:
         with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT not set"):
@@ -225,8 +226,8 @@ def test_no_rank_invents_an_address(side: str) -> None:
 
 
 @both_sides
-def test_a_failing_scontrol_is_an_error(side: str, tmp_path: Path) -> None:
-    """SEED_NOTES 4 (init_distributed): scontrol's status is checked; published, MASTER_ADDR became the empty string."""
+def test_scontrol_failure_is_reported(side: str, tmp_path: Path) -> None:
+    """KempnerForge init_distributed: ignores the exit status of scontrol, so MASTER_ADDR becomes the empty string."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\necho 'slurm_load: cannot contact controller' >&2\nexit 1\n")
     scontrol.chmod(0o755)
@@ -255,8 +256,8 @@ def test_a_failing_scontrol_is_an_error(side: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [True, False], ids=["step's numbers", "job's numbers"])
-def test_a_step_of_srun_needs_no_address(step: bool) -> None:
-    """SEED_NOTES 4 (init_distributed): host and port follow from the step, the same on all ranks."""
+def test_srun_step_initializes_without_a_master_address(step: bool) -> None:
+    """Host and port are derived from the Slurm step, identically on all ranks."""
     names = ("NUM_TASKS", "NUM_NODES", "TASKS_PER_NODE", "NODELIST")
     more = {} if step else {**{f"SLURM_STEP_{name}": None for name in names}, "SLURM_NNODES": "1"}
 

@@ -1,6 +1,7 @@
-"""Running a function on a few ranks at a time (seed page 002): ours against the published behaviour.
+"""Running a function on a few ranks at a time, compared with the published behavior of OLMo-core.
 
-Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
+their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -20,35 +21,35 @@ from tests.distributed import published
 from tests.distributed.contrast import both_sides, contrast, nodes_of_two, without
 from tests.harness import run_ranks
 
-PATIENCE = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=20)
 
 
-def _recorded() -> tuple[float, float]:
+def _timed_span() -> tuple[float, float]:
     began = time.monotonic()
     time.sleep(0.08)
     return began, time.monotonic()
 
 
-def _most_at_once(spans: list[tuple[float, float]]) -> int:
+def _max_concurrent(spans: list[tuple[float, float]]) -> int:
     return max(sum(begin <= at < end for begin, end in spans) for at, _ in spans)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 9])
-def test_at_most_n_ranks_at_a_time(n: int) -> None:
-    """Seed page 002: at most n, each exactly once, each gets its own result."""
+def test_at_most_n_ranks_run_concurrently(n: int) -> None:
+    """Every rank calls the function exactly once and receives its own result."""
 
     def check(rank: int) -> tuple[float, float]:
         calls = []
-        result = utils.do_n_at_a_time(lambda: (calls.append(1), _recorded())[1], n=n)
+        result = utils.do_n_at_a_time(lambda: (calls.append(1), _timed_span())[1], n=n)
         assert len(calls) == 1
         return result
 
-    assert _most_at_once(run_ranks(4, check)) <= n
+    assert _max_concurrent(run_ranks(4, check)) <= n
 
 
 @both_sides
-def test_a_raising_function_ends_the_turns_for_all(side: str) -> None:
-    """SEED_NOTES 3 (do_n_at_a_time), 8.10: f raising on one rank left the others in a barrier."""
+def test_exception_on_one_rank_is_raised_on_all_ranks(side: str) -> None:
+    """OLMo-core do_n_at_a_time: if f raises on one rank, the others stay in a barrier."""
 
     def check(rank: int, do_n: Callable[..., Any]) -> None:
         called = []
@@ -74,8 +75,8 @@ def test_a_raising_function_ends_the_turns_for_all(side: str) -> None:
 
 
 @both_sides
-def test_a_rank_outside_the_group_is_told_so(side: str) -> None:
-    """SEED_NOTES 3 (do_n_at_a_time): f was never called, and None returned."""
+def test_rank_outside_the_group_raises(side: str) -> None:
+    """OLMo-core do_n_at_a_time: in a group without rank 0, f is never called and None is returned."""
 
     def check(rank: int, do_n: Callable[..., Any]) -> None:
         group = dist.new_group([1])
@@ -88,8 +89,8 @@ def test_a_rank_outside_the_group_is_told_so(side: str) -> None:
 
 
 @both_sides
-def test_n_of_zero_is_an_error_with_a_name(side: str) -> None:
-    """SEED_NOTES 3 (do_n_at_a_time): n=0 was a ZeroDivisionError."""
+def test_n_of_zero_raises_value_error(side: str) -> None:
+    """OLMo-core do_n_at_a_time: n=0 raises ZeroDivisionError."""
 
     def check(rank: int, do_n: Callable[..., Any]) -> None:
         with pytest.raises(ValueError, match="n=0: must be at least 1"):
@@ -99,15 +100,15 @@ def test_n_of_zero_is_an_error_with_a_name(side: str) -> None:
 
 
 @both_sides
-def test_one_rank_of_each_node_by_default_also_in_a_subgroup(side: str) -> None:
-    """SEED_NOTES 3 (do_n_at_a_time): the default n counted all nodes even for a group on one of them."""
+def test_default_is_one_rank_per_node_in_a_subgroup(side: str) -> None:
+    """OLMo-core do_n_at_a_time: the default n counts all nodes, even for a group on one node."""
 
     def check(rank: int, do_n: Callable[..., Any]) -> None:
         group = dist.new_group([0, 1])  # both on the first of two nodes
         spans: list[Any] = [None] * 4
-        mine = do_n(_recorded, process_group=group) if rank < 2 else None
-        dist.all_gather_object(spans, mine)
-        assert _most_at_once([span for span in spans if span]) == 1, "two ranks of one node at once"
+        local = do_n(_timed_span, process_group=group) if rank < 2 else None
+        dist.all_gather_object(spans, local)
+        assert _max_concurrent([span for span in spans if span]) == 1, "two ranks of one node at once"
 
     contrast(
         side,
@@ -121,8 +122,8 @@ def test_one_rank_of_each_node_by_default_also_in_a_subgroup(side: str) -> None:
 
 
 @both_sides
-def test_one_rank_of_each_node_where_nodes_differ_in_size(side: str) -> None:
-    """SEED_NOTES 3 (do_n_at_a_time): "one per node" held only for contiguous equal nodes. Here nodes of 3 and 1."""
+def test_default_is_one_rank_per_node_on_nodes_of_unequal_size(side: str) -> None:
+    """OLMo-core do_n_at_a_time: one rank per node only on contiguous nodes of equal size. Here 3 ranks and 1."""
 
     def unequal(rank: int) -> dict[str, str | None]:
         local = {"LOCAL_RANK": str(rank % 3), "LOCAL_WORLD_SIZE": "3" if rank < 3 else "1"}
@@ -131,13 +132,13 @@ def test_one_rank_of_each_node_where_nodes_differ_in_size(side: str) -> None:
     def check(rank: int, do_n: Callable[..., Any]) -> None:
         first_turn = dist.new_group([0, 3])
         spans: list[Any] = [None] * 4
-        dist.all_gather_object(spans, do_n(_recorded))
-        assert _most_at_once(spans[:3]) == 1, "two ranks of one node at once"
+        dist.all_gather_object(spans, do_n(_timed_span))
+        assert _max_concurrent(spans[:3]) == 1, "two ranks of one node at once"
 
-        def meet() -> bool:
-            return rank in (1, 2) or utils._barrier_with_timeout(PATIENCE, first_turn)
+        def meets_peer() -> bool:
+            return rank in (1, 2) or utils._barrier_with_timeout(TIMEOUT, first_turn)
 
-        assert do_n(meet), "the second node waited for the first"
+        assert do_n(meets_peer), "the second node waited for the first"
 
     contrast(
         side,
@@ -150,37 +151,37 @@ def test_one_rank_of_each_node_where_nodes_differ_in_size(side: str) -> None:
     )
 
 
-def test_turns_by_a_position_of_the_callers_own() -> None:
-    """SEED_NOTES 3 (do_n_at_a_time): world_size and local_rank, with ranks and without distributed."""
+def test_explicit_world_size_and_local_rank_set_the_order() -> None:
+    """Works with a process group and in a single process."""
 
     def check(rank: int) -> list[Any]:
         spans: list[Any] = [None] * 4
-        both_nodes = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        peers = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
 
         def f() -> tuple[float, float]:
-            assert utils._barrier_with_timeout(PATIENCE, both_nodes), "one node waited for the other"
-            return _recorded()
+            assert utils._barrier_with_timeout(TIMEOUT, peers), "one node waited for the other"
+            return _timed_span()
 
-        mine = utils.do_n_at_a_time(f, n=1, world_size=2, local_rank=rank % 2)  # one by one on each node
-        dist.all_gather_object(spans, mine)
+        local = utils.do_n_at_a_time(f, n=1, world_size=2, local_rank=rank % 2)  # one at a time on each node
+        dist.all_gather_object(spans, local)
         return spans
 
     spans = run_ranks(4, check, env=nodes_of_two)[0]
-    assert _most_at_once(spans[:2]) == _most_at_once(spans[2:]) == 1
+    assert _max_concurrent(spans[:2]) == _max_concurrent(spans[2:]) == 1
     assert utils.do_n_at_a_time(lambda: 5, n=1, world_size=4, local_rank=3) == 5
     assert utils.do_n_at_a_time(lambda: 6) == 6
-    for wrong in ({"world_size": 2}, {"world_size": 2, "local_rank": 2}):
+    for invalid in ({"world_size": 2}, {"world_size": 2, "local_rank": 2}):
         with pytest.raises(ValueError, match=r"local_rank"):
-            utils.do_n_at_a_time(lambda: None, **wrong)  # type: ignore[arg-type]
+            utils.do_n_at_a_time(lambda: None, **invalid)  # type: ignore[arg-type]
 
 
-def test_turns_hold_before_the_process_group_exists() -> None:
-    """SEED_NOTES 3 (do_n_at_a_time): must run without dist; ranks that the launcher told of still take turns."""
-    assert _most_at_once(run_ranks(3, lambda rank: utils.do_n_at_a_time(_recorded, n=1), init=False)) == 1
+def test_concurrency_limit_holds_before_the_process_group_exists() -> None:
+    """Ranks that are only set in the environment are limited, too."""
+    assert _max_concurrent(run_ranks(3, lambda rank: utils.do_n_at_a_time(_timed_span, n=1), init=False)) == 1
 
 
-def test_a_long_function_outlasts_the_collective_timeout() -> None:
-    """SEED_NOTES 3 (do_n_at_a_time), 7 (11): turns are no collective."""
+def test_function_may_run_longer_than_the_collective_timeout() -> None:
+    """Ranks wait on the store, not in a collective."""
 
     def check(rank: int) -> int:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), dist.group.WORLD)
@@ -189,13 +190,13 @@ def test_a_long_function_outlasts_the_collective_timeout() -> None:
     assert run_ranks(2, check) == [0, 1]
 
 
-def test_the_index_on_a_node_needs_no_contiguous_ranks() -> None:
-    """SEED_NOTES 3 (do_n_at_a_time): srun may deal ranks out to nodes in turn."""
+def test_index_on_node_supports_non_contiguous_ranks() -> None:
+    """srun may distribute ranks over nodes cyclically."""
     assert index_on_node(["a", "b", "a", "c", "b", "a"]) == [0, 0, 1, 0, 1, 2]
 
 
-def test_ranks_without_a_local_rank_are_told_apart_by_their_host() -> None:
-    """SEED_NOTES 3 (get_local_rank): LOCAL_RANK unset made every rank the first of its node."""
+def test_ranks_without_local_rank_are_ordered_by_host() -> None:
+    """OLMo-core get_local_rank: without LOCAL_RANK, every rank counts as the first of its node."""
 
     def check(rank: int) -> bool:
         with utils.FirstRankPerNode() as first:

@@ -1,6 +1,7 @@
-"""Exact values across ranks (seed page 002): ours against the published behaviour.
+"""Exact exchange of values between ranks, compared with the published behavior of OLMo-core.
 
-Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
+their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ CPU = torch.device("cpu")
 
 
 @both_sides
-def test_numbers_arrive_exactly(side: str) -> None:
-    """SEED_NOTES 3 (synchronize_value), 8.10: 0.1 became 0.10000000149 on every rank, src included."""
+def test_synchronized_numbers_keep_value_and_type(side: str) -> None:
+    """OLMo-core synchronize_value: turns 0.1 into 0.10000000149 on every rank, the source included."""
 
     def check(rank: int, synchronize: Callable[..., Any]) -> None:
         for value in (0.1, -(2**53) - 1, 2**63 - 1, True, math.inf, 1e-320):
@@ -37,16 +38,16 @@ def test_numbers_arrive_exactly(side: str) -> None:
 
 
 @both_sides
-def test_a_tensor_argument_is_never_changed(side: str) -> None:
-    """SEED_NOTES 3 (synchronize_value, all_reduce_value): overwritten in place when already on the device."""
+def test_tensor_arguments_are_not_modified(side: str) -> None:
+    """OLMo-core synchronize_value, all_reduce_value: overwrite a tensor that is already on the device."""
 
     def check(rank: int, functions: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
-        mine = torch.full((2, 3), float(rank + 1), dtype=torch.bfloat16)
-        before = mine.clone()
-        synchronized, reduced = functions[0](mine, CPU), functions[1](mine, CPU)
-        assert torch.equal(mine, before), "the argument changed"
-        assert torch.equal(synchronized, torch.ones_like(mine))
-        assert torch.equal(reduced, torch.full_like(mine, 3.0))
+        local = torch.full((2, 3), float(rank + 1), dtype=torch.bfloat16)
+        before = local.clone()
+        synchronized, reduced = functions[0](local, CPU), functions[1](local, CPU)
+        assert torch.equal(local, before), "the argument changed"
+        assert torch.equal(synchronized, torch.ones_like(local))
+        assert torch.equal(reduced, torch.full_like(local, 3.0))
 
     contrast(
         side,
@@ -59,8 +60,8 @@ def test_a_tensor_argument_is_never_changed(side: str) -> None:
 
 @both_sides
 @pytest.mark.parametrize("name", ["synchronize_value", "synchronize_flag", "broadcast_object"])
-def test_the_root_is_a_rank_of_the_group(side: str, name: str) -> None:
-    """SEED_NOTES 3 (synchronize_value, synchronize_flag, broadcast_object): src=0 failed in groups without rank 0."""
+def test_default_source_is_the_first_rank_of_the_group(side: str, name: str) -> None:
+    """OLMo-core synchronize_value, synchronize_flag, broadcast_object: src=0 fails in groups without rank 0."""
 
     def check(rank: int, module: Any) -> None:
         group = dist.new_group([1, 2])
@@ -78,8 +79,8 @@ def test_the_root_is_a_rank_of_the_group(side: str, name: str) -> None:
 
 
 @both_sides
-def test_the_root_decides_what_kind_of_value_it_is(side: str) -> None:
-    """SEED_NOTES 3 (synchronize_value): a type mismatch across ranks hangs, or reads other bits."""
+def test_source_rank_determines_type_shape_and_dtype(side: str) -> None:
+    """OLMo-core synchronize_value: a type mismatch across ranks hangs, or reinterprets the bits."""
 
     def check(rank: int, synchronize: Callable[..., Any]) -> None:
         assert synchronize(7 if rank == 0 else 7.5, CPU) == 7
@@ -102,8 +103,8 @@ def test_the_root_decides_what_kind_of_value_it_is(side: str) -> None:
     )
 
 
-def test_another_root_and_values_that_cannot_travel() -> None:
-    """Seed page 002: src; what is no bool, int, float or tensor is refused before anything is sent."""
+def test_explicit_source_and_unsupported_values() -> None:
+    """Only a bool, int, float or tensor is accepted; other values raise before any communication."""
 
     def check(rank: int) -> tuple[float, str]:
         with pytest.raises(OverflowError, match="64 bits"):
@@ -116,8 +117,8 @@ def test_another_root_and_values_that_cannot_travel() -> None:
 
 
 @both_sides
-def test_sums_are_exact(side: str) -> None:
-    """SEED_NOTES 3 (all_reduce_value), 8.10: 16777217.0 twice was 33554432.0."""
+def test_all_reduced_sums_are_exact(side: str) -> None:
+    """OLMo-core all_reduce_value: returns 33554432.0 for 16777217.0 on two ranks."""
 
     def check(rank: int, reduce: Callable[..., Any]) -> None:
         assert reduce(16777217.0, CPU) == 33554434.0
@@ -128,8 +129,8 @@ def test_sums_are_exact(side: str) -> None:
 
 
 @both_sides
-def test_the_sum_of_flags_is_a_count(side: str) -> None:
-    """SEED_NOTES 3 (all_reduce_value): bool SUM returned True."""
+def test_sum_of_bools_is_a_count(side: str) -> None:
+    """OLMo-core all_reduce_value: the sum of bools is True."""
 
     def check(rank: int, reduce: Callable[..., Any]) -> None:
         count = reduce(True, CPU)
@@ -148,8 +149,8 @@ def test_the_sum_of_flags_is_a_count(side: str) -> None:
 
 
 @both_sides
-def test_values_that_do_not_go_together_are_an_error_on_every_rank(side: str) -> None:
-    """SEED_NOTES 3 (all_reduce_value, all_gather): a dtype mismatch aborted the process."""
+def test_mismatched_values_raise_on_every_rank(side: str) -> None:
+    """OLMo-core all_reduce_value, all_gather: a dtype mismatch aborts the process."""
 
     def check(rank: int, module: Any) -> None:
         double = torch.ones(2, dtype=torch.float64 if rank else torch.float32)
@@ -161,7 +162,7 @@ def test_values_that_do_not_go_together_are_an_error_on_every_rank(side: str) ->
             module.all_reduce_value(torch.ones(rank + 1), CPU)
         with pytest.raises(MismatchError, match=r"rank 0: the int 1; rank 1: a float32 tensor"):
             module.all_reduce_value(torch.ones(1) if rank else 1, CPU)
-        assert module.all_reduce_value(1.5 if rank else 1, CPU) == 2.5  # numbers of any kind add up
+        assert module.all_reduce_value(1.5 if rank else 1, CPU) == 2.5  # ints and floats can be added
 
     contrast(
         side,
@@ -173,8 +174,8 @@ def test_values_that_do_not_go_together_are_an_error_on_every_rank(side: str) ->
     )
 
 
-def test_every_reduction_of_numbers() -> None:
-    """Seed page 002: op; NaN is seen whatever rank has it."""
+def test_every_reduction_operation_of_numbers() -> None:
+    """A NaN on any rank propagates, also through MIN."""
     ops = dist.ReduceOp
 
     def check(rank: int) -> list[Any]:
@@ -190,8 +191,8 @@ def test_every_reduction_of_numbers() -> None:
 
 
 @both_sides
-def test_ragged_tensors_are_gathered(side: str) -> None:
-    """SEED_NOTES 3 (all_gather), 8.10: ragged shapes were intended, but raised."""
+def test_all_gather_supports_ragged_tensors(side: str) -> None:
+    """OLMo-core all_gather: raises for ragged shapes, although it is meant to support them."""
 
     def check(rank: int, gather: Callable[..., Any]) -> None:
         gathered = gather(torch.full((rank, 2), rank, dtype=torch.int16))
@@ -216,29 +217,29 @@ def test_ragged_tensors_are_gathered(side: str) -> None:
 
 
 @both_sides
-def test_gathering_is_differentiable(side: str) -> None:
-    """SEED_NOTES 3 (all_gather): no autograd. The reference is plain arithmetic: each rank weighs each tensor."""
+def test_all_gather_is_differentiable(side: str) -> None:
+    """OLMo-core all_gather: no autograd. The expected gradient is computed by hand from the weights of each term."""
 
     def check(rank: int, gather: Callable[..., Any]) -> None:
-        mine = torch.full((rank + 1,), 2.0, dtype=torch.float64, requires_grad=True)
-        gathered = gather(mine)
+        local = torch.full((rank + 1,), 2.0, dtype=torch.float64, requires_grad=True)
+        gathered = gather(local)
         assert gathered[0].requires_grad, "no gradient"
         sum((rank + 1) * (source + 1) * item.pow(2).sum() for source, item in enumerate(gathered)).backward()
         # d/dx of sum over ranks r of (r + 1) (source + 1) x^2 at x = 2
-        assert mine.grad is not None
-        assert mine.grad.tolist() == [(1 + 2) * (rank + 1) * 4.0] * (rank + 1)
+        assert local.grad is not None
+        assert local.grad.tolist() == [(1 + 2) * (rank + 1) * 4.0] * (rank + 1)
         with torch.no_grad():
-            assert not gather(mine)[0].requires_grad
+            assert not gather(local)[0].requires_grad
         if gather is utils.all_gather:
             with pytest.raises(MismatchError, match="with gradient"):
-                gather(mine if rank else mine.detach())
+                gather(local if rank else local.detach())
 
     contrast(side, check, utils.all_gather, published.all_gather, symptom="no gradient|RuntimeError")
 
 
 @both_sides
-def test_gathering_pickles_nothing(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SEED_NOTES 3 (all_gather): a pickled collective per call."""
+def test_all_gather_does_not_pickle(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OLMo-core all_gather: one pickled collective per call."""
 
     def forbidden(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a pickled collective")
@@ -250,8 +251,8 @@ def test_gathering_pickles_nothing(side: str, monkeypatch: pytest.MonkeyPatch) -
     contrast(side, check, utils.all_gather, published.all_gather, symptom="a pickled collective")
 
 
-def test_a_single_process_sees_its_own_value() -> None:
-    """Seed page 002: most helpers work in a non-distributed context as well."""
+def test_helpers_work_in_a_single_process() -> None:
+    """OLMo-core documents that most helpers work in a non-distributed context as well."""
     tensor = torch.ones(2)
     assert utils.synchronize_value(0.1, CPU) == 0.1
     assert utils.synchronize_flag(True, CPU) is True

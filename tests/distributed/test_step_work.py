@@ -1,4 +1,4 @@
-"""The arithmetic of a step, in seconds at the devices' peak: one number on every mesh."""
+"""The FLOPs of a step, in seconds at the peak of all devices, are the same on every mesh."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SEQ = 24
 
 
 @pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"dp_shard": 1, "cp": 2}, {"dp_shard": 1, "tp": 2}, {"pp": 2}])
-def test_a_step_carries_its_work_whatever_the_mesh(axes: dict[str, int]) -> None:
-    """Rows that several ranks read are work once; the peak is that of all devices."""
+def test_flops_of_a_step_are_independent_of_the_mesh(axes: dict[str, int]) -> None:
+    """Rows that several ranks read are counted once; the peak is summed over all devices."""
     labels = torch.full((2, SEQ), 7)
     labels[1, 10:] = -100
     expected = model_flops(build("llama", torch.float32)).of([SEQ, 10]) / (2 * 2e12)

@@ -1,4 +1,4 @@
-"""The store of a batch job's ranks: reached through a file of the user's, and by nobody who scans ports."""
+"""The store of a batch job: ranks find it through a file of the user, and port scanners get no response."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from components.exchange import all_gather_json, broadcast_json
 from components.resilience.heartbeat import Heartbeat
 from tests.harness import run_ranks, start_ranks
 
-REACHED = "127.0.0.2"
-"""The address by which nodes reach this one; 127.0.0.1 is the loopback interface that they do not."""
+NODE_ADDRESS = "127.0.0.2"
+"""Address at which other nodes reach this one; they cannot reach 127.0.0.1."""
 
 
 def batch_job(file: Path) -> dict[str, str | None]:
-    """The variables of a rank of a job on two nodes."""
+    """Return the environment variables of a rank of a two-node job."""
     return {"MESHBOOK_STORE_FILE": str(file), "SLURM_NNODES": "2", "MASTER_PORT": None, "MASTER_ADDR": "n1"}
 
 
 def listening() -> list[tuple[str, int]]:
-    """Addresses and ports on which this process listens."""
+    """Return the addresses and ports on which this process listens."""
     links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
     inodes = {os.readlink(link) for link in links if os.path.islink(link)}
     fields = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
@@ -38,8 +38,8 @@ def listening() -> list[tuple[str, int]]:
     return [(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in mine]
 
 
-def answers(address: str, port: int) -> bool:
-    """Whether a port answers somebody who speaks the store's language and knows nothing else."""
+def responds(address: str, port: int) -> bool:
+    """Whether a port responds to a plain TCPStore client without the secret."""
     try:
         soon = timedelta(seconds=1)
         client = dist.TCPStore(address, port, is_master=False, timeout=soon, wait_for_workers=False)
@@ -48,8 +48,8 @@ def answers(address: str, port: int) -> bool:
         return False
 
 
-def test_a_batch_jobs_ranks_meet_behind_a_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_node_addresses", lambda: [REACHED])
+def test_ranks_of_a_batch_job_connect_through_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_node_addresses", lambda: [NODE_ADDRESS])
     file, opened = tmp_path / "store.json", list[tuple[str, int]]()
 
     def recorded(opens: Callable[..., int], address: str | None) -> Callable[..., int]:
@@ -67,14 +67,14 @@ def test_a_batch_jobs_ranks_meet_behind_a_gate(tmp_path: Path, monkeypatch: pyte
         value = torch.ones(1)
         dist.all_reduce(value)
         assert (info.world_size, value.item()) == (2, 2.0)
-        assert rank in Heartbeat.join("here").posts()  # through a connection of its own
+        assert rank in Heartbeat.join("here").posts()  # uses a separate connection
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert set(opened) <= set(listening())
         assert not [address for address, _ in listening() if address == "0.0.0.0"]
         gates, doors = all_gather_json(opened)
-        assert [address for address, _ in (*gates, *doors)] == [REACHED, "127.0.0.1"]
-        assert not any(answers(address, port) for address, port in (doors if rank == 0 else gates))
-        idle = [socket.create_connection(tuple(gate)) for gate in gates]  # says nothing, and holds nobody up
+        assert [address for address, _ in (*gates, *doors)] == [NODE_ADDRESS, "127.0.0.1"]
+        assert not any(responds(address, port) for address, port in (doors if rank == 0 else gates))
+        idle = [socket.create_connection(tuple(gate)) for gate in gates]  # idle connections do not block others
         again = dist.distributed_c10d._get_default_store().clone()
         again.set(f"after/{rank}", "x")
         assert all_gather_json(len(idle)) == [1, 1]
@@ -82,7 +82,7 @@ def test_a_batch_jobs_ranks_meet_behind_a_gate(tmp_path: Path, monkeypatch: pyte
     run_ranks(2, check, env=lambda rank: batch_job(file), init=False)
 
 
-def test_ranks_whose_rank_zero_never_comes(tmp_path: Path) -> None:
+def test_missing_rank_zero_is_reported(tmp_path: Path) -> None:
     def check(rank: int) -> None:
         if rank == 1:
             start_process_group("cpu", rendezvous_timeout=timedelta(seconds=1))
@@ -96,7 +96,7 @@ def test_ranks_whose_rank_zero_never_comes(tmp_path: Path) -> None:
 VALUES = [None, "Grüße\0", ["é" * 70_000, 1.5], {"": [True, float("inf")], "b": {}}]
 
 
-def test_values_travel_as_json_and_nothing_is_unpickled() -> None:
+def test_values_are_exchanged_as_json_without_pickle() -> None:
     def check(rank: int) -> None:
         def refuse(*_: object) -> None:
             raise AssertionError("an object was pickled")
@@ -113,8 +113,8 @@ def test_values_travel_as_json_and_nothing_is_unpickled() -> None:
     run_ranks(2, check)
 
 
-def test_nothing_of_the_project_exchanges_pickled_objects() -> None:
-    """But the functions of seed page 002 that promise any object, which nothing calls."""
+def test_package_does_not_exchange_pickled_objects() -> None:
+    """Except for the public object collectives of OLMo-core `utils`, which nothing calls."""
     components = Path(rendezvous.__file__).parents[2]
     facade = {components / "distributed" / name for name in ("collectives.py", "utils.py", "__init__.py")}
     calls = ("all_gather_object", "broadcast_object", "gather_object", "scatter_object", "send_object", "recv_object")

@@ -1,7 +1,7 @@
-"""The loss without logits on every kind of mesh, against plain PyTorch's logits and cross-entropy in one process.
+"""The chunked loss on every kind of mesh, against full logits and cross-entropy of plain PyTorch in one process.
 
-float64: every parameter's gradient within 1e-10 relative; float32: loss and gradient norm within 1e-6. Each chunk has a
-few tokens only, so that every case has several.
+float64: the gradient of every parameter within 1e-10 relative. float32: loss and gradient norm within 1e-6. A chunk
+holds only a few tokens, so that every case has several chunks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
     ],
 }
 CHUNK = 300
-"""Logits of a chunk: three tokens of 97 words, six of a tp rank's half."""
+"""Logits per chunk: three tokens with a vocabulary of 97, or six tokens with a half of it under tp."""
 EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 
 
@@ -93,7 +93,7 @@ TERMS: dict[int, list[Case]] = {
         4: [("llama", {**PP, "tp": 2, "dp_shard": 1}, 2, LossMethod.chunked)],
     }.items()
 }
-"""97 words are divided by no tp, so that the shards over which they are smoothed are unequal."""
+"""No tp degree divides the vocabulary of 97, so label smoothing runs over unequal shards."""
 
 
 def run(world: int, work: list[Case], chunk: int = CHUNK) -> list[str]:
@@ -107,23 +107,23 @@ def run(world: int, work: list[Case], chunk: int = CHUNK) -> list[str]:
     problems = []
     for index, case in enumerate(work):
         expected = reference(case, build(case.model, case.dtype, MODELS[case.model]))
-        for curve, different in (told[index] for told in ranks):
+        for curve, different in (results[index] for results in ranks):
             problems += check(case, expected, curve, different)
             losses = zip(curve.losses, expected.losses, strict=True)
             problems += [f"{case}: loss {a} is not {b}" for a, b in losses if not abs(a - b) <= 1e-6 * b]
         if case.dtype == torch.float64:
-            had = set().union(*(told[index][0].gradients for told in ranks))
-            problems += [f"{case}: no gradient of {name}" for name in set(expected.gradients) - had]
+            found = set().union(*(results[index][0].gradients for results in ranks))
+            problems += [f"{case}: no gradient of {name}" for name in set(expected.gradients) - found]
     return problems
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_gradients_and_losses_are_those_of_logits(world: int) -> None:
+def test_chunked_loss_and_gradients_match_full_logits(world: int) -> None:
     problems = run(world, cases(world))
     assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("world", TERMS)
-def test_label_smoothing_and_z_loss_are_those_of_one_process(world: int) -> None:
+def test_label_smoothing_and_z_loss_match_one_process(world: int) -> None:
     problems = run(world, TERMS[world])
     assert not problems, "\n".join(problems)

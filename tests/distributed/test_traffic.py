@@ -1,4 +1,4 @@
-"""What collectives moved: recorded on real gloo ranks, against sizes worked out by hand; the groups of a mesh."""
+"""Recorded traffic of collectives on gloo ranks against sizes computed by hand, and the groups of a mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # what functional collectives import: once, before ranks are forked
+import torch._dynamo  # functional collectives import it; import it once, before ranks are forked
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,7 +57,7 @@ Volumes = dict[tuple[str, str], tuple[int, int]]
 
 
 def train(parallelism: dict[str, Any], around: Any, *, accumulation: int = 1, compiled: bool = False) -> Mesh:
-    """Two optimizer steps of a tiny Llama in float32, each in the context that `around(mesh)` made for it."""
+    """Run two optimizer steps of a tiny model in float32, each in a context from the factory that `around` returns."""
     if "pp" in parallelism:
         accumulation = 2
     case = Case("mixtral" if "ep" in parallelism else "llama", parallelism, accumulation, 2, torch.float32)
@@ -79,7 +79,7 @@ def train(parallelism: dict[str, Any], around: Any, *, accumulation: int = 1, co
 
 
 def recorded(parallelism: dict[str, Any], **kwargs: Any) -> tuple[Traffic, Mesh]:
-    """What the second step moved."""
+    """Return the recorded traffic of the second step."""
     traffics: list[Traffic] = []
 
     @contextmanager
@@ -97,31 +97,31 @@ def by_axes(traffic: Traffic, mesh: Mesh) -> Volumes:
     return {(axes[group], op): (volume.calls, volume.bytes) for (group, op), volume in traffic.volumes.items()}
 
 
-def test_every_operation_is_seen_with_its_group_and_its_bytes() -> None:
+def test_every_operation_is_recorded_with_group_and_bytes() -> None:
     def body(rank: int) -> None:
         first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
-        alone = [dist.new_group([each]) for each in range(4)][rank]
-        mine, peer = (first, 1 - rank) if rank < 2 else (second, 5 - rank)
+        singleton = [dist.new_group([each]) for each in range(4)][rank]
+        own_group, peer = (first, 1 - rank) if rank < 2 else (second, 5 - rank)
         eight, four = torch.ones(8), torch.ones(4, dtype=torch.float64)  # 32 bytes each
         dist.all_reduce(eight)
         with record_traffic() as traffic:
             dist.all_reduce(eight)
-            dist.all_reduce(four, group=mine)
-            dist.all_reduce(four, group=mine)
-            dist.all_reduce(eight, group=alone)
+            dist.all_reduce(four, group=own_group)
+            dist.all_reduce(four, group=own_group)
+            dist.all_reduce(eight, group=singleton)
             dist.all_gather_into_tensor(torch.empty(32), eight)
-            dist.all_gather([torch.empty(8) for _ in range(2)], eight, group=mine)
+            dist.all_gather([torch.empty(8) for _ in range(2)], eight, group=own_group)
             dist.reduce_scatter_tensor(torch.empty(2), eight)
             dist.all_to_all_single(torch.empty(8), eight)
             dist.broadcast(eight, 1)
-            dist.barrier(group=mine)
+            dist.barrier(group=own_group)
             exchange = [dist.P2POp(dist.isend, four, peer), dist.P2POp(dist.irecv, torch.empty_like(four), peer)]
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
             if rank % 2:
-                dist.recv(torch.empty(3), peer, group=mine)
+                dist.recv(torch.empty(3), peer, group=own_group)
             else:
-                dist.send(torch.ones(3), peer, group=mine)
+                dist.send(torch.ones(3), peer, group=own_group)
         dist.all_reduce(eight)
         world, half = (0, 1, 2, 3), (0, 1) if rank < 2 else (2, 3)
         assert {key: (volume.calls, volume.bytes) for key, volume in traffic.volumes.items()} == {
@@ -142,7 +142,7 @@ def test_every_operation_is_seen_with_its_group_and_its_bytes() -> None:
     run_ranks(4, body)
 
 
-def test_functional_collectives_and_dtensors_are_seen_forward_and_backward() -> None:
+def test_functional_collectives_and_dtensors_are_recorded() -> None:
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
         group = (0, 1) if rank < 2 else (2, 3)
@@ -151,17 +151,17 @@ def test_functional_collectives_and_dtensors_are_seen_forward_and_backward() -> 
             gathered = functional.all_gather_tensor_autograd(x, 0, (mesh, 1)) * 2
         with record_traffic() as backward:
             gathered.sum().backward()
-        seen = [list(each.volumes.items()) for each in (forward, backward)]
-        assert [[(key, volume.calls, volume.bytes) for key, volume in each] for each in seen] == [
+        recorded_volumes = [list(each.volumes.items()) for each in (forward, backward)]
+        assert [[(key, volume.calls, volume.bytes) for key, volume in each] for each in recorded_volumes] == [
             [((group, "all_gather"), 1, 96)],
             [((group, "reduce_scatter"), 1, 192)],
         ]
         weight = distribute_tensor(torch.ones(8, 6), mesh["tp"], [Shard(1)])
-        parts = DTensor.from_local(torch.ones(4, 3), mesh["tp"], [Shard(1)])
+        sharded = DTensor.from_local(torch.ones(4, 3), mesh["tp"], [Shard(1)])
         with record_traffic() as traffic:
-            product = parts @ weight.T  # (4, 8), a sum over tp
+            product = sharded @ weight.T  # (4, 8), a partial sum over tp
             assert product.placements == (Partial(),)
-            result = product.relu()  # which DTensor may not take of parts of a sum
+            result = product.relu()  # nonlinear, so DTensor all-reduces first
         assert result.placements == (Replicate(),)
         assert result.to_local()[0, 0] == 6
         ((key, volume),) = traffic.volumes.items()
@@ -170,7 +170,7 @@ def test_functional_collectives_and_dtensors_are_seen_forward_and_backward() -> 
     run_ranks(4, body)
 
 
-def test_the_groups_listed_are_those_that_a_step_uses() -> None:
+def test_listed_groups_are_those_that_a_step_uses() -> None:
     def body(rank: int) -> list[list[str]]:
         listed = []
         for shape in SHAPES:
@@ -188,23 +188,23 @@ def test_the_groups_listed_are_those_that_a_step_uses() -> None:
         assert listed == expected
 
 
-def test_bytes_of_a_step_are_those_of_the_parameters() -> None:
-    """By hand: FSDP pads the rows of every parameter to a multiple of the ranks, and moves whole units.
+def test_recorded_bytes_of_a_step_match_the_parameter_sizes() -> None:
+    """Computed by hand: FSDP pads the rows of every parameter to a multiple of the ranks and moves full units.
 
-    The embedding and the first layer are gathered a second time in the backward; the last layer and the root (final
-    norm, head) were kept. Sums over ranks: tokens, three flags and the work, then the loss and its tokens; the norm
-    over what is sharded.
+    The embedding and the first layer are gathered again in the backward pass; the last layer and the root (final norm,
+    head) stay unsharded. Further all-reduces: tokens, three flags and the FLOPs; the loss and its tokens; the gradient
+    norm over the sharded axes.
     """
-    sizes: dict[str, dict[int, int]] = {}  # unit -> ranks that share it -> bytes of a part
+    sizes: dict[str, dict[int, int]] = {}  # unit -> number of shards -> bytes per shard
     for name, parameter in build("llama", torch.float32).named_parameters():
         unit = name.split(".")[2] if ".layers." in name else "embed" if "embed" in name else "root"
         for ranks in (1, 2, 4):
             rows = math.ceil(parameter.shape[0] / ranks)
-            part = 4 * rows * math.prod(parameter.shape[1:])
+            shard = 4 * rows * math.prod(parameter.shape[1:])
             sizes.setdefault(unit, {}).setdefault(ranks, 0)
-            sizes[unit][ranks] += part
-    part = {ranks: sum(unit[ranks] for unit in sizes.values()) for ranks in (1, 2, 4)}
-    again = {ranks: sizes["embed"][ranks] + sizes["0"][ranks] for ranks in (2, 4)}
+            sizes[unit][ranks] += shard
+    shard = {ranks: sum(unit[ranks] for unit in sizes.values()) for ranks in (1, 2, 4)}
+    regathered = {ranks: sizes["embed"][ranks] + sizes["0"][ranks] for ranks in (2, 4)}
     assert sizes.keys() == {"embed", "0", "1", "root"}
 
     def body(rank: int) -> list[Volumes]:
@@ -213,27 +213,27 @@ def test_bytes_of_a_step_are_those_of_the_parameters() -> None:
 
     for once, twice, hsdp, ddp in run_ranks(4, body, timeout=120):
         assert once == {
-            ("dp_shard = world", "all_gather"): (6, part[4] + again[4]),
-            ("dp_shard = world", "reduce_scatter"): (4, 4 * part[4]),
+            ("dp_shard = world", "all_gather"): (6, shard[4] + regathered[4]),
+            ("dp_shard = world", "reduce_scatter"): (4, 4 * shard[4]),
             ("dp_shard = world", "all_reduce"): (3, 40 + 16 + 8),
         }
-        assert twice["dp_shard = world", "all_gather"] == (12, 2 * (part[4] + again[4]))
-        assert twice["dp_shard = world", "reduce_scatter"] == (4, 4 * part[4])  # in the last micro-batch only
+        assert twice["dp_shard = world", "all_gather"] == (12, 2 * (shard[4] + regathered[4]))
+        assert twice["dp_shard = world", "reduce_scatter"] == (4, 4 * shard[4])  # in the last micro-batch only
         assert hsdp == {
-            ("dp_shard", "all_gather"): (6, part[2] + again[2]),
-            ("dp_shard", "reduce_scatter"): (4, 2 * part[2]),
-            ("dp_replicate", "all_reduce"): (4, part[2]),
+            ("dp_shard", "all_gather"): (6, shard[2] + regathered[2]),
+            ("dp_shard", "reduce_scatter"): (4, 2 * shard[2]),
+            ("dp_replicate", "all_reduce"): (4, shard[2]),
             ("dp_shard", "all_reduce"): (1, 8),
             ("world", "all_reduce"): (2, 40 + 16),
         }
-        assert ddp.pop(("dp_replicate = world", "broadcast"))[1] < 500  # the order of DDP's buckets, once
+        assert ddp.pop(("dp_replicate = world", "broadcast"))[1] < 500  # DDP broadcasts its bucket order once
         calls, moved = ddp.pop(("dp_replicate = world", "all_reduce"))
-        assert moved == part[1] + 40 + 16
+        assert moved == shard[1] + 40 + 16
         assert calls >= 3
         assert ddp == {}
 
 
-def test_compiled_layers_move_the_same() -> None:
+def test_compiled_layers_produce_the_same_traffic() -> None:
     def body(rank: int) -> None:
         tp = {"strategy": "fsdp2", "dp_shard": 1, "tp": -1}
         assert by_axes(*recorded(tp, compiled=True)) == by_axes(*recorded(tp)) != {}
@@ -241,8 +241,8 @@ def test_compiled_layers_move_the_same() -> None:
     run_ranks(2, body, timeout=120)
 
 
-def test_axes_that_no_collective_uses_are_not_listed() -> None:
-    """Though their groups work: dp_shard beside cp."""
+def test_mesh_axes_without_collectives_are_not_listed() -> None:
+    """With cp, FSDP shards over dp_shard and cp together, so dp_shard alone is unused."""
 
     def body(rank: int) -> list[tuple[str, int, str]]:
         mesh = distributed.build_mesh(ParallelismConfig(dp_shard=2, cp=2), "cpu")
@@ -260,18 +260,18 @@ def test_axes_that_no_collective_uses_are_not_listed() -> None:
         ]
 
 
-def test_the_second_step_of_a_run_is_shown() -> None:
+def test_traffic_of_the_second_step_is_reported() -> None:
     def body(rank: int) -> Any:
-        shown: list[list[Any]] = []
-        train(HSDP, lambda mesh: StepTraffic(mesh, shown.append, enabled=False).step)
-        assert shown == []
-        train(HSDP, lambda mesh: StepTraffic(mesh, shown.append, enabled=True).step)
-        (rows,) = shown
+        reported: list[list[Any]] = []
+        train(HSDP, lambda mesh: StepTraffic(mesh, reported.append, enabled=False).step)
+        assert reported == []
+        train(HSDP, lambda mesh: StepTraffic(mesh, reported.append, enabled=True).step)
+        (rows,) = reported
         return [asdict(row) for row in rows]
 
-    told = run_ranks(4, body)
-    assert [rows for rows in told if rows != told[0]] == []
-    assert [(row["group"], row["operation"]) for row in told[0]] == [
+    results = run_ranks(4, body)
+    assert [rows for rows in results if rows != results[0]] == []
+    assert [(row["group"], row["operation"]) for row in results[0]] == [
         ("dp_replicate", "all_reduce"),
         ("dp_shard", "all_gather"),
         ("dp_shard", "reduce_scatter"),
@@ -280,7 +280,7 @@ def test_the_second_step_of_a_run_is_shown() -> None:
     ]
 
 
-def test_a_table_says_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reporter_prints_a_table_of_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [TrafficRow("tp", "activations inside layers", "all_reduce", 1234, 3 * 2**19)]
     Reporter(LoggingConfig(), str(tmp_path), enabled=True).traffic(rows)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "all_reduce" in line]

@@ -1,7 +1,7 @@
-"""Replicas over tp stay equal to the bit where their gradients are not, as where GPU kernels add in another order.
+"""tp replicas stay bitwise equal even if their gradients differ, as with nondeterministic GPU kernels.
 
-A CPU adds in one order, so unevenness is planted: each rank computes the gradients of norms, and of attention whose
-heads tp does not divide, a millionth apart.
+CPU kernels are deterministic, so the test perturbs gradients: on each rank, the gradients of norms, and of attention
+whose heads tp does not divide, differ by a relative 1e-6.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PP2_TP2 = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2, "tp": 2}
 CASES = {2: [TP2], 4: [FSDP2_TP2, {**FSDP2_TP2, "sequence_parallel": True}, PP2_TP2]}
 
 
-class _Uneven(torch.autograd.Function):
-    """The same weight, and a gradient that differs from rank to rank."""
+class _PerturbGradient(torch.autograd.Function):
+    """Identity whose gradient differs between ranks."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -37,24 +37,24 @@ class _Uneven(torch.autograd.Function):
         return gradient * (1 + 1e-6 * int(os.environ["RANK"]))
 
 
-class _UnevenNorm(LlamaRMSNorm):
+class _PerturbedNorm(LlamaRMSNorm):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, hidden)
-        return F.rms_norm(hidden, hidden.shape[-1:], _Uneven.apply(self.weight), self.variance_epsilon)
+        return F.rms_norm(hidden, hidden.shape[-1:], _PerturbGradient.apply(self.weight), self.variance_epsilon)
 
 
-class _UnevenLinear(nn.Linear):
+class _PerturbedLinear(nn.Linear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # (batch, seq, in) -> (batch, seq, out)
-        return F.linear(hidden, _Uneven.apply(self.weight), self.bias)
+        return F.linear(hidden, _PerturbGradient.apply(self.weight), self.bias)
 
 
-def uneven(name: str) -> nn.Module:
-    """A model whose norms and attention compute uneven gradients."""
+def perturbed_model(name: str) -> nn.Module:
+    """Build a model whose norms and attention compute gradients that differ between ranks."""
     model = build(name, torch.float64)
     for path, module in model.named_modules():
         if isinstance(module, LlamaRMSNorm):
-            module.__class__ = _UnevenNorm
+            module.__class__ = _PerturbedNorm
         elif isinstance(module, nn.Linear) and "self_attn" in path:
-            module.__class__ = _UnevenLinear
+            module.__class__ = _PerturbedLinear
     return model
 
 
@@ -62,15 +62,15 @@ def drifted(cases: list[Case]) -> list[list[str]]:
     """Run the cases on this rank; return the names of the parameters whose replicas differ after the last step."""
     expected = [reference(case) for case in cases]
     found = []
-    for case, one in zip(cases, expected, strict=True):
-        curve, different = run_case(case, uneven(case.model))
-        assert curve.losses == pytest.approx(one.losses, rel=1e-4)
+    for case, reference_curve in zip(cases, expected, strict=True):
+        curve, different = run_case(case, perturbed_model(case.model))
+        assert curve.losses == pytest.approx(reference_curve.losses, rel=1e-4)
         found.append(different)
     return found
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_replicas_stay_equal_where_their_gradients_are_not(world: int) -> None:
+def test_replicas_stay_equal_if_their_gradients_differ(world: int) -> None:
     cases = [Case("llama_uneven_heads", shape, 2, 3) for shape in CASES[world]]
 
     def body(rank: int) -> list[list[str]]:
@@ -79,11 +79,11 @@ def test_replicas_stay_equal_where_their_gradients_are_not(world: int) -> None:
     assert run_ranks(world, body, timeout=120) == [[[] for _ in cases]] * world
 
 
-def test_without_that_they_drift() -> None:
+def test_replicas_drift_without_equalization() -> None:
     def body(rank: int) -> list[list[str]]:
         step.equalize_replicas = lambda parameters: None
         return drifted([Case("llama_uneven_heads", TP2, 2, 3)])
 
     for (names,) in run_ranks(2, body):
         assert {"model.norm.weight", "model.layers.0.self_attn.q_proj.weight"} <= set(names)
-        assert "model.layers.0.mlp.up_proj.weight" not in names  # divided: no replica
+        assert "model.layers.0.mlp.up_proj.weight" not in names  # sharded, so not a replica

@@ -1,4 +1,4 @@
-"""get_sync_ctx and reduce_loss on real ranks; each check is also run on the published behaviour, where it fails."""
+"""get_sync_ctx and reduce_loss on gloo ranks; each check also runs on the published behavior, which must fail it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SyncContext = Callable[[nn.Module, bool, bool], AbstractContextManager[None]]
 
 
 def published_sync_ctx(model: nn.Module, is_optim_step: bool, defer: bool) -> AbstractContextManager[None]:
-    """What NeMo AutoModel's does: looks at the root's type only, sets FSDP2's flag at once and never puts it back."""
+    """NeMo AutoModel's behavior: checks only the type of the root, sets FSDP2's flag and never resets it."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_optim_step or not defer)
         return nullcontext()
@@ -34,7 +34,7 @@ def published_sync_ctx(model: nn.Module, is_optim_step: bool, defer: bool) -> Ab
 
 
 def published_reduce_loss(losses: list[torch.Tensor], tokens: torch.Tensor, per_token: bool, group: Any) -> Any:
-    """What NeMo AutoModel's does, on CPU: float32 sums, an int32 count, and no answer to an empty store."""
+    """NeMo AutoModel's behavior on CPU: float32 sums, an int32 count, and an exception for an empty list."""
     loss = torch.stack(losses).float().sum().reshape(1)
     count = tokens.clone().to(torch.int32) if per_token else torch.tensor([len(losses)], dtype=torch.int32)
     if group is not None:
@@ -55,7 +55,7 @@ def sharded(rank: int, wrapper: str = "") -> nn.Module:
 
 
 def is_reduced(sync: SyncContext, model: nn.Module, rank: int, *, last: bool) -> bool:
-    """Whether the backward under `sync` reduced gradients; rank r feeds r + 1, so unreduced ones differ by rank."""
+    """Whether the backward under `sync` reduced gradients; inputs and unreduced gradients differ by rank."""
     model.zero_grad()
     with sync(model, last, True):
         model(torch.full((1, 4), rank + 1.0, dtype=torch.float64)).sum().backward()
@@ -71,7 +71,7 @@ def _grads_agree(model: nn.Module) -> bool:
 
 
 def deferral_is_undone_after_an_exception(sync: SyncContext, rank: int) -> None:
-    """SEED_NOTES 2, get_sync_ctx: sticky; an exception inside leaves the reduction off."""
+    """NeMo AutoModel get_sync_ctx: never resets the flag, so reduction stays off after an exception."""
     model = sharded(rank)
     with pytest.raises(ZeroDivisionError), sync(model, False, True):
         raise ZeroDivisionError
@@ -81,21 +81,21 @@ def deferral_is_undone_after_an_exception(sync: SyncContext, rank: int) -> None:
 
 
 def deferral_reaches_a_wrapped_model(sync: SyncContext, rank: int) -> None:
-    """SEED_NOTES 2, get_sync_ctx: a wrapper (torch.compile's OptimizedModule, any outer module) is not looked into."""
+    """NeMo AutoModel get_sync_ctx: ignores models inside a wrapper, such as torch.compile's OptimizedModule."""
     model = sharded(rank, "wrapped")
     assert not is_reduced(sync, model, rank, last=False)
     assert is_reduced(sync, model, rank, last=True)
 
 
 def reduce_counts_large_numbers(reduce: Any, rank: int) -> None:
-    """SEED_NOTES 2, reduce_loss: int32 overflows; 2^31 + 5 tokens become negative."""
+    """NeMo AutoModel reduce_loss: the int32 count overflows."""
     _, count = reduce([torch.tensor(1.0)], torch.tensor([2**30 + rank]), True, dist.group.WORLD)
     assert count.item() == 2**31 + 1
 
 
 def reduce_takes_an_empty_store(reduce: Any, rank: int) -> None:
-    """SEED_NOTES 2, reduce_loss: a rank without micro-batches raises and hangs its peers."""
-    # The published rank 0 waits in vain for rank 1, as long as the group lets it.
+    """NeMo AutoModel reduce_loss: a rank without micro-batches raises, and its peers hang."""
+    # With the published behavior, rank 0 waits for rank 1 until the timeout of the group.
     group = dist.new_group(timeout=timedelta(seconds=2)) if reduce is published_reduce_loss else dist.group.WORLD
     losses = [torch.tensor(3.0)] if rank == 0 else []
     loss, count = reduce(losses, torch.tensor([4 if rank == 0 else 0]), True, group)
@@ -103,13 +103,13 @@ def reduce_takes_an_empty_store(reduce: Any, rank: int) -> None:
 
 
 def reduce_keeps_small_terms(reduce: Any, rank: int) -> None:
-    """SEED_NOTES 2, reduce_loss: sums in float32; 2^24 + 1 is lost."""
+    """NeMo AutoModel reduce_loss: sums in float32, which cannot represent 2^24 + 1."""
     value = torch.tensor(2.0**24 if rank == 0 else 1.0, dtype=torch.float64)
     assert reduce([value], torch.tensor([1]), True, dist.group.WORLD)[0].item() == 2.0**24 + 1
 
 
 def reduce_names_the_rank_of_a_nan(reduce: Any, rank: int) -> None:
-    """SEED_NOTES 2, reduce_loss: a NaN on one rank poisons all without naming it."""
+    """NeMo AutoModel reduce_loss: a NaN on one rank propagates without naming the rank."""
     value = torch.tensor(float("nan") if rank == 1 else 1.0)
     with pytest.raises(FloatingPointError, match="rank 1 of 2"):
         reduce([value], torch.tensor([1]), True, dist.group.WORLD)
@@ -124,9 +124,9 @@ REDUCE_CHECKS = [
 ]
 
 
-def test_ours_holds_where_the_published_fails() -> None:
+def test_checks_pass_with_ours_and_fail_with_the_published_behavior() -> None:
     def on_rank(rank: int) -> list[str]:
-        wrong = []
+        passed_by_published = []
         for check in SYNC_CHECKS + REDUCE_CHECKS:
             ours, published = (
                 (get_sync_ctx, published_sync_ctx) if check in SYNC_CHECKS else (reduce_loss, published_reduce_loss)
@@ -137,23 +137,23 @@ def test_ours_holds_where_the_published_fails() -> None:
                 fails = False
             except (AssertionError, RuntimeError, pytest.fail.Exception):
                 fails = True
-            # A check proves something if the published behaviour fails it on at least one rank.
-            everyone: list[bool] = [False] * dist.get_world_size()
+            # A check is only meaningful if the published behavior fails it on at least one rank.
+            gathered_fails: list[bool] = [False] * dist.get_world_size()
             if check is reduce_takes_an_empty_store:
-                return_early = fails  # its peer is left hanging in a collective: nothing more runs on this group
-                return wrong + ([] if return_early or rank == 0 else [check.__name__])
-            dist.all_gather_object(everyone, fails)
-            if not any(everyone):
-                wrong.append(check.__name__)
-        return wrong
+                return_early = fails  # its peer hangs in a collective, so this group is unusable
+                return passed_by_published + ([] if return_early or rank == 0 else [check.__name__])
+            dist.all_gather_object(gathered_fails, fails)
+            if not any(gathered_fails):
+                passed_by_published.append(check.__name__)
+        return passed_by_published
 
     REDUCE_CHECKS.sort(key=lambda check: check is reduce_takes_an_empty_store)  # last: it breaks the group
     assert run_ranks(2, on_rank, timeout=60) == [[], []]
 
 
-def test_an_unchecked_loss_is_summed_as_it_is() -> None:
-    """What the training loop asks of reduce_loss: no exception, no host sync, two numbers in one collective."""
-    meta = torch.zeros((), dtype=torch.float64, device="meta")  # on which a host sync raises
+def test_unchecked_loss_is_reduced_without_host_sync() -> None:
+    """As used in the training loop: no exception for NaN, no host sync, and one collective for both numbers."""
+    meta = torch.zeros((), dtype=torch.float64, device="meta")  # a host sync on a meta tensor raises
     assert reduce_loss([meta], meta, check_finite=False)[0].shape == (1,)
     with pytest.raises((NotImplementedError, RuntimeError)):
         reduce_loss([meta], meta)
@@ -173,7 +173,7 @@ def test_an_unchecked_loss_is_summed_as_it_is() -> None:
     assert run_ranks(3, on_rank) == [{"all_reduce": (1, 16)}] * 3
 
 
-def test_ddp_defers_and_a_mean_is_a_mean() -> None:
+def test_ddp_defers_reduction_and_mean_loss_is_per_token() -> None:
     def on_rank(rank: int) -> list[float]:
         model = sharded(rank, "ddp")
         assert not is_reduced(get_sync_ctx, model, rank, last=False)

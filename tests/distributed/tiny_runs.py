@@ -1,4 +1,4 @@
-"""A small run on any mesh: everything a recipe makes but files and reports; data in the order that a recipe uses."""
+"""Small training runs on any mesh, set up and fed as in a recipe, but without files and reports."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.distributed.parity import CLIP, OPTIMIZER, Case, router_config
 
 GLOBAL_BATCH = 8
 LAYERS = {"llama": 4}
-"""Of models that are also cut into four stages; the others have two."""
+"""Number of layers of models that are also split into four stages; other models have two."""
 MAX_STEPS = 100
 SAMPLES = 89
 
 
 class Samples(Sequence[Example]):
-    """Made-up samples of unequal lengths; it remembers which were read."""
+    """Random samples of unequal lengths; records which samples were read."""
 
     def __init__(self, size: int = SAMPLES) -> None:
         self.size = size
@@ -50,7 +50,7 @@ class Samples(Sequence[Example]):
 
 @dataclass
 class TinyRun:
-    """One rank of a run."""
+    """The state of one rank of a run."""
 
     mesh: Mesh
     model: torch.nn.Module
@@ -65,7 +65,7 @@ class TinyRun:
         return {"state": self.state.to_dict(), "data": self.batches.state_dict()}
 
     def take(self, extra: dict[str, Any]) -> None:
-        """Go on from what `extra` returned."""
+        """Resume from a return value of `extra`."""
         self.state = TrainState.from_dict(extra["state"])
         self.batches.load_state_dict(extra["data"])
 
@@ -85,16 +85,16 @@ class TinyRun:
 
 
 def cell_named(model: str, name: str, world: int) -> Cell:
-    """A model on the mesh of a name; "pp2 ZBVZeroBubble" names a schedule too."""
+    """Return a model on a named mesh; "pp2 ZBVZeroBubble" also names a pipeline schedule."""
     name, _, schedule = name.partition(" ")
     base = ParallelismConfig(tp_plan=GPT2_PLAN if model == "gpt2" else None)
     layout = base if name == "fsdp2" else layout_of(name, base)
     assert layout is not None, name
     if schedule:
         layout = replace(layout, pp_schedule=PipelineSchedule(schedule))
-    made = cell(model, world, layout, LAYERS.get(model, 2))
-    assert not made.refused, (model, name, made.refused)
-    return made
+    result = cell(model, world, layout, LAYERS.get(model, 2))
+    assert not result.refused, (model, name, result.refused)
+    return result
 
 
 def build(model: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -102,7 +102,7 @@ def build(model: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
 
 def start(cell: Cell, built: torch.nn.Module, seed: int = 0, dtype: torch.dtype = torch.float32) -> TinyRun:
-    """A run on this rank with a copy of `built`, as parity.run_case makes it."""
+    """Start a run on this rank with a copy of `built`, set up like parity.run_case."""
     config = cell.parallelism
     mesh = distributed.build_mesh(config, "cpu")
     distributed.seed_ranks(seed, mesh)
@@ -133,26 +133,26 @@ def start(cell: Cell, built: torch.nn.Module, seed: int = 0, dtype: torch.dtype 
 
 
 def whole(run: TinyRun) -> dict[str, torch.Tensor]:
-    """Parameters and optimizer state of all ranks with their global shapes, by torch's own gathering."""
-    mine = {}
+    """Return the full parameters and optimizer state of all ranks, gathered by torch."""
+    local = {}
     for name, parameter in run.model.named_parameters():
         for key, value in [("value", parameter), *run.optimizer.state[parameter].items()]:
             value = value.detach()
-            mine[f"{name} {key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            local[f"{name} {key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
     if not dist.is_initialized():
-        return mine
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {name: value for held in everyone for name, value in held.items()}
+        return local
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
+    return {name: value for held in gathered for name, value in held.items()}
 
 
 def global_order(run: TinyRun, read: list[list[int]]) -> list[list[int]]:
-    """The samples of each step in the order of the global batch, from what the ranks read."""
-    everyone: list[Any] = [(run.mesh.rank("dp"), read)]
+    """Return the samples of each step in global batch order, gathered from the samples that the ranks read."""
+    gathered: list[Any] = [(run.mesh.rank("dp"), read)]
     if dist.is_initialized():
-        everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, (run.mesh.rank("dp"), read))
+        gathered *= dist.get_world_size()
+        dist.all_gather_object(gathered, (run.mesh.rank("dp"), read))
     by_rank: dict[int, list[list[int]]] = {}
-    for rank, steps in everyone:
-        assert by_rank.setdefault(rank, steps) == steps, "ranks of one dp rank read other samples"
+    for rank, steps in gathered:
+        assert by_rank.setdefault(rank, steps) == steps, "ranks with the same dp rank read different samples"
     return [[index for rank in sorted(by_rank) for index in by_rank[rank][step]] for step in range(len(read))]
