@@ -80,7 +80,7 @@ class Run(Attempt):
         title = observability.run_title(cfg.model, cfg.data, self.mesh.shape)
         # Must precede the load of the checkpoint, which restores the random states: the reporter's imports draw random
         # numbers.
-        self._report = observability.Reporter(cfg.logging, self.dir, self._reports, cfg.training.max_steps, title)
+        self._report = observability.Reporter(cfg.logging, self.dir, self._is_main, cfg.training.max_steps, title)
         if self.resume_from is not None:
             saved = checkpoint.load_checkpoint(self.resume_from, model.module, optimizer)
             self.state = TrainState.from_dict(saved["state"])
@@ -138,7 +138,7 @@ class Run(Attempt):
     def report_eval(self, measured: Evaluation) -> None:
         """Log an evaluation; one that was stopped has no loss."""
         self._read_all()
-        self._log_eval(measured)
+        super().report_eval(measured)
         self.state.begin(self.eval_loss)
 
     def save(self, step: Step) -> None:
