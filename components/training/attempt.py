@@ -106,7 +106,8 @@ class Attempt:
         """When the generations are made, for their heading."""
         return f"after {self.state.step} steps"
 
-    def _log_eval(self, measured: Evaluation) -> None:
+    def report_eval(self, measured: Evaluation) -> None:
+        """Log an evaluation; one that was stopped has no loss."""
         self._report.evaluation(
             step=self.state.step,
             eval_loss=measured.loss,
@@ -183,10 +184,6 @@ class EvaluationRun(Attempt):
         batch = f"{cfg.evaluation.micro_batch_size} sequences x {self.mesh.size('dp')} dp at a time"
         self._print_banner(model, source, batch, notes)
         self._enter(self._report, self._stop, self._watch)
-
-    def report_eval(self, measured: Evaluation) -> None:
-        """Log an evaluation; one that was stopped has no loss."""
-        self._log_eval(measured)
 
     @property
     def _when(self) -> str:

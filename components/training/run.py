@@ -138,7 +138,7 @@ class Run(Attempt):
     def report_eval(self, measured: Evaluation) -> None:
         """Log an evaluation; one that was stopped has no loss."""
         self._read_all()
-        self._log_eval(measured)
+        super().report_eval(measured)
         self.state.begin(self.eval_loss)
 
     def save(self, step: Step) -> None:

@@ -17,8 +17,13 @@ import math
 import statistics
 import subprocess
 import sys
-import time
-from pathlib import Path
+
+import torch
+
+from components.training.objectives import CrossEntropy
+from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
+from scripts.benchmark.peers.meter import peak, reset_peak
+from scripts.benchmark.peers.roof import now
 
 METHODS = ("logits", "chunked")
 NOT_MEASURED = {"bytes": math.nan, "seconds": math.nan}
@@ -27,11 +32,6 @@ VOCABULARIES = [8192, 16384, 32768, 49152, 65536, 131072, 262144]
 
 def measure(method: str, vocabulary: int, args: argparse.Namespace) -> dict[str, float]:
     """Return the peak bytes above the inputs, and the median seconds of a forward and backward."""
-    import torch
-
-    from components.training.objectives import CrossEntropy
-    from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
@@ -53,45 +53,25 @@ def measure(method: str, vocabulary: int, args: argparse.Namespace) -> dict[str,
 
     before = _reset_peak(device)
     forward_backward()
-    peak, seconds = _peak(device) - before, []
+    added, seconds = _peak(device) - before, []
     for _ in range(args.repeat):
-        began = _now(device)
+        began = now(device.type)
         forward_backward()
-        seconds.append(_now(device) - began)
-    return {"bytes": peak, "seconds": statistics.median(seconds) if seconds else float("nan")}
+        seconds.append(now(device.type) - began)
+    return {"bytes": added, "seconds": statistics.median(seconds) if seconds else float("nan")}
 
 
-def _now(device) -> float:
-    """Return processor time on a CPU, which other processes may use too; on a GPU wall time after synchronization."""
-    if device.type == "cpu":
-        return time.process_time()
-    import torch
-
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _reset_peak(device) -> int:
+def _reset_peak(device: torch.device) -> int:
     if device.type == "cuda":
-        import torch
-
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return reset_peak()
 
 
-def _peak(device) -> int:
+def _peak(device: torch.device) -> int:
     if device.type == "cuda":
-        import torch
-
         return torch.cuda.max_memory_allocated()
-    return _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
+    return peak()
 
 
 def main() -> None:

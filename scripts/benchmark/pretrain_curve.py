@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import yaml
 
 from components.data import SampleOrder
-from scripts.benchmark.compare_report import GATED_STEPS, gated_difference
+from scripts.benchmark.compare_report import GATED_STEPS, gated_difference, worst_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "llama_2m"
@@ -54,9 +54,8 @@ class Curve:
 
     def differences(self, other: Curve) -> dict[str, float]:
         """Return the largest relative difference over all steps, for each metric."""
-        return {
-            name: _difference(getattr(self, name), getattr(other, name)) for name in ("losses", "norms", "held_out")
-        }
+        names = ("losses", "norms", "held_out")
+        return {name: worst_difference(getattr(self, name), getattr(other, name)) for name in names}
 
 
 def main() -> int:
@@ -209,17 +208,12 @@ def _plot(file: Path, ours: Curve, plain: Curve, title: str) -> None:
     curves.set(ylabel="loss per byte (nats)", title=title)
     curves.legend()
     differences.semilogy(
-        steps, [max(_difference([a], [b]), 1e-17) for a, b in zip(ours.losses, plain.losses, strict=True)]
+        steps, [max(worst_difference([a], [b]), 1e-17) for a, b in zip(ours.losses, plain.losses, strict=True)]
     )
     differences.set(xlabel="optimizer step", ylabel="relative difference")
     for axes in (curves, differences):
         axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
-
-
-def _difference(mine: list[float], theirs: list[float]) -> float:
-    """Return the largest relative difference of two curves of the same length."""
-    return max(abs(one - other) / abs(other) for one, other in zip(mine, theirs, strict=True))
 
 
 if __name__ == "__main__":

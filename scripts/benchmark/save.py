@@ -30,6 +30,7 @@ from components import distributed
 from components.checkpoint import Saver
 from components.config.schema.checkpoint import CheckpointConfig
 from components.exchange import all_gather_json, broadcast_json
+from scripts.benchmark.peers.meter import peak, reset_peak
 
 
 def main() -> None:
@@ -142,18 +143,6 @@ def timed(do: Callable[[], object]) -> Seconds:
     do()
     taken = all_gather_json((time.perf_counter() - wall, time.thread_time() - processor))
     return Seconds(*map(max, zip(*taken, strict=True)))
-
-
-def reset_peak() -> int:
-    """Reset this process's peak of resident memory, and return its current resident memory in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak()
-
-
-def peak() -> int:
-    """Return this process's peak of resident memory in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
         else:
             with suppress(OSError):  # if it fails, the peak includes loading of the model
-                Path("/proc/self/clear_refs").write_text("5")
+                reset_peak()
 
     def _peaks(self) -> dict[str, float]:
         """Return peak memory in GiB during the measured steps, by kind."""
@@ -72,9 +72,19 @@ class Meter:
                 "allocated": torch.cuda.max_memory_allocated() / GIB,
                 "reserved": torch.cuda.max_memory_reserved() / GIB,
             }
-        lines = Path("/proc/self/status").read_text().splitlines()
-        peak = next(line for line in lines if line.startswith("VmHWM"))
-        return {"resident": int(peak.split()[1]) / 2**20}
+        return {"resident": peak() / GIB}
+
+
+def reset_peak() -> int:
+    """Reset this process's peak of resident memory, and return its current resident memory in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """Return this process's peak of resident memory in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def settings_of(optimizer: Any) -> dict[str, Any]:
