@@ -90,8 +90,8 @@ def test_pipeline_checkpoint_is_evaluated_under_cp(pipeline: Path, tmp_path: Pat
 
 def test_pipeline_checkpoint_is_resumed_under_cp(pipeline: Path, single: dict[str, Path], tmp_path: Path) -> None:
     output = run("finetune.py", "model=tiny", *JOB, "parallelism=fsdp2_cp2", TWO, f"training.max_steps={LONGER}",
-                 f"run.resume={pipeline}/checkpoints/step_{STEPS}", f"run.dir={tmp_path}/run", "checkpoint.export=false",
-                 cwd=tmp_path)  # fmt: skip
+                 f"run.resume={pipeline}/checkpoints/step_{STEPS}", f"run.dir={tmp_path}/run",
+                 "checkpoint.export=false", cwd=tmp_path)  # fmt: skip
     assert f"resumed from {pipeline}/checkpoints/step_{STEPS}" in output
     assert_same_curve(tmp_path / "run", single["tiny"], slice(STEPS, LONGER))
 
