@@ -99,7 +99,7 @@ def write(base: Path, identity: int, subnet: str) -> None:
 
 
 def job_ids(identity: int) -> tuple[int, int]:
-    """Return the first and last job id of a cluster. Ids are distinct: clusters share the job directories of the freezer."""
+    """Return the first and last job id of a cluster. Clusters share the freezer, so ids must differ."""
     return identity * JOBS_PER_CLUSTER + 1, (identity + 1) * JOBS_PER_CLUSTER - 1
 
 
