@@ -1,7 +1,7 @@
-"""Command lines of recipes, run by the hundred: each in a process of its own, none with the cost of a new interpreter.
+"""A server that runs command lines of recipes, each in its own process, without the start-up time of an interpreter.
 
-A server process has the launcher and Hydra imported, and never torch. For each command it forks a child that runs
-the recipe as `python recipe.py ARGUMENTS` would, and tells how that ended and whether torch was imported.
+The server imports the launcher and Hydra once, but never torch. For each command it forks a child that runs the recipe
+like `python recipe.py ARGUMENTS`, and returns its exit status, its output and whether it imported torch.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """Exit status and output of a command."""
 
     status: int
     output: str
     errors: str
     imported_torch: bool
     cpu_seconds: float
-    """Of the processor, without the interpreter's start and the imports that all commands share."""
+    """CPU time, without the start of the interpreter and the imports that all commands share."""
 
 
 class Commands:
-    """The server; see `served`."""
+    """Client of the server; see `served`."""
 
     def __init__(self, server: subprocess.Popen[str], folder: Path) -> None:
         self._server = server
         self._folder = folder
 
     def run(self, recipe: Path | str, arguments: Sequence[str], cwd: Path, **environment: str) -> Ended:
-        """Run `python recipe ARGUMENTS` in `cwd` with further environment variables."""
+        """Run `python RECIPE ARGUMENTS` in `cwd` with additional environment variables."""
         request = {"argv": [str(recipe), *arguments], "cwd": str(cwd), "environment": environment}
         assert self._server.stdin
         assert self._server.stdout
@@ -56,7 +56,7 @@ class Commands:
 
 @contextmanager
 def served() -> Iterator[Commands]:
-    """Start the server for the time of the block."""
+    """Run the server within the `with` block."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MESHBOOK_")}
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as hub:
         reachable = f"http://127.0.0.1:{hub.getsockname()[1]}"
@@ -76,11 +76,11 @@ def served() -> Iterator[Commands]:
 def _serve(folder: Path) -> None:
     from components.config.compose import command_line
     from components.config.schema import FinetuneConfig
-    from components.launch import attached, local, open_run  # noqa: F401  (what every command needs, imported once)
+    from components.launch import attached, local, open_run  # noqa: F401  (needed by every command; imported once)
 
     sys.argv = ["warm-up"]  # fills the caches of Hydra and omegaconf, which the children inherit
     command_line.compose_from_command_line("finetune", FinetuneConfig, folder, lambda cfg, refused: [])
-    gc.disable()  # a child lives for a moment
+    gc.disable()  # children are short-lived
 
     for line in sys.stdin:
         request = json.loads(line)
@@ -94,10 +94,10 @@ def _serve(folder: Path) -> None:
                 _run(request, writer)
             os.close(writer)
             with os.fdopen(reader) as pipe:
-                told = pipe.read()
+                imported = pipe.read()
             _, status, used = os.wait4(child, 0)
         cpu = used.ru_utime + used.ru_stime
-        answer = {"status": os.waitstatus_to_exitcode(status), "torch": told == "torch", "cpu": cpu}
+        answer = {"status": os.waitstatus_to_exitcode(status), "torch": imported == "torch", "cpu": cpu}
         print(json.dumps(answer), flush=True)
 
 
@@ -111,8 +111,8 @@ def _run(request: dict, writer: int) -> None:
     try:
         runpy.run_path(request["argv"][0], run_name="__main__")
         status = 0
-    except SystemExit as end:
-        status = end.code
+    except SystemExit as error:
+        status = error.code
     except BaseException:
         traceback.print_exc()
     finally:
@@ -123,5 +123,5 @@ def _run(request: dict, writer: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path = sys.path[1:]  # this folder, which a recipe's interpreter would not search
+    sys.path = sys.path[1:]  # without this folder, which is not on the path of a recipe
     _serve(Path(sys.argv[1]))

@@ -1,6 +1,6 @@
-"""Random wrong command lines: several mistakes each, of every stage, and what must be said of each.
+"""Random invalid command lines with errors from all stages of validation, and the expected message of each error.
 
-A mistake takes some sections for itself, so that none of a line can be the consequence of another.
+Each error reserves config sections, so that no error of a line can be a consequence of another.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ KEYS = known_keys(FinetuneConfig)
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """Arguments of a command line that are wrong together, and the beginning of the sentence about it."""
+class InvalidArguments:
+    """Arguments that together cause one config error, and the beginning of its message."""
 
     arguments: tuple[str, ...]
-    told: str
+    message: str
     sections: frozenset[str]
 
 
 @dataclass(frozen=True)
 class WrongLine:
-    """A command line and the sentences that it must get."""
+    """A command line and the beginnings of its expected error messages."""
 
     arguments: tuple[str, ...]
-    told: tuple[str, ...]
+    messages: tuple[str, ...]
 
 
 def wrong_line(seed: int) -> WrongLine:
-    """Return the wrong command line of a seed: one to six mistakes among right arguments, in random order."""
+    """Return the command line of a seed: one to eight errors among valid arguments, in random order."""
     rng = random.Random(seed)
     arguments: list[list[str]] = []
-    told: list[str] = []
-    taken: set[str] = set()
+    messages: list[str] = []
+    reserved: set[str] = set()
     for _ in range(rng.choice((1, 2, 3, 4, 6, 8))):
-        mistake = rng.choice(KINDS)(rng)
-        if taken & mistake.sections:
+        error = rng.choice(KINDS)(rng)
+        if reserved & error.sections:
             continue
-        taken |= mistake.sections
-        arguments.append(list(mistake.arguments))
-        told.append(mistake.told)
-    if "model" not in taken:
+        reserved |= error.sections
+        arguments.append(list(error.arguments))
+        messages.append(error.message)
+    if "model" not in reserved:
         arguments.append(["model=tiny"])
-    arguments += [[right] for section, right in RIGHT.items() if section not in taken and rng.random() < 0.3]
+    arguments += [[argument] for section, argument in VALID.items() if section not in reserved and rng.random() < 0.3]
     rng.shuffle(arguments)
-    return WrongLine(tuple(each for some in arguments for each in some), tuple(told))
+    return WrongLine(tuple(each for some in arguments for each in some), tuple(messages))
 
 
-RIGHT = {
+VALID = {
     "training": "training.log_every=2",
     "optimizer": "optimizer=adamw_wsd",
     "checkpoint": "checkpoint.keep=3",
@@ -70,15 +70,15 @@ RIGHT = {
 }
 
 
-def _misspelt_key(rng: random.Random) -> Mistake:
-    """A key with one letter left out, doubled, exchanged or put in."""
+def _misspelled_key(rng: random.Random) -> InvalidArguments:
+    """A key with one letter removed, doubled, replaced or inserted."""
     while True:
         key = rng.choice(KEYS)
         section, _, leaf = key.rpartition(".")
         if not section or section == "data" or _is_free(key):
             continue
         at = rng.randrange(len(leaf))
-        wrong = rng.choice(
+        misspelled = rng.choice(
             (
                 leaf[:at] + leaf[at + 1 :],
                 leaf[:at] + leaf[at] + leaf[at:],
@@ -86,19 +86,19 @@ def _misspelt_key(rng: random.Random) -> Mistake:
                 leaf[:at] + rng.choice(LETTERS) + leaf[at:],
             )
         )
-        name = f"{section}.{wrong}"
-        if wrong and wrong[0].isalpha() and name not in KEYS:
+        name = f"{section}.{misspelled}"
+        if misspelled and misspelled[0].isalpha() and name not in KEYS:
             plus = rng.choice(("", "", "+", "++"))
-            return _mistake([f"{plus}{name}=3"], f"{name}=3: no such key")
+            return _error([f"{plus}{name}=3"], f"{name}=3: no such key")
 
 
-def _foreign_key(rng: random.Random) -> Mistake:
-    """A key as other tools call it."""
+def _foreign_key(rng: random.Random) -> InvalidArguments:
+    """A key under its name in other tools."""
     name, key = rng.choice(FOREIGN)
-    return _mistake([f"{name}=3"], f"{name}=3: no such key; did you mean {key}", key.partition("=")[0])
+    return _error([f"{name}=3"], f"{name}=3: no such key; did you mean {key}", key.partition("=")[0])
 
 
-def _wrong_type(rng: random.Random) -> Mistake:
+def _wrong_type(rng: random.Random) -> InvalidArguments:
     while True:
         key, kind = rng.choice(FIELDS)
         if kind is bool:
@@ -109,43 +109,43 @@ def _wrong_type(rng: random.Random) -> Mistake:
             value, rule = rng.choice(("fast", "true", "1/2")), "must be a number"
         else:
             value, rule = rng.choice(("zzz", "qqq9", "none_of_these")), "must be one of"
-        return _mistake([f"{key}={value}"], f"{key}={value}: {rule}")
+        return _error([f"{key}={value}"], f"{key}={value}: {rule}")
 
 
-def _of_table(table: tuple[tuple[str, str, str], ...]) -> Callable[[random.Random], Mistake]:
-    def choose(rng: random.Random) -> Mistake:
-        sections, line, told = rng.choice(table)
-        return Mistake(tuple(line.split(" ")), told, frozenset(sections.split()))
+def _of_table(table: tuple[tuple[str, str, str], ...]) -> Callable[[random.Random], InvalidArguments]:
+    def choose(rng: random.Random) -> InvalidArguments:
+        sections, line, message = rng.choice(table)
+        return InvalidArguments(tuple(line.split(" ")), message, frozenset(sections.split()))
 
     return choose
 
 
-def _misspelt_option(rng: random.Random) -> Mistake:
+def _misspelled_option(rng: random.Random) -> InvalidArguments:
     group = rng.choice(("optimizer", "parallelism", "peft", "network", "experiment", "cluster"))
     option = "".join(rng.choice(LETTERS[:-1]) for _ in range(7))
     sections = frozenset({group, *({"parallelism", "cluster", "training", "model"} if group != "network" else ())})
     if group == "experiment":
         sections |= {"optimizer", "peft", "data", "checkpoint", "generation", "logging"}
-    return Mistake((f"{group}={option}",), f"{group}={option}: no such option", sections)
+    return InvalidArguments((f"{group}={option}",), f"{group}={option}: no such option", sections)
 
 
-def _garbage(rng: random.Random) -> Mistake:
+def _garbage(rng: random.Random) -> InvalidArguments:
     text = "".join(rng.choice("abcXYZ019_.,;:!?%&(){}[]<>|/\\'\"`^~*#$äß€😀 ") for _ in range(rng.randint(1, 12)))
     text = "§" + text
-    return Mistake((text,), text, frozenset({f"garbage {text}"}))
+    return InvalidArguments((text,), text, frozenset({f"garbage {text}"}))
 
 
-def _misspelt_flag(rng: random.Random) -> Mistake:
+def _misspelled_flag(rng: random.Random) -> InvalidArguments:
     name = "--" + "x".join(rng.choice(LETTERS[:-1]) for _ in range(5))
-    given = rng.choice((name, f"{name}=3"))
-    return Mistake((given,), f"{given}: no such option", frozenset({f"flag {name}"}))
+    argument = rng.choice((name, f"{name}=3"))
+    return InvalidArguments((argument,), f"{argument}: no such option", frozenset({f"flag {name}"}))
 
 
-def _mistake(arguments: list[str], told: str, *others: str) -> Mistake:
+def _error(arguments: list[str], message: str, *others: str) -> InvalidArguments:
     sections = {text.lstrip("+").partition("=")[0].partition(".")[0] for text in (*arguments, *others)}
     if sections & {"parallelism", "cluster"}:
         sections |= {"parallelism", "cluster"}
-    return Mistake(tuple(arguments), told, frozenset(sections))
+    return InvalidArguments(tuple(arguments), message, frozenset(sections))
 
 
 def _is_free(key: str) -> bool:
@@ -222,14 +222,14 @@ ACROSS = (
     ("config-dir", "--config-dir=nowhere", "--config-dir=nowhere: no such folder"),
 )
 KINDS = (
-    _misspelt_key,
-    _misspelt_key,
+    _misspelled_key,
+    _misspelled_key,
     _foreign_key,
     _wrong_type,
     _wrong_type,
-    _misspelt_option,
+    _misspelled_option,
     _garbage,
-    _misspelt_flag,
+    _misspelled_flag,
     _of_table(RANGES),
     _of_table(RANGES),
     _of_table(ACROSS),

@@ -1,4 +1,4 @@
-"""Everything in conf/ composes, types, freezes and comes back; what a person misspells is named."""
+"""All of conf/ composes to typed configs and survives freezing to YAML; misspelled keys are reported."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ RECIPES: dict[str, type[RecipeConfig]] = {
 }
 GROUPS = {group: options for group, options in option_groups([CONF]).items() if group != "local"}
 NEEDS_A_PATH = {"data=jsonl", "data=chat_jsonl", "data=text", "data=preferences"}
-ALWAYS = {"dpo": ["data.path=mine.jsonl"]}
-"""What a recipe's command line must have."""
+REQUIRED = {"dpo": ["data.path=mine.jsonl"]}
+"""Overrides that a recipe requires."""
 
 
 def sections(name: str) -> set[str]:
@@ -39,13 +39,13 @@ def sections(name: str) -> set[str]:
 
 
 def choices(name: str) -> list[str]:
-    """Every option of every group of a recipe, and every experiment that is about sections it has."""
-    if name == "dpo":  # the sections of finetune, but for two
+    """Return every option of every group of a recipe, and every experiment for sections that it has."""
+    if name == "dpo":  # differs from finetune in these two sections
         return ["data=preferences", "objective=dpo"]
-    places = {*sections(name), "network"}
-    if name == "pretrain":  # the sections of finetune, which takes every option
-        places = {"data", "model", "optimizer"}
-    found = [f"{group}={option}" for group, options in GROUPS.items() if group in places for option in options]
+    groups = {*sections(name), "network"}
+    if name == "pretrain":  # finetune, with the same sections, covers every option
+        groups = {"data", "model", "optimizer"}
+    found = [f"{group}={option}" for group, options in GROUPS.items() if group in groups for option in options]
     found = [each for each in found if each != "objective=dpo"]
     for option in GROUPS["experiment"]:
         keys = yaml.safe_load((CONF / "experiment" / f"{option}.yaml").read_text())
@@ -70,11 +70,11 @@ def test_every_recipe_config_is_covered() -> None:
 
 
 @pytest.mark.parametrize(("name", "choice"), EVERY_CHOICE)
-def test_every_option_composes_and_comes_back_from_yaml(tmp_path: Path, name: str, choice: str) -> None:
+def test_every_option_composes_and_is_restored_from_yaml(tmp_path: Path, name: str, choice: str) -> None:
     needed = ["data.path=mine.jsonl"] if choice in NEEDS_A_PATH else []
     needed += ["+data@data.sources.docs=pydocs"] if choice == "data=mixture" else []
     needed += ["data.factory=my_data:build"] if choice == "data=custom" else []
-    cfg = compose(name, choice, *(needed or ALWAYS.get(name, [])))
+    cfg = compose(name, choice, *(needed or REQUIRED.get(name, [])))
     assert type(cfg) is RECIPES[name]
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
     again = read_frozen(tmp_path / "config.yaml", RECIPES[name])
@@ -84,7 +84,7 @@ def test_every_option_composes_and_comes_back_from_yaml(tmp_path: Path, name: st
 
 
 def assert_types(section: object) -> None:
-    """No dict, string or DictConfig stands where the schema has a dataclass or a choice."""
+    """Assert that no dict, string or DictConfig replaces a dataclass or a choice of the schema."""
     for name, kind in get_type_hints(type(section)).items():
         value = getattr(section, name)
         if is_dataclass(kind):
@@ -94,8 +94,8 @@ def assert_types(section: object) -> None:
             assert isinstance(value, kind), (name, value)
 
 
-def test_values_reach_their_place() -> None:
-    """A group, an experiment over the recipe's own values, and a person over both."""
+def test_overrides_take_precedence_over_experiments_and_groups() -> None:
+    """Experiments override the values of the recipe and its groups, and the command line overrides both."""
     assert compose("finetune", "parallelism=fsdp2_tp2").parallelism.tp == 2
     smoke = compose("finetune", "experiment=smoke")
     assert (smoke.training.max_steps, smoke.model.tokenizer) == (2, "bytes")
@@ -110,12 +110,12 @@ def test_values_reach_their_place() -> None:
     ("option", "schema"),
     [("pydocs", DocsDataConfig), ("gsm8k", SftDataConfig), ("alpaca", SftDataConfig), ("chat_jsonl", ChatDataConfig)],
 )
-def test_a_data_option_has_the_class_of_its_kind(option: str, schema: type) -> None:
+def test_data_option_has_the_config_class_of_its_kind(option: str, schema: type) -> None:
     path = [] if option == "pydocs" else ["data.path=x.jsonl"]
     assert type(compose("finetune", f"data={option}", *path).data) is schema
 
 
-def test_every_kind_of_data_can_be_frozen() -> None:
+def test_every_kind_of_data_is_restored_from_yaml() -> None:
     cfg = compose("finetune")
     for kind, schema in KINDS["data"].items():
         needed = {"path": "x.jsonl"} if "path" in get_type_hints(schema) else {}
@@ -126,7 +126,7 @@ def test_every_kind_of_data_can_be_frozen() -> None:
         assert from_yaml(to_yaml(cfg), FinetuneConfig) == cfg
 
 
-def test_a_mixture_is_composed_of_options_and_its_weights_set_by_name(commands: Commands, tmp_path: Path) -> None:
+def test_mixture_is_composed_of_options_with_weights_set_by_name(commands: Commands, tmp_path: Path) -> None:
     added = ("data=mixture", "+data@data.sources.maths=gsm8k", "+data@data.sources.docs=pydocs")
     cfg = compose("finetune", *added, "data.sources.maths.weight=0.3", "data.sources.maths.path=x.jsonl")
     assert type(cfg.data) is MixtureDataConfig
@@ -150,7 +150,7 @@ def test_a_mixture_is_composed_of_options_and_its_weights_set_by_name(commands: 
     assert other.output == f"{cfg.data}\n"
 
 
-STRANGE_TEXTS = [
+AMBIGUOUS_TEXTS = [
     "null",
     "true",
     "1e3",
@@ -170,8 +170,8 @@ STRANGE_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("text", STRANGE_TEXTS)
-def test_a_text_that_looks_like_something_else_survives_freezing(text: str) -> None:
+@pytest.mark.parametrize("text", AMBIGUOUS_TEXTS)
+def test_text_that_looks_like_another_type_is_restored_from_yaml(text: str) -> None:
     cfg = compose("finetune")
     cfg.cluster.env, cfg.generation.prompts = {"A": text}, [text]
     cfg.model.config = {"nested": {"text": text, "number": 3, "nothing": None}, "list": [text]}
@@ -179,8 +179,8 @@ def test_a_text_that_looks_like_something_else_survives_freezing(text: str) -> N
 
 
 @pytest.mark.parametrize("file", sorted(CONF.glob("**/*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
-def test_files_hold_known_keys_and_no_code(file: Path) -> None:
-    """Composition checks the files it reads; this reads all, alone, with their comments."""
+def test_conf_files_contain_only_known_keys_and_no_code(file: Path) -> None:
+    """Composition only checks the files it reads; this test reads every file by itself."""
     group = file.parent.relative_to(CONF).as_posix()
     keys = {key for schema in RECIPES.values() for key in known_keys(schema)} | {"defaults", "hydra"}
     free = {key for schema in RECIPES.values() for key in free_keys(schema)}
@@ -191,7 +191,7 @@ def test_files_hold_known_keys_and_no_code(file: Path) -> None:
         if not key.startswith(("hydra.", "defaults", f"{prefix}defaults")):
             assert key in keys or any(key.startswith(f"{name}.") for name in free), key
     assert "_target_" not in file.read_text()
-    assert file.read_text().startswith("#"), "an option begins with a line that says what it is for"
+    assert file.read_text().startswith("#"), "an option file begins with a comment on its purpose"
 
 
 def flat(values: dict, prefix: str) -> list[str]:
@@ -210,18 +210,18 @@ def test_cfg_job_prints_the_config_and_starts_nothing(commands: Commands, tmp_pa
         f"@recipe('{name}')\ndef main(cfg: {schema}) -> None:\n    raise SystemExit(9)\nmain()\n"
     )
     for arguments in (["--cfg", "job"], ["--cfg", "job", "--resolve"]):
-        ended = commands.run(recipe, ["model=tiny", *arguments, "run.name=mine", *ALWAYS.get(name, [])], tmp_path)
+        ended = commands.run(recipe, ["model=tiny", *arguments, "run.name=mine", *REQUIRED.get(name, [])], tmp_path)
         assert (ended.status, ended.errors, ended.imported_torch) == (0, "", False)
         printed = yaml.safe_load(ended.output)
         assert (printed["run"]["name"], printed["model"]["tokenizer"]) == ("mine", "bytes")
         assert set(printed) == sections(name)
-    shown = commands.run(recipe, ["--help"], tmp_path)
-    assert (shown.status, shown.imported_torch) == (0, False)
-    assert "fsdp2_tp2" in shown.output
+    printed_help = commands.run(recipe, ["--help"], tmp_path)
+    assert (printed_help.status, printed_help.imported_torch) == (0, False)
+    assert "fsdp2_tp2" in printed_help.output
     assert [entry.name for entry in tmp_path.iterdir()] == ["stand_in.py"]
 
 
-def test_a_folder_that_was_removed_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_working_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (gone := tmp_path / "gone").mkdir()
     monkeypatch.chdir(gone)
     monkeypatch.setattr("sys.argv", ["finetune.py"])
@@ -230,8 +230,8 @@ def test_a_folder_that_was_removed_meanwhile_is_told(tmp_path: Path, monkeypatch
         compose_from_command_line("finetune", FinetuneConfig, tmp_path, lambda cfg, refused: [])
 
 
-def test_own_conf_folders_are_searched(commands: Commands, tmp_path: Path) -> None:
-    """./conf and the one beside the recipe add options; their paths may hold anything."""
+def test_user_conf_folders_are_searched(commands: Commands, tmp_path: Path) -> None:
+    """./conf and the conf/ beside the recipe add options; their paths may contain any characters."""
     here, there = tmp_path / "it's, here", tmp_path / "there"
     for folder, option, lr in ((here, "mine", 0.5), (there, "theirs", 0.25)):
         (folder / "conf" / "optimizer").mkdir(parents=True)
@@ -242,8 +242,8 @@ def test_own_conf_folders_are_searched(commands: Commands, tmp_path: Path) -> No
         "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None: ...\nmain()\n"
     )
     for option, lr in (("mine", 0.5), ("theirs", 0.25)):
-        shown = commands.run(recipe, [f"optimizer={option}", "--cfg", "job"], here)
-        assert yaml.safe_load(shown.output)["optimizer"]["lr"] == lr
+        printed_help = commands.run(recipe, [f"optimizer={option}", "--cfg", "job"], here)
+        assert yaml.safe_load(printed_help.output)["optimizer"]["lr"] == lr
     refused = commands.run(recipe, ["optimizer=mien"], here)
     assert "did you mean mine?" in refused.errors
     assert "theirs" in refused.errors
@@ -271,8 +271,8 @@ main()
 """
 
 
-def test_a_recipe_of_ones_own_with_a_config_of_ones_own(commands: Commands, tmp_path: Path) -> None:
-    """Its class adds a section, its conf/ holds the main config, our groups are there as before."""
+def test_user_recipe_with_its_own_config_class_composes(commands: Commands, tmp_path: Path) -> None:
+    """Its config class adds a section, its conf/ has the main config, and the built-in groups remain available."""
     recipe = tmp_path / "distil.py"
     recipe.write_text(OWN_RECIPE)
     refused = commands.run(recipe, [], tmp_path)
@@ -290,7 +290,7 @@ def test_a_recipe_of_ones_own_with_a_config_of_ones_own(commands: Commands, tmp_
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("learning_rates: 1\n", "optimizer/mine.yaml: optimizer.learning_rates: no such key"),
         ("lr: fast\n", "optimizer/mine.yaml: optimizer.lr: must be a number"),
@@ -299,7 +299,7 @@ def test_a_recipe_of_ones_own_with_a_config_of_ones_own(commands: Commands, tmp_
         ("- lr\n", "mine"),
     ],
 )
-def test_an_option_file_with_a_mistake_is_told(commands: Commands, tmp_path: Path, text: str, told: str) -> None:
+def test_error_in_an_option_file_is_reported(commands: Commands, tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "conf" / "optimizer").mkdir(parents=True)
     (tmp_path / "conf" / "optimizer" / "mine.yaml").write_text(text)
     (tmp_path / "recipe.py").write_text(
@@ -309,7 +309,7 @@ def test_an_option_file_with_a_mistake_is_told(commands: Commands, tmp_path: Pat
     ended = commands.run(tmp_path / "recipe.py", ["optimizer=mine"], tmp_path)
     assert ended.status == 2
     assert len(ended.errors.splitlines()) == 1
-    assert told in ended.errors
+    assert message in ended.errors
     assert "Traceback" not in ended.errors
 
 
@@ -326,7 +326,7 @@ FILES = {
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("experiment=option", "file experiment/option.yaml requests model=tinny: no such option; did you mean tiny"),
         ("experiment=group", "conf file experiment/group.yaml requests modle: no such group; did you mean model?"),
@@ -339,8 +339,8 @@ FILES = {
         ("--config-name main", "conf file main.yaml requests parallelism=fsdp3: no such option; did you mean fsdp2?"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_a_file_is_not_one_of_the_command_line(
-    commands: Commands, tmp_path: Path, line: str, told: str
+def test_error_in_a_conf_file_is_reported_with_the_file(
+    commands: Commands, tmp_path: Path, line: str, message: str
 ) -> None:
     for name, text in FILES.items():
         (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -351,22 +351,24 @@ def test_a_mistake_in_a_file_is_not_one_of_the_command_line(
     )
     ended = commands.run(tmp_path / "recipe.py", line.split(" "), tmp_path)
     assert (ended.status, len(ended.errors.splitlines())) == (2, 1)
-    assert told in ended.errors
+    assert message in ended.errors
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_key_misspelt_is_recognised(name: str) -> None:
-    """One letter of the last word left out: for nine of ten keys the right one is suggested, none is accepted."""
+def test_misspelled_keys_are_rejected_with_a_suggestion(name: str) -> None:
+    """With one letter left out no key is accepted, and for nine of ten keys the right one is suggested."""
     schema = RECIPES[name]
     register_schemas(name, schema)
     keys = [key for key in known_keys(schema) if not key.startswith("data.") and len(key.rpartition(".")[2]) > 3]
-    misspelt = {key: key[:-2] + key[-1] for key in keys if key[:-2] + key[-1] not in keys}
-    overrides = (*ALWAYS.get(name, []), *(f"{wrong}=1" for wrong in misspelt.values()))
+    misspelled = {key: key[:-2] + key[-1] for key in keys if key[:-2] + key[-1] not in keys}
+    overrides = (*REQUIRED.get(name, []), *(f"{wrong}=1" for wrong in misspelled.values()))
     problems = diagnose(Request(name, schema, (CONF,), overrides), ValueError(), lambda cfg, refused: [])
-    assert len(problems) == len(misspelt)
-    told = dict(re.fullmatch(r"(.*)=1: no such key(?:; did you mean (.*)\?)?", line).groups() for line in problems)
-    right = [key for key, wrong in misspelt.items() if told[wrong] == key]
-    assert len(right) >= 0.9 * len(misspelt), {key: told[wrong] for key, wrong in misspelt.items() if key not in right}
+    assert len(problems) == len(misspelled)
+    message = dict(re.fullmatch(r"(.*)=1: no such key(?:; did you mean (.*)\?)?", line).groups() for line in problems)
+    right = [key for key, wrong in misspelled.items() if message[wrong] == key]
+    assert len(right) >= 0.9 * len(misspelled), {
+        key: message[wrong] for key, wrong in misspelled.items() if key not in right
+    }
 
 
 @pytest.mark.parametrize(
@@ -383,11 +385,11 @@ def test_every_key_misspelt_is_recognised(name: str) -> None:
         ("qqq.zzz", None),
     ],
 )
-def test_the_nearest_key(typed_key: str, meant: str | None) -> None:
+def test_nearest_key_is_suggested(typed_key: str, meant: str | None) -> None:
     assert nearest_key(typed_key, known_keys(FinetuneConfig)) == meant
 
 
-def test_every_problem_of_a_frozen_config_is_told() -> None:
+def test_all_problems_of_a_frozen_config_are_reported() -> None:
     container = yaml.safe_load(to_yaml(compose("finetune", "model=tiny")))
     container["training"]["max_steps"] = "many"
     container["optimizer"]["lr"] = -1

@@ -1,4 +1,4 @@
-"""Every command that the README and the recipes show: it composes, and fits a laptop and a machine of 8 GPUs."""
+"""Every command in the README and the recipes composes, and is valid on a laptop and on a machine with 8 GPUs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from components.launch.machine import processes_of
 from tests.config.commands import REPOSITORY
 from tests.config.test_composition import RECIPES, compose
 
-SHOWN_IN = ["README.md", "recipes/finetune.py", "recipes/pretrain.py", "recipes/evaluate.py"]
-COMMAND = re.compile(  # but for those after a prompt: they are mistakes
+DOCUMENTS = ["README.md", "recipes/finetune.py", "recipes/pretrain.py", "recipes/evaluate.py"]
+COMMAND = re.compile(  # except after a prompt: those show errors
     r"(?<!\$ )(?:python|torchrun (?P<ranks>[^|`]*?)) *recipes/(?P<recipe>\w+)\.py(?P<arguments>[^`|\n]*)"
 )
 
 
-def shown() -> list[tuple[str, str, str]]:
-    """(recipe, options of torchrun, arguments) of each command."""
+def documented_commands() -> list[tuple[str, str, str]]:
+    """Return (recipe, options of torchrun, arguments) of each documented command."""
     found = []
-    for name in SHOWN_IN:
+    for name in DOCUMENTS:
         text = (REPOSITORY / name).read_text().replace("\\\n", " ")
         for match in COMMAND.finditer(text):
             arguments = shlex.join(shlex.split(match["arguments"], comments=True))
@@ -30,7 +30,7 @@ def shown() -> list[tuple[str, str, str]]:
 
 
 def points(arguments: list[str]) -> list[tuple[str, ...]]:
-    """What a sweep runs; the arguments themselves without -m."""
+    """Return the overrides of each run of a sweep; without -m the arguments themselves."""
     overrides = [each for each in arguments if each != "-m"]
     if len(overrides) == len(arguments):
         return [tuple(overrides)]
@@ -38,18 +38,18 @@ def points(arguments: list[str]) -> list[tuple[str, ...]]:
     return list(product(*([f"{key}={value}" for value in values.split(",")] for key, _, values in choices)))
 
 
-def test_each_command_fits() -> None:
+def test_documented_commands_are_valid() -> None:
     """On a machine without GPUs, and on one with eight."""
-    assert len(shown()) > 20
-    for recipe, ranks, arguments in shown():
+    assert len(documented_commands()) > 20
+    for recipe, ranks, arguments in documented_commands():
         for overrides in points(shlex.split(arguments)):
             cfg = compose(recipe, *overrides)
-            asked = re.search(r"--nproc-per-node (\d+)", ranks)
-            for processes in {int(asked[1])} if asked else {processes_of(cfg, gpus) for gpus in (0, 8)}:
+            requested = re.search(r"--nproc-per-node (\d+)", ranks)
+            for processes in {int(requested[1])} if requested else {processes_of(cfg, gpus) for gpus in (0, 8)}:
                 assert validate(cfg, processes) == [], (recipe, overrides, processes)
 
 
-def test_experiments_and_recipes_fit_machines_of_any_size() -> None:
+def test_experiments_are_valid_for_any_number_of_processes() -> None:
     experiments = ["", *(f"experiment={file.stem}" for file in Path(REPOSITORY / "conf/experiment").glob("*.yaml"))]
     for recipe, experiment in product(("finetune", "pretrain"), experiments):
         if recipe in RECIPES and (recipe == "finetune" or not experiment):

@@ -1,4 +1,4 @@
-"""Every pattern of `hydra_messages`, against errors that the installed Hydra, omegaconf and PyYAML raise."""
+"""Every pattern of `hydra_messages` matches errors raised by the installed Hydra, omegaconf and PyYAML."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ class Schema:
 
 
 def assigned(key: str, value: Any) -> str:
-    """Message of omegaconf for a value that a field does not take."""
+    """Return omegaconf's message for an invalid value of a field."""
     node = OmegaConf.structured(Schema)
     return message(lambda: node.__setitem__(key, value))
 
 
 def overridden(override: str) -> str:
-    """Message of Hydra for an override of a composed config."""
+    """Return Hydra's message for an override of a composed config."""
     cfg: DictConfig = copy.deepcopy(OmegaConf.structured(FinetuneConfig))
     parsed = OverridesParser.create().parse_override(override)
     return message(lambda: ConfigLoaderImpl._apply_overrides_to_config([parsed], cfg))
 
 
 def composed(*overrides: str) -> str:
-    """Message of Hydra for options of the real conf/."""
+    """Return Hydra's message for options of the real conf/."""
     register_schemas("finetune", FinetuneConfig)
     return message(lambda: Request("finetune", FinetuneConfig, (CONF,), ()).compose(overrides))
 
 
 def composed_with(folder: Path, text: str) -> str:
-    """Message of Hydra for a file of a conf/ folder that is chosen."""
+    """Return Hydra's message for an experiment file with this text."""
     (folder / "experiment").mkdir(exist_ok=True)
     (folder / "experiment" / "mine.yaml").write_text(text)
     register_schemas("finetune", FinetuneConfig)
@@ -123,7 +123,7 @@ CASES: list[tuple[str, Callable[[Path], str], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("name", "provoke", "groups"), CASES, ids=[name for name, _, _ in CASES])
-def test_the_installed_version_words_it_so(
+def test_pattern_matches_the_message_of_the_installed_version(
     name: str, provoke: Callable[[Path], str], groups: dict[str, str], tmp_path: Path
 ) -> None:
     text = provoke(tmp_path)

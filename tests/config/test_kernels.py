@@ -1,4 +1,4 @@
-"""Kernels that a configuration cannot have, each told with its value, its rule and the key to change."""
+"""Kernels that do not fit a config are rejected with the value, the rule and the key to change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("chosen", "sections", "world", "rule", "key"), MESH)
-def test_what_the_rest_of_the_run_forbids(
+def test_kernel_that_other_sections_rule_out_is_rejected(
     chosen: ModelConfig, sections: dict[str, Any], world: int, rule: str, key: str
 ) -> None:
     (problem,) = validate(FinetuneConfig(model=chosen, data=DocsDataConfig(), **sections), world)
@@ -68,7 +68,7 @@ def test_what_the_rest_of_the_run_forbids(
 
 
 @pytest.mark.parametrize(("values", "problem"), ALONE)
-def test_what_the_section_forbids(values: dict[str, Any], problem: str) -> None:
+def test_kernel_settings_that_contradict_each_other_are_rejected(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         model(**values)
     assert problem in caught.value.problems[0]

@@ -1,4 +1,4 @@
-"""The kinds of a section: registered once, chosen by an option, and strict about each other's keys."""
+"""Kinds of a config section: registered once, selected by an option, and rejecting keys of other kinds."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def compose(*overrides: str, folders: tuple[Path, ...] = (CONF,)) -> FinetuneCon
 
 
 def problems(*overrides: str, folders: tuple[Path, ...] = (CONF,)) -> list[str]:
-    """What is reported for a command line that cannot be composed."""
-    asked = request(*overrides, folders=folders)
+    """Return the problems reported for a command line that cannot be composed."""
+    requested = request(*overrides, folders=folders)
     try:
-        from_container(asked.compose(overrides), FinetuneConfig)
+        from_container(requested.compose(overrides), FinetuneConfig)
     except COMPOSITION_ERRORS as error:
-        return diagnose(asked, error, lambda cfg, refused: [])
+        return diagnose(requested, error, lambda cfg, refused: [])
     return []
 
 
@@ -67,31 +67,33 @@ def test_every_group_with_kinds_has_options() -> None:
     assert "next_token" in groups["objective"]
 
 
-def test_a_config_is_composed_of_kinds() -> None:
+def test_composed_sections_have_the_class_of_their_kind() -> None:
     cfg = compose("model=tiny")
     assert (type(cfg.model), type(cfg.objective), type(cfg.optimizer)) == (CausalLMConfig, NextTokenConfig, AdamWConfig)
     assert type(cfg.cluster) is LocalClusterConfig
     assert type(compose("model=tiny", "cluster=slurm").cluster) is SlurmClusterConfig
-    stated = compose("optimizer.kind=adamw", "model.kind=causal_lm", "objective.kind=next_token", "cluster.kind=local")
-    assert stated == compose()
+    explicit = compose(
+        "optimizer.kind=adamw", "model.kind=causal_lm", "objective.kind=next_token", "cluster.kind=local"
+    )
+    assert explicit == compose()
 
 
-def test_a_frozen_config_from_before_there_were_kinds_is_read() -> None:
+def test_frozen_config_without_kinds_is_read() -> None:
     cfg = compose("model=tiny")
-    older = yaml.safe_load(to_yaml(cfg))
+    old_config = yaml.safe_load(to_yaml(cfg))
     for section in ("model", "objective", "optimizer", "cluster"):
-        del older[section]["kind"]
-    assert from_yaml(yaml.safe_dump(older), FinetuneConfig) == cfg
-    del older["objective"]
-    assert from_yaml(yaml.safe_dump(older), FinetuneConfig) == cfg
-    del older["data"]["kind"]
+        del old_config[section]["kind"]
+    assert from_yaml(yaml.safe_dump(old_config), FinetuneConfig) == cfg
+    del old_config["objective"]
+    assert from_yaml(yaml.safe_dump(old_config), FinetuneConfig) == cfg
+    del old_config["data"]["kind"]
     with pytest.raises(ConfigError) as caught:
-        from_yaml(yaml.safe_dump(older), FinetuneConfig)
+        from_yaml(yaml.safe_dump(old_config), FinetuneConfig)
     assert "data.kind: not set, and it has no default; set data.kind=..." in caught.value.problems
 
 
-def test_the_kind_of_a_cluster_may_be_set_over_any_option() -> None:
-    """Both kinds have the same keys, so that a user's file may hold those of Slurm for local runs too."""
+def test_kind_of_a_cluster_may_override_any_option() -> None:
+    """Both kinds have the same keys, so that a user's file may set those of Slurm for local runs, too."""
     cfg = compose("cluster.kind=slurm", "cluster.procs_per_node=2", "cluster.partition=gpu")
     assert type(cfg.cluster) is SlurmClusterConfig
     assert compose("cluster.partition=gpu").cluster == LocalClusterConfig(partition="gpu")
@@ -99,8 +101,8 @@ def test_the_kind_of_a_cluster_may_be_set_over_any_option() -> None:
     assert problems("cluster=slurm_2node", "cluster.kind=local")[0].startswith("cluster.nodes=2: a local run has one")
 
 
-def frozen(section: str, **values: object) -> list[str]:
-    """The problems of a frozen config with these values in a section."""
+def frozen_config_problems(section: str, **values: object) -> list[str]:
+    """Return the problems of a frozen config with these values in a section."""
     container = yaml.safe_load(to_yaml(compose("model=tiny", "data=jsonl", "data.path=x.jsonl")))
     container[section] |= values
     with pytest.raises(ConfigError) as caught:
@@ -108,30 +110,32 @@ def frozen(section: str, **values: object) -> list[str]:
     return caught.value.problems
 
 
-def test_a_key_of_another_kind_in_a_frozen_config_is_refused() -> None:
-    (problem,) = frozen("data", messages_column="messages")
+def test_key_of_another_kind_in_a_frozen_config_is_rejected() -> None:
+    (problem,) = frozen_config_problems("data", messages_column="messages")
     assert problem == "data.messages_column=messages: data of kind sft has no such key (kinds with this key: chat)"
-    (problem,) = frozen("optimizer", beta=1)
+    (problem,) = frozen_config_problems("optimizer", beta=1)
     assert problem == "optimizer.beta=1: no such key; did you mean optimizer.betas?"
 
 
-def test_a_kind_that_there_is_not_is_refused_alone() -> None:
-    assert frozen("optimizer", kind="adamww") == ["optimizer.kind=adamww: must be one of adamw; did you mean adamw?"]
-    (problem,) = frozen("data", kind="sftt")
+def test_unknown_kind_is_rejected_without_further_errors() -> None:
+    assert frozen_config_problems("optimizer", kind="adamww") == [
+        "optimizer.kind=adamww: must be one of adamw; did you mean adamw?"
+    ]
+    (problem,) = frozen_config_problems("data", kind="sftt")
     assert problem.startswith(
         "data.kind=sftt: must be one of docs, sft, chat, text, custom, mixture, preferences; did you mean sft?"
     )
 
 
 class SecondKind(StrEnum):
-    """A kind that a later part may add."""
+    """An additional kind of optimizer."""
 
     momentum = "momentum"
 
 
 @dataclass(kw_only=True, slots=True)
 class MomentumConfig(OptimizerConfig):
-    """An optimizer with a key of its own, without those of AdamW."""
+    """An optimizer config with a new key and without those of AdamW."""
 
     kind: SecondKind = SecondKind.momentum  # type: ignore[assignment]
     momentum: float = 0.9
@@ -140,14 +144,14 @@ class MomentumConfig(OptimizerConfig):
 
 @dataclass(kw_only=True, slots=True)
 class FixedConfig(FinetuneConfig):
-    """A recipe's config that takes one kind of optimizer."""
+    """A recipe config that accepts one kind of optimizer."""
 
     optimizer: AdamWConfig
 
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, ...]:
-    """A second kind of optimizer, and options of it."""
+    """Register a second kind of optimizer, and return the conf folders with options of it."""
     monkeypatch.setitem(KINDS, "optimizer", {**KINDS["optimizer"], SecondKind.momentum: MomentumConfig})  # type: ignore[arg-type]
     options = tmp_path / "conf" / "optimizer"
     options.mkdir(parents=True)
@@ -160,40 +164,40 @@ def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, ...]
     return CONF, tmp_path / "conf"
 
 
-def test_an_option_replaces_the_default_kind_with_its_keys(folders: tuple[Path, ...]) -> None:
+def test_option_replaces_the_default_kind_and_its_keys(folders: tuple[Path, ...]) -> None:
     cfg = compose("model=tiny", "optimizer=heavy", "optimizer.warmup_steps=3", folders=folders)
     assert cfg.optimizer == MomentumConfig(lr=0.5, momentum=0.99, warmup_steps=3)
     assert from_yaml(to_yaml(cfg), FinetuneConfig) == cfg
     assert type(compose("optimizer=adamw_wsd", folders=folders).optimizer) is AdamWConfig
 
 
-def test_the_keys_of_all_kinds_are_known_and_another_kinds_are_refused(folders: tuple[Path, ...]) -> None:
+def test_keys_of_another_kind_are_rejected_with_the_option_to_choose(folders: tuple[Path, ...]) -> None:
     keys = known_keys(FinetuneConfig)
     assert {"optimizer.betas", "optimizer.momentum", "optimizer.lr"} <= set(keys)
     assert len(keys) == len(set(keys))
     assert "optimizer.extra" not in free_keys(FinetuneConfig)
-    (told,) = problems("optimizer=sgd", "optimizer.eps=1e-5", folders=folders)
-    assert told.startswith(
+    (problem,) = problems("optimizer=sgd", "optimizer.eps=1e-5", folders=folders)
+    assert problem.startswith(
         "optimizer.eps=1e-5: the chosen option of optimizer has no such key; add optimizer=adamw, or "
     )
-    (told,) = problems("optimizer.momentum=0.5", folders=folders)
-    assert told == "optimizer.momentum=0.5: the chosen option of optimizer has no such key; add optimizer=sgd, or " \
+    (problem,) = problems("optimizer.momentum=0.5", folders=folders)
+    assert problem == "optimizer.momentum=0.5: the chosen option of optimizer has no such key; add optimizer=sgd, or " \
         "another optimizer=NAME that has it (adam)"  # fmt: skip
-    (told,) = problems("optimizer=adam", folders=folders)
-    assert told.endswith(
+    (problem,) = problems("optimizer=adam", folders=folders)
+    assert problem.endswith(
         "optimizer/adam.yaml: optimizer.eps: optimizer of kind momentum has no such key (kinds with this key: adamw)"
     )
-    (told,) = problems("optimizer=headless", folders=folders)
-    assert told.endswith("optimizer of kind adamw has no such key (kinds with this key: momentum)")
-    (told,) = problems("optimizer=nesterov", folders=folders)
-    assert told.endswith("requests schema/optimizer=nesterov: no such option (there are: adamw, momentum)")
-    (told,) = problems("optimizer=sgd", "optimizer.momentun=1", folders=folders)
-    assert told == "optimizer.momentun=1: no such key; did you mean optimizer.momentum?"
+    (problem,) = problems("optimizer=headless", folders=folders)
+    assert problem.endswith("optimizer of kind adamw has no such key (kinds with this key: momentum)")
+    (problem,) = problems("optimizer=nesterov", folders=folders)
+    assert problem.endswith("requests schema/optimizer=nesterov: no such option (there are: adamw, momentum)")
+    (problem,) = problems("optimizer=sgd", "optimizer.momentun=1", folders=folders)
+    assert problem == "optimizer.momentun=1: no such key; did you mean optimizer.momentum?"
 
 
-def test_the_kind_is_chosen_by_an_option_not_by_its_name(folders: tuple[Path, ...]) -> None:
-    (told,) = problems("optimizer=sgd", "optimizer.kind=adamw", folders=folders)
-    assert told.startswith("optimizer.kind=adamw: must be one of momentum")
+def test_setting_a_kind_without_its_option_is_rejected(folders: tuple[Path, ...]) -> None:
+    (problem,) = problems("optimizer=sgd", "optimizer.kind=adamw", folders=folders)
+    assert problem.startswith("optimizer.kind=adamw: must be one of momentum")
     with pytest.raises(ConfigError) as caught:
         MomentumConfig(kind="adamw")  # type: ignore[arg-type]
     assert caught.value.problems == [
@@ -202,7 +206,7 @@ def test_the_kind_is_chosen_by_an_option_not_by_its_name(folders: tuple[Path, ..
     ]
 
 
-def test_a_config_takes_the_kinds_of_its_annotation(folders: tuple[Path, ...]) -> None:
+def test_section_accepts_the_kinds_of_its_annotation(folders: tuple[Path, ...]) -> None:
     assert list(kinds_of(OptimizerConfig)) == ["adamw", "momentum"]
     assert list(kinds_of(AdamWConfig)) == ["adamw"]
     assert "optimizer.momentum" not in known_keys(FixedConfig)
@@ -212,7 +216,7 @@ def test_a_config_takes_the_kinds_of_its_annotation(folders: tuple[Path, ...]) -
     assert caught.value.problems == ["optimizer.kind=momentum: must be one of adamw"]
 
 
-def test_help_and_cfg_show_the_kinds(commands: Commands, tmp_path: Path) -> None:
+def test_help_and_cfg_print_the_kinds(commands: Commands, tmp_path: Path) -> None:
     recipe = tmp_path / "shown.py"
     recipe.write_text(
         "from components.config.schema import FinetuneConfig\nfrom components.launch import recipe\n"

@@ -1,4 +1,4 @@
-"""Configs of a user's own recipe: other sections, and sections with keys of their own."""
+"""Config classes of user recipes: other sections, and sections with additional keys."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from components.config.validate import validate
 
 @dataclass(kw_only=True, slots=True)
 class OwnTraining(TrainingConfig):
-    """A section of ours with a key more."""
+    """A built-in section with an additional key."""
 
     patience: int = 3
 
 
 @dataclass(kw_only=True, slots=True)
 class AlignConfig(RecipeConfig):
-    """A config that inherits from no other recipe's."""
+    """A config that does not inherit from the config of another recipe."""
 
     training: OwnTraining = field(default_factory=OwnTraining)
     objective: ObjectiveConfig = field(default_factory=NextTokenConfig)
@@ -59,35 +59,35 @@ class AlignConfig(RecipeConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ProbeConfig(RecipeConfig):
-    """A config that measures and neither trains nor adapts."""
+    """A config for evaluation, without training and PEFT."""
 
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
 @dataclass(kw_only=True, slots=True)
 class OwnAdamW(AdamWConfig):
-    """A kind of optimizer with a key more."""
+    """A kind of optimizer with an additional key."""
 
     amsgrad: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
 class OwnSft(SftDataConfig):
-    """A kind of data with a key more."""
+    """A kind of data with an additional key."""
 
     style: str = "plain"
 
 
 @dataclass(kw_only=True, slots=True)
 class OwnModel(CausalLMConfig):
-    """A kind of model with a key more."""
+    """A kind of model with an additional key."""
 
     probe: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
 class StyledConfig(FinetuneConfig):
-    """A config whose sections are our kinds with keys more."""
+    """A config whose sections are built-in kinds with additional keys."""
 
     model: OwnModel
     data: OwnSft
@@ -99,13 +99,13 @@ def model(**values: Any) -> ModelConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class TaughtConfig(FinetuneConfig):
+class DistillationConfig(FinetuneConfig):
     """A config with a second section of the same kind."""
 
     teacher: ModelConfig
 
 
-WRONG: tuple[tuple[dict[str, Any], int, str], ...] = (
+INVALID: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"training": {"global_batch_size": 3}}, 2, "training.global_batch_size=3: must be a multiple of dp=2"),
     ({"training": {"seq_len": 100, "global_batch_size": 8}, "parallelism": {"cp": 8}}, 8, "training.seq_len=100: must"),
     ({"training": {"eval_every": 0}, "checkpoint": {"keep_best": True}}, 1, "checkpoint.keep_best=true: needs"),
@@ -122,7 +122,7 @@ WRONG: tuple[tuple[dict[str, Any], int, str], ...] = (
 )
 
 
-def built(schema: type[Config], training: type[TrainingConfig], values: dict[str, dict[str, Any]]) -> Config:
+def build(schema: type[Config], training: type[TrainingConfig], values: dict[str, dict[str, Any]]) -> Config:
     sections: dict[str, Any] = {"model": model(**values.get("model", {})), "data": DocsDataConfig()}
     classes = {
         "training": training,
@@ -131,18 +131,18 @@ def built(schema: type[Config], training: type[TrainingConfig], values: dict[str
         "logging": LoggingConfig,
         "cluster": LocalClusterConfig,
     }
-    sections |= {name: classes[name](**given) for name, given in values.items() if name != "model"}
+    sections |= {name: classes[name](**fields) for name, fields in values.items() if name != "model"}
     return schema(**sections)
 
 
-@pytest.mark.parametrize(("values", "world", "told"), WRONG)
-def test_a_config_of_ones_own_is_validated_by_the_sections_it_has(values: dict, world: int, told: str) -> None:
-    ours = validate(built(FinetuneConfig, TrainingConfig, values), world)
-    assert [problem[: len(told)] for problem in ours] == [told]
-    assert validate(built(AlignConfig, OwnTraining, values), world) == ours
+@pytest.mark.parametrize(("values", "world", "message"), INVALID)
+def test_user_config_is_validated_by_the_sections_it_has(values: dict, world: int, message: str) -> None:
+    expected = validate(build(FinetuneConfig, TrainingConfig, values), world)
+    assert [problem[: len(message)] for problem in expected] == [message]
+    assert validate(build(AlignConfig, OwnTraining, values), world) == expected
 
 
-def test_what_a_config_lacks_is_not_validated() -> None:
+def test_missing_sections_are_not_validated() -> None:
     cfg = ProbeConfig(
         model=model(attention=Attention.flex_attention),
         data=DocsDataConfig(),
@@ -155,14 +155,14 @@ def test_what_a_config_lacks_is_not_validated() -> None:
     assert fit_micro_batches(cfg, 2) is cfg
 
 
-def test_micro_batches_are_fitted_whatever_the_recipe() -> None:
+def test_micro_batch_size_is_fitted_for_any_recipe() -> None:
     cfg = AlignConfig(model=model(), data=DocsDataConfig(), training=OwnTraining(patience=7))
     cfg.training.global_batch_size, cfg.training.micro_batch_size = 6, 4
     assert fit_micro_batches(cfg, 1).training == OwnTraining(patience=7, global_batch_size=6, micro_batch_size=3)
     assert cfg.training.micro_batch_size == 4
 
 
-def test_a_section_is_found_by_its_class() -> None:
+def test_section_is_found_by_its_class() -> None:
     cfg = AlignConfig(model=model(), data=DocsDataConfig())
     assert section(cfg, TrainingConfig) is cfg.training
     assert section(cfg, ModelConfig) is cfg.model
@@ -176,9 +176,9 @@ def composed(schema: type[Config], *overrides: str) -> Config:
     return from_container(Request("finetune", schema, (CONF,), overrides).compose(overrides), schema)
 
 
-def test_the_options_of_a_kind_fill_its_subclass() -> None:
-    own = ("optimizer.amsgrad=true", "model.probe=3", "data.style=fancy", "data.path=x.jsonl")
-    cfg = composed(StyledConfig, "model=tiny", "data=gsm8k", "optimizer=adamw_wsd", *own)
+def test_options_of_a_kind_fill_its_subclass() -> None:
+    overrides = ("optimizer.amsgrad=true", "model.probe=3", "data.style=fancy", "data.path=x.jsonl")
+    cfg = composed(StyledConfig, "model=tiny", "data=gsm8k", "optimizer=adamw_wsd", *overrides)
     assert cfg.optimizer == OwnAdamW(
         amsgrad=True, lr=3e-4, schedule=cfg.optimizer.schedule, warmup_steps=5, min_lr_ratio=0
     )
@@ -188,15 +188,15 @@ def test_the_options_of_a_kind_fill_its_subclass() -> None:
     assert type(composed(FinetuneConfig, "data=gsm8k", "model=tiny").data) is SftDataConfig
 
 
-def test_a_second_section_of_a_kind_has_its_own_keys() -> None:
-    cfg = composed(TaughtConfig, "model=tiny", "+model@teacher=llama_2m", "teacher.revision=main")
+def test_second_section_of_the_same_kind_has_its_own_keys() -> None:
+    cfg = composed(DistillationConfig, "model=tiny", "+model@teacher=llama_2m", "teacher.revision=main")
     assert (cfg.model.hidden, cfg.teacher.hidden, cfg.teacher.revision) == (64, 192, "main")
     assert type(cfg.teacher) is CausalLMConfig
-    assert from_yaml(to_yaml(cfg), TaughtConfig) == cfg
-    assert {"teacher.path", "teacher.config", "model.path"} <= set(known_keys(TaughtConfig))
-    assert "teacher.config" in free_keys(TaughtConfig)
+    assert from_yaml(to_yaml(cfg), DistillationConfig) == cfg
+    assert {"teacher.path", "teacher.config", "model.path"} <= set(known_keys(DistillationConfig))
+    assert "teacher.config" in free_keys(DistillationConfig)
     with pytest.raises(ConfigError) as caught:
-        composed(TaughtConfig, "model=tiny", "+model@teacher=llama_2m", "teacher.heads=0", "model.hidden=0")
+        composed(DistillationConfig, "model=tiny", "+model@teacher=llama_2m", "teacher.heads=0", "model.hidden=0")
     assert sorted(problem.partition(":")[0] for problem in caught.value.problems) == [
         "model.hidden=0",
         "teacher.heads=0",
@@ -204,16 +204,16 @@ def test_a_second_section_of_a_kind_has_its_own_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["data=pydocs"], "data: has kind docs, which this recipe does not accept; choose another option"),
         (["data=jsonl", "data.stile=x"], "data.stile=x: no such key; did you mean data.style?"),
         (["data=jsonl", "optimizer.amsgrad=2"], "optimizer.amsgrad=2: must be true or false"),
     ],
 )
-def test_what_is_wrong_with_a_subclass_is_reported(overrides: Sequence[str], told: str) -> None:
+def test_errors_in_a_subclass_are_reported(overrides: Sequence[str], message: str) -> None:
     register_schemas("finetune", StyledConfig)
-    asked = Request("finetune", StyledConfig, (CONF,), ("model=tiny", "data.path=x.jsonl", *overrides))
+    request = Request("finetune", StyledConfig, (CONF,), ("model=tiny", "data.path=x.jsonl", *overrides))
     with pytest.raises(COMPOSITION_ERRORS) as caught:
-        from_container(asked.compose(asked.overrides), StyledConfig)
-    assert diagnose(asked, caught.value, lambda cfg, refused: []) == [told]
+        from_container(request.compose(request.overrides), StyledConfig)
+    assert diagnose(request, caught.value, lambda cfg, refused: []) == [message]

@@ -1,4 +1,4 @@
-"""Random wrong command lines: exit status 2, no traceback, every mistake named, nothing written, in a moment.
+"""Random invalid command lines: exit status 2, all errors reported without traceback, no files written, quickly.
 
 Another seed: MESHBOOK_SEED=7 (lines 7000, 7001, ...). 300 lines with MESHBOOK_TORTURE=1.
 """
@@ -15,10 +15,10 @@ from tests.config.test_wrong_configurations import stand_in
 LINES = 300 if os.environ.get("MESHBOOK_TORTURE") else 12
 FIRST = int(os.environ.get("MESHBOOK_SEED", "1")) * 1000
 SECONDS = 1.0 if os.environ.get("MESHBOOK_TORTURE") else 2.0
-"""Of the processor (CI's is slow and shared), without the imports that the commands share."""
+"""Limit of CPU time per command, without the shared imports; CI machines are slow and shared."""
 
 
-def test_each_of_many_random_wrong_lines_is_refused_with_all_its_mistakes(commands: Commands, tmp_path: Path) -> None:
+def test_random_invalid_command_lines_are_rejected_with_all_errors(commands: Commands, tmp_path: Path) -> None:
     recipe = stand_in(tmp_path, "finetune", "FinetuneConfig")
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -27,7 +27,7 @@ def test_each_of_many_random_wrong_lines_is_refused_with_all_its_mistakes(comman
         line = wrong_line(seed)
         ended = commands.run(recipe, line.arguments, empty, **ENVIRONMENT)
         lines = ended.errors.splitlines()
-        missing = [told for told in line.told if not any(each.startswith(told) for each in lines)]
+        missing = [message for message in line.messages if not any(each.startswith(message) for each in lines)]
         counted = len(lines) == 1 or lines[:1] == [f"{len(lines) - 1} problems with this run:"]
         if (
             ended.status != 2
@@ -35,7 +35,7 @@ def test_each_of_many_random_wrong_lines_is_refused_with_all_its_mistakes(comman
             or ended.imported_torch
             or missing
             or not counted
-            or len(lines) > 2 * len(line.told) + 2
+            or len(lines) > 2 * len(line.messages) + 2
             or SECRET in ended.errors
             or os.listdir(empty)
             or ended.cpu_seconds > SECONDS
@@ -44,8 +44,8 @@ def test_each_of_many_random_wrong_lines_is_refused_with_all_its_mistakes(comman
     assert not failed, f"{len(failed)} of {LINES}\n" + "\n".join(failed)
 
 
-def test_the_lines_differ_and_have_mistakes_of_every_kind() -> None:
+def test_random_command_lines_differ_and_have_several_errors() -> None:
     made = [wrong_line(seed) for seed in range(500)]
     assert len({line.arguments for line in made}) > 490
-    assert all(line.told for line in made)
-    assert max(len(line.told) for line in made) >= 5
+    assert all(line.messages for line in made)
+    assert max(len(line.messages) for line in made) >= 5

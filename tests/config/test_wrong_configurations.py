@@ -1,8 +1,8 @@
-"""What a person can get wrong, told in one sentence with the value, the rule and the key, before anything starts.
+"""Each config error is reported before the start in one sentence with the value, the rule and the key to change.
 
-Every row is a command line in an empty folder. It must end with status 2, one line, no traceback and no file, and
-must not have imported torch. The recipes are stand-ins with the configs of the real ones and a main that does
-nothing; the last test takes the real ones.
+Every row is a command line in an empty folder. It must exit with status 2 and one line of output, without a traceback,
+a file or an import of torch. The recipes are placeholders with the real configs and an empty main; the last test
+uses the real recipes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 from tests.config.commands import REPOSITORY, Commands, Ended
 from tests.config.wrong_lines import TABLE
 
-STAND_IN = """
+PLACEHOLDER = """
 from components.config.schema import {schema}
 from components.launch import recipe
 
@@ -39,24 +39,24 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def finetune(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe with the config of recipes/finetune.py."""
+    """A placeholder recipe with the config of recipes/finetune.py."""
     return stand_in(tmp_path_factory.mktemp("recipes"), "finetune", "FinetuneConfig")
 
 
 @pytest.fixture(scope="module")
 def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe with the config of recipes/evaluate.py."""
+    """A placeholder recipe with the config of recipes/evaluate.py."""
     return stand_in(tmp_path_factory.mktemp("recipes"), "evaluate", "EvaluateConfig")
 
 
 def stand_in(folder: Path, name: str, schema: str) -> Path:
     file = folder / f"{name}.py"
-    file.write_text(STAND_IN.format(name=name, schema=schema))
+    file.write_text(PLACEHOLDER.format(name=name, schema=schema))
     return file
 
 
-def assert_refused(ended: Ended, parts: list[str], folder: Path, *, torch_allowed: bool = False) -> None:
-    """One line that holds all `parts`, status 2, no traceback, nothing left in `folder`."""
+def assert_rejected(ended: Ended, parts: list[str], folder: Path, *, torch_allowed: bool = False) -> None:
+    """Assert one line of output that contains all `parts`, status 2, no traceback and no run in `folder`."""
     assert ended.status == 2, ended
     assert "Traceback" not in ended.errors + ended.output
     assert ended.output == ""
@@ -69,7 +69,7 @@ def assert_refused(ended: Ended, parts: list[str], folder: Path, *, torch_allowe
 
 
 @pytest.mark.parametrize(("line", "parts"), ROWS)
-def test_refused_in_one_sentence(
+def test_invalid_command_line_is_rejected_in_one_sentence(
     commands: Commands, finetune: Path, tmp_path: Path, line: str, parts: list[str]
 ) -> None:
     arguments = line.split(" ")
@@ -77,7 +77,7 @@ def test_refused_in_one_sentence(
         arguments.append("model=tiny")
     key, _, value = arguments[0].lstrip("+").partition("=")
     ended = commands.run(finetune, arguments, tmp_path)
-    assert_refused(ended, parts, tmp_path)
+    assert_rejected(ended, parts, tmp_path)
     assert os.listdir(tmp_path) == []
     if key.startswith(("training.", "optimizer.", "run.")) and "," not in value and not line.endswith("${nowhere}"):
         assert key in ended.errors
@@ -88,7 +88,7 @@ def write_rows(path: Path, *rows: dict[str, object]) -> None:
 
 
 def data_files(folder: Path) -> None:
-    """The files that the rows of DATA name."""
+    """Write the files used by the rows of DATA."""
     write_rows(folder / "qa.jsonl", {"question": "q", "answer": "a"})
     (folder / "qa.csv").write_text("question,answer\nq,a\n")
     write_rows(folder / "chat.jsonl", {"messages": [{"role": "user", "content": "q"}]})
@@ -118,11 +118,11 @@ DATA = [
 
 
 @pytest.mark.parametrize(("line", "parts"), [pytest.param(line, parts, id=line) for line, *parts in DATA])
-def test_data_file_refused_in_one_sentence(
+def test_invalid_data_file_is_rejected_in_one_sentence(
     commands: Commands, finetune: Path, tmp_path: Path, line: str, parts: list[str]
 ) -> None:
     data_files(tmp_path)
-    assert_refused(commands.run(finetune, [*line.split(" "), "model=tiny"], tmp_path), parts, tmp_path)
+    assert_rejected(commands.run(finetune, [*line.split(" "), "model=tiny"], tmp_path), parts, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,12 @@ def test_data_file_refused_in_one_sentence(
         ([{"prompt": "a", "response": None}], ["data.bad_rows=drop"], ["rows.jsonl", "no rows"]),
         ([{"prompt": "a", "response": "b"}, {"prompt": "a"}], [], ["rows.jsonl:2", "data.response_column=response"]),
     ],
-    ids=["a null row", "all rows left out", "a row without the column"],
+    ids=["a null row", "all rows dropped", "a row without the column"],
 )
-def test_what_only_reading_finds_is_refused_by_the_real_recipe(
+def test_error_found_while_reading_data_is_rejected_by_the_real_recipe(
     commands: Commands, tmp_path: Path, rows: list[dict[str, object]], more: list[str], parts: list[str]
 ) -> None:
-    """The ranks find it: torch is imported by then, but nothing is left behind either."""
+    """The ranks raise the error: torch is imported by then, but no files are left either."""
     write_rows(tmp_path / "rows.jsonl", *rows)
     arguments = ["model=tiny", "data=jsonl", "data.path=rows.jsonl", *more]
     ended = commands.run(REPOSITORY / "recipes" / "finetune.py", arguments, tmp_path)
@@ -150,7 +150,7 @@ def test_what_only_reading_finds_is_refused_by_the_real_recipe(
 
 
 def model_folders(folder: Path) -> None:
-    """The folders that the rows of MODEL name."""
+    """Write the folders used by the rows of MODEL."""
     (folder / "bare").mkdir()
     config = {"model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 2}
     for name in ("no_weights", "broken"):
@@ -173,11 +173,11 @@ MODEL = [
 
 
 @pytest.mark.parametrize(("line", "parts"), [pytest.param(line, parts, id=line) for line, *parts in MODEL])
-def test_model_without_files_refused_in_one_sentence(
+def test_model_with_missing_files_is_rejected_in_one_sentence(
     commands: Commands, finetune: Path, tmp_path: Path, line: str, parts: list[str]
 ) -> None:
     model_folders(tmp_path)
-    assert_refused(commands.run(finetune, line.split(" "), tmp_path), parts, tmp_path)
+    assert_rejected(commands.run(finetune, line.split(" "), tmp_path), parts, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -195,53 +195,53 @@ def test_model_without_files_refused_in_one_sentence(
         ("experiment/b.yaml", "# @package _global_\nlogging: {plot: 1}", "experiment=b", ["plot: must be true or"]),
     ],
 )
-def test_a_conf_file_of_ones_own_is_refused_by_its_name(
+def test_error_in_a_users_conf_file_is_reported_with_its_name(
     commands: Commands, finetune: Path, tmp_path: Path, file: str, text: str, argument: str, parts: list[str]
 ) -> None:
     (tmp_path / "conf" / file).parent.mkdir(parents=True)
     (tmp_path / "conf" / file).write_text(text)
     ended = commands.run(finetune, ["model=tiny", argument], tmp_path)
-    assert_refused(ended, parts, tmp_path)
+    assert_rejected(ended, parts, tmp_path)
     both = commands.run(finetune, ["model=tiny", argument, "xyzzy=3"], tmp_path)
     assert both.errors.splitlines()[0] == "2 problems with this run:"
     assert {ended.errors.strip(), "xyzzy=3: no such key"} == set(both.errors.splitlines()[1:])
 
 
-def test_the_other_recipe_is_as_strict(commands: Commands, evaluate: Path, tmp_path: Path) -> None:
+def test_evaluate_recipe_rejects_invalid_keys_and_values(commands: Commands, evaluate: Path, tmp_path: Path) -> None:
     ended = commands.run(evaluate, ["model=tiny", "evaluation.micro_batch=3"], tmp_path)
-    assert_refused(ended, ["did you mean evaluation.micro_batch_size?"], tmp_path)
+    assert_rejected(ended, ["did you mean evaluation.micro_batch_size?"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "peft=lora"], tmp_path)
-    assert_refused(ended, ["peft.method=lora: evaluation.checkpoint=null", "step_N", "peft=none"], tmp_path)
+    assert_rejected(ended, ["peft.method=lora: evaluation.checkpoint=null", "step_N", "peft=none"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "evaluation.step_timeout_seconds=0.5"], tmp_path)
-    assert_refused(ended, ["evaluation.step_timeout_seconds=0.5: must be 0 (never time out)"], tmp_path)
+    assert_rejected(ended, ["evaluation.step_timeout_seconds=0.5: must be 0 (never time out)"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "data.eval_split=null", "data.eval_fraction=0"], tmp_path)
-    assert_refused(ended, ["data.eval_fraction=0.0: nothing is held out"], tmp_path)
+    assert_rejected(ended, ["data.eval_fraction=0.0: nothing is held out"], tmp_path)
     ended = commands.run(evaluate, ["model=tiny", "training.max_steps=3"], tmp_path)
-    assert_refused(ended, ["training.max_steps=3: no such key"], tmp_path)
+    assert_rejected(ended, ["training.max_steps=3: no such key"], tmp_path)
 
 
-def test_a_checkpoint_is_looked_for_before_the_start(
+def test_missing_checkpoint_is_rejected_before_the_start(
     commands: Commands, finetune: Path, evaluate: Path, tmp_path: Path
 ) -> None:
-    """As it is loaded: from the folder of the command, and ~ is the home; a folder alone is none."""
+    """Paths are relative to the working directory, ~ is the home folder, and an empty folder is not a checkpoint."""
     (tmp_path / "empty").mkdir()
     for wrong in ("~nobody/nope", "empty"):
         ended = commands.run(evaluate, ["model=tiny", f'evaluation.checkpoint="{wrong}"'], tmp_path)
-        told = f"evaluation.checkpoint={wrong}: no such checkpoint; set it to RUN/checkpoints/step_N"
-        assert_refused(ended, [told], tmp_path)
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "whole" / "manifest.json").write_text("{}")
-    (tmp_path / "whole" / "state.json").write_text('{"config": null}')
-    for recipe, key, right in (
-        (evaluate, "evaluation.checkpoint", "whole"),
-        (evaluate, "evaluation.checkpoint", "~/whole"),
-        (finetune, "run.resume", "~/whole"),
+        message = f"evaluation.checkpoint={wrong}: no such checkpoint; set it to RUN/checkpoints/step_N"
+        assert_rejected(ended, [message], tmp_path)
+    (tmp_path / "complete").mkdir()
+    (tmp_path / "complete" / "manifest.json").write_text("{}")
+    (tmp_path / "complete" / "state.json").write_text('{"config": null}')
+    for recipe, key, path in (
+        (evaluate, "evaluation.checkpoint", "complete"),
+        (evaluate, "evaluation.checkpoint", "~/complete"),
+        (finetune, "run.resume", "~/complete"),
     ):
-        ended = commands.run(recipe, ["model=tiny", f'{key}="{right}"'], tmp_path, HOME=str(tmp_path))
+        ended = commands.run(recipe, ["model=tiny", f'{key}="{path}"'], tmp_path, HOME=str(tmp_path))
         assert (ended.status, ended.output) == (0, "started\n"), ended
 
 
-def test_a_hub_out_of_reach_is_reported_at_once_and_its_cache_is_used(
+def test_unreachable_hub_is_reported_at_once_and_its_cache_is_used(
     commands: Commands, finetune: Path, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -250,11 +250,11 @@ def test_a_hub_out_of_reach_is_reported_at_once_and_its_cache_is_used(
     model, rows = ["model.path=owner/name"], ["model=tiny", "data=jsonl", "data.path=owner/rows"]
     ended = commands.run(finetune, model, tmp_path, **environment)
     reason = f"owner/name: is not in the hub's cache {tmp_path}/home, and {endpoint} cannot be reached (Connection"
-    assert_refused(ended, [f"model.path={reason}", "hf download owner/name", "a local folder"], tmp_path)
+    assert_rejected(ended, [f"model.path={reason}", "hf download owner/name", "a local folder"], tmp_path)
     ended = commands.run(finetune, rows, tmp_path, **environment)
-    assert_refused(ended, ["data.path=owner/rows: is not in the hub's cache", "--repo-type dataset"], tmp_path)
+    assert_rejected(ended, ["data.path=owner/rows: is not in the hub's cache", "--repo-type dataset"], tmp_path)
     ended = commands.run(finetune, model, tmp_path, **{**environment, "HF_HUB_OFFLINE": "1"})
-    assert_refused(ended, ["model.path=owner/name", "cannot be reached (HF_HUB_OFFLINE is set)"], tmp_path)
+    assert_rejected(ended, ["model.path=owner/name", "cannot be reached (HF_HUB_OFFLINE is set)"], tmp_path)
     for folder, arguments in (("hub/models--owner--name/snapshots/1", model), ("datasets/owner___rows", rows)):
         (tmp_path / "home" / folder).mkdir(parents=True)
         (tmp_path / "home" / folder / "config.json").write_text("{}")
@@ -264,7 +264,7 @@ def test_a_hub_out_of_reach_is_reported_at_once_and_its_cache_is_used(
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"], ["model=tiny", "cluster.dry_run=true"]])
-def test_output_that_nobody_reads_ends_a_command_quietly(tmp_path: Path, arguments: list[str]) -> None:
+def test_closed_output_pipe_ends_a_command_without_error_message(tmp_path: Path, arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, str(REPOSITORY / "recipes/finetune.py"), *arguments]
@@ -276,7 +276,7 @@ def test_output_that_nobody_reads_ends_a_command_quietly(tmp_path: Path, argumen
 def test_gpus_are_counted_without_torch(commands: Commands, finetune: Path, tmp_path: Path) -> None:
     arguments = ["model=tiny", "cluster.procs_per_node=2"]
     ended = commands.run(finetune, arguments, tmp_path, CUDA_VISIBLE_DEVICES="0")
-    assert_refused(ended, ["cluster.procs_per_node=2", "2 processes, but 1 visible GPU"], tmp_path)
+    assert_rejected(ended, ["cluster.procs_per_node=2", "2 processes, but 1 visible GPU"], tmp_path)
 
 
 ALL_STAGES = {
@@ -304,11 +304,11 @@ ALL_STAGES = {
     "--config-dir=nowhere": "--config-dir=nowhere: no such folder",
     "peft.rank=8": "peft.rank=8: peft.method=none trains every parameter",
 }
-"""Arguments of one command line, and how the sentence about each begins; "": it is right."""
+"""Arguments of one command line and the beginnings of their error messages; "" marks a valid one."""
 
 
-def test_all_mistakes_are_told_at_once(commands: Commands, finetune: Path, tmp_path: Path) -> None:
-    """Of the options, of composition, of sections, across sections, of files and of the run directory."""
+def test_all_config_errors_are_reported_at_once(commands: Commands, finetune: Path, tmp_path: Path) -> None:
+    """Errors in options, composition, sections, across sections, in files and in the run directory."""
     ended = commands.run(finetune, list(ALL_STAGES), tmp_path)
     assert ended.status == 2
     heading, *lines = ended.errors.splitlines()
@@ -320,7 +320,7 @@ def test_all_mistakes_are_told_at_once(commands: Commands, finetune: Path, tmp_p
     assert os.listdir(tmp_path) == []
 
 
-def test_all_mistakes_of_a_sweep_are_told_at_once(commands: Commands, finetune: Path, tmp_path: Path) -> None:
+def test_all_config_errors_of_a_sweep_are_reported_at_once(commands: Commands, finetune: Path, tmp_path: Path) -> None:
     wrong = {
         "run.seed=range(1,9,0)": "run.seed=range(1,9,0): a range with a step of 0",
         "trainig.max_steps=1,2": "trainig.max_steps=1,2: no such key",
@@ -337,25 +337,25 @@ def test_all_mistakes_of_a_sweep_are_told_at_once(commands: Commands, finetune: 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ("parallelism=tp44", "parallelism=tp44: no such option"),
         ("parallelism.tp=four", "parallelism.tp=four: must be a whole number"),
         ("parallelism.tp=0", "parallelism.tp=0: must be at least 1, or -1"),
     ],
 )
-def test_a_mistake_is_not_followed_by_its_consequences(
-    commands: Commands, finetune: Path, tmp_path: Path, wrong: str, told: str
+def test_consequences_of_a_config_error_are_not_reported(
+    commands: Commands, finetune: Path, tmp_path: Path, wrong: str, message: str
 ) -> None:
-    """What was meant would have had dp 1; that 2 is too small a batch for dp 4 is not the person's problem."""
+    """The intended mesh has dp=1. That the batch of 2 does not fit dp=4 would only be a consequence of the error."""
     rest = ["model=tiny", "cluster=local_4proc", "training.global_batch_size=2"]
-    assert_refused(commands.run(finetune, [wrong, *rest], tmp_path), [told], tmp_path)
+    assert_rejected(commands.run(finetune, [wrong, *rest], tmp_path), [message], tmp_path)
     alone = commands.run(finetune, rest, tmp_path)
-    assert_refused(alone, ["training.global_batch_size=2: must be a multiple of dp=4"], tmp_path)
+    assert_rejected(alone, ["training.global_batch_size=2: must be a multiple of dp=4"], tmp_path)
 
 
-def test_nothing_wrong_is_not_refused(commands: Commands, finetune: Path, tmp_path: Path) -> None:
-    """The control of everything above; of a mixture, one source that holds something out is enough."""
+def test_valid_config_is_accepted(commands: Commands, finetune: Path, tmp_path: Path) -> None:
+    """Positive control for the tests above. In a mixture, one source with held-out samples is enough."""
     two = ["data=mixture", *(f"+data@data.sources.{name}=pydocs" for name in "ab")]
     for data in ([], [*two, "data.sources.a.eval_split=null", "data.sources.a.eval_fraction=0"]):
         ended = commands.run(finetune, ["model=tiny", *data], tmp_path)
@@ -371,20 +371,22 @@ def test_nothing_wrong_is_not_refused(commands: Commands, finetune: Path, tmp_pa
         (["parallelism=pp2_1f1b", "parallelism.pp_schedule=ZBVZeroBubble", "model=llama_2m"], 4),
     ],
 )
-def test_micro_batches_shrink_to_what_fits_and_it_is_told(
+def test_micro_batch_size_is_reduced_to_fit_and_reported(
     commands: Commands, finetune: Path, tmp_path: Path, overrides: list[str], size: int
 ) -> None:
-    told = "training.micro_batch_size=4: does not fit the global batch" if size < 4 else ""
+    message = "training.micro_batch_size=4: does not fit the global batch" if size < 4 else ""
     shown = commands.run(finetune, ["model=tiny", "cluster.dry_run=true", *overrides], tmp_path)
-    assert (shown.status, shown.output.count("training.micro_batch_size")) == (0, bool(told)), shown
-    assert told in shown.output
-    assert not told or f"; using {size}, which does not change results" in shown.output
+    assert (shown.status, shown.output.count("training.micro_batch_size")) == (0, bool(message)), shown
+    assert message in shown.output
+    assert not message or f"; using {size}, which does not change results" in shown.output
 
 
 @pytest.mark.parametrize("name", ["finetune", "evaluate"])
 @pytest.mark.parametrize("arguments", [["run.sed=3"], ["data=jsonl", "data.path=nope.jsonl"]])
-def test_the_real_recipes_refuse_in_a_moment(tmp_path: Path, name: str, arguments: list[str]) -> None:
-    """As a person starts them. Seconds are of the processor: this machine may be busy."""
+def test_real_recipes_reject_errors_quickly_without_importing_torch(
+    tmp_path: Path, name: str, arguments: list[str]
+) -> None:
+    """Run as a user would. The limit is CPU time, since the machine may be busy."""
     program = (
         "import runpy, sys\n"
         f"sys.argv = {[str(REPOSITORY / 'recipes' / f'{name}.py'), 'model=tiny', *arguments]}\n"

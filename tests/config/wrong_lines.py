@@ -1,6 +1,7 @@
-"""Command lines with one mistake each, and what the one sentence about it must hold: value, rule and key.
+"""Command lines with one config error each, and what its message must contain: value, rule and key.
 
-A row is the command line and the parts of the sentence. The rows that need files stand with the tests that make them.
+A row has the command line and the required parts of the message. Rows that need files are next to their tests in
+test_wrong_configurations.py.
 """
 
 from __future__ import annotations

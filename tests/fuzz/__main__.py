@@ -1,7 +1,7 @@
-"""Train random legal configurations through the recipes and compare each with plain transformers.
+"""Train random valid configurations with the recipes and compare each with plain transformers.
 
     python -m tests.fuzz --seed 7 --cases 300        # make fuzz SEED=7 CASES=300
-    python -m tests.fuzz --seed 7 --case 12          # one case again, its folder kept
+    python -m tests.fuzz --seed 7 --case 12          # repeat one case and keep its folder
 
 Writes outputs/fuzz/SEED.jsonl, one line per finished case; started again, it continues after the last one.
 Exits 1 if a case differs from its reference, crashes or hangs.
@@ -31,31 +31,31 @@ OUTPUTS = Path(__file__).resolve().parents[2] / "outputs" / "fuzz"
 
 
 def main() -> int:
-    """Run the cases that are not recorded yet; print a line per case and a summary."""
+    """Run the cases that are not recorded yet, and print a line per case and a summary."""
     parser = argparse.ArgumentParser(
         prog="make fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random cases")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random cases")
     parser.add_argument("--cases", type=int, default=300, help="number of cases (default: 300)")
     parser.add_argument("--case", type=int, help="run only this case and keep its folder")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no case after this many minutes")
-    parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default: 2)")
-    asked = parser.parse_args()
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent cases (default: 2)")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if asked.case is not None:
-        folder = OUTPUTS / f"{asked.seed}_{asked.case}"
-        finding = run_case(draw_case(asked.seed, asked.case), folder)
+    if arguments.case is not None:
+        folder = OUTPUTS / f"{arguments.seed}_{arguments.case}"
+        finding = run_case(draw_case(arguments.seed, arguments.case), folder)
         print(f"{finding}\nkept: {folder}")
-        return int(finding.is_wrong)
-    record = OUTPUTS / f"{asked.seed}.jsonl"
+        return int(finding.is_failure)
+    record = OUTPUTS / f"{arguments.seed}.jsonl"
     record.parent.mkdir(parents=True, exist_ok=True)
     findings = _recorded(record)
-    left = [index for index in range(asked.cases) if f"{asked.seed}/{index}" not in findings]
-    deadline = time.monotonic() + 60 * asked.minutes
-    with ThreadPoolExecutor(asked.jobs) as pool, record.open("a") as lines:
-        runs = [pool.submit(_run_until, deadline, asked.seed, index) for index in left]
+    remaining = [index for index in range(arguments.cases) if f"{arguments.seed}/{index}" not in findings]
+    deadline = time.monotonic() + 60 * arguments.minutes
+    with ThreadPoolExecutor(arguments.jobs) as pool, record.open("a") as lines:
+        runs = [pool.submit(_run_until, deadline, arguments.seed, index) for index in remaining]
         for run in as_completed(runs):
             finding = run.result()
             if finding is not None:
@@ -63,7 +63,7 @@ def main() -> int:
                 lines.write(json.dumps(asdict(finding)) + "\n")
                 lines.flush()
                 print(finding, flush=True)
-    return _summarize(findings.values(), asked.cases)
+    return _summarize(findings.values(), arguments.cases)
 
 
 def _run_until(deadline: float, seed: int, index: int) -> Finding | None:
@@ -73,7 +73,7 @@ def _run_until(deadline: float, seed: int, index: int) -> Finding | None:
     with tempfile.TemporaryDirectory(prefix="meshbook-fuzz-") as folder:
         try:
             return run_case(case, Path(folder))
-        except Exception:  # of the reference or the comparison: a finding too, and no end of the other cases
+        except Exception:  # in the reference or the comparison: record it and continue
             return Finding(case.name, "reference failed", traceback.format_exc(), [case.family])
 
 
@@ -95,11 +95,11 @@ def _summarize(findings: Iterable[Finding], cases: int) -> int:
         f.detail.splitlines()[-1][:110] for f in findings if f.outcome == "refused"
     ).most_common():
         print(f"refused {count} x: {reason}")
-    wrong = [finding for finding in findings if finding.is_wrong]
-    for finding in wrong:
+    failures = [finding for finding in findings if finding.is_failure]
+    for finding in failures:
         seed, _, index = finding.name.partition("/")
         print(f"WRONG {finding}\n  repeat: make fuzz SEED={seed} CASE={index}")
-    return int(bool(wrong))
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

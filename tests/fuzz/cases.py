@@ -1,4 +1,4 @@
-"""Random legal configurations: model family x mesh x data x options, as command lines of a recipe."""
+"""Random valid configurations (model family x mesh x data x options) as command lines of a recipe."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from tests.fuzz.families import DENSE, EAGER, SPARSE, draw_config
 
-END, FIRST_WORD = 1, 3
-"""Token ids: the end-of-text token, and the first token that stands for a word."""
+END, FIRST_TOKEN = 1, 3
+"""Token ids: the end-of-text token, and the first regular token."""
 ROWS = 12
 """Rows of the train split, and rows per step: every step trains on the whole split, whatever its order."""
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY = 1e-2, (0.9, 0.95), 1e-3, 0.1
@@ -30,7 +30,7 @@ class Row:
     response: tuple[int, ...]
 
     def sample(self, seq_len: int) -> tuple[list[int], list[int]]:
-        """Return (token ids, labels) as they are trained on: cut to `seq_len`; labels are -100 without a target."""
+        """Return (token ids, labels) truncated to `seq_len`; labels without a target are -100."""
         ids = [*self.prompt, *self.response, END][:seq_len]
         labels = [-100] * len(self.prompt) + [*self.response, END]
         return ids, labels[:seq_len]
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration, and all that its reference needs to know of it."""
+    """One configuration, with everything its reference needs."""
 
     name: str
     family: str
@@ -52,9 +52,9 @@ class Case:
     router_aux: float
     max_grad_norm: float
     steps: tuple[int, ...]
-    """Optimizer steps after each run: one number, or two where a second run resumes the first on another mesh."""
+    """Total optimizer steps after each run; two numbers if a second run resumes the first on another mesh."""
     meshes: tuple[tuple[str, ...], ...]
-    """Overrides that differ from run to run: mesh, micro-batch, recompute policy, ..."""
+    """Overrides that differ between runs: mesh, micro-batch size, activation checkpointing, ..."""
     common: tuple[str, ...]
     """Overrides of every run."""
 
@@ -65,7 +65,7 @@ class Case:
 
 
 def draw_case(seed: int, index: int) -> Case:
-    """Return case `index` of `seed`; the same for the same two numbers."""
+    """Return case `index` of `seed`, deterministically."""
     rng = random.Random(f"{seed}/{index}")
     is_sparse = rng.random() < 0.25
     family = rng.choice(list(SPARSE if is_sparse else DENSE))
@@ -106,7 +106,7 @@ def draw_case(seed: int, index: int) -> Case:
         seq_len=seq_len,
         pack=pack,
         train=tuple(_draw_rows(rng, vocab, seq_len, pack, is_text=recipe == "pretrain")),
-        held_out=tuple(_plain_row(rng, vocab, seq_len, recipe == "pretrain") for _ in range(3)),
+        held_out=tuple(_draw_row(rng, vocab, seq_len, recipe == "pretrain") for _ in range(3)),
         adapters=adapters,
         router_aux=router_aux,
         max_grad_norm=max_grad_norm,
@@ -117,14 +117,14 @@ def draw_case(seed: int, index: int) -> Case:
 
 
 def _draw_run(rng: random.Random, layers: int, is_sparse: bool, large: bool) -> tuple[str, ...]:
-    """Overrides of one run: its mesh, and options that must not change the curve."""
+    """Return the overrides of one run: its mesh, and options that must not change the curve."""
     mesh = _draw_mesh(rng, layers, is_sparse)
     splits_backward = any(value.endswith(SPLIT_BACKWARD) for value in mesh)
     return (*mesh, *_draw_options(rng, large, splits_backward))
 
 
 def _draw_mesh(rng: random.Random, layers: int, is_sparse: bool) -> list[str]:
-    """Overrides of a mesh of 1 to 4 processes."""
+    """Return the overrides of a mesh of 1 to 4 processes."""
     world = rng.choice((1, 2, 2, 2, 2, 3, 4, 4, 4))
     kind = rng.random()
     if world == 1 and kind < 0.5:
@@ -142,8 +142,8 @@ def _draw_mesh(rng: random.Random, layers: int, is_sparse: bool) -> list[str]:
     if degrees["cp"] > 1:
         overrides.append(f"parallelism.cp_attention={rng.choice(('auto', 'ulysses', 'all_gather'))}")
     if degrees["pp"] > 1:
-        several = 2 * degrees["pp"] <= layers
-        overrides.append(f"parallelism.pp_schedule={rng.choice(SCHEDULES if several else SINGLE_STAGE)}")
+        fits_several_stages = 2 * degrees["pp"] <= layers
+        overrides.append(f"parallelism.pp_schedule={rng.choice(SCHEDULES if fits_several_stages else SINGLE_STAGE)}")
     overrides.append(f"parallelism.defer_grad_sync={rng.choice(('true', 'false'))}")
     overrides.append(f"parallelism.reshard_after_forward={rng.choice(('true', 'false'))}")
     overrides.append(f"parallelism.prefetch={rng.choice((0, 0, 1))}")
@@ -151,18 +151,20 @@ def _draw_mesh(rng: random.Random, layers: int, is_sparse: bool) -> list[str]:
 
 
 def _draw_seq_len(rng: random.Random, meshes: Iterable[Sequence[str]], large: bool) -> int:
-    """Any length, but one that every mesh can cut where cp or sequence parallel cuts rows."""
-    cut = any("sequence_parallel=true" in value or "cp_attention" in value for mesh in meshes for value in mesh)
+    """Draw a sequence length that every mesh can shard if it uses cp or sequence parallel."""
+    shards_sequence = any(
+        "sequence_parallel=true" in value or "cp_attention" in value for mesh in meshes for value in mesh
+    )
     if large:
         return 264
-    return rng.choice((24, 48)) if cut else rng.choice((19, 24, 31, 40))
+    return rng.choice((24, 48)) if shards_sequence else rng.choice((19, 24, 31, 40))
 
 
 def _draw_options(rng: random.Random, large: bool, splits_backward: bool) -> list[str]:
-    """Overrides that must not change a curve."""
+    """Return overrides that must not change a curve."""
     recompute = rng.choice(("none", "none", "full", "selective", "alternate", "auto"))
     compiles = rng.random() < 0.06
-    if splits_backward or compiles:  # selective recomputation and compiled layers need a backward of one piece
+    if splits_backward or compiles:  # selective activation checkpointing and compiled layers need an unsplit backward
         recompute, compiles = recompute.replace("selective", "full"), compiles and not splits_backward
     loss = "auto" if large else rng.choice(("auto", "logits", "chunked"))
     options = [
@@ -175,34 +177,36 @@ def _draw_options(rng: random.Random, large: bool, splits_backward: bool) -> lis
 
 
 def _draw_rows(rng: random.Random, vocab: int, seq_len: int, pack: bool, is_text: bool) -> list[Row]:
-    """Rows of unequal lengths that make ROWS samples, or ROWS packed rows, and some that are cut or have no target.
+    """Draw samples of unequal lengths that make ROWS rows, some of them truncated or without a target.
 
-    For packing, ROWS samples are longer than half a row, so that no two share one, and leave room for one short sample
-    each: every good plan has exactly ROWS rows.
+    With packing, ROWS samples are longer than half a row, so that no two fit into one, and each leaves space for one
+    short sample: every optimal packing has exactly ROWS rows.
     """
     if not pack:
-        rows = [_plain_row(rng, vocab, seq_len, is_text) for _ in range(ROWS)]
+        rows = [_draw_row(rng, vocab, seq_len, is_text) for _ in range(ROWS)]
         if not is_text and rng.random() < 0.4:
-            rows[0] = Row(rows[0].prompt[:2], _words(rng, vocab, seq_len + 5))  # cut to seq_len tokens
-            rows.insert(3, Row(_words(rng, vocab, seq_len + 3), (FIRST_WORD,)))  # no target within seq_len: left out
+            rows[0] = Row(rows[0].prompt[:2], _draw_tokens(rng, vocab, seq_len + 5))  # truncated to seq_len tokens
+            rows.insert(
+                3, Row(_draw_tokens(rng, vocab, seq_len + 3), (FIRST_TOKEN,))
+            )  # no target within seq_len: dropped
         return rows
     short = seq_len // 4
     longest = seq_len - short
-    rows = [_row_of(rng, vocab, rng.randint(seq_len // 2 + 1, longest), is_text) for _ in range(ROWS)]
-    rows += [_row_of(rng, vocab, rng.randint(3, short), is_text) for _ in range(rng.randint(1, ROWS))]
+    rows = [_draw_row_of_length(rng, vocab, rng.randint(seq_len // 2 + 1, longest), is_text) for _ in range(ROWS)]
+    rows += [_draw_row_of_length(rng, vocab, rng.randint(3, short), is_text) for _ in range(rng.randint(1, ROWS))]
     rng.shuffle(rows)
     return rows
 
 
-def _plain_row(rng: random.Random, vocab: int, seq_len: int, is_text: bool) -> Row:
-    return _row_of(rng, vocab, rng.randint(4, seq_len), is_text)
+def _draw_row(rng: random.Random, vocab: int, seq_len: int, is_text: bool) -> Row:
+    return _draw_row_of_length(rng, vocab, rng.randint(4, seq_len), is_text)
 
 
-def _row_of(rng: random.Random, vocab: int, length: int, is_text: bool) -> Row:
-    """A row of `length` tokens, the end-of-text token included."""
+def _draw_row_of_length(rng: random.Random, vocab: int, length: int, is_text: bool) -> Row:
+    """Draw a row of `length` tokens, including the end-of-text token."""
     prompt = 0 if is_text else rng.randint(1, length - 2)
-    return Row(_words(rng, vocab, prompt), _words(rng, vocab, length - 1 - prompt))
+    return Row(_draw_tokens(rng, vocab, prompt), _draw_tokens(rng, vocab, length - 1 - prompt))
 
 
-def _words(rng: random.Random, vocab: int, count: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(FIRST_WORD, vocab) for _ in range(count))
+def _draw_tokens(rng: random.Random, vocab: int, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(FIRST_TOKEN, vocab) for _ in range(count))

@@ -1,4 +1,4 @@
-"""Run one case through a recipe, as a user would, and compare its run directory with the reference."""
+"""Run one case with a recipe, as a user would, and compare its run directory with the reference."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from tests.fuzz.reference import Curve
 
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_INVALID = 2
-"""Exit status of a recipe that refuses its configuration."""
+"""Exit status of a recipe that rejects its config."""
 TIMEOUT = 420.0
-"""Seconds after which a run counts as hung."""
+"""Seconds after which a run is considered hung."""
 BOUND = 1e-6
-"""Largest relative difference that counts as equal. The models are float64, but transformers computes norms, rotary
-embeddings and routers in float32: where their inputs differ in the 16th digit, their outputs may in the 8th (seen: up
-to 2e-7). A fault is larger by orders of magnitude."""
+"""Largest relative difference considered equal. The models are float64, but transformers computes norms, rotary
+embeddings and routers in float32: if their inputs differ in the 16th digit, their outputs may differ in the 8th (up to
+2e-7 measured). Real errors are larger by orders of magnitude."""
 
 _TRANSFORMERS = threading.Lock()
-"""While transformers loads a model it replaces functions of its classes (tie_weights, initialization) for all threads:
-a model that is built meanwhile has an untied head or parameters on meta. So cases of other threads wait."""
+"""Serializes model loading. While transformers loads a model, it patches functions of its classes (tie_weights,
+initialization) for all threads: a model built meanwhile would have an untied head or parameters on meta."""
 
 
 @dataclass
 class Finding:
-    """What a case showed."""
+    """Result of a case."""
 
     name: str
     outcome: str
     """equal, refused, different, crashed, hung, or reference failed."""
     detail: str = ""
-    """What went wrong, if anything."""
+    """The error, if any."""
     commands: list[str] = field(default_factory=list)
-    """The command lines of its runs."""
+    """The model family and the command lines of the runs."""
     seconds: float = 0.0
     differences: dict[str, float] = field(default_factory=dict)
     """Relative differences: loss, norm, eval_loss, weights."""
 
     @property
-    def is_wrong(self) -> bool:
-        """Whether this is a fault of the project."""
+    def is_failure(self) -> bool:
+        """Whether the outcome is a failure of the project."""
         return self.outcome not in ("equal", "refused")
 
     def __str__(self) -> str:
@@ -57,15 +57,15 @@ class Finding:
         text = f"{self.name} {self.outcome} ({self.seconds:.0f} s) {worst}"
         if self.outcome == "equal":
             return text
-        return "\n  ".join([text, *self.detail.splitlines()[-12:], *(self.commands if self.is_wrong else [])])
+        return "\n  ".join([text, *self.detail.splitlines()[-12:], *(self.commands if self.is_failure else [])])
 
 
-class _Ended(Exception):
-    """A run that did not train: (outcome, detail)."""
+class _RunFailed(Exception):
+    """Raised if a run did not complete: (outcome, detail)."""
 
 
 def run_case(case: Case, folder: Path) -> Finding:
-    """Train a case by its recipe and by the reference within `folder`, and compare."""
+    """Train a case with its recipe and with the reference in `folder`, and compare them."""
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     with _TRANSFORMERS:
@@ -75,8 +75,8 @@ def run_case(case: Case, folder: Path) -> Finding:
     commands = [case.family, *(" ".join(_arguments(case, folder, run)) for run in range(len(case.steps)))]
     try:
         differences = _differences(case, folder)
-    except _Ended as ended:
-        outcome, text = ended.args
+    except _RunFailed as failure:
+        outcome, text = failure.args
         return Finding(case.name, outcome, text, commands, time.monotonic() - began)
     equal = all(value <= BOUND for value in differences.values())
     outcome = "equal" if equal else "different"
@@ -85,7 +85,7 @@ def run_case(case: Case, folder: Path) -> Finding:
 
 def _differences(case: Case, folder: Path) -> dict[str, float]:
     start = folder / "model"
-    if case.adapters:  # one step that changes nothing shows the adapters' first values
+    if case.adapters:  # one step with a vanishing learning rate exports the initial adapters
         probe = ["parallelism=single", "cluster.procs_per_node=1", "optimizer.lr=1e-300", "training.max_steps=1"]
         _run([*_recipe(case, folder), *probe, f"run.dir={folder / 'probe'}"], folder)
     for run in range(len(case.steps)):
@@ -104,7 +104,7 @@ def _differences(case: Case, folder: Path) -> dict[str, float]:
 def _compare(found: Curve, expected: Curve) -> dict[str, float]:
     missing = sorted(set(expected.weights) ^ set(found.weights))
     if missing:
-        raise _Ended("different", f"tensors of only one side: {missing[:5]}")
+        raise _RunFailed("different", f"tensors in only one of the models: {missing[:5]}")
     pairs = [(found.weights[name].double(), tensor.double()) for name, tensor in expected.weights.items()]
     return {
         "loss": _worst(found.losses, expected.losses),
@@ -118,12 +118,12 @@ def _compare(found: Curve, expected: Curve) -> dict[str, float]:
 
 def _worst(found: Sequence[float], expected: Sequence[float]) -> float:
     if len(found) != len(expected):
-        raise _Ended("different", f"{len(found)} values instead of {len(expected)}")
+        raise _RunFailed("different", f"{len(found)} values instead of {len(expected)}")
     return max(_relative(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def _relative(found: float | None, expected: float) -> float:
-    """metrics.jsonl has null for a number that is not finite; comparisons with NaN would be lost in a maximum."""
+    """Return inf for non-finite values, which metrics.jsonl stores as null: max() would ignore NaN."""
     difference = math.inf if found is None else abs(found - expected) / max(abs(expected), 1e-12)
     return difference if math.isfinite(difference) else math.inf
 
@@ -185,9 +185,9 @@ def _run(arguments: Sequence[str], folder: Path) -> None:
     (size,) = (int(each.partition("=")[2]) for each in arguments if each.startswith("cluster.procs_per_node="))
     status, output = run_ranks(arguments, size, folder, TIMEOUT)
     if status is None:
-        raise _Ended("hung", output[-2000:])
+        raise _RunFailed("hung", output[-2000:])
     if status == EXIT_INVALID and "Traceback" not in output:
         reasons = [line for line in output.splitlines() if not line.startswith("run /")]
-        raise _Ended("refused", "\n".join(reasons).strip())
+        raise _RunFailed("refused", "\n".join(reasons).strip())
     if status != 0:
-        raise _Ended("crashed", f"status {status}: {output[-3000:]}")
+        raise _RunFailed("crashed", f"status {status}: {output[-3000:]}")

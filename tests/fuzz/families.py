@@ -1,4 +1,4 @@
-"""Tiny configs of many model families: what the fuzzer trains. Values only; nothing of the project is imported."""
+"""Tiny configs of the model families that the fuzzer trains. Plain values; nothing of the project is imported."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attenti
 
 def draw_config(rng: random.Random, family: str, vocab: int, layers: int, positions: int) -> dict[str, Any]:
     """Return the values of a Hugging Face config of `family`, model_type included."""
-    own = (DENSE | SPARSE)[family]
+    overrides = (DENSE | SPARSE)[family]
     values: dict[str, Any] = {
         "model_type": family,
         "vocab_size": vocab,
@@ -79,9 +79,9 @@ def draw_config(rng: random.Random, family: str, vocab: int, layers: int, positi
         "pad_token_id": 0,
         "use_cache": False,
         **NO_DROPOUT,
-        **own,
+        **overrides,
     }
-    if "num_experts_per_tok" in own:
+    if "num_experts_per_tok" in overrides:
         values["router_aux_loss_coef"] = 0.0
     if family in ("gemma2", "gemma3_text", "olmo3", "exaone4", "gpt_oss", "ministral"):
         values["layer_types"] = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]

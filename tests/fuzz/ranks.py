@@ -1,7 +1,7 @@
-"""Start the ranks of a recipe as torchrun would, without the seconds that each import of torch costs.
+"""Start the ranks of a recipe like torchrun, without importing torch in every process.
 
-A fork server imports torch and transformers once. Each rank is forked from it, gets torchrun's variables, and executes
-the recipe's file as `python recipes/finetune.py ARGUMENTS` does.
+A fork server imports torch and transformers once. Each rank is forked from it, receives torchrun's environment
+variables, and executes the recipe file as `python recipes/finetune.py ARGUMENTS` does.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ PRELOADED = [
     *("transformers", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "hydra", "peft"),
 ]
 AFTER_A_FAILURE = 20.0
-"""Seconds that the other ranks get to end once one has failed."""
+"""Seconds that the other ranks have to exit once one has failed."""
 
 
 def run_ranks(arguments: Sequence[str], size: int, folder: Path, seconds: float) -> tuple[int | None, str]:
-    """Execute a recipe on `size` ranks in `folder`; return the exit status of the first that failed, and their output.
+    """Execute a recipe on `size` ranks in `folder`; return the exit status of the first that failed, and all output.
 
     Args:
         arguments: The recipe's file and its overrides.
-        seconds: After which ranks that are left are killed, and the status is None.
+        seconds: Timeout after which the remaining ranks are killed and the status is None.
     """
-    os.environ.update(ENVIRONMENT)  # of the fork server, which reads it once
+    os.environ.update(ENVIRONMENT)  # inherited by the fork server when it starts
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     port = _free_port()
     logs = [folder / f"rank_{rank}.out" for rank in range(size)]
     ranks = [
-        context.Process(target=_be_rank, args=(list(arguments), rank, size, port, folder, logs[rank]))
+        context.Process(target=_run_rank, args=(list(arguments), rank, size, port, folder, logs[rank]))
         for rank in range(size)
     ]
     for rank in ranks:
@@ -64,7 +64,7 @@ def _wait(ranks: Sequence[BaseProcess], deadline: float) -> int | None:
     return failed or (None if failed is None else next((rank.exitcode for rank in ranks if rank.exitcode), 0))
 
 
-def _be_rank(arguments: list[str], rank: int, size: int, port: int, folder: Path, log: Path) -> None:
+def _run_rank(arguments: list[str], rank: int, size: int, port: int, folder: Path, log: Path) -> None:
     with log.open("wb") as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)

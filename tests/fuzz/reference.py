@@ -1,6 +1,6 @@
-"""One training in plain transformers, peft and PyTorch: one process, float64, one sample at a time, no padding.
+"""Reference training in plain transformers, peft and PyTorch: one process, float64, one sample at a time, no padding.
 
-Nothing of the project is imported: what the recipes train is compared with this.
+The results of the recipes are compared with it, so it imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from tests.fuzz.cases import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Case, Row
 
 @dataclass
 class Curve:
-    """What a training shows."""
+    """Loss curve and final weights of a training run."""
 
     losses: list[float] = field(default_factory=list)
-    """Of each step: token cross-entropy plus the routers' loss."""
+    """Per step: token cross-entropy plus the router loss."""
     norms: list[float] = field(default_factory=list)
-    """Of each step: L2 norm of all gradients, before clipping."""
+    """Per step: L2 norm of all gradients before clipping."""
     eval_losses: list[float] = field(default_factory=list)
     """Held-out loss before the first and after the last step."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Parameters after the last step, adapters merged."""
+    """Parameters after the last step, with merged adapters."""
 
 
 def write_model(case: Case, folder: Path) -> None:
-    """Save a random model, and a tokenizer of one token per word in its subfolder `tokenizer`.
+    """Save a random model, and a word-level tokenizer in its subfolder `tokenizer`.
 
-    The tokenizer has a folder of its own because transformers takes the family's class beside a config.json.
+    The tokenizer needs a separate folder because next to a config.json transformers would use the family's class.
     """
     torch.manual_seed(11)
     values = dict(case.config)
@@ -45,15 +45,15 @@ def write_model(case: Case, folder: Path) -> None:
             parameter.add_(0.05 * torch.randn_like(parameter))
     model.double().save_pretrained(folder)
     vocab = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, case.config["vocab_size"])}}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+        tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     ).save_pretrained(folder / "tokenizer")
 
 
 def load(case: Case, folder: Path) -> Any:
-    """Load a model folder in float64, computed without anything below float64 where transformers has a choice."""
+    """Load a model folder in float64, with float64 computation wherever transformers offers it."""
     attention = "eager" if "model.attention=eager" in case.common else "sdpa"
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=attention)
     if "num_experts_per_tok" in case.config:
@@ -62,7 +62,7 @@ def load(case: Case, folder: Path) -> Any:
 
 
 def train(case: Case, model: Any) -> Curve:
-    """Train `model` (used up) on all rows at each step, and return its curve."""
+    """Train `model` in place on all rows at each step, and return its curve."""
     curve = Curve()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -73,17 +73,17 @@ def train(case: Case, model: Any) -> Curve:
     samples = _samples(case.train, case.seq_len)
     count = sum(targets for _, _, targets in samples)
     curve.eval_losses.append(_held_out_loss(case, model))
-    chosen = _choices(model) if case.router_aux else []
+    selected = _record_selected_experts(model) if case.router_aux else []
     model.train()
     for _ in range(case.total_steps):
         optimizer.zero_grad()
         total = 0.0
         for ids, labels, targets in samples:
-            chosen.clear()
-            output = model(input_ids=ids[None], use_cache=False, **_router_request(case))
+            selected.clear()
+            output = model(input_ids=ids[None], use_cache=False, **_router_arguments(case))
             loss = _cross_entropy_sum(output.logits, labels)
             if case.router_aux:
-                loss = loss + case.router_aux * targets * _balance_loss(output.router_logits, chosen)
+                loss = loss + case.router_aux * targets * _balance_loss(output.router_logits, selected)
             (loss / count).backward()
             total += loss.item()
         norm = torch.sqrt(sum(p.grad.square().sum() for p in trained if p.grad is not None))  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def train(case: Case, model: Any) -> Curve:
 
 
 def _samples(rows: Iterable[Row], seq_len: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Token ids and labels (seq,) of the rows that have a target after their first token, and how many they have."""
+    """Return token ids (seq,), labels (seq,) and the number of targets of each row that has a target."""
     samples = []
     for row in rows:
         ids, labels = row.sample(seq_len)
@@ -110,7 +110,7 @@ def _samples(rows: Iterable[Row], seq_len: int) -> list[tuple[torch.Tensor, torc
 
 
 def _cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum over targets; logits (1, seq, vocabulary), labels (seq,)."""
+    """Sum the cross-entropy over targets; logits (1, seq, vocabulary), labels (seq,)."""
     return F.cross_entropy(logits[0, :-1].double(), labels[1:], ignore_index=-100, reduction="sum")
 
 
@@ -124,26 +124,26 @@ def _held_out_loss(case: Case, model: Any) -> float:
     return float(sum(sums)) / sum(targets for _, _, targets in samples)
 
 
-def _router_request(case: Case) -> dict[str, bool]:
+def _router_arguments(case: Case) -> dict[str, bool]:
     return {"output_router_logits": True} if case.router_aux else {}
 
 
-def _choices(model: Any) -> list[torch.Tensor]:
-    """Return a list to which each router adds the experts that its tokens go to, (tokens, top_k), at each forward.
+def _record_selected_experts(model: Any) -> list[torch.Tensor]:
+    """Return a list to which each router appends the experts selected for its tokens, (tokens, top_k), in each forward.
 
-    Not every family takes the most probable ones: DeepSeek V3 first chooses among groups of experts.
+    Not every family selects the most probable experts: DeepSeek V3 first selects groups of experts.
     """
-    chosen: list[torch.Tensor] = []
+    selected: list[torch.Tensor] = []
     for module in model.modules():
         if type(module).__name__.lower().endswith("router"):
-            module.register_forward_hook(lambda _, args, outputs: chosen.append(outputs[2]))
-    return chosen
+            module.register_forward_hook(lambda _, args, outputs: selected.append(outputs[2]))
+    return selected
 
 
-def _balance_loss(router_logits: Iterable[torch.Tensor], chosen: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Mean over layers of experts x sum over experts of (share of tokens that chose it) x (mean probability)."""
+def _balance_loss(router_logits: Iterable[torch.Tensor], selected: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Mean over layers of num_experts * sum over experts of (fraction of its tokens) * (mean probability)."""
     losses = []
-    for logits, experts in zip(router_logits, chosen, strict=True):  # (tokens, experts), (tokens, top_k)
+    for logits, experts in zip(router_logits, selected, strict=True):  # (tokens, experts), (tokens, top_k)
         probabilities = logits.double().softmax(dim=-1)
         choices = F.one_hot(experts, logits.shape[-1]).sum(dim=1).double()
         losses.append(logits.shape[-1] * (choices.mean(dim=0) * probabilities.mean(dim=0)).sum())

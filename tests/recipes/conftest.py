@@ -10,15 +10,15 @@ from tests.recipes.launching import Bench, kill_leftovers
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ctrl_c_is_heard() -> None:
-    """A shell lets what it starts in the background ignore SIGINT, and so would every command that a test starts."""
+def restore_sigint() -> None:
+    """A shell starts background jobs with SIGINT ignored, and every command that a test starts would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    """A folder for a recipe of the test's own; nothing started from it outlives the test."""
+    """A working directory with its own recipe file; processes started from it are killed after the test."""
     made = Bench(tmp_path / "bench")
     made.folder.mkdir()
     yield made

@@ -1,4 +1,4 @@
-"""Recipes for tests of the launcher: their own few lines of main, started as a person would start them."""
+"""Helpers that start small recipes through the launcher, in real processes, as a user would."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def main(cfg: FinetuneConfig) -> None:
 FOOTER = '\nif __name__ == "__main__":\n    main()\n'
 
 TWO = "cluster.procs_per_node=2"
-PATIENCE = 240.0
-"""Seconds after which a test gives up, many times what a busy machine needs."""
+WAIT_TIMEOUT = 240.0
+"""Timeout of every wait, in seconds; many times what a busy machine needs."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """How a started recipe ended."""
+    """Exit status, output and duration of a recipe process."""
 
     status: int
     output: str
@@ -50,35 +50,35 @@ class Done:
 
 
 class Started:
-    """A recipe that runs."""
+    """A running recipe process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self._began = time.monotonic()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the launcher alone."""
+        """Send a signal to the launcher process only."""
         self.process.send_signal(number)
 
     def wait(self) -> Done:
-        """Wait for the end."""
-        output, errors = self.process.communicate(timeout=PATIENCE)
+        """Wait for the process to exit."""
+        output, errors = self.process.communicate(timeout=WAIT_TIMEOUT)
         return Done(self.process.returncode, output, errors, time.monotonic() - self._began)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A folder with a recipe."""
+    """Working directory of a launcher test: a recipe file and the runs started from it."""
 
     folder: Path
 
     @property
     def recipe(self) -> Path:
-        """The recipe's file."""
+        """Path of the recipe file."""
         return self.folder / "tried.py"
 
     def write(self, body: str) -> None:
-        """Write a recipe whose main has this body. It finds `note(name, value)`, `wait_for(name_rank)` and RANK."""
+        """Write a recipe whose main has this body. It can use `note(name, value)`, `wait_for(name_rank)` and RANK."""
         self.recipe.write_text(HEADER + textwrap.indent(textwrap.dedent(body), "    ") + FOOTER)
 
     def start(
@@ -89,7 +89,7 @@ class Bench:
         command: tuple[str, ...] = (sys.executable,),
         model: str = "tiny",
     ) -> Started:
-        """Start `command tried.py model=MODEL ARGUMENTS`, without what this test's own environment says of ranks."""
+        """Start `COMMAND tried.py model=MODEL ARGUMENTS` without inherited MESHBOOK_ and SLURM_ variables."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("MESHBOOK_", "SLURM_"))}
         clean |= {"CUDA_VISIBLE_DEVICES": "", **(environment or {})}
         return Started(
@@ -105,56 +105,56 @@ class Bench:
         )
 
     def run(self, *arguments: str, **options: dict[str, str]) -> Done:
-        """Start and wait."""
+        """Start the recipe and wait for its end."""
         return self.start(*arguments, **options).wait()
 
     def notes(self, name: str) -> list[str]:
-        """What the ranks noted under `name`, in rank order."""
+        """Return the values that the ranks wrote with `note(name, value)`, in rank order."""
         return [file.read_text() for file in sorted(self.folder.glob(f"{name}_[0-9]"))]
 
     def await_notes(self, name: str, count: int) -> None:
-        """Wait until `count` ranks have noted `name`."""
+        """Wait until `count` ranks have called `note(name)`."""
         until(lambda: len(self.notes(name)) == count)
 
     def run_directories(self) -> list[Path]:
-        """The run directories under outputs/."""
+        """Return the run directories under outputs/."""
         return sorted((self.folder / "outputs" / "finetune").glob("*"))
 
     def result(self) -> dict[str, str]:
-        """The only run's result.json."""
+        """Return result.json of the only run."""
         (run,) = self.run_directories()
         return json.loads((run / "result.json").read_text())
 
     def processes(self) -> list[int]:
-        """Every process whose variables or command name this folder, by id."""
+        """Return the ids of all processes whose environment or command line contains this folder."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
                 continue
             try:
-                said = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+                text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
-                continue  # it ended meanwhile, or is not ours to read
-            if state != "Z" and str(self.folder).encode() in said:
+                continue  # the process has ended meanwhile, or is not readable
+            if state != "Z" and str(self.folder).encode() in text:
                 found.append(int(entry.name))
         return found
 
-    def assert_nobody_left(self) -> None:
-        """No process of this folder remains (a killed one needs a moment to go)."""
+    def assert_no_process_left(self) -> None:
+        """Wait until no process of this folder is left; a killed process takes a moment to disappear."""
         until(lambda: not self.processes())
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + PATIENCE
+    """Poll until a condition holds."""
+    deadline = time.monotonic() + WAIT_TIMEOUT
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)
 
 
 def kill_leftovers(bench: Bench) -> None:
-    """After a test, however it ended."""
+    """Kill the processes that a test has left, whether it passed or failed."""
     for process in bench.processes():
         try:
             os.kill(process, signal.SIGKILL)

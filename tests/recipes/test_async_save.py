@@ -1,4 +1,4 @@
-"""recipes/finetune.py with checkpoint.async_save: the same checkpoints, told once they are there."""
+"""recipes/finetune.py with checkpoint.async_save: the checkpoints of synchronous saves, logged once published."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SETTINGS = (*TINY, "parallelism=fsdp2", "cluster=local_2proc", "checkpoint.every
 
 
 @pytest.fixture(scope="module")
-def waiting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a run that waits for each save."""
+def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directory of a run with synchronous saves."""
     folder = tmp_path_factory.mktemp("waiting")
     output = run("finetune.py", *SETTINGS, f"run.dir={folder}/run", cwd=folder)
     assert "in the background" not in output
@@ -28,7 +28,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def same_checkpoints(run_dir: Path, other: Path) -> None:
+def assert_same_checkpoints(run_dir: Path, other: Path) -> None:
     for step in STEPS:
         path, expected = (each / "checkpoints" / f"step_{step}" for each in (run_dir, other))
         assert contents(path) == contents(expected)
@@ -36,16 +36,16 @@ def same_checkpoints(run_dir: Path, other: Path) -> None:
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {f"step_{step}" for step in STEPS}
 
 
-def test_a_run_saves_the_same_in_the_background(waiting: Path, tmp_path: Path) -> None:
+def test_async_saves_write_the_same_checkpoints(synchronous: Path, tmp_path: Path) -> None:
     output = run("finetune.py", *SETTINGS, "checkpoint.async_save=true", f"run.dir={tmp_path}/run", cwd=tmp_path)
-    assert re.findall(r"saving step (\d+) in the background", output) == ["4", "8", "12"]  # the last one is no copy
+    assert re.findall(r"saving step (\d+) in the background", output) == ["4", "8", "12"]  # the last one is not
     assert re.findall(r"saved .*/step_(\d+)", output) == ["4", "8", "12", "16"]
-    same_checkpoints(tmp_path / "run", waiting)
-    assert curve(tmp_path / "run") == curve(waiting)
+    assert_same_checkpoints(tmp_path / "run", synchronous)
+    assert curve(tmp_path / "run") == curve(synchronous)
     assert result(tmp_path / "run")["status"] == "ok"
 
 
-def test_a_stopped_run_leaves_all_it_has_begun_to_save(waiting: Path, tmp_path: Path) -> None:
+def test_preempted_run_completes_the_saves_it_has_started(synchronous: Path, tmp_path: Path) -> None:
     command = (*SETTINGS, "checkpoint.async_save=true", f"run.dir={tmp_path}/run")
     process = start(ROOT / "recipes" / "finetune.py", *command, cwd=tmp_path)
     assert process.stdout is not None
@@ -66,7 +66,7 @@ def test_a_stopped_run_leaves_all_it_has_begun_to_save(waiting: Path, tmp_path: 
 
     output = run("finetune.py", *command, cwd=tmp_path)
     assert f"resumed from {tmp_path}/run/checkpoints/{saved[-1]}" in output
-    assert curve(tmp_path / "run") == curve(waiting)
+    assert curve(tmp_path / "run") == curve(synchronous)
     if stopped["steps"] not in STEPS:
         (tmp_path / "run" / "checkpoints" / saved[-1]).rename(tmp_path / "between")
-    same_checkpoints(tmp_path / "run", waiting)
+    assert_same_checkpoints(tmp_path / "run", synchronous)

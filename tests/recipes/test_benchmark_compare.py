@@ -1,4 +1,4 @@
-"""scripts/benchmark/compare.py end to end, at the smallest size: the recipe and a bare loop train one curve."""
+"""scripts/benchmark/compare.py end to end at the smallest size: the recipe and a plain loop train the same curve."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.recipes.test_finetune import ROOT
 
 
 @pytest.mark.skipif(
-    "MESHBOOK_ALL_PARITY" not in os.environ, reason="21 s of a processor; MESHBOOK_ALL_PARITY=1 runs it"
+    "MESHBOOK_ALL_PARITY" not in os.environ, reason="takes 21 s of CPU time; MESHBOOK_ALL_PARITY=1 runs it"
 )
-def test_ours_and_a_bare_loop_train_one_curve(tmp_path: Path) -> None:
+def test_meshbook_and_plain_loop_arms_train_one_curve(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "scripts/benchmark/compare.py", "full_packed", "--arms", "meshbook,loop"]
     sizes = ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--steps", "3", "--warmup", "1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -27,4 +27,4 @@ def test_ours_and_a_bare_loop_train_one_curve(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "compare.csv").open()))
     assert [row["verdict"] for row in rows] == ["ok", "ok"]
     assert {row["arm"] for row in rows} == {"meshbook", "loop"}
-    assert len({row["losses"] for row in rows}) == 2  # each told its own
+    assert len({row["losses"] for row in rows}) == 2  # each arm reports its own losses

@@ -1,4 +1,4 @@
-"""What a run shows on a terminal of 80 columns, and its loss.png."""
+"""Terminal output of a run at 80 columns, and its loss.png."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def on_terminal(columns: int, *command: str) -> str:
-    """Run a command in a terminal of so many columns; return what it wrote there."""
+    """Run a command in a terminal with this number of columns; return its output."""
     process, terminal = pty.fork()
     if process == 0:
         os.execve(command[0], command, {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"})
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    written = b""
+    output = b""
     try:
-        while piece := os.read(terminal, 1 << 16):
-            written += piece
-    except OSError:  # how Linux reports that the other end is closed
+        while chunk := os.read(terminal, 1 << 16):
+            output += chunk
+    except OSError:  # Linux raises EIO once the other end is closed
         pass
-    assert os.waitpid(process, 0)[1] == 0, written.decode()
-    return written.decode()
+    assert os.waitpid(process, 0)[1] == 0, output.decode()
+    return output.decode()
 
 
-def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
-    written = on_terminal(
+def test_output_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    output = on_terminal(
         80, sys.executable, str(ROOT / "recipes" / "finetune.py"), "model=tiny", "parallelism=single",
         "cluster.device=cpu", "training.max_steps=2", "training.global_batch_size=2", "data.max_samples=8",
         "data.max_eval_samples=2", "checkpoint.export=false", "checkpoint.last=false", "generation.max_new_tokens=2",
         f"run.dir={tmp_path}/run",
     )  # fmt: skip
-    assert "evaluating" in written
-    assert "generating" in written
-    lines = [line.rstrip() for line in re.split(r"[\r\n]+", CONTROL.sub("", written))]
+    assert "evaluating" in output
+    assert "generating" in output
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", CONTROL.sub("", output))]
     logged = [line for line in lines if line.startswith(("step ", "ok:", "  "))]
     assert sum("grad_norm" in line for line in logged) == 2
     assert [line for line in logged if len(line) > 80 and str(tmp_path) not in line] == []
@@ -58,7 +58,7 @@ def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
 
 
-def test_the_plot_is_updated_during_a_run(tmp_path: Path) -> None:
+def test_plot_is_updated_during_a_run(tmp_path: Path) -> None:
     plot = LossPlot(tmp_path, "title", lambda: [{"step": 1, "loss": 2.0}])
     plot.update()
     plot.wait()
@@ -72,12 +72,12 @@ def test_the_plot_is_updated_during_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [2, 3, 400])
-def test_the_plot_has_integer_steps(steps: int) -> None:
+def test_plot_has_integer_step_ticks(steps: int) -> None:
     figure = _figure([(step, 1.0 / step) for step in range(1, steps + 1)], [], "title")
     assert all(float(tick).is_integer() for tick in figure.axes[0].get_xticks())
 
 
-def test_the_title_says_model_data_and_mesh() -> None:
+def test_plot_title_names_model_data_and_mesh() -> None:
     model, data = ModelConfig(path="owner/Model-0.5B"), SftDataConfig(path="/data/mine.jsonl")
     title = run_title(model, data, MeshShape(dp_shard=2, tp=2))
     assert title == "Model-0.5B on mine.jsonl, dp_shard=2 x tp=2 = 4 processes"

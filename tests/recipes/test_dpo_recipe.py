@@ -1,4 +1,4 @@
-"""recipes/dpo.py end to end: it resumes to the same numbers, with adapters too, and rejects what it cannot compute."""
+"""recipes/dpo.py end to end: resumed runs log the same metrics, with adapters too; a lost reference is rejected."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def dpo(bench: Bench) -> Bench:
 
 
 def lines_of(run: Path) -> list[dict[str, float]]:
-    """What metrics.jsonl has of training and evaluation, without speeds and checksums."""
+    """Return the lines of metrics.jsonl without throughput and checksums."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    left_out = ("tokens_per_second", "check")
-    return [{key: value for key, value in line.items() if key not in left_out} for line in lines]
+    excluded = ("tokens_per_second", "check")
+    return [{key: value for key, value in line.items() if key not in excluded} for line in lines]
 
 
 @pytest.mark.parametrize("peft", ["none", "lora"])
-def test_a_resumed_run_has_the_numbers_of_one_that_ran_through(dpo: Bench, peft: str) -> None:
+def test_resumed_run_logs_the_metrics_of_an_uninterrupted_run(dpo: Bench, peft: str) -> None:
     common = (*SHORT, f"peft={peft}", "training.max_steps=4")
-    through = dpo.start(*common, "run.dir=through", "parallelism=single").wait()
-    assert through.status == 0, through.errors
-    expected = lines_of(dpo.folder / "through")
+    uninterrupted = dpo.start(*common, "run.dir=uninterrupted", "parallelism=single").wait()
+    assert uninterrupted.status == 0, uninterrupted.errors
+    expected = lines_of(dpo.folder / "uninterrupted")
     first = next(line for line in expected if "loss" in line)
-    assert first["loss"] == pytest.approx(0.693147, abs=1e-5)  # the policy is the reference
+    assert first["loss"] == pytest.approx(0.693147, abs=1e-5)  # log 2: the policy still equals the reference
     assert {"margin", "accuracy", "reward_chosen", "log_prob_rejected"} <= first.keys()
-    assert "column source" in through.output  # not used
+    assert "column source" in uninterrupted.output  # reported as unused
 
-    stopping = RECIPE.read_text().replace(
+    interrupted = RECIPE.read_text().replace(
         "                run.save(step)\n", "                run.save(step)\n                raise SystemExit(9)\n"
     )
-    dpo.recipe.write_text(stopping)
+    dpo.recipe.write_text(interrupted)
     assert dpo.start(*common, "run.dir=again", "parallelism=single").wait().status == 9
     dpo.recipe.write_text(RECIPE.read_text())
     again = dpo.start(*common, "run.dir=again", "parallelism=single").wait()
@@ -62,7 +62,7 @@ def test_a_resumed_run_has_the_numbers_of_one_that_ran_through(dpo: Bench, peft:
     assert resumed == [line for line in expected if "loss" in line]
 
 
-def test_a_resume_without_the_reference_is_rejected(dpo: Bench) -> None:
+def test_resume_without_reference_log_probs_is_rejected(dpo: Bench) -> None:
     common = (*SHORT, "run.dir=mine", "parallelism=single")
     assert dpo.start(*common, "training.max_steps=2").wait().status == 0
     for file in (dpo.folder / "mine").glob("reference-*.safetensors"):

@@ -1,4 +1,4 @@
-"""The recipes end to end, as a person starts them: real processes, a tiny model, real text."""
+"""The recipes end to end, as a user starts them: real processes, a tiny model, real text."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def result(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """An undisturbed run in one process: its directory and what it printed."""
+def single_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Run directory and output of an uninterrupted run in one process."""
     folder = tmp_path_factory.mktemp("alone")
     measured = ("logging.peak_tflops=0.01", "logging.profile={enabled: true, start: 2, steps: 1}")
     overrides = (*TINY, *measured, "parallelism=single", f"run.dir={folder}/run", "checkpoint.every=3")
@@ -56,8 +56,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "run", output
 
 
-def test_a_run_leaves_what_the_readme_says(alone: tuple[Path, str]) -> None:
-    run_dir, output = alone
+def test_a_run_leaves_what_the_readme_says(single_process: tuple[Path, str]) -> None:
+    run_dir, output = single_process
     for name in ("config.yaml", "environment.json", "metrics.jsonl", "loss.png", "result.json", "export/config.json",
                  "checkpoints/step_3", "checkpoints/step_6", "profile/rank_0.json", "profile/rank_0.txt"):  # fmt: skip
         assert (run_dir / name).exists(), f"{name} is missing:\n{output}"
@@ -85,18 +85,20 @@ def test_a_run_leaves_what_the_readme_says(alone: tuple[Path, str]) -> None:
     ],
     ids=lambda overrides: overrides[0].removeprefix("parallelism="),
 )
-def test_every_mesh_logs_the_same_curve(overrides: tuple[str, ...], alone: tuple[Path, str], tmp_path: Path) -> None:
-    facts = ("logging.comm=true", "checkpoint.export=false")
-    output = run("finetune.py", *TINY, *overrides, *facts, f"run.dir={tmp_path}/run", cwd=tmp_path)
+def test_every_mesh_logs_the_same_curve(
+    overrides: tuple[str, ...], single_process: tuple[Path, str], tmp_path: Path
+) -> None:
+    extra = ("logging.comm=true", "checkpoint.export=false")
+    output = run("finetune.py", *TINY, *overrides, *extra, f"run.dir={tmp_path}/run", cwd=tmp_path)
     assert "process groups" in output
     assert output.count("collectives of one optimizer step") == 1
     for key in ("loss", "grad_norm", "eval_loss"):
-        assert curve(tmp_path / "run", key) == pytest.approx(curve(alone[0], key), rel=1e-5)
-    assert curve(tmp_path / "run", "tokens") == curve(alone[0], "tokens")
+        assert curve(tmp_path / "run", key) == pytest.approx(curve(single_process[0], key), rel=1e-5)
+    assert curve(tmp_path / "run", "tokens") == curve(single_process[0], "tokens")
 
 
-def test_the_export_is_a_model_of_transformers(alone: tuple[Path, str]) -> None:
-    """It loads and generates in a process that knows nothing of this project; its loss is compared below."""
+def test_export_loads_in_plain_transformers(single_process: tuple[Path, str]) -> None:
+    """It loads and generates in a process that does not import this project; its loss is compared below."""
     script = (
         "import sys, json, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
@@ -106,27 +108,27 @@ def test_the_export_is_a_model_of_transformers(alone: tuple[Path, str]) -> None:
         "print(json.dumps([longer.shape[1] - ids.shape[1], 'components' in sys.modules]))"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", script, str(alone[0] / "export")],
+        [sys.executable, "-c", script, str(single_process[0] / "export")],
         capture_output=True, text=True, timeout=120, cwd="/", check=True,
     )  # fmt: skip
-    assert "| optimizer | AdamW, lr " in (alone[0] / "export" / "README.md").read_text()
-    generated, ours_was_there = json.loads(ran.stdout.strip().splitlines()[-1])
+    assert "| optimizer | AdamW, lr " in (single_process[0] / "export" / "README.md").read_text()
+    generated, imported_components = json.loads(ran.stdout.strip().splitlines()[-1])
     assert 1 <= generated <= 4
-    assert not ours_was_there
+    assert not imported_components
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "export"])
-def test_evaluate_repeats_the_held_out_loss(what: str, alone: tuple[Path, str], tmp_path: Path) -> None:
-    run_dir = alone[0]
+@pytest.mark.parametrize("weights", ["checkpoint", "export"])
+def test_evaluate_repeats_the_held_out_loss(weights: str, single_process: tuple[Path, str], tmp_path: Path) -> None:
+    run_dir = single_process[0]
     source = (
         f"evaluation.checkpoint={run_dir}/checkpoints/step_6"
-        if what == "checkpoint"
+        if weights == "checkpoint"
         else f"model.path={run_dir}/export"
     )
     overrides = ["model=tiny", source, "data.max_eval_samples=8", "evaluation.seq_len=512", "cluster.device=cpu",
                  f"run.dir={tmp_path}/run", "parallelism=fsdp2", "cluster=local_2proc",
                  "generation.max_new_tokens=4"]  # fmt: skip
-    if what == "export":
+    if weights == "export":
         overrides += ["model.init=pretrained", "model.tokenizer=null", "model.config={}"]
     output = run("evaluate.py", *overrides, cwd=tmp_path)
     assert result(tmp_path / "run")["eval_loss"] == pytest.approx(result(run_dir)["eval_loss"], rel=1e-5)
@@ -134,16 +136,16 @@ def test_evaluate_repeats_the_held_out_loss(what: str, alone: tuple[Path, str], 
 
 
 @pytest.mark.parametrize(("number", "every"), [(signal.SIGUSR2, 1), *([(signal.SIGINT, 3)] if TORTURE else [])])
-def test_a_stopped_run_goes_on_where_it_was(
-    number: signal.Signals, every: int, alone: tuple[Path, str], tmp_path: Path
+def test_stopped_run_resumes_with_the_same_curve(
+    number: signal.Signals, every: int, single_process: tuple[Path, str], tmp_path: Path
 ) -> None:
-    """Told to stop, it saves and exits 0; typed again, the command ends with the undisturbed curve, bit by bit."""
-    keep_less = (
+    """After the signal it saves and exits 0; run again, it ends with the bitwise curve of an uninterrupted run."""
+    fewer_saves = (
         f"checkpoint.every={every}",
         "checkpoint.last=false",
         "checkpoint.export=false",
-    )  # a stopped run saves anyway
-    command = (*TINY, "parallelism=single", f"run.dir={tmp_path}/run", *keep_less)
+    )  # a stopped run saves nevertheless
+    command = (*TINY, "parallelism=single", f"run.dir={tmp_path}/run", *fewer_saves)
     process = start(ROOT / "recipes" / "finetune.py", *command, cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -157,11 +159,11 @@ def test_a_stopped_run_goes_on_where_it_was(
     assert 1 <= stopped["steps"] < 6
     output = run("finetune.py", *command, cwd=tmp_path)
     assert f"resumed from {tmp_path}/run/checkpoints/step_{stopped['steps']}" in output
-    assert curve(tmp_path / "run") == curve(alone[0])
-    assert result(tmp_path / "run")["eval_loss"] == result(alone[0])["eval_loss"]
+    assert curve(tmp_path / "run") == curve(single_process[0])
+    assert result(tmp_path / "run")["eval_loss"] == result(single_process[0])["eval_loss"]
 
 
-def test_a_copied_recipe_runs_from_anywhere(tmp_path: Path) -> None:
+def test_copied_recipe_runs_from_any_folder(tmp_path: Path) -> None:
     mine = tmp_path / "elsewhere" / "mine.py"
     mine.parent.mkdir()
     shutil.copy(ROOT / "recipes" / "finetune.py", mine)
@@ -171,7 +173,7 @@ def test_a_copied_recipe_runs_from_anywhere(tmp_path: Path) -> None:
     assert len(list((tmp_path / "outputs" / "finetune").iterdir())) == 1
 
 
-def test_wandb_offline_needs_no_account_and_a_failing_one_stops_nothing(tmp_path: Path) -> None:
+def test_wandb_runs_offline_and_its_failure_does_not_stop_a_run(tmp_path: Path) -> None:
     short = (*TINY, "training.max_steps=2", "checkpoint.export=false", "generation.samples=0", "parallelism=single")
     run("finetune.py", *short, f"run.dir={tmp_path}/offline", "logging.wandb.mode=offline", cwd=tmp_path)
     (stored,) = (tmp_path / "offline" / "wandb").glob("offline-run-*-offline/*.wandb")

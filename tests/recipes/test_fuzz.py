@@ -1,4 +1,4 @@
-"""Ten fixed random configurations, through the recipes, against plain transformers. `make fuzz` runs new ones."""
+"""Ten fixed random configurations: the recipes against plain transformers. `make fuzz` draws new ones."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ CASES = (0, 2, 4, 5, 10, 11, 14, 15, 21, 22)
 
 
 @pytest.mark.parametrize("index", CASES)
-def test_a_random_configuration_trains_as_plain_transformers(index: int, tmp_path: Path) -> None:
+def test_random_configuration_matches_plain_transformers(index: int, tmp_path: Path) -> None:
     finding = run_case(draw_case(2, index), tmp_path)
     assert finding.outcome == "equal", str(finding)

@@ -1,4 +1,4 @@
-"""Runs give what they gave when tests/guard/recorded.json was made; `python -m tests.guard compare` repeats all."""
+"""Runs reproduce the results in tests/guard/recorded.json; `python -m tests.guard compare` repeats all of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.guard.runs import RUNS
 
 RECORDED = Path(tests.guard.__file__).with_name("recorded.json")
 CHOSEN = ("before", "pp", "lora")
-"""In float64: a run directory of older code that is resumed, and two meshes; parity tests compare more."""
+"""Float64 runs: the resume of a run directory of older code, and two meshes. Parity tests cover more."""
 
 
-def test_runs_give_what_was_recorded() -> None:
+def test_runs_reproduce_the_recorded_results() -> None:
     found = record_runs([run for run in RUNS if run.name in CHOSEN])
-    # Within rounding: processors of one name may still differ in their caches, and so in how a sum is ordered.
+    # Within rounding: CPUs of one model may still differ in their caches, and so in the order of a sum.
     differences = differences_of_runs(json.loads(RECORDED.read_text()), found, same_machine=False)
     assert not differences, "\n".join(differences)

@@ -1,4 +1,4 @@
-"""`python recipe.py`: which processes run main, with what, and where it is written down. Real processes only."""
+"""`python recipe.py` in real processes: the ranks it starts, their config and environment, and the files it writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 
 from tests.recipes.launching import TWO, Bench, until
 
-TELL = """
+REPORT = """
 note("pid", os.getpid())
 note("parent", os.getppid())
 note("cfg", json.dumps([cfg.run.dir, cfg.training.max_steps, type(cfg).__name__]))
@@ -40,9 +40,9 @@ dist.destroy_process_group()
 LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp has it
 
 
-def test_one_process_runs_here(bench: Bench) -> None:
-    """A debugger works: main runs in the process that was started."""
-    bench.write(TELL)
+def test_single_process_run_stays_in_the_started_process(bench: Bench) -> None:
+    """A debugger therefore works without further options."""
+    bench.write(REPORT)
     started = bench.start("training.max_steps=7")
     done = started.wait()
     assert done.status == 0
@@ -64,7 +64,7 @@ def test_one_process_runs_here(bench: Bench) -> None:
 
 
 def test_two_processes_are_children_and_get_the_same_config(bench: Bench) -> None:
-    bench.write(TELL + 'print("said by", RANK)\nprint("complained by", RANK, file=sys.stderr)')
+    bench.write(REPORT + 'print("stdout of", RANK)\nprint("stderr of", RANK, file=sys.stderr)')
     started = bench.start(TWO)
     done = started.wait()
     assert done.status == 0
@@ -78,9 +78,9 @@ def test_two_processes_are_children_and_get_the_same_config(bench: Bench) -> Non
     ]
     cores = len(os.sched_getaffinity(0))
     assert {each["OMP_NUM_THREADS"] for each in environs} == {str(max(cores // 2, 1))}
-    assert done.output == "said by 0\n"
-    assert "complained by 0" in done.errors
-    assert (run / "logs" / "latest" / "rank_1.log").read_text() == "said by 1\ncomplained by 1\n"
+    assert done.output == "stdout of 0\n"
+    assert "stderr of 0" in done.errors
+    assert (run / "logs" / "latest" / "rank_1.log").read_text() == "stdout of 1\nstderr of 1\n"
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_two_processes_are_children_and_get_the_same_config(bench: Bench) -> Non
     ],
     ids=["ours", "plain"],
 )
-def test_ranks_meet_through_the_launchers_socket(bench: Bench, start: str, loopback_only: bool) -> None:
-    """With our start-up nothing listens beyond loopback; a recipe that knows only torch works too."""
+def test_ranks_connect_through_the_store_of_the_launcher(bench: Bench, start: str, loopback_only: bool) -> None:
+    """Our start-up listens on loopback only; a recipe that only calls torch.distributed works too."""
     bench.write(ALL_REDUCE.format(start=start))
     done = bench.run(TWO)
     assert done.status == 0, done.errors
@@ -103,8 +103,8 @@ def test_ranks_meet_through_the_launchers_socket(bench: Bench, start: str, loopb
         assert listening == {LOOPBACK}
 
 
-def test_a_thread_that_uses_the_store_at_the_end_does_not_abort_the_rank(bench: Bench) -> None:
-    """Exit functions, other threads and unflushed output get what they would get from the interpreter's own end."""
+def test_thread_that_uses_the_store_at_exit_does_not_abort_the_rank(bench: Bench) -> None:
+    """Exit functions, other threads and unflushed output are handled as in a normal interpreter exit."""
     bench.write("""
         import atexit, threading
         import torch.distributed as dist
@@ -127,11 +127,11 @@ def test_a_thread_that_uses_the_store_at_the_end_does_not_abort_the_rank(bench: 
 
 
 def test_stale_rank_variables_do_not_leak(bench: Bench) -> None:
-    bench.write(TELL)
+    bench.write(REPORT)
     stale = {
         **dict.fromkeys(("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK", "MASTER_PORT"), "77"),
         **dict.fromkeys(("SLURM_LOCALID", "SLURM_NTASKS", "MESHBOOK_STORE_FD"), "77"),
-        "SLURM_PROCID": "0",  # of a batch shell; a higher one would be that of a task, which is a rank
+        "SLURM_PROCID": "0",  # as in a batch shell; a task with a higher id would be a rank
         **dict.fromkeys(("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "MESHBOOK_RUN_DIR"), "77"),
     }
     for processes in ("1", "2"):
@@ -146,8 +146,8 @@ def test_stale_rank_variables_do_not_leak(bench: Bench) -> None:
             assert environ.get("MESHBOOK_STORE_FD") != "77"
 
 
-def test_a_copied_recipe_runs_from_anywhere(bench: Bench, tmp_path: Path) -> None:
-    bench.write(TELL)
+def test_copied_recipe_runs_from_any_folder(bench: Bench, tmp_path: Path) -> None:
+    bench.write(REPORT)
     elsewhere, folder = Bench(tmp_path / "my project"), tmp_path / "another folder"
     elsewhere.folder.mkdir()
     folder.mkdir()
@@ -161,8 +161,8 @@ def test_a_copied_recipe_runs_from_anywhere(bench: Bench, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("package", [True, False])
 @pytest.mark.parametrize("safe_path", ["", "1"])
-def test_another_components_beside_the_recipe_is_named(bench: Bench, package: bool, safe_path: str) -> None:
-    """Whether it is a package or a mere folder, and whether Python searches the script's folder or not."""
+def test_second_components_folder_beside_the_recipe_is_rejected(bench: Bench, package: bool, safe_path: str) -> None:
+    """Whether it is a package or a plain folder, and whether or not Python adds the script's folder to sys.path."""
     bench.write("note('ran')")
     (bench.folder / "components").mkdir()
     if package:
@@ -175,8 +175,8 @@ def test_another_components_beside_the_recipe_is_named(bench: Bench, package: bo
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_a_private_run_is_its_owners_alone_and_else_the_umask_decides(private: bool, bench: Bench) -> None:
-    """What holds samples, environment or addresses is the owner's alone either way."""
+def test_private_run_has_owner_only_modes_and_others_follow_the_umask(private: bool, bench: Bench) -> None:
+    """Files that contain samples, the environment or addresses are private in both cases."""
     bench.write(
         'open(os.path.join(cfg.run.dir, f"by_{RANK}"), "w").close()\nos.makedirs(cfg.run.dir + "/d", exist_ok=True)'
     )
@@ -188,20 +188,20 @@ def test_a_private_run_is_its_owners_alone_and_else_the_umask_decides(private: b
     assert {entry.name for entry in entries} >= {"by_0", "by_1", "d", "rank_1.log", "config.yaml", "environment.json"}
     for entry in entries:
         if not entry.is_symlink():
-            always = entry.name in (".lock", "rank_1.log", "environment.json")
-            wanted = 0o700 if private else 0o777
-            wanted = wanted if entry.is_dir() else 0o600 if always else wanted & 0o666
-            assert stat.S_IMODE(entry.stat().st_mode) == wanted, entry
+            always_private = entry.name in (".lock", "rank_1.log", "environment.json")
+            mode = 0o700 if private else 0o777
+            mode = mode if entry.is_dir() else 0o600 if always_private else mode & 0o666
+            assert stat.S_IMODE(entry.stat().st_mode) == mode, entry
 
 
-def test_two_starts_at_once_get_two_directories(bench: Bench) -> None:
+def test_simultaneous_starts_get_separate_run_directories(bench: Bench) -> None:
     bench.write("note('ran')")
     started = [bench.start() for _ in range(2)]
     assert [each.wait().status for each in started] == [0, 0]
     assert len(bench.run_directories()) == 2
 
 
-def test_a_run_directory_in_use_is_refused(bench: Bench) -> None:
+def test_run_directory_in_use_is_rejected(bench: Bench) -> None:
     bench.write("note('up')\nwait_for('go')")
     first = bench.start("run.dir=mine")
     bench.await_notes("up", 1)
@@ -219,18 +219,18 @@ def test_a_run_directory_in_use_is_refused(bench: Bench) -> None:
     ]
 
 
-def test_another_run_in_the_directory_is_refused_before_anything_starts(bench: Bench) -> None:
+def test_changed_config_in_an_existing_run_directory_is_rejected_before_start(bench: Bench) -> None:
     bench.write("note('seed', cfg.run.seed)")
     assert bench.run("run.dir=mine", TWO).status == 0
     refused = bench.run("run.dir=mine", "run.seed=1", "data.max_samples=3", TWO)
     assert refused.status == 2
-    heading, *told = refused.errors.splitlines()
+    heading, *problems = refused.errors.splitlines()
     assert heading == "2 problems with this run:"
-    assert [line.partition("=")[0] for line in told] == ["data.max_samples", "run.seed"]
+    assert [line.partition("=")[0] for line in problems] == ["data.max_samples", "run.seed"]
     assert bench.notes("seed") == ["42", "42"]
 
 
-def test_a_dry_run_starts_and_writes_nothing(bench: Bench) -> None:
+def test_dry_run_starts_and_writes_nothing(bench: Bench) -> None:
     bench.write("note('ran')")
     done = bench.run("cluster.dry_run=true", "parallelism=tp2")
     assert done.status == 0
@@ -239,7 +239,7 @@ def test_a_dry_run_starts_and_writes_nothing(bench: Bench) -> None:
     assert os.listdir(bench.folder) == ["tried.py"]
 
 
-def test_a_main_that_does_not_say_its_config_is_told(bench: Bench) -> None:
+def test_main_without_config_annotation_is_rejected(bench: Bench) -> None:
     bench.write("note('ran')")
     bench.recipe.write_text(bench.recipe.read_text().replace("cfg: FinetuneConfig", "cfg"))
     done = bench.run()
@@ -258,7 +258,7 @@ def test_rank_zero_keeps_the_terminal(bench: Bench) -> None:
     try:
         while chunk := os.read(terminal, 4096):
             shown += chunk
-    except OSError:  # the other end of a terminal that is closed
+    except OSError:  # Linux raises EIO once the other end of the terminal is closed
         pass
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert b"to the terminal" in shown

@@ -1,6 +1,6 @@
 """A rank that dies or hangs in the middle of a step ends the run under pipeline and expert parallelism, too.
 
-The recipe is recipes/finetune.py itself, copied, with a few lines planted that strike one rank in a forward.
+The recipe is a copy of recipes/finetune.py with a fault injected into the forward of one rank.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ SHORT = (
     *("data.max_samples=64", "data.max_eval_samples=2", "generation.samples=0", "cluster.device=cpu"),
 )
 TIMEOUT = 10
-"""Seconds a collective may take where a rank hangs: more than ranks that start on a busy machine lie apart."""
+"""Collective timeout in seconds; longer than the start-up times of two ranks differ on a busy machine."""
 AXES = {"pp2": ("tiny", "parallelism=pp2_1f1b"), "ep2": ("tiny_moe", "parallelism=fsdp2_ep2")}
 
 
-def struck(bench: Bench, axis: str, rank: int, act: str, *arguments: str) -> tuple[str, float]:
-    """Run until the end; return what was told, and how many seconds it took from the blow."""
+def run_with_fault(bench: Bench, axis: str, rank: int, act: str, *arguments: str) -> tuple[str, float]:
+    """Run to the end; return stderr, and the seconds from the fault to the end."""
     text = RECIPE.read_text()
     assert BEFORE in text
     bench.recipe.write_text(text.replace(BEFORE, PLANTED.format(rank=rank, act=act) + BEFORE))
@@ -51,24 +51,24 @@ def struck(bench: Bench, axis: str, rank: int, act: str, *arguments: str) -> tup
     (when,) = bench.notes("struck")
     seconds = time.time() - float(when)
     assert bench.result()["status"] == "failed"
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
     return done.errors, seconds
 
 
 @pytest.mark.parametrize(("axis", "rank"), [("pp2", 1), *([("ep2", 0)] if TORTURE else [])])
-def test_a_killed_rank_ends_the_run_and_is_named_last(axis: str, rank: int, bench: Bench) -> None:
-    errors, seconds = struck(bench, axis, rank, KILL)
-    told, where = errors.rstrip("\n").splitlines()[-2:]
-    assert told == f"rank {rank} was ended by SIGKILL (out of memory, or killed by a person)"
-    assert where.startswith("logs: ")
+def test_killed_rank_ends_the_run_and_is_named_last(axis: str, rank: int, bench: Bench) -> None:
+    errors, seconds = run_with_fault(bench, axis, rank, KILL)
+    message, log_line = errors.rstrip("\n").splitlines()[-2:]
+    assert message == f"rank {rank} was ended by SIGKILL (out of memory, or killed by a person)"
+    assert log_line.startswith("logs: ")
     assert seconds < 15
 
 
-@pytest.mark.skipif(not TORTURE, reason="a time limit is waited for: make torture")
+@pytest.mark.skipif(not TORTURE, reason="waits for a timeout: make torture")
 @pytest.mark.parametrize(("axis", "rank"), [("ep2", 1), ("pp2", 0)])
-def test_a_rank_that_hangs_ends_the_run_when_the_collective_times_out(axis: str, rank: int, bench: Bench) -> None:
-    errors, seconds = struck(bench, axis, rank, HANG, f"cluster.collective_timeout_minutes={TIMEOUT / 60}")
-    told = errors.rstrip("\n").splitlines()[-2]
-    assert told.startswith(f"rank {1 - rank} ")  # the one that noticed; it may have been slow to go and told to
-    assert f"Timed out waiting {TIMEOUT * 1000}ms" in told
+def test_hanging_rank_ends_the_run_when_the_collective_times_out(axis: str, rank: int, bench: Bench) -> None:
+    errors, seconds = run_with_fault(bench, axis, rank, HANG, f"cluster.collective_timeout_minutes={TIMEOUT / 60}")
+    message = errors.rstrip("\n").splitlines()[-2]
+    assert message.startswith(f"rank {1 - rank} ")  # the rank that waited; it may have been terminated while exiting
+    assert f"Timed out waiting {TIMEOUT * 1000}ms" in message
     assert seconds < TIMEOUT + 15

@@ -1,4 +1,4 @@
-"""Ranks that the user's own torchrun or srun started: rank 0 composes, one run directory, one message."""
+"""Recipes started by the user's own torchrun or srun: one composed config, one run directory, one error message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.recipes.launching import Bench, Done
 
-TELL = """
+REPORT = """
 from components import distributed
 import torch
 import torch.distributed as dist
@@ -18,22 +18,22 @@ import torch.distributed as dist
 info = distributed.start_process_group("cpu")
 value = torch.tensor([1.0])
 dist.all_reduce(value)
-told = [cfg.run.dir, cfg.run.name, value.item(), os.environ["MESHBOOK_RUN_DIR"], os.environ["MESHBOOK_ATTEMPT"]]
-(Path(__file__).parent / f"told_{info.rank}").write_text(json.dumps(told))
+values = [cfg.run.dir, cfg.run.name, value.item(), os.environ["MESHBOOK_RUN_DIR"], os.environ["MESHBOOK_ATTEMPT"]]
+(Path(__file__).parent / f"report_{info.rank}").write_text(json.dumps(values))
 """
 
 
 def srun(bench: Bench, *arguments: str) -> list[Done]:
-    """Start two tasks of one step, with the variables that srun sets."""
+    """Start two tasks of one job step with the variables that srun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     started = []
     for task in ("0", "1"):
         step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
-        place = {"SLURM_PROCID": task, "SLURM_LOCALID": task, "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1"}
-        place |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": port}
-        started.append(bench.start(*arguments, environment={**step, **place, "MASTER_ADDR": "127.0.0.1"}))
+        rank_variables = {"SLURM_PROCID": task, "SLURM_LOCALID": task, "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1"}
+        rank_variables |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": port}
+        started.append(bench.start(*arguments, environment={**step, **rank_variables, "MASTER_ADDR": "127.0.0.1"}))
     return [each.wait() for each in started]
 
 
@@ -44,33 +44,33 @@ def torchrun(bench: Bench, *arguments: str) -> Done:
 
 def assert_one_run(bench: Bench) -> None:
     (run,) = bench.run_directories()
-    assert bench.notes("told") == [json.dumps([str(run), "mine", 2.0, str(run), "0"])] * 2
+    assert bench.notes("report") == [json.dumps([str(run), "mine", 2.0, str(run), "0"])] * 2
     assert json.loads((run / "environment.json").read_text())["processes"] == 2
 
 
-def test_torchrun(bench: Bench) -> None:
-    bench.write(TELL)
+def test_torchrun_ranks_share_one_run(bench: Bench) -> None:
+    bench.write(REPORT)
     done = torchrun(bench, "run.name=mine")
     assert done.status == 0, done.errors
     assert_one_run(bench)
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_srun(bench: Bench) -> None:
-    bench.write(TELL)
+def test_srun_tasks_share_one_run(bench: Bench) -> None:
+    bench.write(REPORT)
     done = srun(bench, "run.name=mine")
     assert [each.status for each in done] == [0, 0], done
     assert_one_run(bench)
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_a_mesh_that_does_not_fit_the_ranks_is_refused_by_all_and_told_by_one(bench: Bench) -> None:
+def test_mesh_that_does_not_fit_is_rejected_by_all_ranks_with_one_message(bench: Bench) -> None:
     bench.write("(Path(__file__).parent / 'ran').touch()")
     done = srun(bench, "parallelism=tp3")
     assert [each.status for each in done] == [2, 2]
-    told = done[0].errors.splitlines()
-    assert len(told) == 1
-    assert "tp 3 = 3 processes, but there are 2" in told[0]
+    messages = done[0].errors.splitlines()
+    assert len(messages) == 1
+    assert "tp 3 = 3 processes, but there are 2" in messages[0]
     assert done[1].errors == ""
     assert [entry.name for entry in bench.folder.iterdir()] == ["tried.py"]
 
@@ -83,7 +83,9 @@ def test_a_mesh_that_does_not_fit_the_ranks_is_refused_by_all_and_told_by_one(be
         (["--nonsense"], 2, "--nonsense: no such option"),
     ],
 )
-def test_what_rank_zero_answers_ends_all(bench: Bench, arguments: list[str], status: int, shown: str) -> None:
+def test_output_or_config_error_of_rank_zero_ends_all_ranks(
+    bench: Bench, arguments: list[str], status: int, shown: str
+) -> None:
     bench.write("(Path(__file__).parent / 'ran').touch()")
     done = srun(bench, *arguments)
     assert [each.status for each in done] == [status, status]
@@ -92,7 +94,7 @@ def test_what_rank_zero_answers_ends_all(bench: Bench, arguments: list[str], sta
     assert [entry.name for entry in bench.folder.iterdir()] == ["tried.py"]
 
 
-def test_a_mistake_found_on_the_ranks_is_told_by_one_and_leaves_nothing(bench: Bench) -> None:
+def test_config_error_raised_on_ranks_is_reported_once_and_leaves_no_files(bench: Bench) -> None:
     bench.write("raise ConfigError('data.path=x: has no rows')")
     done = srun(bench)
     assert [each.status for each in done] == [2, 2]
@@ -102,20 +104,20 @@ def test_a_mistake_found_on_the_ranks_is_told_by_one_and_leaves_nothing(bench: B
     assert [entry.name for entry in bench.folder.iterdir()] == ["tried.py"]
 
 
-def test_a_rank_whose_agent_was_killed_before_it_began_ends_and_leaves_nothing(bench: Bench) -> None:
-    """Nobody else ends it, and the person's next start would find the run directory in use."""
+def test_rank_whose_agent_died_before_start_exits_and_leaves_no_files(bench: Bench) -> None:
+    """Nothing else would end it, and the user's next start would find the run directory in use."""
     bench.write("(Path(__file__).parent / 'ran').touch()")
     with socket.socket() as bound:  # nothing listens there
         bound.bind(("127.0.0.1", 0))
         agent = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
-        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": str(bound.getsockname()[1])}
-        done = bench.start(environment={**agent, **place}).wait()
+        rank_variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": str(bound.getsockname()[1])}
+        done = bench.start(environment={**agent, **rank_variables}).wait()
     assert done.status == 1
     assert done.errors == "torchrun's agent exited before this rank started\n"
     assert [entry.name for entry in bench.folder.iterdir()] == ["tried.py"]
 
 
-def test_a_single_external_rank_needs_no_torch(bench: Bench) -> None:
+def test_single_external_rank_does_not_import_torch(bench: Bench) -> None:
     bench.write("note('torch', 'torch' in sys.modules)")
     done = bench.start(environment={"RANK": "0", "WORLD_SIZE": "1"}).wait()
     assert done.status == 0, done.errors

@@ -1,6 +1,6 @@
-"""A run that makes no progress ends by itself, names the rank that is missing, and keeps every rank's stack.
+"""A run without progress is ended, the missing rank is named, and the stack of every rank is kept.
 
-The recipe is recipes/finetune.py itself, copied, with a few lines planted that strike one rank.
+The recipe is a copy of recipes/finetune.py with a fault injected on one rank.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ HOOKS = """
 
 """
 STOP = "import threading; threading.Timer({delay:.3f}, hit).start()"
-NOTED = '(Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))'
-SPIN = NOTED + "\n                while True: pass"
-HOLD_THE_GIL = NOTED + "; import ctypes; ctypes.PyDLL(None).pause()"
+NOTE = '(Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))'
+SPIN = NOTE + "\n                while True: pass"
+HOLD_THE_GIL = NOTE + "; import ctypes; ctypes.PyDLL(None).pause()"
 SHORT = (
     *("training.max_steps=100000", "training.global_batch_size=4", "training.micro_batch_size=2"),
     *("training.seq_len=128", "data.max_samples=64", "data.max_eval_samples=8", "generation.samples=0"),
     *("training.eval_every=4", "checkpoint.every=3", "cluster.device=cpu"),
 )
 TIMEOUT = 6
-"""Seconds: more than the tiny model ever takes for a step on a busy machine."""
+"""Seconds; more than the tiny model needs for a step on a busy machine."""
 BOUND = 2 * TIMEOUT + 5
 AFTER = {"start": 1, "step": 9, "evaluation": 7, "save": 2}
-"""At which call each moment is struck."""
+"""The call of `strike` at which the fault is injected, by moment."""
 
 
 @dataclass(frozen=True)
 class Hung:
-    """How a struck run ended."""
+    """How a run with a hanging rank ended."""
 
     done: Done
     seconds: float
-    """From the blow to the end of the last process."""
-    told: str
-    """The line before the last."""
+    """From the fault to the end of the last process."""
+    message: str
+    """The error message: the second last line of stderr; the last line has the log folder."""
     logs: Path
 
 
 def plant(bench: Bench, rank: int, moment: str, act: str) -> None:
-    """Copy the recipe with the blow in it."""
+    """Copy the recipe with the fault injected."""
     text = RECIPE.read_text()
     for anchor in (MODEL, OPTIMIZER, SAVE):
         assert text.count(anchor) == 1
@@ -87,72 +87,72 @@ def plant(bench: Bench, rank: int, moment: str, act: str) -> None:
 
 
 def hang(bench: Bench, rank: int, moment: str, act: str, *arguments: str) -> Hung:
-    """Run until the watchdog ends it; nobody may be left."""
+    """Run until the watchdog ends the run; no process may be left."""
     plant(bench, rank, moment, act)
     done = bench.start(*SHORT, f"training.step_timeout_seconds={TIMEOUT}", *arguments).wait()
     ended = time.time()
     assert done.status == EXIT_HUNG, done.errors
-    told, where = done.errors.rstrip("\n").splitlines()[-2:]
-    assert where.startswith("logs: ")
-    assert bench.result() == {"status": "hung", "error": told}
-    bench.assert_nobody_left()
-    return Hung(done, ended - float(bench.notes("struck")[0]), told, Path(where.removeprefix("logs: ")))
+    message, log_line = done.errors.rstrip("\n").splitlines()[-2:]
+    assert log_line.startswith("logs: ")
+    assert bench.result() == {"status": "hung", "error": message}
+    bench.assert_no_process_left()
+    return Hung(done, ended - float(bench.notes("struck")[0]), message, Path(log_line.removeprefix("logs: ")))
 
 
-def assert_missed(hung: Hung, rank: int, moment: str) -> None:
-    """In time, by name, with the key to change, and with the stacks of both ranks."""
+def assert_reported_missing(hung: Hung, rank: int, moment: str) -> None:
+    """The run ends in time, the message has the missing rank and the key to change, and both stacks are logged."""
     assert hung.seconds < BOUND
-    assert hung.told.startswith("no progress for ")
-    assert f"rank {rank} on host " in hung.told
-    assert f"rank {1 - rank} " not in hung.told
-    assert " is missing" in hung.told
-    assert f"training.step_timeout_seconds={TIMEOUT}" in hung.told
-    assert ("before the loop" in hung.told) == (moment == "start")
+    assert hung.message.startswith("no progress for ")
+    assert f"rank {rank} on host " in hung.message
+    assert f"rank {1 - rank} " not in hung.message
+    assert " is missing" in hung.message
+    assert f"training.step_timeout_seconds={TIMEOUT}" in hung.message
+    assert ("before the loop" in hung.message) == (moment == "start")
     other = (hung.logs / f"rank_{1 - rank}.log").read_text()
     assert re.search(r'File ".*tried.py", line \d+ in main', other)
-    # The missing one was made to go on for a moment, and wrote where it stood; rank 0 has the terminal for its log.
-    own = hung.done.errors if rank == 0 else (hung.logs / f"rank_{rank}.log").read_text()
-    assert re.search(r'File ".*tried.py", line \d+ in main', own), own
+    # The missing rank was continued for a moment to dump its stack. Rank 0 logs to the terminal.
+    dump = hung.done.errors if rank == 0 else (hung.logs / f"rank_{rank}.log").read_text()
+    assert re.search(r'File ".*tried.py", line \d+ in main', dump), dump
 
 
 @pytest.mark.parametrize(("rank", "moment"), [(0, "save"), *([(1, "step")] if TORTURE else [])])
-def test_a_stopped_rank_ends_the_run_and_is_named(rank: int, moment: str, bench: Bench) -> None:
-    """Rank 0 serves the store through which ranks speak: without it the others must find out by themselves."""
-    assert_missed(hang(bench, rank, moment, STOP.format(delay=0.0), TWO), rank, moment)
+def test_stopped_rank_ends_the_run_and_is_named(rank: int, moment: str, bench: Bench) -> None:
+    """Rank 0 hosts the store that the ranks communicate through; without it the others must detect the hang."""
+    assert_reported_missing(hang(bench, rank, moment, STOP.format(delay=0.0), TWO), rank, moment)
 
 
-def test_a_rank_in_an_endless_loop_is_named_with_the_line(bench: Bench) -> None:
-    """It beats like the others; what tells is that it has begun fewer collectives."""
+def test_rank_in_an_endless_loop_is_named_with_its_source_line(bench: Bench) -> None:
+    """The rank still sends heartbeats; it is found because it has started fewer collectives than the others."""
     hung = hang(bench, 0, "evaluation", SPIN, TWO)
     assert hung.seconds < BOUND
-    assert re.search(r"rank 0 on host \S+ has not joined a collective that others wait in: it is", hung.told)
-    assert re.search(r"at evaluate, strike \(tried.py:\d+\)", hung.told)
-    assert "rank 1" not in hung.told
-    # Beside the stacks: rank 1 began a collective that rank 0, in its loop, did not.
+    assert re.search(r"rank 0 on host \S+ has not joined a collective that others wait in: it is", hung.message)
+    assert re.search(r"at evaluate, strike \(tried.py:\d+\)", hung.message)
+    assert "rank 1" not in hung.message
+    # The flight recorder is written too: rank 1 has started a collective that rank 0, in its loop, has not.
     entries = [
         json.loads((hung.logs / f"flight_recorder_rank_{rank}.json").read_text())["gloo"]["entries"] for rank in (0, 1)
     ]
     assert 0 < len(entries[0]) < len(entries[1])
 
 
-@pytest.mark.skipif(not TORTURE, reason="half a minute, like each of these: make torture")
-def test_a_rank_that_keeps_the_gil_is_missed(bench: Bench) -> None:
-    """None of its threads can run, so it cannot beat; its stack is written all the same."""
+@pytest.mark.skipif(not TORTURE, reason="takes half a minute: make torture")
+def test_rank_that_holds_the_gil_is_reported_missing(bench: Bench) -> None:
+    """None of its threads can run, so it sends no heartbeats; its stack is dumped nevertheless."""
     hung = hang(bench, 1, "step", HOLD_THE_GIL, TWO)
-    assert_missed(hung, 1, "step")
+    assert_reported_missing(hung, 1, "step")
     assert "in strike" in (hung.logs / "rank_1.log").read_text()
 
 
-@pytest.mark.skipif(not TORTURE, reason="as with two: make torture")
-def test_one_process_in_an_endless_loop_is_ended(bench: Bench) -> None:
+@pytest.mark.skipif(not TORTURE, reason="tested with two processes above: make torture")
+def test_single_process_in_an_endless_loop_is_ended(bench: Bench) -> None:
     hung = hang(bench, 0, "step", SPIN, "parallelism=single")
     assert hung.seconds < BOUND
-    assert re.search(r"in step \d+: it is at train_step, strike \(tried.py:\d+\)", hung.told)
+    assert re.search(r"in step \d+: it is at train_step, strike \(tried.py:\d+\)", hung.message)
 
 
-@pytest.mark.skipif(not TORTURE, reason="half a minute, like each of these: make torture")
-def test_an_evaluation_that_stands_still_is_ended(bench: Bench) -> None:
-    """recipes/evaluate.py watches too."""
+@pytest.mark.skipif(not TORTURE, reason="takes half a minute: make torture")
+def test_hanging_evaluation_is_ended(bench: Bench) -> None:
+    """recipes/evaluate.py runs the watchdog too."""
     text = RECIPE.with_name("evaluate.py").read_text()
     before = "        measured = training.evaluate("
     assert text.count(before) == 1
@@ -161,17 +161,17 @@ def test_an_evaluation_that_stands_still_is_ended(bench: Bench) -> None:
     small = ("data.max_samples=64", "data.max_eval_samples=8", "generation.samples=0", "cluster.device=cpu")
     done = bench.start(TWO, *small, f"evaluation.step_timeout_seconds={TIMEOUT}").wait()
     assert done.status == EXIT_HUNG, done.errors
-    told = done.errors.splitlines()[-2]
-    assert told.startswith("no progress for ")
-    assert "rank 1" in told
-    assert "rank 0" not in told
-    assert f"evaluation.step_timeout_seconds={TIMEOUT} is the limit" in told
+    message = done.errors.splitlines()[-2]
+    assert message.startswith("no progress for ")
+    assert "rank 1" in message
+    assert "rank 0" not in message
+    assert f"evaluation.step_timeout_seconds={TIMEOUT} is the limit" in message
     assert json.loads(next((bench.folder / "outputs").rglob("result.json")).read_text())["status"] == "hung"
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_what_goes_on_slowly_is_left_alone(bench: Bench) -> None:
-    """A start, a step, an evaluation and a save that each take longer than the timeout, but never stand still."""
+def test_slow_run_that_makes_progress_is_not_ended(bench: Bench) -> None:
+    """The start, a step, an evaluation and a save each take longer than the timeout, but make progress throughout."""
     plant(bench, 1, "step", "pass")
     slow = """struck.append(moment)
             if moment in ("step", "evaluation") and run.state.step >= 2: time.sleep(0.6)"""
@@ -190,13 +190,13 @@ def test_what_goes_on_slowly_is_left_alone(bench: Bench) -> None:
 
 @pytest.mark.skipif(not TORTURE, reason="twenty stops take ten minutes: make torture")
 @pytest.mark.parametrize("draw", range(20))
-def test_a_rank_stopped_at_any_moment_is_named(draw: int, bench: Bench) -> None:
-    chance = random.Random(draw)
+def test_rank_stopped_at_a_random_moment_is_named(draw: int, bench: Bench) -> None:
+    rng = random.Random(draw)
     rank, moment = draw % 2, ("step", "evaluation", "save", "start")[draw // 2 % 4]
-    delay = chance.uniform(0.0, 0.3)
+    delay = rng.uniform(0.0, 0.3)
     hung = hang(bench, rank, moment, STOP.format(delay=delay), TWO)
-    print(f"draw {draw}: rank {rank} stopped {delay:.2f} s after {moment}: ended in {hung.seconds:.1f} s: {hung.told}")
+    print(f"draw {draw}: rank {rank} stopped {delay:.2f} s after {moment}: end in {hung.seconds:.1f} s: {hung.message}")
     assert hung.seconds < BOUND
-    assert f"rank {rank} on host " in hung.told
-    assert " is missing" in hung.told
-    assert f"rank {1 - rank} " not in hung.told
+    assert f"rank {rank} on host " in hung.message
+    assert " is missing" in hung.message
+    assert f"rank {1 - rank} " not in hung.message

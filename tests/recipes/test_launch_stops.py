@@ -1,4 +1,4 @@
-"""How a run ends: by failure, by a kill, by Ctrl-C. Whatever happens, no process is left."""
+"""How a run ends after a failure, a kill or Ctrl-C. No process may be left in any case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.launching import PATIENCE, TWO, Bench, Started, until
+from tests.recipes.launching import TWO, WAIT_TIMEOUT, Bench, Started, until
 
 FOREVER = "while True:\n    time.sleep(0.05)\n"
 TRAP = """
@@ -29,8 +29,8 @@ def last_lines(errors: str, count: int = 2) -> list[str]:
     return errors.rstrip("\n").splitlines()[-count:]
 
 
-def test_a_killed_rank_ends_the_run_and_is_named_last(bench: Bench) -> None:
-    """The other rank takes SIGTERM for save-and-stop and would go on for ever."""
+def test_killed_rank_ends_the_run_and_is_named_last(bench: Bench) -> None:
+    """The other rank handles SIGTERM as save-and-stop and would run forever."""
     bench.write(TRAP + "wait_for('up_0', 'up_1')\nif RANK == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + FOREVER)
     started = bench.start(TWO)
     bench.await_notes("up", 2)
@@ -45,10 +45,10 @@ def test_a_killed_rank_ends_the_run_and_is_named_last(bench: Bench) -> None:
     ]
     assert bench.result()["status"] == "failed"
     assert "rank 1" in bench.result()["error"]
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_a_peer_that_only_lost_its_connection_is_not_blamed(bench: Bench) -> None:
+def test_rank_that_only_lost_its_peer_is_not_reported_as_the_cause(bench: Bench) -> None:
     bench.write("""
         import torch
         import torch.distributed as dist
@@ -66,26 +66,26 @@ def test_a_peer_that_only_lost_its_connection_is_not_blamed(bench: Bench) -> Non
     assert report["kind"] == "lost_peer"
     assert "Traceback" not in done.errors
     assert "Traceback" in (run / "logs" / "latest" / "rank_0.log").read_text()
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_is_told_once_with_its_rank_and_traceback(bench: Bench, rank: int) -> None:
+def test_exception_is_reported_once_with_rank_and_traceback(bench: Bench, rank: int) -> None:
     bench.write(f"if RANK == {rank}:\n    raise ValueError('no such luck')\n" + FOREVER)
     done = bench.run(TWO)
     assert done.status == 1
     assert done.errors.count("ValueError: no such luck\n") == 2  # the traceback's last line, and the summary
     assert done.errors.count("Traceback") == 1
-    told, where = last_lines(done.errors)
-    assert told == f"rank {rank} exited with status 1: ValueError: no such luck"
-    assert where.startswith("logs: ")
+    message, log_line = last_lines(done.errors)
+    assert message == f"rank {rank} exited with status 1: ValueError: no such luck"
+    assert log_line.startswith("logs: ")
     assert "components/launch" not in done.errors.partition("Traceback")[2]
     assert done.seconds < 15
     assert bench.result() == {"status": "failed", "error": f"rank {rank}: ValueError: no such luck"}
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_one_process_raises_as_python_does(bench: Bench) -> None:
+def test_single_process_raises_like_plain_python(bench: Bench) -> None:
     bench.write("raise ValueError('no such luck')")
     done = bench.run()
     assert done.status == 1
@@ -94,21 +94,21 @@ def test_one_process_raises_as_python_does(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_output_that_was_closed_leads_nowhere(bench: Bench, processes: str) -> None:
-    bench.write("print('said', file=sys.stderr)\nnote('up', sys.stdout.isatty())\nos.write(1, b'said')")
+def test_closed_standard_streams_do_not_fail_a_run(bench: Bench, processes: str) -> None:
+    bench.write("print('text', file=sys.stderr)\nnote('up', sys.stdout.isatty())\nos.write(1, b'text')")
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, str(bench.recipe)]
     command = [*closed, f"cluster.procs_per_node={processes}"]
-    assert subprocess.run(command, cwd=bench.folder, check=False, timeout=PATIENCE).returncode == 0
+    assert subprocess.run(command, cwd=bench.folder, check=False, timeout=WAIT_TIMEOUT).returncode == 0
     bench.await_notes("up", int(processes))
 
 
-def test_a_status_that_main_itself_ends_with_is_kept(bench: Bench) -> None:
+def test_exit_status_of_main_is_kept(bench: Bench) -> None:
     bench.write("sys.exit(3)")
     assert bench.run().status == 3
     assert bench.result() == {"status": "failed", "error": "rank 0: exited with status 3"}
 
 
-def test_out_of_memory_has_a_status_of_its_own(bench: Bench) -> None:
+def test_out_of_memory_error_is_recorded_as_oom(bench: Bench) -> None:
     bench.write("class OutOfMemoryError(RuntimeError): ...\nraise OutOfMemoryError('tried to allocate')")
     for arguments in ([], [TWO]):
         assert bench.run("run.dir=mine", *arguments).status == 1
@@ -116,7 +116,7 @@ def test_out_of_memory_has_a_status_of_its_own(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_mistake_found_on_the_ranks_is_told_once_and_leaves_nothing(bench: Bench, processes: str) -> None:
+def test_config_error_raised_on_ranks_is_reported_once_and_leaves_no_files(bench: Bench, processes: str) -> None:
     bench.write("raise ConfigError(\"data.path='x.jsonl': has no rows; set data.path\")")
     done = bench.run(f"cluster.procs_per_node={processes}")
     assert done.status == 2
@@ -124,10 +124,10 @@ def test_a_mistake_found_on_the_ranks_is_told_once_and_leaves_nothing(bench: Ben
     assert first.startswith("run ")
     assert rest == ["data.path='x.jsonl': has no rows; set data.path"]
     assert os.listdir(bench.folder) == ["tried.py"]
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_a_mistake_that_one_rank_finds_does_not_wait_for_the_others(bench: Bench) -> None:
+def test_config_error_on_one_rank_does_not_wait_for_the_others(bench: Bench) -> None:
     bench.write(TRAP + "wait_for('up_0', 'up_1')\nif RANK == 0: raise ConfigError('a=1: wrong')\n" + FOREVER)
     started = bench.start(TWO)
     bench.await_notes("up", 2)
@@ -136,17 +136,17 @@ def test_a_mistake_that_one_rank_finds_does_not_wait_for_the_others(bench: Bench
     assert done.status == 2
     assert last_lines(done.errors, 1) == ["a=1: wrong"]
     assert time.monotonic() - began < 8
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_a_status_of_a_ranks_own_is_told(bench: Bench) -> None:
+def test_exit_status_of_a_rank_is_reported(bench: Bench) -> None:
     bench.write("print('almost there')\nif RANK == 1:\n    os._exit(3)\n" + FOREVER)
     done = bench.run(TWO)
     assert done.status == 1
     assert last_lines(done.errors, 3)[:2] == ["almost there", "rank 1 exited with status 3"]
 
 
-def test_a_rank_that_hangs_in_its_own_end_is_told_all_the_same(bench: Bench) -> None:
+def test_rank_that_hangs_while_exiting_is_still_reported(bench: Bench) -> None:
     bench.write("""
         import threading
         if RANK == 1:
@@ -158,10 +158,10 @@ def test_a_rank_that_hangs_in_its_own_end_is_told_all_the_same(bench: Bench) -> 
     assert done.status == 1
     assert "ValueError: and then it hangs" in last_lines(done.errors)[0]
     assert done.seconds < 15
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_what_a_rank_started_goes_with_it(bench: Bench) -> None:
+def test_child_processes_of_a_rank_end_with_the_run(bench: Bench) -> None:
     bench.write("""
         import subprocess
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", __file__])
@@ -170,11 +170,11 @@ def test_what_a_rank_started_goes_with_it(bench: Bench) -> None:
         time.sleep(600)
     """)
     assert bench.run(TWO).status == 1
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_reaches_every_rank_once_and_they_save(bench: Bench, number: signal.Signals) -> None:
+def test_signal_reaches_every_rank_once_and_they_save(bench: Bench, number: signal.Signals) -> None:
     bench.write(SAVES)
     started = bench.start(TWO)
     bench.await_notes("up", 2)
@@ -183,11 +183,11 @@ def test_a_signal_reaches_every_rank_once_and_they_save(bench: Bench, number: si
     assert (done.status, bench.notes("got")) == (0, [str([int(number)])] * 2)
     answers = ["", "Ctrl-C: stopping after this step; again to abort"] if number == signal.SIGINT else []
     assert done.errors.splitlines()[1:] == answers
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def at_a_terminal(bench: Bench) -> tuple[int, int]:
-    """Start two ranks at a terminal of their own; return the launcher's id and the terminal."""
+def start_in_terminal(bench: Bench) -> tuple[int, int]:
+    """Start two ranks in a new pseudo-terminal; return the launcher's process id and the terminal."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(bench.folder)
@@ -195,7 +195,7 @@ def at_a_terminal(bench: Bench) -> tuple[int, int]:
     return pid, terminal
 
 
-def end_of(pid: int, terminal: int) -> tuple[int, str]:
+def wait_for_exit(pid: int, terminal: int) -> tuple[int, str]:
     shown = b""
     try:
         while chunk := os.read(terminal, 4096):
@@ -205,35 +205,35 @@ def end_of(pid: int, terminal: int) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
 
 
-def test_ctrl_c_at_a_terminal_reaches_every_rank_once(bench: Bench) -> None:
-    """The terminal signals its whole foreground group: the launcher must be alone in it."""
+def test_ctrl_c_in_a_terminal_reaches_every_rank_once(bench: Bench) -> None:
+    """The terminal signals its foreground process group, which must contain the launcher only."""
     bench.write(SAVES)
-    pid, terminal = at_a_terminal(bench)
+    pid, terminal = start_in_terminal(bench)
     bench.await_notes("up", 2)
     os.write(terminal, b"\x03")
-    status, _ = end_of(pid, terminal)
+    status, _ = wait_for_exit(pid, terminal)
     assert (status, bench.notes("got")) == (0, [str([int(signal.SIGINT)])] * 2)
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_the_second_ctrl_c_ends_everything_at_once(bench: Bench) -> None:
+def test_second_ctrl_c_kills_the_run_at_once(bench: Bench) -> None:
     bench.write(TRAP + "while True:\n    time.sleep(0.02)\n    if stop: note('got')\n")
-    pid, terminal = at_a_terminal(bench)
+    pid, terminal = start_in_terminal(bench)
     bench.await_notes("up", 2)
     os.write(terminal, b"\x03")
     bench.await_notes("got", 2)
     began = time.monotonic()
     os.write(terminal, b"\x03")
-    status, shown = end_of(pid, terminal)
+    status, shown = wait_for_exit(pid, terminal)
     assert status == 130
     assert time.monotonic() - began < 5
     assert "interrupted twice" in shown
     assert bench.result()["status"] == "interrupted"
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_ctrl_c_before_ranks_can_save_is_no_failure(bench: Bench, processes: str) -> None:
+def test_ctrl_c_before_ranks_handle_signals_is_recorded_as_interrupted(bench: Bench, processes: str) -> None:
     bench.write("note('up')\n" + FOREVER)
     started = bench.start(f"cluster.procs_per_node={processes}")
     bench.await_notes("up", int(processes))
@@ -242,7 +242,7 @@ def test_ctrl_c_before_ranks_can_save_is_no_failure(bench: Bench, processes: str
     assert done.status == 130
     assert "Traceback" not in done.errors
     assert bench.result()["status"] == "interrupted"
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
 def kill(started: Started) -> None:
@@ -256,11 +256,11 @@ def test_no_rank_outlives_a_killed_launcher(bench: Bench) -> None:
     bench.await_notes("up", 2)
     assert len(bench.processes()) == 3
     kill(started)
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_a_rank_whose_launcher_is_gone_before_it_looks_leaves(bench: Bench) -> None:
-    """Killed while the ranks still import: PR_SET_PDEATHSIG comes too late, the parent's id tells."""
+def test_rank_whose_launcher_died_during_imports_exits(bench: Bench) -> None:
+    """The launcher is killed before its ranks set PR_SET_PDEATHSIG: they must check their parent's process id."""
     bench.write("note('ran')\n" + FOREVER)
     text = bench.recipe.read_text()
     slow = 'if "MESHBOOK_WORKER" in os.environ:\n    note("importing")\n    time.sleep(1.5)\n\n@recipe'
@@ -268,11 +268,11 @@ def test_a_rank_whose_launcher_is_gone_before_it_looks_leaves(bench: Bench) -> N
     started = bench.start(TWO)
     bench.await_notes("importing", 2)
     kill(started)
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
     assert bench.notes("ran") == []
 
 
-def test_the_directory_of_a_killed_run_can_be_continued(bench: Bench) -> None:
+def test_run_directory_of_a_killed_run_can_be_reused(bench: Bench) -> None:
     bench.write("note('up')\n" + FOREVER)
     started = bench.start(TWO, "run.dir=mine")
     bench.await_notes("up", 2)

@@ -1,4 +1,4 @@
-"""The recipes with adapters, called in forked processes: train, resume, evaluate."""
+"""The recipes with LoRA adapters, called in forked processes: train, resume, evaluate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAINING = ("training.global_batch_size=4", "training.micro_batch_size=1", "trai
 
 
 def run(recipe: Any, schema: type[RecipeConfig], run_dir: Path, *overrides: str) -> None:
-    """What the launcher does once everything is checked."""
+    """Write the frozen config and call main, as the launcher does after validation."""
     name = recipe.__name__.rpartition(".")[2]
     register_schemas(name, schema)
     request = Request(name, schema, (CONF,), (*JOB, *overrides, f"run.dir={run_dir}"))
@@ -32,14 +32,14 @@ def run(recipe: Any, schema: type[RecipeConfig], run_dir: Path, *overrides: str)
     run_ranks(1, lambda rank: recipe.main.__wrapped__(cfg), init=False, timeout=120)
 
 
-def test_a_run_with_adapters_is_resumed_and_evaluated(tmp_path: Path) -> None:
-    whole, resumed, shown = tmp_path / "whole", tmp_path / "resumed", tmp_path / "shown"
-    run(finetune, FinetuneConfig, whole, *TRAINING, "checkpoint.every=2", "checkpoint.keep=2", "peft.export=merged")
-    at = f"{whole}/checkpoints/step_"
-    run(finetune, FinetuneConfig, resumed, *TRAINING, f"run.resume={at}2", "checkpoint.export=false")
-    assert curve(resumed) == curve(whole)[2:]
-    assert result(resumed)["eval_loss"] == result(whole)["eval_loss"] < result(whole)["first_eval_loss"]
-    assert result(resumed)["first_eval_loss"] == result(whole)["first_eval_loss"]  # of the run, like first_loss
-    assert (whole / "export" / "model.safetensors").exists()
-    run(evaluate, EvaluateConfig, shown, f"evaluation.checkpoint={at}4", "evaluation.seq_len=128")
-    assert result(shown)["eval_loss"] == pytest.approx(result(whole)["eval_loss"], rel=1e-6)
+def test_lora_run_is_resumed_and_evaluated(tmp_path: Path) -> None:
+    full_run, resumed, evaluated = tmp_path / "full_run", tmp_path / "resumed", tmp_path / "evaluated"
+    run(finetune, FinetuneConfig, full_run, *TRAINING, "checkpoint.every=2", "checkpoint.keep=2", "peft.export=merged")
+    step_prefix = f"{full_run}/checkpoints/step_"
+    run(finetune, FinetuneConfig, resumed, *TRAINING, f"run.resume={step_prefix}2", "checkpoint.export=false")
+    assert curve(resumed) == curve(full_run)[2:]
+    assert result(resumed)["eval_loss"] == result(full_run)["eval_loss"] < result(full_run)["first_eval_loss"]
+    assert result(resumed)["first_eval_loss"] == result(full_run)["first_eval_loss"]  # restored
+    assert (full_run / "export" / "model.safetensors").exists()
+    run(evaluate, EvaluateConfig, evaluated, f"evaluation.checkpoint={step_prefix}4", "evaluation.seq_len=128")
+    assert result(evaluated)["eval_loss"] == pytest.approx(result(full_run)["eval_loss"], rel=1e-6)

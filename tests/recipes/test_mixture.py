@@ -1,4 +1,4 @@
-"""A mixture of two texts on two processes against a plain PyTorch loop over rows that are dealt out one by one."""
+"""A mixture of two texts on two processes, against a plain PyTorch loop over the same rows in the same order."""
 
 from __future__ import annotations
 
@@ -26,48 +26,48 @@ from tests.recipes.test_pretrain import (
 )
 from tests.unit.test_data_mixture import walked
 
-EVERYTHING = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
-SHARES = {"long": 0.25, "short": 0.75}
+ALL_PARITY = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
+WEIGHTS = {"long": 0.25, "short": 0.75}
 
 
-def test_a_run_on_a_mixture_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+def test_mixture_run_matches_a_plain_loop(tmp_path: Path) -> None:
     for name, count in (("long", 40), ("short", 12)):
         lines = [f"{i} of {name} is {i * j}\n" for i in range(count) for j in range(20)]
         (tmp_path / f"{name}.txt").write_text("".join(lines))
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA)).save_pretrained(tmp_path / "model")
     sources = ["data=mixture", "model=tiny", "model.init=pretrained", "model.config={}", "cluster.device=cpu"]
-    for name, share in SHARES.items():
+    for name, weight in WEIGHTS.items():
         sources += [f"+data@data.sources.{name}=text", f"data.sources.{name}.path={tmp_path}/{name}.txt"]
-        sources += [f"data.sources.{name}.weight={share}", f"data.sources.{name}.pack=false"]
-    said = run(
+        sources += [f"data.sources.{name}.weight={weight}", f"data.sources.{name}.pack=false"]
+    output = run(
         "pretrain.py",
         *(*sources, "cluster=local_2proc", f"model.path={tmp_path}/model", f"run.dir={tmp_path}/run"),
         *(f"training.max_steps={STEPS}", f"training.seq_len={SEQ}", f"training.global_batch_size={BATCH}"),
         *("training.micro_batch_size=2", "training.eval_every=0", "training.log_every=1", f"run.seed={SEED}"),
         *(f"optimizer.lr={LR}", f"optimizer.warmup_steps={WARMUP}", f"optimizer.weight_decay={DECAY}"),
-        *("generation.samples=0", "logging.plot=false", f"checkpoint.export={EVERYTHING}"),
+        *("generation.samples=0", "logging.plot=false", f"checkpoint.export={ALL_PARITY}"),
         cwd=tmp_path,
     )
-    train, held_out = zip(*(documents(tmp_path / f"{name}.txt") for name in SHARES), strict=True)
-    rows = dict(zip(SHARES, train, strict=True))
-    order = walked(SHARES, SEED, STEPS * BATCH, {name: len(each) for name, each in rows.items()})
+    train, held_out = zip(*(documents(tmp_path / f"{name}.txt") for name in WEIGHTS), strict=True)
+    rows = dict(zip(WEIGHTS, train, strict=True))
+    order = walked(WEIGHTS, SEED, STEPS * BATCH, {name: len(each) for name, each in rows.items()})
     losses, _, evaluations = plain_loop(
         tmp_path / "model", [rows[name][index] for name, index in order], [*held_out[0], *held_out[1]]
     )
     assert curve(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
     assert curve(tmp_path / "run", "eval_loss") == pytest.approx(evaluations, rel=1e-5)
-    words = " ".join(said.split())
-    for name, share in SHARES.items():
-        passes = share * STEPS * BATCH / len(rows[name])
-        assert re.search(rf"{name}, {100 * share:.2f} % of rows, [\d.]+ % of tokens with loss: ", words)
-        assert f"{passes:.2f} passes in the whole run" in words
+    text = " ".join(output.split())
+    for name, weight in WEIGHTS.items():
+        passes = weight * STEPS * BATCH / len(rows[name])
+        assert re.search(rf"{name}, {100 * weight:.2f} % of rows, [\d.]+ % of tokens with loss: ", text)
+        assert f"{passes:.2f} passes in the whole run" in text
 
-    if not EVERYTHING:
+    if not ALL_PARITY:
         return
-    said = run("evaluate.py", *sources, f"model.path={tmp_path}/run/export", f"evaluation.seq_len={SEQ}",
+    output = run("evaluate.py", *sources, f"model.path={tmp_path}/run/export", f"evaluation.seq_len={SEQ}",
                "generation.samples=0", cwd=tmp_path)  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
-    for name, part in zip(SHARES, held_out, strict=True):
-        (loss,) = re.findall(rf"^{name}: held-out loss ([\d.]+) over", said, re.MULTILINE)
-        assert float(loss) == pytest.approx(mean_loss(model, part), abs=1e-4)
+    for name, held_out_rows in zip(WEIGHTS, held_out, strict=True):
+        (loss,) = re.findall(rf"^{name}: held-out loss ([\d.]+) over", output, re.MULTILINE)
+        assert float(loss) == pytest.approx(mean_loss(model, held_out_rows), abs=1e-4)

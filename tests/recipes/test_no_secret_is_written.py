@@ -1,4 +1,4 @@
-"""Secrets of the environment, the config and uncommitted code reach no file of a run; a real recipe, a real wandb."""
+"""No file of a run contains secrets from the environment, the config, git or uncommitted code, with a real wandb."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.recipes.launching import Bench
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetune.py"
 CANARY = "canary0123456789"
-HELD = {
+SECRETS = {
     "HF_TOKEN": f"hf_{CANARY}",
     "WANDB_API_KEY": "ca4a5" * 8,
     "MY_PASSWORD": f"{CANARY} of a password",
@@ -34,8 +34,8 @@ def files_with(folder: Path, text: str) -> set[str]:
     }
 
 
-def test_a_run_writes_no_secret_it_could_see(bench: Bench) -> None:
-    """Held in the environment, in the address of the git remote, in code that is not committed (wandb may copy it)."""
+def test_run_writes_no_secret_of_environment_git_or_code(bench: Bench) -> None:
+    """Secrets are in the environment, in the URL of the git remote and in uncommitted code, which wandb may copy."""
     shutil.copy(RECIPE, bench.recipe)
     git(bench.folder, "init", "-q")
     git(bench.folder, "remote", "add", "origin", f"https://me:{CANARY}@example.org/x.git")
@@ -46,12 +46,12 @@ def test_a_run_writes_no_secret_it_could_see(bench: Bench) -> None:
         "experiment=smoke", "training.max_steps=1", "training.seq_len=128", "training.eval_every=0",
         "checkpoint.export=false", "data.max_samples=16", "data.max_eval_samples=4", "generation.samples=0",
         "logging.wandb.mode=offline", "logging.wandb.tags=[a_tag]", "cluster.device=cpu",
-        environment=HELD | {"WANDB_SAVE_CODE": "true", "OMP_NUM_THREADS": "1"},
+        environment=SECRETS | {"WANDB_SAVE_CODE": "true", "OMP_NUM_THREADS": "1"},
     ).wait()  # fmt: skip
     assert done.status == 0, done.errors
     (run,) = bench.run_directories()
     assert files_with(run, "a_tag") >= {"wandb", "config.yaml", "environment.json"}, "the search finds nothing"
-    for secret in (CANARY, *HELD.values()):
+    for secret in (CANARY, *SECRETS.values()):
         assert files_with(run, secret) == set()
         assert secret not in done.output + done.errors
 
@@ -67,13 +67,13 @@ def test_a_run_writes_no_secret_it_could_see(bench: Bench) -> None:
         ("run.dir", ["run.dir=outputs/${oc.env:WANDB_API_KEY}"]),
     ],
 )
-def test_a_secret_in_the_config_is_refused_before_anything_is_written(
+def test_secret_in_the_config_is_rejected_before_anything_is_written(
     bench: Bench, key: str, overrides: list[str]
 ) -> None:
     bench.write("note('ran')")
-    done = bench.run(*overrides, environment=HELD)
+    done = bench.run(*overrides, environment=SECRETS)
     assert done.status == 2
     assert done.errors.startswith(f"{key}: ")
     assert len(done.errors.splitlines()) == 1
-    assert not any(secret in done.output + done.errors for secret in (CANARY, *HELD.values()))
+    assert not any(secret in done.output + done.errors for secret in (CANARY, *SECRETS.values()))
     assert os.listdir(bench.folder) == ["tried.py"]

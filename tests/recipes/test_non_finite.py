@@ -1,7 +1,7 @@
-"""Gradients that are not finite are never applied, are counted, and end the run when there are too many in a row.
+"""Steps with non-finite gradients are skipped and counted, and too many in a row end the run.
 
-The recipe is recipes/finetune.py itself, copied, with one hook planted: in the steps that a file lists, one layer of
-one rank returns NaN in one micro-batch of two.
+The recipe is a copy of recipes/finetune.py with a forward hook: in the steps that a file lists, the last layer of one
+rank returns NaN in one of two micro-batches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLANTED = """
         forwards = []
 
         def poison(layer: object, inputs: object, output: object) -> object:
-            if not model.module.training or not torch.is_grad_enabled():  # an evaluation, or the probe of the kernel
+            if not model.module.training or not torch.is_grad_enabled():  # an evaluation or a kernel check
                 return output
             done = run.state.step
             forwards.append(done)
@@ -51,18 +51,18 @@ TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 
 
 def start(bench: Bench, mesh: str, *poisoned: int) -> Done:
-    """Run with these steps poisoned; the first run of a bench plants the recipe."""
+    """Run a recipe whose forward returns NaN in these steps."""
     text = RECIPE.read_text()
     assert text.count(OPTIMIZER) == 1
     bench.recipe.write_text(text.replace(OPTIMIZER, PLANTED + OPTIMIZER))
     (bench.folder / "poison").write_text(json.dumps(poisoned))
     done = bench.start(f"parallelism={mesh}", TWO, *SHORT).wait()
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
     return done
 
 
 def tensors(bench: Bench, step: int) -> dict[str, str]:
-    """Hashes of all weights, moments and step counters in a checkpoint, of both ranks."""
+    """Return hashes of all weights, optimizer moments and step counters in a checkpoint of both ranks."""
     found = {}
     for file in sorted((bench.folder / "mine" / "checkpoints" / f"step_{step}").glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
@@ -87,8 +87,8 @@ def grad_norms(bench: Bench) -> dict[int, float]:
     }
 
 
-def stopped(bench: Bench, done: Done) -> tuple[str, str]:
-    """What both ranks of a run that gave up said, which is the same: they gave up at the same step."""
+def assert_same_failure(bench: Bench, done: Done) -> tuple[str, str]:
+    """Check that both ranks of a run failed with the same error, and return its type and message."""
     assert done.status == 1, done.errors
     result = json.loads((bench.folder / "mine" / "result.json").read_text())
     assert result["status"] == "failed"
@@ -101,9 +101,9 @@ def stopped(bench: Bench, done: Done) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("mesh", ["fsdp2", *(["ddp", "pp2_1f1b"] if TORTURE else [])])
-def test_poisoned_steps_change_nothing_and_too_many_in_a_row_end_the_run(mesh: str, bench: Bench) -> None:
-    """One alone is let pass; of those from step 5 on the third ends the run, on all ranks, and is not saved."""
-    kind, message = stopped(bench, start(bench, mesh, 3, *range(5, 13)))
+def test_non_finite_steps_are_skipped_and_too_many_in_a_row_end_the_run(mesh: str, bench: Bench) -> None:
+    """A single one is skipped; of those from step 5 on the third ends the run on all ranks and is not saved."""
+    kind, message = assert_same_failure(bench, start(bench, mesh, 3, *range(5, 13)))
     assert kind == "NonFiniteGradients"
     assert "the gradients of 3 steps in a row, up to step 7," in message
     assert "the weights are still those of step 4" in message
@@ -120,11 +120,11 @@ def test_poisoned_steps_change_nothing_and_too_many_in_a_row_end_the_run(mesh: s
     if mesh != "fsdp2":
         return
 
-    # The same command counts on where the checkpoint left off: the next poisoned step is the third in a row.
-    kind, message = stopped(bench, start(bench, mesh, *range(5, 13)))
+    # The count is restored from the checkpoint: when the command is run again, the next skipped step is the third.
+    kind, message = assert_same_failure(bench, start(bench, mesh, *range(5, 13)))
     assert "3 steps in a row, up to step 7," in message
 
-    # And without the poison the run goes on to its end.
+    # Without NaN the run resumes and completes.
     done = start(bench, mesh)
     assert done.status == 0, done.errors
     result = json.loads((bench.folder / "mine" / "result.json").read_text())

@@ -1,4 +1,4 @@
-"""A copied recipe with a config of its own: a section, and a key in a section that recipes share."""
+"""A copied recipe with its own config class: a new section, and a new key in a shared section."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OwnConfig(FinetuneConfig):
 
 
 def own_recipe(folder: Path) -> Path:
-    """recipes/finetune.py with OwnConfig in place of FinetuneConfig, and a line that prints what it reads."""
+    """Copy recipes/finetune.py with OwnConfig instead of FinetuneConfig and a line that prints the new keys."""
     text = (ROOT / "recipes" / "finetune.py").read_text()
     for old, new in (
         ("from components.config.schema import FinetuneConfig\n", OWN_CONFIG),
@@ -56,7 +56,7 @@ def run(recipe: Path, *overrides: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_a_copied_recipe_with_a_config_of_its_own_is_checked_frozen_and_resumed(tmp_path: Path) -> None:
+def test_copied_recipe_with_its_own_config_is_validated_frozen_and_resumed(tmp_path: Path) -> None:
     recipe, directory = own_recipe(tmp_path), tmp_path / "run"
     own = (f"run.dir={directory}", "probe.words=[a,b]", "training.patience=5", "checkpoint.every=2")
     status, output = run(recipe, *own, "probe.evry=2")

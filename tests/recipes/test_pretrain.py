@@ -1,4 +1,4 @@
-"""recipes/pretrain.py on two processes against a plain PyTorch loop over the same text, the same weights, in one."""
+"""recipes/pretrain.py on two processes against a single-process PyTorch loop with the same text and weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from components.data.order import SampleOrder
 from tests.recipes.test_finetune import curve, result, run
 
 STEPS, WARMUP, BATCH, SEQ, LR, DECAY, SEED = 12, 4, 8, 64, 3e-3, 0.1, 5
-END = 257  # <|im_end|>, after the 256 bytes and the beginning of a text
+END = 257  # <|im_end|>, after the 256 bytes and the beginning-of-text token
 LLAMA = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 260}  # fmt: skip
-"""What model=tiny is."""
+"""The config of model=tiny."""
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A text, a model from scratch made by transformers, and the run: its folder and what it printed."""
+    """Train a random transformers model on a text; return the folder of both and of the run, and the run's output."""
     folder = tmp_path_factory.mktemp("pretrain")
     lines = [
         f"{number} times {other} is {number * other}, as anyone knows.\n" for number in range(9) for other in range(40)
@@ -57,7 +57,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, output
 
 
-def test_the_curve_is_that_of_a_plain_loop(pretrained: tuple[Path, str]) -> None:
+def test_curve_matches_a_plain_loop(pretrained: tuple[Path, str]) -> None:
     folder, _ = pretrained
     train, held_out = documents(folder / "text.txt")
     order = SampleOrder(len(train), SEED).indices(0, STEPS * BATCH)
@@ -68,9 +68,9 @@ def test_the_curve_is_that_of_a_plain_loop(pretrained: tuple[Path, str]) -> None
     assert evaluations[1] < evaluations[0] - 1
 
 
-def test_what_remains_continues_text(pretrained: tuple[Path, str]) -> None:
+def test_export_is_a_text_model_with_the_logged_eval_loss(pretrained: tuple[Path, str]) -> None:
     folder, output = pretrained
-    assert "prompt: 8 times 2" in output  # the first line of the end that was held out
+    assert "prompt: 8 times 2" in output  # the first line of the held-out split
     tokenizer = AutoTokenizer.from_pretrained(folder / "run" / "export")
     assert tokenizer.chat_template is None
     model = AutoModelForCausalLM.from_pretrained(folder / "run" / "export").eval()
@@ -80,20 +80,20 @@ def test_what_remains_continues_text(pretrained: tuple[Path, str]) -> None:
 
 
 def documents(file: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Training and held-out samples, cut as the documentation of `data=text` says."""
+    """Return the train and held-out samples as the documentation of `data=text` defines them."""
     text = file.read_text()
     cut = text.index("\n", round(len(text) * 0.95)) + 1
-    sides = []
-    for part in (text[:cut], text[cut:]):
-        ids = [*part.encode(), END]
-        sides.append([ids[first : first + SEQ] for first in range(0, len(ids) - 1, SEQ - 1)])
-    return sides[0], sides[1]
+    splits = []
+    for split_text in (text[:cut], text[cut:]):
+        ids = [*split_text.encode(), END]
+        splits.append([ids[first : first + SEQ] for first in range(0, len(ids) - 1, SEQ - 1)])
+    return splits[0], splits[1]
 
 
 def plain_loop(
     start: Path, train: list[list[int]], held_out: list[list[int]]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Losses and gradient norms of every step, and the held-out loss before and after them.
+    """Return the losses and gradient norms of all steps, and the held-out losses before and after training.
 
     Args:
         train: The rows of all steps, in order.
@@ -109,8 +109,8 @@ def plain_loop(
         loss = sum(token_losses(model, row) for row in rows) / sum(len(row) - 1 for row in rows)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        share = (step - WARMUP + 1) / (STEPS - WARMUP)
-        cosine = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))
+        progress = (step - WARMUP + 1) / (STEPS - WARMUP)
+        cosine = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = LR * ((step + 1) / WARMUP if step < WARMUP else cosine)
         optimizer.step()

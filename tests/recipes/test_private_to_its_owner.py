@@ -1,7 +1,7 @@
-"""What a private run of two ranks leaves and opens is its owner's alone: no secret in a file, modes, sockets.
+"""A private run of two ranks is accessible to its owner only: no secrets in files, file modes, listening sockets.
 
-Started by our launcher and by torchrun, with umask 000, a wandb that keeps its files here, a rank that is killed, a
-disk that fails once, a resume, and an export.
+The run is started by our launcher and by torchrun with umask 000. It uses wandb offline, loses a rank, has one disk
+error, resumes, and exports.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import pytest
 
 from tests.distributed.forked_runs import Attempt, descendants, until
 from tests.distributed.test_checkpoint_kills import saving_run
-from tests.recipes.test_no_secret_is_written import CANARY, HELD, files_with
+from tests.recipes.test_no_secret_is_written import CANARY, SECRETS, files_with
 
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-"""127.0.0.1, ::1 and ::ffff:127.0.0.1 as /proc/net/tcp and tcp6 have them."""
+"""127.0.0.1, ::1 and ::ffff:127.0.0.1 in the format of /proc/net/tcp and tcp6."""
 STARTS = [
     ("kill:before_rename:rank0:2", 1),
     ("eio:after_shards:rank1:2", 1),
     ("", 0),
 ]
-"""MESHBOOK_FAULT of each start of the same command, and how it ends."""
+"""MESHBOOK_FAULT and expected exit status of each start of the same command."""
 
 
 @pytest.mark.parametrize("elastic", [False, *([True] if TORTURE else [])])
-def test_nobody_else_learns_anything(elastic: bool, tmp_path: Path) -> None:
+def test_private_run_exposes_nothing_to_other_users(elastic: bool, tmp_path: Path) -> None:
     command = saving_run(tmp_path, "run", elastic)
     replaced = ("checkpoint.export", "logging.wandb.mode")
     command.arguments = [each for each in command.arguments if not each.startswith(replaced)]
@@ -39,16 +39,16 @@ def test_nobody_else_learns_anything(elastic: bool, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         for fault, status in STARTS:
-            attempt = command.start(HELD | {"MESHBOOK_FAULT": fault})
-            listening |= watched(attempt, elastic)
+            attempt = command.start(SECRETS | {"MESHBOOK_FAULT": fault})
+            listening |= watch_listening_addresses(attempt, elastic)
             assert attempt.status == status, attempt.said()
-            assert not any(secret in attempt.said() for secret in (CANARY, *HELD.values()))
+            assert not any(secret in attempt.said() for secret in (CANARY, *SECRETS.values()))
     finally:
         os.umask(before)
 
-    assert "0100007F" in listening, "nothing was seen to listen at all"
+    assert "0100007F" in listening, "no listening socket was found"
     assert listening <= LOOPBACK
-    for secret in (CANARY, *HELD.values()):
+    for secret in (CANARY, *SECRETS.values()):
         assert files_with(command.run_dir, secret) == set()
     assert files_with(command.run_dir, "model_type") >= {"config.yaml", "export"}, "the search finds nothing"
     entries = [command.run_dir, *command.run_dir.rglob("*")]
@@ -62,10 +62,10 @@ def test_nobody_else_learns_anything(elastic: bool, tmp_path: Path) -> None:
     assert open_to_others == {}
 
 
-def watched(attempt: Attempt, elastic: bool) -> set[str]:
-    """Addresses on which the run's processes listen, from now to its end.
+def watch_listening_addresses(attempt: Attempt, elastic: bool) -> set[str]:
+    """Return the addresses on which the run's processes listen until it ends.
 
-    Under torchrun not what its agent listens on, which is the person's own: the ranks, forked here, have that open too.
+    Sockets of torchrun's agent are excluded, although the ranks, which are forked here, inherit them.
     """
     listening: dict[str, str] = {}
     agent: set[str] = set()
@@ -73,11 +73,11 @@ def watched(attempt: Attempt, elastic: bool) -> set[str]:
     def ended() -> bool:
         pids = descendants(attempt.pid)
         if elastic:
-            agent.update(opened(attempt.pid))
+            agent.update(open_files(attempt.pid))
         else:
             pids.append(attempt.pid)
         addresses = listening_sockets()
-        listening.update({each: addresses[each] for pid in pids for each in opened(pid) & addresses.keys()})
+        listening.update({each: addresses[each] for pid in pids for each in open_files(pid) & addresses.keys()})
         return attempt.poll() is not None
 
     until(ended, 120, attempt.said)
@@ -85,15 +85,15 @@ def watched(attempt: Attempt, elastic: bool) -> set[str]:
 
 
 def listening_sockets() -> dict[str, str]:
-    """Every socket of this machine that listens now, by its name in /proc/PID/fd, with its address."""
+    """Return the address of every listening socket of this machine, by its name in /proc/PID/fd."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {f"socket:[{row[9]}]": row[1].split(":")[0] for row in rows if row[3] == "0A"}
 
 
-def opened(pid: int) -> set[str]:
-    """What a process has open."""
+def open_files(pid: int) -> set[str]:
+    """Return the link targets of a process's open file descriptors."""
     found = set()
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile
                 found.add(os.readlink(entry.path))

@@ -1,4 +1,4 @@
-"""Five changes that a researcher makes to a copied recipe, through public names only, each of at most ten lines."""
+"""Five research changes to a copied recipe, each of at most ten lines that use public names only."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_trains_saves_and_resumes(change: str, bench: Bench) -> None:
+def test_changed_recipe_trains_saves_and_resumes(change: str, bench: Bench) -> None:
     text, lines = RECIPE.read_text(), 0
     for before, after in CHANGES[change]:
         assert text.count(before) == 1, before

@@ -1,4 +1,4 @@
-"""What changed since a run began: told, refused where it would silently make another run, accepted by its key."""
+"""Changes since a run began are logged on resume, and rejected if they affect its results unless accepted by key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(folder: Path, *overrides: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_a_run_goes_on_with_other_data_only_where_that_is_accepted(tmp_path: Path) -> None:
+def test_resume_with_changed_data_is_rejected_unless_accepted(tmp_path: Path) -> None:
     write(tmp_path / "mine.jsonl", "answer")
     status, output = run(tmp_path, "training.max_steps=2")
     assert status == 0, output
@@ -35,7 +35,7 @@ def test_a_run_goes_on_with_other_data_only_where_that_is_accepted(tmp_path: Pat
     assert "run.accept_changes=[run.seed]" in output
     assert "run.accept_changes=[training.global_batch_size]" in output
 
-    write(tmp_path / "mine.jsonl", "another")  # the config is the same
+    write(tmp_path / "mine.jsonl", "another")  # the config is unchanged
     status, output = run(tmp_path, "training.max_steps=3")
     assert status == 2, output
     assert "samples differ from the" in output

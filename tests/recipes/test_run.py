@@ -1,4 +1,4 @@
-"""A recipe's own loop around training.Run: left early, left by an exception, and with a step that is not ended."""
+"""Training loops over Run.steps() that break early, raise an exception, or do not end a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plant(bench: Bench, before: str, after: str) -> None:
     bench.recipe.write_text(text.replace(before, after))
 
 
-def test_a_loop_that_is_left_early_saves_and_has_a_result(bench: Bench) -> None:
+def test_loop_that_breaks_early_saves_and_writes_a_result(bench: Bench) -> None:
     plant(bench, STEP, f"{STEP}            if step.number == 3:\n                break\n")
     done = bench.start(*SHORT).wait()
     assert done.status == 0, done.errors
@@ -34,8 +34,8 @@ def test_a_loop_that_is_left_early_saves_and_has_a_result(bench: Bench) -> None:
     assert [line["step"] for line in lines if "eval_loss" in line] == [0, 3]
 
 
-def test_an_exception_that_the_recipe_handles_leaves_a_result_too(bench: Bench) -> None:
-    """It comes in the middle of a step, whose contexts are left with it."""
+def test_exception_handled_by_the_recipe_still_leaves_a_result(bench: Bench) -> None:
+    """The exception is raised in the middle of a step, whose context managers it leaves."""
     text = (RECIPES / "finetune.py").read_text()
     loop = text[
         text.index("        for step in run.steps()") : text.index(
@@ -57,7 +57,7 @@ def test_an_exception_that_the_recipe_handles_leaves_a_result_too(bench: Bench) 
     assert [path.name for path in (bench.folder / "mine" / "checkpoints").iterdir()] == ["step_2"]
 
 
-def test_an_exception_ends_the_run_as_failed(bench: Bench) -> None:
+def test_unhandled_exception_ends_the_run_as_failed(bench: Bench) -> None:
     plant(bench, STEP, f"{STEP}            if step.number == 3:\n                1 / 0\n")
     done = bench.start(*SHORT).wait()
     assert done.status == 1
@@ -66,7 +66,7 @@ def test_an_exception_ends_the_run_as_failed(bench: Bench) -> None:
     assert result["status"] == "failed"
 
 
-def test_a_step_that_is_not_ended_is_refused(bench: Bench) -> None:
+def test_step_that_is_not_ended_is_rejected(bench: Bench) -> None:
     plant(bench, STEP, "")
     done = bench.start(*SHORT).wait()
     assert done.status == 1

@@ -1,4 +1,4 @@
-"""Sweeps as a person starts them: real processes, real limits, real kills, and one table in the end."""
+"""Sweeps as a user starts them: real processes, memory limits and kills, and one table at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ seed = cfg.run.seed
 with (Path(__file__).parent / "started").open("a") as file:
     file.write(f"{seed} ")
 """
-"""The beginning of a main that trains nothing: a run that writes down that it was started."""
+"""The first lines of a main that does not train: it records its start and can write result.json."""
 
 
 def report(sweep: Path, *options: str, cwd: Path) -> Done:
@@ -54,8 +54,8 @@ def only_sweep(bench: Bench) -> Path:
     return sweep
 
 
-def test_five_shapes_of_which_one_is_invalid_and_one_does_not_fit(bench: Bench) -> None:
-    """Three train one curve; one mesh is not that of its processes; one model is beyond the limit of a process."""
+def test_sweep_reports_ok_invalid_and_oom_runs(bench: Bench) -> None:
+    """Three runs train the same curve, one mesh does not fit its processes, and one model exceeds the memory limit."""
     folder = bench.folder / "conf" / "experiment"
     folder.mkdir(parents=True)
     meshes = {"alone": ("single", 1), "ddp2": ("ddp", 2), "fsdp2x2": ("fsdp2", 2), "misfit": ("tp3", 2)}
@@ -86,11 +86,11 @@ def test_five_shapes_of_which_one_is_invalid_and_one_does_not_fit(bench: Bench) 
     for name in ("report.md", "report.png", "sweep.json", "0_alone.log", "4_huge.log", "0_alone/metrics.jsonl"):
         assert (sweep / name).exists(), name
     assert not (sweep / "3_misfit").exists()
-    assert not list(sweep.glob("*/checkpoints"))  # experiment=bench_mesh keeps nothing but numbers
-    bench.assert_nobody_left()
+    assert not list(sweep.glob("*/checkpoints"))  # experiment=bench_mesh saves no checkpoints
+    bench.assert_no_process_left()
 
 
-def test_however_a_point_ends_the_sweep_goes_on(bench: Bench) -> None:
+def test_sweep_continues_after_a_run_fails_in_any_way(bench: Bench) -> None:
     bench.write(
         RESULT
         + """
@@ -112,14 +112,14 @@ if seed == 7 and RANK == 1: raise ValueError("on the other rank")
     assert "ValueError: no such luck" in (sweep / "0_1.log").read_text()
     assert not (sweep / "1_2").exists()
     assert done.output.count("\n[") == 7
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_a_killed_sweep_leaves_nobody_and_is_continued(bench: Bench) -> None:
+def test_killed_sweep_leaves_no_process_and_is_retried(bench: Bench) -> None:
     bench.write(
         RESULT
         + """
-while seed == 2 and not (Path(__file__).parent / "go_on").exists():
+while seed == 2 and not (Path(__file__).parent / "release").exists():
     note("up")
     time.sleep(0.05)
 result(status="ok", attempt=os.environ["MESHBOOK_ATTEMPT"])
@@ -128,8 +128,8 @@ result(status="ok", attempt=os.environ["MESHBOOK_ATTEMPT"])
     started = bench.start("-m", "run.seed=1,2,3", "cluster.procs_per_node=2", "run.dir=mine")
     bench.await_notes("up", 2)
     sweep = bench.folder / "mine"
-    seen = report(sweep, cwd=bench.folder)
-    assert seen.status == 0, seen.errors  # nothing is wrong with it so far
+    shown = report(sweep, cwd=bench.folder)
+    assert shown.status == 0, shown.errors  # no run has failed so far
     assert states(sweep) == {"0_1": "ok", "1_2": "running", "2_3": "not started"}
     refused = report(sweep, "--retry", cwd=bench.folder)
     assert (refused.status, "still running" in refused.errors) == (2, True)
@@ -144,21 +144,21 @@ result(status="ok", attempt=os.environ["MESHBOOK_ATTEMPT"])
     started.process.wait()
     watched = watching.communicate(timeout=60)[0]
     assert (watching.returncode, "interrupted" in watched) == (1, True)
-    bench.assert_nobody_left()
-    seen = report(sweep, cwd=bench.folder)
-    assert seen.status == 1
+    bench.assert_no_process_left()
+    shown = report(sweep, cwd=bench.folder)
+    assert shown.status == 1
     assert states(sweep) == {"0_1": "ok", "1_2": "interrupted", "2_3": "not started"}
-    (bench.folder / "go_on").touch()
+    (bench.folder / "release").touch()
     again = report(sweep, "--retry", cwd=Path("/"))
     assert again.status == 0, again.output + again.errors
     assert states(sweep) == {"0_1": "ok", "1_2": "ok", "2_3": "ok"}
-    assert (bench.folder / "started").read_text().split().count("1") == 2  # two ranks, once
+    assert (bench.folder / "started").read_text().split().count("1") == 2  # started once, on two ranks
     assert json.loads((sweep / "1_2" / "result.json").read_text())["attempt"] == "1"
     assert "nothing to retry" in report(sweep, "--retry", cwd=bench.folder).output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_sweep_lets_its_run_save_and_starts_no_other(bench: Bench, number: signal.Signals) -> None:
+def test_stopped_sweep_lets_its_run_save_and_starts_no_other(bench: Bench, number: signal.Signals) -> None:
     bench.write(
         RESULT
         + """
@@ -187,22 +187,22 @@ else:
     assert f"stopped by {number.name}" in done.output
     assert ("stopping after this step; again to abort" in done.errors) == (number == signal.SIGINT)
     assert (bench.folder / "started").read_text().split() == ["1", "2"]
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_a_run_that_takes_no_notice_is_killed_by_the_third_ctrl_c(bench: Bench) -> None:
+def test_run_that_ignores_ctrl_c_is_killed_by_the_third(bench: Bench) -> None:
     bench.write("signal.signal(signal.SIGINT, signal.SIG_IGN)\nnote('up')\ntime.sleep(600)")
     started = bench.start("-m", "run.seed=1,2")
     bench.await_notes("up", 1)
     for _ in range(3):
         started.signal(signal.SIGINT)
-        time.sleep(0.3)  # equal signals that wait together are one
+        time.sleep(0.3)  # pending signals of the same number are merged
     done = started.wait()
     assert done.status == 130
-    bench.assert_nobody_left()
+    bench.assert_no_process_left()
 
 
-def test_the_runs_of_a_sweep_are_one_group_in_wandb(bench: Bench) -> None:
+def test_runs_of_a_sweep_share_a_wandb_group(bench: Bench) -> None:
     bench.write("pass")
     assert bench.run("-m", "run.seed=1,2", "logging.wandb.mode=offline").status == 0
     sweep = only_sweep(bench)
@@ -211,7 +211,7 @@ def test_the_runs_of_a_sweep_are_one_group_in_wandb(bench: Bench) -> None:
         assert (config["logging"]["wandb"]["group"], config["run"]["name"]) == (sweep.name, name)
 
 
-def test_a_dry_run_lists_the_points_and_writes_nothing(bench: Bench) -> None:
+def test_dry_run_lists_the_points_and_writes_nothing(bench: Bench) -> None:
     bench.write("note('ran')")
     done = bench.run("-m", "parallelism=ddp,tp3", "cluster=local_2proc", "cluster.dry_run=true")
     assert done.status == 1
@@ -220,7 +220,7 @@ def test_a_dry_run_lists_the_points_and_writes_nothing(bench: Bench) -> None:
     assert os.listdir(bench.folder) == ["tried.py"]
 
 
-def test_the_config_of_each_point_is_shown(bench: Bench) -> None:
+def test_cfg_job_prints_the_config_of_each_point(bench: Bench) -> None:
     bench.write("note('ran')")
     done = bench.run("-m", "run.seed=7,8", "--cfg", "job")
     assert done.status == 0
@@ -231,7 +231,7 @@ def test_the_config_of_each_point_is_shown(bench: Bench) -> None:
     assert os.listdir(bench.folder) == ["tried.py"]
 
 
-def test_a_folder_with_files_is_no_place_for_a_sweep(bench: Bench) -> None:
+def test_sweep_directory_with_other_files_is_rejected(bench: Bench) -> None:
     bench.write("pass")
     (bench.folder / "mine").mkdir()
     (bench.folder / "mine" / "precious").touch()

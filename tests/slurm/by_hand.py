@@ -1,4 +1,4 @@
-"""The command line of `cluster.py`, which shows its use."""
+"""Command line of the test cluster; cluster.py shows its use."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import os
 import sys
 
 from tests.slurm.cluster import Cluster, ClusterError, ClusterInUse
-from tests.slurm.requirements import why_not
+from tests.slurm.requirements import missing_requirement
 
 
 def main() -> None:
-    """Do one thing to a cluster. `up` and `status` print the line that makes a shell talk to it."""
+    """Run one action on a cluster. `up` and `status` print the export line that points a shell to it."""
     parser = argparse.ArgumentParser(prog="python -m tests.slurm.cluster", description="A real Slurm of eight nodes.")
     parser.add_argument("action", choices=["up", "down", "status", "crash", "boot", "cut", "heal"])
     parser.add_argument("node", nargs="?", help="a node, such as 3 or n3")
     parser.add_argument("--id", type=int, default=int(os.environ.get("MESHBOOK_SLURM_ID", "0")), help="which cluster")
-    given = parser.parse_args()
-    if (given.node is None) == (given.action in ("crash", "boot", "cut", "heal")):
-        parser.error(f"{given.action} takes {'no' if given.node else 'a'} node")
-    reason = why_not()
+    arguments = parser.parse_args()
+    if (arguments.node is None) == (arguments.action in ("crash", "boot", "cut", "heal")):
+        parser.error(f"{arguments.action} takes {'no' if arguments.node else 'a'} node")
+    reason = missing_requirement()
     if reason:
         sys.exit(reason)
     try:
-        _act(Cluster(given.id), given.action, given.node)
+        _act(Cluster(arguments.id), arguments.action, arguments.node)
     except ClusterError as error:
         sys.exit(str(error))
 

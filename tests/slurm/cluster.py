@@ -1,8 +1,8 @@
-"""A real Slurm of eight nodes on this machine, for tests and for trying things by hand.
+"""A real Slurm cluster of eight nodes on this machine, for tests and for manual experiments.
 
-    eval "$(python -m tests.slurm.cluster up)"    # eight idle nodes in a second or two; sets SLURM_CONF
+    eval "$(python -m tests.slurm.cluster up)"    # eight idle nodes within seconds; sets SLURM_CONF
     sinfo; srun -N8 hostname; sbatch ...
-    python -m tests.slurm.cluster crash 3         # power off: the cable first, so that no peer hears of it
+    python -m tests.slurm.cluster crash 3         # power off; the cable first, so that peers get no reset
     python -m tests.slurm.cluster boot 3          # power on
     python -m tests.slurm.cluster cut 4           # pull the network cable, and `heal 4` plugs it in again
     python -m tests.slurm.cluster down
@@ -12,16 +12,16 @@ Needs root and Debian's packages; without them the tests of this folder are skip
     apt-get install --no-install-recommends slurmctld slurmd slurm-client munge iproute2
 
 One munged, one slurmctld and eight slurmd run in namespaces, without systemd; nothing is written outside
-/tmp/meshbook-slurm-N, where the logs stay when the cluster stops. Each node n1 to n8 has a network, host name, /dev/shm
-and processes of its own, 64 declared CPUs and 8 fake GPUs, and a cable to one switch; files are shared. The partition
-`main` is the default, and what runs there is requeued when `high` needs the nodes.
+/tmp/meshbook-slurm-N, where the logs stay when the cluster stops. Each node n1 to n8 has its own network, host name,
+/dev/shm and processes, 64 declared CPUs and 8 fake GPUs, and a cable to one switch; files are shared. The partition
+`main` is the default, and its jobs are requeued when `high` needs the nodes.
 
-`--id N` (or MESHBOOK_SLURM_ID) tells clusters apart; several can be up, and tests never take number 0, the default.
-Each is a tree of PID namespaces:
+`--id N` (or MESHBOOK_SLURM_ID) selects a cluster; several can be up, and tests never use id 0, the default. Each is a
+tree of PID namespaces:
 
-    namespaces.sh cluster       # its end is the end of all
+    namespaces.sh cluster       # its end kills everything
       munged, slurmctld
-      namespaces.sh node        # its end is the node's
+      namespaces.sh node        # its end kills the node
         slurmd, jobs
 """
 
@@ -42,35 +42,35 @@ from tests.slurm import configuration, processes
 from tests.slurm.configuration import NODES
 
 SCRIPT = Path(__file__).with_name("namespaces.sh")
-IDENTITIES = range(1, 10)  # of the clusters that tests start; 0 is left to the one that is brought up by hand
+IDENTITIES = range(1, 10)  # of clusters started by tests; 0 is reserved for manual use
 ENDED = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
-PATIENCE = 240.0
-"""Seconds after which a test gives up: many times what a busy machine needs."""
+WAIT_TIMEOUT = 240.0
+"""Timeout of every wait, in seconds; many times what a busy machine needs."""
 
 Job = dict[str, str]
 
 
 class ClusterError(AssertionError):
-    """The cluster did not do what it was asked; the message says what it said instead."""
+    """A command or an action on the cluster failed; the message has its output."""
 
 
 class ClusterInUse(ClusterError):
-    """A cluster of this identity is up already."""
+    """A cluster with this id is up already."""
 
 
 class Cluster:
-    """One cluster, named by its identity. Holds no state of its own: any process can steer a cluster that is up."""
+    """One cluster, identified by its id. Stateless: any process can control a cluster that is up."""
 
     def __init__(self, identity: int) -> None:
         self.identity = identity
-        self.base = Path(f"/tmp/meshbook-slurm-{identity}")  # short: the path of a socket has 108 characters
+        self.base = Path(f"/tmp/meshbook-slurm-{identity}")  # short: a socket path has at most 108 characters
         self.subnet = f"10.209.{identity}"
         self.link = f"mbslurm{identity}"  # this machine's cable to the cluster's switch
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for commands that talk to this cluster: SLURM_CONF, and nothing of an enclosing job's."""
+        """Environment for commands on this cluster: SLURM_CONF, without the variables of an enclosing job."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         return inherited | {"SLURM_CONF": str(self.base / "etc" / "slurm.conf")}
 
@@ -83,7 +83,7 @@ class Cluster:
 
     @classmethod
     def started(cls, identities: Iterable[int] = IDENTITIES) -> Self:
-        """Start a cluster with the first of these identities that is free. It ends with this process."""
+        """Start a cluster with the first free id of these. It ends with this process."""
         for identity in identities:
             with contextlib.suppress(ClusterInUse):
                 cluster = cls(identity)
@@ -92,19 +92,21 @@ class Cluster:
         raise ClusterInUse(f"clusters {list(identities)} are all up")
 
     def start(self, lasting: bool = False) -> None:
-        """Start the cluster and wait until every node is idle. Unless `lasting` it ends with this process.
+        """Start the cluster and wait until every node is idle. Unless `lasting`, it ends with this process.
 
-        Raises `ClusterInUse` where it is up already, `ClusterError` with the logs' errors where it does not come up.
+        Raises `ClusterInUse` if it is up already, and `ClusterError` with the errors in its logs if it does not start.
         """
         self.base.mkdir(mode=0o755, exist_ok=True)
         lock = os.open(self.base / "lock", os.O_CREAT | os.O_RDWR)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the cluster's processes until the last one ends
+            fcntl.flock(
+                lock, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # inherited by the cluster's processes until the last one ends
             self._delete_link()
             configuration.write(self.base, self.identity, self.subnet)
             self._process = self._spawn(lock, lasting)
         except BlockingIOError:
-            raise ClusterInUse(f"cluster {self.identity} is up already, or about to be: {self.base}") from None
+            raise ClusterInUse(f"cluster {self.identity} is up already or starting: {self.base}") from None
         finally:
             os.close(lock)
         try:
@@ -133,7 +135,7 @@ class Cluster:
             )
 
     def stop(self) -> None:
-        """End every process of the cluster, jobs included, and remove its cable. Does nothing where it is not up."""
+        """Kill every process of the cluster, jobs included, and remove its cable. Does nothing if it is not up."""
         init = self._init("cluster")
         if init:
             os.kill(init, signal.SIGKILL)
@@ -148,7 +150,7 @@ class Cluster:
             subprocess.run(sweep, capture_output=True, check=False)
 
     def crash(self, node: str) -> None:
-        """Power a node off. Its cable goes first: peers see silence, as from a dead machine, not closed connections."""
+        """Power a node off. Its cable is removed first, so that peers get no packets rather than closed connections."""
         self._switch("link", "delete", node)
         init = self._init("node", node)
         if init:
@@ -156,7 +158,7 @@ class Cluster:
         until(lambda: not self._init("node", node), lambda: f"{node} does not end")
 
     def boot(self, node: str) -> None:
-        """Power a node on. Returns at once; `wait_for_nodes` says when it is there."""
+        """Power a node on. Returns at once; use `wait_for_nodes` to wait for it."""
         if self._init("node", node):
             raise ClusterError(f"{node} is up already")
 
@@ -169,10 +171,10 @@ class Cluster:
             os.close(request)
             return True
 
-        until(open_request, lambda: f"cluster {self.identity} does not come up\n{self._complaints()}")
+        until(open_request, lambda: f"cluster {self.identity} does not come up\n{self._logged_errors()}")
 
     def cut(self, node: str) -> None:
-        """Pull a node's network cable. What runs there goes on."""
+        """Pull a node's network cable. Its processes continue."""
         self._switch("link", "set", node, "down")
 
     def heal(self, node: str) -> None:
@@ -180,41 +182,41 @@ class Cluster:
         self._switch("link", "set", node, "up")
 
     def processes(self, node: str) -> list[int]:
-        """What runs on a node apart from its own init and slurmd: the processes of jobs, by their ids out here."""
+        """Return the ids of the job processes on a node, without its init and slurmd, in the outer PID namespace."""
         init = self._init("node", node)
-        found = processes.below(init) if init else {}
+        found = processes.descendants(init) if init else {}
         return [process for process, command in found.items() if command[0] != "slurmd"]
 
     def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run a command that talks to this cluster; raises `ClusterError` with its errors where it fails."""
+        """Run a command on this cluster. Raises `ClusterError` with its output if it fails."""
         done = subprocess.run(
             command,
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=WAIT_TIMEOUT,
             check=False,
-            restore_signals=False,  # SIGPIPE stays ignored: a busy controller hangs up, and scontrol would die of it
+            restore_signals=False,  # SIGPIPE stays ignored: a busy controller may close the connection
         )
         if check and done.returncode:
             raise ClusterError(f"{' '.join(command)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
         return done
 
     def node_states(self) -> dict[str, str]:
-        """State of every node as sinfo gives it, such as "idle"; "idle*" does not answer, "down*" was given up."""
+        """Return the state of every node from sinfo, such as "idle"; a * marks nodes that do not respond."""
         listed = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %t", check=False).stdout
         return dict(line.split() for line in listed.splitlines())
 
     def wait_for_nodes(self, states: str | Collection[str], nodes: Iterable[str] = NODES) -> None:
-        """Wait until each of these nodes is in one of these states, as `node_states` names them."""
+        """Wait until each of these nodes is in one of these states of `node_states`."""
         wanted, awaited = _as_set(states), set(nodes)
 
-        def there() -> bool:
+        def reached() -> bool:
             if not self._init("cluster"):
-                raise ClusterError(f"cluster {self.identity} ended\n{self._complaints()}")
+                raise ClusterError(f"cluster {self.identity} ended\n{self._logged_errors()}")
             return {name for name, now in self.node_states().items() if now in wanted} >= awaited
 
-        until(there, lambda: f"nodes are {self.node_states()}, not {sorted(wanted)}\n{self._complaints()}")
+        until(reached, lambda: f"nodes are {self.node_states()}, not {sorted(wanted)}\n{self._logged_errors()}")
 
     def jobs(self, job_id: str | int = "") -> list[Job]:
         """Return every job, or those of one array, as scontrol shows them: {"JobId": "1", "JobState": "RUNNING"}."""
@@ -224,29 +226,29 @@ class Cluster:
         return [dict(zip(each[::2], each[1::2], strict=True)) for each in parts]
 
     def job(self, job_id: str | int) -> Job:
-        """Return the one job of this id (of an array name one task: "7_2")."""
+        """Return the job with this id; for one task of an array, such as "7_2"."""
         (only,) = self.jobs(job_id)
         return only
 
-    def wait_for(self, job_id: str | int, states: str | Collection[str], seconds: float = PATIENCE) -> Job:
-        """Wait until a job is in one of these states; raises `ClusterError` when it ended otherwise, or time is up."""
+    def wait_for(self, job_id: str | int, states: str | Collection[str], seconds: float = WAIT_TIMEOUT) -> Job:
+        """Wait until a job is in one of these states. Raises `ClusterError` if it ends in another or time runs out."""
         wanted = _as_set(states)
 
-        def there() -> bool:
+        def reached() -> bool:
             now = self.job(job_id)["JobState"]
             if now in ENDED - wanted:
                 raise ClusterError(f"job {job_id} did not get {sorted(wanted)}: {self.job(job_id)}")
             return now in wanted
 
-        until(there, lambda: f"job {job_id} is not {sorted(wanted)} after {seconds} s: {self.job(job_id)}", seconds)
+        until(reached, lambda: f"job {job_id} is not {sorted(wanted)} after {seconds} s: {self.job(job_id)}", seconds)
         return self.job(job_id)
 
     def cancel(self, *job_ids: str | int) -> None:
-        """Cancel jobs; Slurm kills what has not ended KillWait (20 s) later."""
+        """Cancel jobs. Slurm kills processes that have not ended after KillWait (20 s)."""
         self.run("scancel", *map(str, job_ids))
 
     def reset(self) -> None:
-        """Cancel every job, bring every node back and wait until all are idle."""
+        """Cancel every job, restore every node and wait until all are idle."""
         self.run("scancel", "--user=root")
         for node in NODES:
             if self._init("node", node):
@@ -256,12 +258,12 @@ class Cluster:
         self.wait_for_nodes("idle")
 
     def _init(self, verb: str, node: str = "") -> int | None:
-        """Process id of the init of the cluster or of a node, None when it is down."""
+        """Return the process id of the init of the cluster or of a node, None if it is down."""
         wanted = [SCRIPT.name, verb, str(self.base)]
         for process, command in processes.all_commands().items():
-            said = [Path(command[1]).name, *command[2:4]] if len(command) > 4 else []
-            named = said == wanted and command[0] == "bash" and node in ("", f"n{command[-1]}")
-            if named and processes.is_init(process):
+            verb_and_arguments = [Path(command[1]).name, *command[2:4]] if len(command) > 4 else []
+            matches = verb_and_arguments == wanted and command[0] == "bash" and node in ("", f"n{command[-1]}")
+            if matches and processes.is_init(process):
                 return process
         return None
 
@@ -272,27 +274,27 @@ class Cluster:
         self.run("nsenter", f"--net=/proc/{init}/ns/net", "ip", *arguments)
 
     def _delete_link(self) -> None:
-        """The kernel removes a dead network's cables in its own time: too late for the next one of this name."""
+        """Delete the cable now: the kernel removes those of a dead namespace too late for the next one of this name."""
         subprocess.run(["ip", "link", "delete", self.link], capture_output=True, check=False)
 
-    def _complaints(self) -> str:
-        """The last errors of the daemons."""
+    def _logged_errors(self) -> str:
+        """Return the last errors in the logs of the daemons."""
         log = self.base / "log"
         lines = [line for file in sorted(log.glob("*.log")) for line in file.read_text(errors="replace").splitlines()]
-        wrong = [line for line in lines if re.search("fatal|error|: line |Cannot", line)]
-        return "\n".join([*dict.fromkeys(wrong)][-15:] or [f"(no errors in {log})"])
+        errors = [line for line in lines if re.search("fatal|error|: line |Cannot", line)]
+        return "\n".join([*dict.fromkeys(errors)][-15:] or [f"(no errors in {log})"])
 
 
 def _as_set(states: str | Collection[str]) -> set[str]:
     return {states} if isinstance(states, str) else set(states)
 
 
-def until(condition: Callable[[], bool], complaint: Callable[[], str], seconds: float = PATIENCE) -> None:
-    """Wait for a condition; raises `ClusterError` with the complaint when it does not come true in time."""
+def until(condition: Callable[[], bool], message: Callable[[], str], seconds: float = WAIT_TIMEOUT) -> None:
+    """Poll until a condition holds. Raises `ClusterError` with this message if it does not hold in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise ClusterError(complaint())
+            raise ClusterError(message())
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""The files of one cluster: slurm.conf, gres.conf, cgroup.conf, hosts, a munge key and the fake GPUs."""
+"""Configuration files of one cluster: slurm.conf, gres.conf, cgroup.conf, hosts, a munge key and the fake GPUs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import subprocess
 from pathlib import Path
 
 NODES = [f"n{number}" for number in range(1, 9)]
-CPUS, GPUS = 64, 8  # of each node, declared only: all nodes share this machine's
+CPUS, GPUS = 64, 8  # per node, declared only: all nodes share the hardware of this machine
 JOBS_PER_CLUSTER = 100_000
 
-# Clocks are short, so that tests of failures are quick. A requeued job starts cred_expire + 1 s later.
-# 2 real cores play many nodes: no affinity, no limits, and slurmd takes the declared size for granted.
+# Timeouts are short, so that tests of failures are quick. A requeued job starts cred_expire + 1 s later.
+# All nodes share a few real cores: no affinity, no limits, and slurmd does not check the declared size.
 _SLURM_CONF = """\
 ClusterName=meshbook{identity}
 SlurmctldHost=controller({subnet}.254)
@@ -67,7 +67,7 @@ ThreadsPerCore=1 RealMemory=1000000 Gres=gpu:{gpus} State=UNKNOWN"
 
 
 def write(base: Path, identity: int, subnet: str) -> None:
-    """Write everything a cluster reads under `base`, and empty what an earlier one left there."""
+    """Write all files that a cluster reads under `base`, and clear those of an earlier cluster."""
     for folder in ("etc", "run", "log", "state", "spool", "dev", "cgroup"):
         shutil.rmtree(base / folder, ignore_errors=True)
     for folder in ("etc", "run", "log", "state", "dev", *(f"spool/{name}" for name in NODES)):
@@ -77,7 +77,7 @@ def write(base: Path, identity: int, subnet: str) -> None:
     _write_gpus(base)
     addresses = {name: f"{subnet}.{number}" for number, name in enumerate(NODES, start=1)}
     names = {"localhost": "127.0.0.1", "controller": f"{subnet}.254", os.uname().nodename: f"{subnet}.253"}
-    # torch's TCPStore looks addresses up backwards, in their IPv6 form, and warns of each it cannot find.
+    # torch's TCPStore does reverse lookups of IPv4-mapped IPv6 addresses, and warns if one fails.
     mapped = [f"::ffff:{address} {name}" for name, address in addresses.items()]
     hosts = [f"{address} {name}" for name, address in (names | addresses).items()]
     (base / "etc" / "hosts").write_text("\n".join(hosts + mapped) + "\n")
@@ -99,7 +99,7 @@ def write(base: Path, identity: int, subnet: str) -> None:
 
 
 def job_ids(identity: int) -> tuple[int, int]:
-    """First and last job of a cluster: clusters share the freezer's directories, which are named after jobs."""
+    """Return the first and last job id of a cluster. Clusters share the freezer, so ids must differ."""
     return identity * JOBS_PER_CLUSTER + 1, (identity + 1) * JOBS_PER_CLUSTER - 1
 
 
@@ -109,7 +109,7 @@ def _write_munge_key(file: Path) -> None:
 
 
 def _write_gpus(base: Path) -> None:
-    """Slurm counts GPUs by their device files: here copies of /dev/null."""
+    """Create copies of /dev/null as GPU device files, which Slurm counts."""
     for number in range(GPUS):
         device = base / "dev" / f"nvidia{number}"
         os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
@@ -117,10 +117,10 @@ def _write_gpus(base: Path) -> None:
 
 
 def _use_freezer(base: Path) -> bool:
-    """Whether jobs can be tracked by cgroup, as on most clusters: then a signal reaches a task, not its children.
+    """Whether jobs can be tracked by cgroup, as on most clusters: then a signal reaches a task, but not its children.
 
-    The first version's freezer is mounted for the cluster alone. Where that is refused, linuxproc tracks jobs by
-    descent and signals the children too.
+    The cgroup v1 freezer is mounted for this cluster only. Where the mount fails, linuxproc tracks jobs by process
+    ancestry and also signals the children.
     """
     root = base / "cgroup" / "freezer"
     root.mkdir(parents=True)

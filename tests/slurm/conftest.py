@@ -8,13 +8,13 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.login import Login
-from tests.slurm.requirements import why_not
+from tests.slurm.requirements import missing_requirement
 
 
 @pytest.fixture(scope="session")
 def slurm() -> None:
-    """Skips a test where no cluster can run, and says why; under MESHBOOK_REQUIRE_SLURM=1 the test fails."""
-    reason = why_not()
+    """Skip a test, with the reason, where no cluster can run; under MESHBOOK_REQUIRE_SLURM=1 fail instead."""
+    reason = missing_requirement()
     if reason and os.environ.get("MESHBOOK_REQUIRE_SLURM") == "1":
         pytest.fail(f"MESHBOOK_REQUIRE_SLURM=1, but {reason}", pytrace=False)
     if reason:
@@ -23,7 +23,7 @@ def slurm() -> None:
 
 @pytest.fixture(scope="session")
 def cluster(slurm: None) -> Iterator[Cluster]:
-    """One cluster for the whole tier."""
+    """One cluster shared by all Slurm tests."""
     started = Cluster.started()
     yield started
     started.stop()
@@ -31,7 +31,7 @@ def cluster(slurm: None) -> Iterator[Cluster]:
 
 @pytest.fixture
 def fresh_cluster(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster for a test that cancels, crashes or leaves jobs: all nodes are idle before and after it."""
+    """The cluster for tests that cancel jobs, crash nodes or leave jobs; all nodes are idle before and after."""
     cluster.reset()
     yield cluster
     cluster.reset()
@@ -39,5 +39,5 @@ def fresh_cluster(cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def login(fresh_cluster: Cluster, tmp_path: Path) -> Login:
-    """A person's empty folder on the login node of an idle cluster."""
+    """A user's empty folder on the login node of an idle cluster."""
     return Login(fresh_cluster, tmp_path)

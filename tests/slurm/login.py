@@ -1,4 +1,4 @@
-"""A person on the login node: types a recipe's command, reads what it says, and looks at the run afterwards."""
+"""A user on the login node: runs a recipe's command, reads its output, and inspects the run directory."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.slurm.cluster import PATIENCE, Cluster, Job
+from tests.slurm.cluster import WAIT_TIMEOUT, Cluster, Job
 
 PROJECT = Path(__file__).resolve().parents[2]
 FINETUNE = PROJECT / "recipes" / "finetune.py"
 
 CPU = ("cluster.device=cpu", "cluster.exclusive=false", "cluster.mem=null", "cluster.env.OMP_NUM_THREADS=1")
-"""What makes an option such as cluster=slurm_2node fit nodes without GPUs."""
+"""Overrides that run an option such as cluster=slurm_2node on nodes without GPUs."""
 
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
-"""Whether the tests that take minutes run too."""
+"""Whether to run the tests that take minutes."""
 
 QUICK = (
     *("model=tiny", "training.seq_len=64", "training.global_batch_size=4", "training.micro_batch_size=2"),
     *("training.eval_every=0", "data.max_eval_samples=8", "generation.samples=0", "generation.prompts=[]"),
     *("logging.examples=0", "logging.plot=false", "checkpoint.export=false"),
 )
-"""The recipe's job at its smallest: a real model, a few real steps."""
+"""The smallest job of a recipe: a real model and a few real steps."""
 
-OWN_RECIPE = """
+RECIPE_HEADER = """
 import json, os, sys
 from pathlib import Path
 from components.config.schema import FinetuneConfig
@@ -44,12 +44,12 @@ HERE = Path(os.environ.get("MESHBOOK_RUN_DIR", "."))
 @recipe("finetune")
 def main(cfg: FinetuneConfig) -> None:
 """
-OWN_END = '\nif __name__ == "__main__":\n    main()\n'
+RECIPE_FOOTER = '\nif __name__ == "__main__":\n    main()\n'
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a command said."""
+class CommandResult:
+    """Exit status, output and duration of a command."""
 
     status: int
     output: str
@@ -57,12 +57,12 @@ class Answer:
     seconds: float
 
     def field(self, name: str) -> str:
-        """What stands behind `name` in the lines that a submission prints."""
+        """Return the value of `name` in the lines that a submission prints."""
         return re.search(rf"^{name} +(.*)$", self.output, re.MULTILINE)[1]  # type: ignore[index]
 
     @property
     def job(self) -> str:
-        """The number of the job that was submitted."""
+        """The id of the submitted job."""
         assert self.status == 0, self.errors
         return self.field("job")
 
@@ -75,25 +75,25 @@ class Answer:
 
 @dataclass(frozen=True)
 class Login:
-    """A person's folder on the login node."""
+    """A user's folder on the login node."""
 
     cluster: Cluster
     folder: Path
 
     def write_recipe(self, body: str, name: str = "mine.py") -> Path:
-        """Write a recipe of one's own; its main finds RANK and HERE, the run directory."""
+        """Write a recipe whose main has this body. It can use RANK and HERE, the run directory."""
         file = self.folder / name
-        file.write_text(OWN_RECIPE + textwrap.indent(textwrap.dedent(body), "    ") + OWN_END)
+        file.write_text(RECIPE_HEADER + textwrap.indent(textwrap.dedent(body), "    ") + RECIPE_FOOTER)
         return file
 
-    def type(
+    def run(
         self,
         *arguments: str,
         recipe: Path = FINETUNE,
         environment: dict[str, str] | None = None,
         python: Iterable[str] = (),
-    ) -> Answer:
-        """Type `python RECIPE ARGUMENTS` here."""
+    ) -> CommandResult:
+        """Run `python RECIPE ARGUMENTS` in the folder."""
         began = time.monotonic()
         inherited = {name: value for name, value in self.cluster.environment.items() if "MESHBOOK_" not in name}
         done = subprocess.run(
@@ -102,26 +102,26 @@ class Login:
             env=inherited | {"CUDA_VISIBLE_DEVICES": ""} | (environment or {}),
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=WAIT_TIMEOUT,
             check=False,
         )
-        return Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+        return CommandResult(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 
-    def ended(self, answer: Answer, states: str | Collection[str] = "COMPLETED") -> Job:
-        """Wait until the job of a submission has ended like this; its log is in the error otherwise."""
-        assert answer.status == 0, answer.errors
+    def wait_for_end(self, submission: CommandResult, states: str | Collection[str] = "COMPLETED") -> Job:
+        """Wait until the submitted job has ended in one of these states; otherwise raise an error with its log."""
+        assert submission.status == 0, submission.errors
         try:
-            return self.cluster.wait_for(answer.job, states)
+            return self.cluster.wait_for(submission.job, states)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{log_of(answer.run_dir)}") from None
+            raise AssertionError(f"{error}\n{log_of(submission.run_dir)}") from None
 
     def jobs_ever(self) -> set[str]:
-        """Every job that the cluster knows."""
+        """Return the ids of all jobs, past and present, of the cluster."""
         return {job["JobId"] for job in self.cluster.jobs()}
 
 
 def log_of(run_dir: Path) -> str:
-    """The job's log and the end of every rank's."""
+    """Return the job's log and the end of every rank's log."""
     logs = run_dir / "logs"
     ranks = [f"--- {file}\n{file.read_text()[-2000:]}" for file in sorted(logs.glob("attempt_*/*.log"))]
     job = (logs / "job.log").read_text() if (logs / "job.log").exists() else "(no job.log)"
@@ -129,11 +129,11 @@ def log_of(run_dir: Path) -> str:
 
 
 def result_of(run_dir: Path) -> dict[str, Any]:
-    """result.json."""
+    """Return result.json."""
     return json.loads((run_dir / "result.json").read_text())
 
 
 def steps_of(run_dir: Path) -> dict[int, float]:
-    """The loss of every step that metrics.jsonl holds."""
+    """Return the loss of every step in metrics.jsonl."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if "loss" in line}

@@ -1,4 +1,4 @@
-"""What /proc says of the processes of this machine."""
+"""Processes of this machine, read from /proc."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def all_commands() -> dict[int, list[str]]:
     return found
 
 
-def below(ancestor: int) -> dict[int, list[str]]:
-    """Return the command lines of every living descendant: of an init, all that its PID namespaces hold."""
+def descendants(ancestor: int) -> dict[int, list[str]]:
+    """Return the command lines of all living descendants; for an init, everything in its PID namespaces."""
     commands = all_commands()
     parents = {process: _parent(process) for process in commands}
 
@@ -32,7 +32,7 @@ def below(ancestor: int) -> dict[int, list[str]]:
 
 
 def is_init(process: int) -> bool:
-    """Whether it is process 1 of a PID namespace below this one."""
+    """Whether the process is process 1 of a nested PID namespace."""
     for line in _read(Path(f"/proc/{process}/status")).splitlines():
         if line.startswith("NSpid:"):
             return len(line.split()) > 2 and line.split()[-1] == "1"
@@ -48,4 +48,4 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(errors="replace")
     except OSError:
-        return ""  # it ended meanwhile
+        return ""  # the process has ended meanwhile

@@ -1,6 +1,6 @@
-"""Strings that break what was put together carelessly: a shell, #SBATCH lines, YAML, Hydra's grammar, paths.
+"""Strings that break careless quoting in shells, #SBATCH lines, YAML, Hydra's grammar and paths.
 
-Whatever a shell would run of them makes a file named CANARY.
+Those that contain shell commands create a file named CANARY if they are executed.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ HOSTILE = {
     "reference": ["${HOME}", "a${run.seed}b", "${oc.env:HOME}", "${", "\\${x}"],
     "empty": [""],
 }
-"""By kind; at least three of each, but for the empty one."""
+"""By kind; at least three of each, except the empty one."""
 
 UNSTORABLE = {"???", "a\x85b"}
-"""What no config can hold: omegaconf's word for a missing value, and what YAML takes for the end of a line."""
+"""Strings no config can store: omegaconf's marker for a missing value, and a line break of YAML."""
 
 
 def quoted(text: str) -> str:
     r"""Return `text` as a value on the command line: omegaconf's escape of `${`, then Hydra's single quotes.
 
-    Backslashes count only where they stand before `${`, before a quote and at the end.
+    Backslashes are escapes only before `${`, before a quote and at the end.
     """
     plain = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
     doubled = re.sub(r"(\\+)(?='|\Z)", r"\1\1", plain)

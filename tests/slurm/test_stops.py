@@ -1,6 +1,6 @@
-"""What clusters do to jobs: the run goes on in its directory, and its losses are an undisturbed run's to the bit.
+"""Stopped jobs are requeued, resume in their run directory, and log bitwise the losses of an undisturbed run.
 
-Two stops in the everyday tests; `make torture` draws twenty, of every kind and at every moment of a run.
+The default tests stop two runs; `make torture` draws twenty stops of every kind and at every moment of a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster, until
-from tests.slurm.login import CPU, QUICK, TORTURE, Answer, Login, log_of, result_of, steps_of
+from tests.slurm.login import CPU, QUICK, TORTURE, CommandResult, Login, log_of, result_of, steps_of
 
 STEPS = 160
 RUN = (
@@ -28,7 +28,7 @@ TORCHRUN = "cluster.launcher=torchrun"
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of the same run on the same two nodes, which nobody stops."""
+    """Losses of the same run on two nodes without a stop."""
     losses = _losses(Login(cluster, tmp_path_factory.mktemp("undisturbed")))
     assert len(losses) == STEPS
     return losses
@@ -36,28 +36,28 @@ def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> d
 
 @pytest.fixture(scope="module")
 def undisturbed_for_longer(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The same of a run that takes longer than a job is given."""
+    """Losses of a run that takes longer than the time limit, without a stop."""
     return _losses(Login(cluster, tmp_path_factory.mktemp("longer")), TIME_LIMIT[-1])
 
 
 def _losses(login: Login, *options: str) -> dict[int, float]:
-    answer = login.type(*RUN, *options)
-    login.ended(answer)
-    assert result_of(answer.run_dir)["status"] == "ok"
-    return steps_of(answer.run_dir)
+    submission = login.run(*RUN, *options)
+    login.wait_for_end(submission)
+    assert result_of(submission.run_dir)["status"] == "ok"
+    return steps_of(submission.run_dir)
 
 
-def by_a_person(login: Login, job: str) -> None:
+def by_a_user(login: Login, job: str) -> None:
     login.cluster.run("scancel", "--signal=USR2", job)
 
 
-def by_a_job_that_matters_more(login: Login, job: str) -> None:
+def by_a_higher_priority_job(login: Login, job: str) -> None:
     login.cluster.run("sbatch", "--partition=high", "--nodes=8", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
 
 
-KINDS = (by_a_person, by_a_job_that_matters_more)
+KINDS = (by_a_user, by_a_higher_priority_job)
 TIME_LIMIT = ("cluster.time=1", "cluster.signal_lead_seconds=30", "training.max_steps=1500")
-"""Slurm looks every 30 s: the request comes some 35 s after every start, and the run needs two or three."""
+"""Slurm checks time limits every 30 s: the signal arrives about 35 s after a start, and the run needs 2 or 3 starts."""
 
 
 def in_a_step(run: Path, draw: random.Random) -> None:
@@ -67,8 +67,8 @@ def in_a_step(run: Path, draw: random.Random) -> None:
 
 def in_an_evaluation(run: Path, draw: random.Random) -> None:
     until(lambda: _lines(run, "eval_loss") >= 1, lambda: log_of(run))
-    wanted = draw.choice((40, 80))
-    until(lambda: _lines(run, "loss") >= wanted - 1, lambda: log_of(run))
+    eval_step = draw.choice((40, 80))
+    until(lambda: _lines(run, "loss") >= eval_step - 1, lambda: log_of(run))
 
 
 def in_a_save(run: Path, draw: random.Random) -> None:
@@ -85,12 +85,12 @@ MOMENTS = (in_a_step, in_an_evaluation, in_a_save, at_the_start)
 
 def _stop(
     login: Login, kind: Callable[[Login, str], None], moment: Callable[[Path, random.Random], None], seed: int
-) -> Callable[[Answer], None]:
-    """Return what waits for the moment in a run and then stops it."""
+) -> Callable[[CommandResult], None]:
+    """Return a function that waits for the moment in a run and then stops it."""
 
-    def stop(answer: Answer) -> None:
-        moment(answer.run_dir, random.Random(seed))
-        kind(login, answer.job)
+    def stop(submission: CommandResult) -> None:
+        moment(submission.run_dir, random.Random(seed))
+        kind(login, submission.job)
 
     return stop
 
@@ -103,36 +103,36 @@ def _lines(run: Path, key: str) -> int:
 def _stop_and_compare(
     login: Login,
     undisturbed: dict[int, float],
-    stop: Callable[[Answer], None],
+    stop: Callable[[CommandResult], None],
     *options: str,
-) -> Answer:
-    answer = login.type(*RUN, *options)
-    assert answer.status == 0, answer.errors
-    login.cluster.wait_for(answer.job, "RUNNING")
-    stop(answer)
-    job = login.ended(answer)
-    run = answer.run_dir
+) -> CommandResult:
+    submission = login.run(*RUN, *options)
+    assert submission.status == 0, submission.errors
+    login.cluster.wait_for(submission.job, "RUNNING")
+    stop(submission)
+    job = login.wait_for_end(submission)
+    run = submission.run_dir
     assert int(job["Restarts"]) >= 1, log_of(run)
     assert (run / "logs" / "attempt_1").is_dir()
     assert result_of(run)["status"] == "ok"
     assert steps_of(run) == undisturbed
-    return answer
+    return submission
 
 
-def test_asked_to_save_by_a_person(login: Login, undisturbed: dict[int, float]) -> None:
-    answer = _stop_and_compare(login, undisturbed, _stop(login, by_a_person, in_a_step, random.randrange(2**32)))
-    before = json.loads((answer.run_dir / "logs" / "attempt_0" / "result.json").read_text())
+def test_run_stopped_by_a_user_resumes_with_the_same_losses(login: Login, undisturbed: dict[int, float]) -> None:
+    submission = _stop_and_compare(login, undisturbed, _stop(login, by_a_user, in_a_step, random.randrange(2**32)))
+    before = json.loads((submission.run_dir / "logs" / "attempt_0" / "result.json").read_text())
     assert before["status"] == "preempted" and 0 < before["steps"] < STEPS  # noqa: PT018
-    assert "resumed from" in (answer.run_dir / "logs" / "attempt_1" / "rank_0.log").read_text()
+    assert "resumed from" in (submission.run_dir / "logs" / "attempt_1" / "rank_0.log").read_text()
 
 
-def test_preempted_under_torchrun(login: Login, undisturbed: dict[int, float]) -> None:
-    stop = _stop(login, by_a_job_that_matters_more, in_a_step, random.randrange(2**32))
+def test_run_preempted_under_torchrun_resumes_with_the_same_losses(login: Login, undisturbed: dict[int, float]) -> None:
+    stop = _stop(login, by_a_higher_priority_job, in_a_step, random.randrange(2**32))
     _stop_and_compare(login, undisturbed, stop, TORCHRUN)
 
 
 def reachable_stores(login: Login, node: str) -> list[int]:
-    """The ports of a node on which somebody elsewhere, who scans them all, can list the keys of a store."""
+    """Return the ports of a node on which a port scan from another host can list the keys of a store."""
     pid = login.cluster.processes(node)[0]
     tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
     fields = [line.split() for table in tables for line in table.splitlines()]
@@ -157,58 +157,58 @@ import os; os._exit(0)
     return [int(port) for port in scanned.stdout.split()]
 
 
-def test_scancel_ends_a_run_for_good(login: Login) -> None:
-    """And while it runs, nobody elsewhere reads the store of its ranks."""
-    answer = login.type(*RUN, "training.max_steps=4000")
-    in_a_step(answer.run_dir, random.Random(0))
+def test_scancel_ends_a_run_without_requeue(login: Login) -> None:
+    """While the run is active, the store of its ranks cannot be read from another host."""
+    submission = login.run(*RUN, "training.max_steps=4000")
+    in_a_step(submission.run_dir, random.Random(0))
     assert reachable_stores(login, "n1") == []
-    login.cluster.cancel(answer.job)
-    job = login.ended(answer, "CANCELLED")
+    login.cluster.cancel(submission.job)
+    job = login.wait_for_end(submission, "CANCELLED")
     assert job["Restarts"] == "0"
-    assert result_of(answer.run_dir)["status"] == "cancelled"
-    assert not (answer.run_dir / "requeue").exists()
-    assert any((answer.run_dir / "checkpoints").glob("step_*"))  # nothing is lost: the same command goes on
+    assert result_of(submission.run_dir)["status"] == "cancelled"
+    assert not (submission.run_dir / "requeue").exists()
+    assert any((submission.run_dir / "checkpoints").glob("step_*"))  # nothing is lost: the same command resumes
 
 
-def test_requeues_are_bounded(login: Login) -> None:
-    answer = login.type(*RUN, "cluster.requeue.max=0")
-    in_a_step(answer.run_dir, random.Random(0))
-    by_a_person(login, answer.job)
-    login.ended(answer, "FAILED")
-    assert "submit the same command again" in (answer.run_dir / "logs" / "job.log").read_text()
-    assert result_of(answer.run_dir)["status"] == "preempted"
+def test_number_of_requeues_is_limited(login: Login) -> None:
+    submission = login.run(*RUN, "cluster.requeue.max=0")
+    in_a_step(submission.run_dir, random.Random(0))
+    by_a_user(login, submission.job)
+    login.wait_for_end(submission, "FAILED")
+    assert "submit the same command again" in (submission.run_dir / "logs" / "job.log").read_text()
+    assert result_of(submission.run_dir)["status"] == "preempted"
 
 
 @pytest.mark.skipif(not TORTURE, reason="twenty stops take twenty minutes: make torture")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", range(20))
-def test_stopped_whenever_and_by_whatever(
+def test_run_stopped_at_any_moment_resumes_with_the_same_losses(
     login: Login, undisturbed: dict[int, float], undisturbed_for_longer: dict[int, float], number: int
 ) -> None:
     options = [TORCHRUN] if number % 2 else []
     if number % 3 == 2:
-        _stop_and_compare(login, undisturbed_for_longer, lambda answer: None, *TIME_LIMIT, *options)
+        _stop_and_compare(login, undisturbed_for_longer, lambda submission: None, *TIME_LIMIT, *options)
         return
     kind, moment = KINDS[number % 3], MOMENTS[number // 3 % len(MOMENTS)]
     _stop_and_compare(login, undisturbed, _stop(login, kind, moment, number), *options)
 
 
-def test_a_job_without_progress_ends(login: Login) -> None:
-    """A run that is stopped after a step and saves nothing: three attempts, and the limit is named."""
+def test_job_without_progress_ends_after_three_attempts(login: Login) -> None:
+    """A run that is preempted after a step without a save: three attempts, then an error with the limit."""
     recipe = login.write_recipe(
         """
         (HERE / "logs" / "first_step").touch()
         (HERE / "result.json").write_text(json.dumps({"status": "preempted"}))
         """
     )
-    answer = login.type("cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK, recipe=recipe)
-    job = login.ended(answer, "FAILED")
+    submission = login.run("cluster=slurm_1node", "cluster.procs_per_node=1", *CPU, *QUICK, recipe=recipe)
+    job = login.wait_for_end(submission, "FAILED")
     assert job["Restarts"] == "2"
-    assert "(cluster.requeue.without_progress=3): save more often" in log_of(answer.run_dir)
+    assert "(cluster.requeue.without_progress=3): save more often" in log_of(submission.run_dir)
 
 
-def test_a_cancelled_run_whose_end_is_never_recorded(login: Login) -> None:
-    """On a busy machine the batch script is killed (KillWait) before it can conclude: here it cannot even begin to."""
+def test_cancelled_run_is_recorded_even_if_the_batch_script_hangs(login: Login) -> None:
+    """On a busy machine the batch script may be killed (KillWait) before its last command; here that command hangs."""
     slow = login.folder / "python"
     slow.write_text(f'#!/bin/sh\ncase "$*" in *conclude*) sleep 300;; esac\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
@@ -225,10 +225,10 @@ def test_a_cancelled_run_whose_end_is_never_recorded(login: Login) -> None:
         """
     )
     one = ("cluster=slurm_1node", "cluster.procs_per_node=1", f"cluster.python={slow}", "cluster.health_check=false")
-    answer = login.type(*one, *CPU, *QUICK, recipe=recipe)
-    until((answer.run_dir / "logs" / "listening").exists, lambda: log_of(answer.run_dir))
-    login.cluster.cancel(answer.job)
-    login.ended(answer, "CANCELLED")
-    until(lambda: not login.cluster.processes("n1"), lambda: log_of(answer.run_dir))
-    assert result_of(answer.run_dir) == {"status": "cancelled", "steps": 9}
-    assert not (answer.run_dir / "requeue").exists()
+    submission = login.run(*one, *CPU, *QUICK, recipe=recipe)
+    until((submission.run_dir / "logs" / "listening").exists, lambda: log_of(submission.run_dir))
+    login.cluster.cancel(submission.job)
+    login.wait_for_end(submission, "CANCELLED")
+    until(lambda: not login.cluster.processes("n1"), lambda: log_of(submission.run_dir))
+    assert result_of(submission.run_dir) == {"status": "cancelled", "steps": 9}
+    assert not (submission.run_dir / "requeue").exists()

@@ -1,4 +1,4 @@
-"""A sweep over mesh shapes from the login node: submitted at once, one table in the end, and points run again."""
+"""A sweep over mesh shapes from the login node: all points are submitted, reported in one table, and can be retried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.slurm.login import CPU, PROJECT, QUICK, Login
 SHAPES = "parallelism=ddp,fsdp2,tp2,tp3,fsdp2_cp2"
 MAIN = """
     if cfg.parallelism.cp > 1 and not Path("fits").exists():
-        everything = bytearray(2**45)  # beyond any limit of address space
+        everything = bytearray(2**45)  # exceeds any address space
     speed = {"ddp": 100.0, "fsdp2": 300.0}.get(str(cfg.parallelism.strategy), 0.0) / cfg.parallelism.tp
     values = {"status": "ok", "tokens_per_second": speed, "last_loss": 2.5, "first_loss": 5.5, "processes": 2}
     if RANK == 0:
@@ -27,15 +27,15 @@ def report(login: Login, sweep: Path, *options: str) -> subprocess.CompletedProc
     )
 
 
-def test_five_shapes_of_which_one_is_invalid_and_one_does_not_fit(login: Login) -> None:
+def test_sweep_reports_ok_invalid_and_oom_jobs_and_retries_one(login: Login) -> None:
     recipe = login.write_recipe(MAIN)
-    answer = login.type(
+    submission = login.run(
         *("-m", SHAPES, "cluster=slurm_1node", "cluster.procs_per_node=2", *CPU, *QUICK, "run.dir=sweep"),
         recipe=recipe,
     )
-    assert answer.status == 1, answer.errors  # tp3 could not be submitted
+    assert submission.status == 1, submission.errors  # tp3 could not be submitted
     sweep = login.folder / "sweep"
-    until(lambda: " submitted" not in (said := report(login, sweep).stdout) and " running" not in said, str)
+    until(lambda: " submitted" not in (table := report(login, sweep).stdout) and " running" not in table, str)
     done = report(login, sweep)
     assert done.returncode == 1
     states = _states(sweep)
@@ -47,14 +47,14 @@ def test_five_shapes_of_which_one_is_invalid_and_one_does_not_fit(login: Login) 
         "4_fsdp2_cp2": "oom",
     }, done.stdout
     (login.folder / "fits").touch()
-    again = report(login, sweep, "--retry", "oom")
-    assert "4_fsdp2_cp2" in again.stdout, again.stderr
+    retried = report(login, sweep, "--retry", "oom")
+    assert "4_fsdp2_cp2" in retried.stdout, retried.stderr
     until(lambda: _states(sweep, report(login, sweep).stdout)["4_fsdp2_cp2"] == "ok", str)
     assert _states(sweep)["3_tp3"] == "invalid"
 
 
 def _states(sweep: Path, _: str = "") -> dict[str, str]:
-    """The status of every run in report.csv."""
+    """Return the status of every run in report.csv."""
     lines = (sweep / "report.csv").read_text().splitlines()
     names = lines[0].split(",")
     rows = [dict(zip(names, line.split(","), strict=False)) for line in lines[1:]]
