@@ -74,7 +74,7 @@ def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             made[name] = 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if name.endswith("lora_magnitude_vector"):
                 layer: Any = model.get_submodule(name.rpartition(".")[0])
-                weight = layer.whole(layer.weight.detach(), layer.lora_A.shape[1], torch.float64)
+                weight = layer.dequantized(layer.weight.detach(), layer.lora_A.shape[1], torch.float64)
                 made[name] = weight.double().norm(dim=1) * (1 + made[name])
     return made
 

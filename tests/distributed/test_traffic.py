@@ -286,6 +286,6 @@ def test_reporter_prints_a_table_of_traffic(tmp_path: Path, capsys: pytest.Captu
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "all_reduce" in line]
     assert line.split() == ["tp", "activations", "inside", "layers", "all_reduce", "1,234", "1.500"]
     Reporter(LoggingConfig(), str(tmp_path), enabled=True).traffic([])
-    assert "no collective" in capsys.readouterr().out
+    assert "collectives of one optimizer step: none" in capsys.readouterr().out
     Reporter(LoggingConfig(), str(tmp_path), enabled=False).traffic(rows)
     assert capsys.readouterr().out == ""
