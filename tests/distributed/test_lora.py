@@ -137,7 +137,7 @@ def shared_heads_are_not_summed() -> None:
 
 def lengths_are_of_parts() -> None:
     """A row-wise layer takes the length of this rank's part of a row for that of the row."""
-    adapters._InputsShard.norms = lambda self, norms: norms
+    adapters._InputShard.norms = lambda self, norms: norms
 
 
 BUGS: list[tuple[Callable[[], None], Adapted, str]] = [
