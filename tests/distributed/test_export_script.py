@@ -81,10 +81,10 @@ def save(cfg: FinetuneConfig, parallelism: dict[str, Any] | None, step: int = 3)
     optimizer.step()
     checkpoint.save_checkpoint(cfg.run.dir, step, model, optimizer, {"state": STATE}, CheckpointConfig(keep=5))
     models.export_model(model, models.load_tokenizer(cfg.model), Path(cfg.run.dir) / "export", shard_bytes=SHARD)
-    whole = {
+    full_tensors = {
         name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
     }
-    return {name: value.clone() for name, value in whole.items()}
+    return {name: value.clone() for name, value in full_tensors.items()}
 
 
 def export(*arguments: object) -> int:
