@@ -1,4 +1,4 @@
-"""Models with adapters: ours on a mesh, and the peft library's in one process, with the same values."""
+"""Models with adapters: ours on a mesh and the peft library's in one process, with the same parameter values."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.harness import run_ranks
 LORA = PeftConfig(method="lora", rank=6, alpha=9.0)
 DORA = replace(LORA, dora=True)
 ATTENTION = replace(LORA, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
-"""For mixtures of experts, where peft takes the router for a linear layer."""
+"""For mixtures of experts: all-linear would include the router, which peft treats as a linear layer."""
 RSLORA = replace(LORA, rslora=True, rank=5)
 QLORA = replace(LORA, method="qlora")
 QDORA = replace(DORA, method="qlora")
 WIDE = {"hidden_size": 128, "intermediate_size": 256}
-"""Of a model whose packed weights two tp ranks can share."""
+"""Model sizes for which two tp ranks can shard the quantized weights."""
 NF4 = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ])  # fmt: skip
-"""As published: the paper's appendix E, and bitsandbytes."""
+"""The NF4 levels as published in appendix E of the QLoRA paper and in bitsandbytes."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Adapted:
     dtype: torch.dtype = torch.float64
     peft: PeftConfig = field(default_factory=lambda: LORA)
     layout: dict[str, Any] = field(default_factory=dict)
-    """Further keys of the section parallelism."""
+    """Further settings of the section parallelism."""
     layers: int = 2
     config: dict[str, Any] = field(default_factory=dict)
     """Further values of the model's config."""
@@ -59,78 +59,78 @@ class Adapted:
         single = ParallelismConfig(strategy=Strategy.single, dp_shard=1)
         layout = single if self.mesh == "single" else layout_of(self.mesh, ParallelismConfig(**self.layout))
         assert layout is not None
-        made = grid.cell(self.model, world, layout, layers=self.layers)
+        created = grid.cell(self.model, world, layout, layers=self.layers)
         if self.mesh == "single":
-            made = replace(made, name="single")
-        return replace(made, name=f"{made.name} {self.peft}")
+            created = replace(created, name="single")
+        return replace(created, name=f"{created.name} {self.peft}")
 
 
-def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Values for every adapter of our model: B is not zero, for A would have no gradient."""
+def adapter_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Values for every adapter parameter of our model. B is not zero, since A would have no gradient then."""
     generator = torch.Generator().manual_seed(11)
-    made = {}
+    created = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            made[name] = 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            created[name] = 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if name.endswith("lora_magnitude_vector"):
                 layer: Any = model.get_submodule(name.rpartition(".")[0])
                 weight = layer.dequantized(layer.weight.detach(), layer.lora_A.shape[1], torch.float64)
-                made[name] = weight.double().norm(dim=1) * (1 + made[name])
-    return made
+                created[name] = weight.double().norm(dim=1) * (1 + created[name])
+    return created
 
 
 def build(case: Adapted) -> torch.nn.Module:
     model = build_tiny(case.model, case.dtype, {**grid.values_of(case.model, case.layers), **case.config})
     for module in model.modules():
         if isinstance(module, Conv1D):
-            vars(module).pop("forward", None)  # float64 as it is: nothing in it casts
+            vars(module).pop("forward", None)  # its own forward is exact in float64: it casts nothing
     return model
 
 
 def ours(case: Adapted) -> torch.nn.Module:
-    """Our adapted model on the CPU, whole."""
+    """Build our model with adapters in one process."""
     model = build(case)
     models.add_adapters(model, case.peft)
     with torch.no_grad():
-        for name, value in values(model).items():
+        for name, value in adapter_values(model).items():
             model.get_parameter(name).copy_(value)
     return model
 
 
 def rounded_to_nf4(matrix: torch.Tensor) -> torch.Tensor:
-    """What remains of (out, in) in NF4, block by block: its largest magnitude in float16 x the nearest level."""
-    kept = matrix.detach().float().clone()
-    for row in kept:
-        for block in row.split(64):  # of a row
+    """Quantize (out, in) to NF4 and dequantize: per block, the absolute maximum in float16 times the nearest level."""
+    rounded = matrix.detach().float().clone()
+    for row in rounded:
+        for block in row.split(64):
             scale = block.abs().max().half().float()
             nearest = (block[:, None] / scale - NF4).abs().argmin(dim=1) if scale else torch.full_like(block, 7).int()
             block.copy_(scale * NF4[nearest])
-    return kept.to(matrix.dtype)
+    return rounded.to(matrix.dtype)
 
 
-def lora_config(cfg: PeftConfig, **more: Any) -> peft.LoraConfig:
-    """The same settings in the peft library's own words."""
+def lora_config(cfg: PeftConfig, **extra: Any) -> peft.LoraConfig:
+    """The same settings as a config of the peft library."""
     targets = "all-linear" if cfg.targets == ["all-linear"] else cfg.targets
     return peft.LoraConfig(
         r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=targets, use_rslora=cfg.rslora,
-        use_dora=cfg.dora, **more,
+        use_dora=cfg.dora, **extra,
     )  # fmt: skip
 
 
 def theirs(case: Adapted) -> torch.nn.Module:
-    """The model with the peft library's modules, and the same values."""
+    """Build the model with the peft library's adapters and the same parameter values."""
     model = build(case)
     if case.peft.quantizes:
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
                 module.weight.data = rounded_to_nf4(module.weight)
     peft.inject_adapter_in_model(lora_config(case.peft), model)
-    given = values(ours(case))
+    remaining = adapter_values(ours(case))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(given.pop(our_name(name)))
-    assert not given, f"peft has no {given.keys()}"
+                parameter.copy_(remaining.pop(our_name(name)))
+    assert not remaining, f"peft has no {remaining.keys()}"
     return model
 
 
@@ -148,7 +148,7 @@ def expected_curve(case: Adapted) -> Curve:
 def run_adapted(
     world: int, cases: list[Adapted], timeout: float = 120, sabotage: Callable[[], Any] | None = None
 ) -> list[grid.Finding]:
-    """Run cases in one world, one after the other, each against the peft library in one process."""
+    """Run the cases one after the other on the same ranks, and compare each with the peft library in one process."""
     built = {case.key: (ours(case), expected_curve(case)) for case in cases}
 
     def on_rank(rank: int) -> list[grid.Finding]:
@@ -160,5 +160,5 @@ def run_adapted(
 
 
 def problems_of(findings: list[grid.Finding]) -> str:
-    refused = [f"{each.model} on {each.mesh} was refused: {text}" for each in findings for text in each.refused]
+    refused = [f"{each.model} on {each.mesh} was rejected: {text}" for each in findings for text in each.refused]
     return "\n".join([*refused, *(text for each in findings for text in each.problems)])

@@ -1,7 +1,7 @@
-"""One check, two implementations: ours must pass it on every rank, the published behaviour must fail it.
+"""Run one check on two implementations: ours must pass it on every rank, the published behavior must fail it.
 
-A check that both pass would prove nothing. `symptom` is what the failing ranks must show, so that a slip in
-the re-creation does not count as the published weakness.
+A check that both pass would prove nothing. The failing ranks must report `symptom`, so that an unrelated bug in the
+re-creation of the published code does not count as its weakness.
 """
 
 from __future__ import annotations
@@ -34,48 +34,49 @@ def contrast(
     init: bool = True,
     published_timeout: float = 10.0,
 ) -> None:
-    """Run `check(rank, implementation)` on real ranks for one of the two sides.
+    """Run `check(rank, implementation)` on real ranks for one of the two implementations.
 
     Args:
-        symptom: pattern that the reports of the published side's ranks must contain.
-        published_timeout: seconds after which a hanging published side is ended ("still running").
+        side: the implementation, one of SIDES.
+        symptom: pattern that the reports of the published implementation's ranks must contain.
+        published_timeout: seconds after which a hanging published implementation is killed ("still running").
     """
     if side == "ours":
         run_ranks(world_size, check, ours, env=env, init=init)
         return
     outcomes = start_ranks(world_size, check, published, env=env, init=init, timeout=published_timeout)
     report = "\n".join(map(str, outcomes))
-    assert not all(outcome.ok for outcome in outcomes), "the published behaviour passes: the check proves nothing"
-    assert re.search(symptom, report), f"the published side fails in another way:\n{report}"
+    assert not all(outcome.ok for outcome in outcomes), "the published behavior passes: the check proves nothing"
+    assert re.search(symptom, report), f"the published behavior fails in another way:\n{report}"
 
 
 def tell(news: str) -> None:
-    """Let other ranks go on that `hear` this."""
+    """Release the ranks that wait for this event in `hear`."""
     dist.distributed_c10d._get_default_store().set(f"news/{news}", "")
 
 
 def hear(news: str, seconds: float = 30) -> None:
-    """Wait until some rank has told this: what orders ranks in time without a sleep that might be too short."""
+    """Wait until a rank calls `tell` with this event: orders ranks in time without sleeps that may be too short."""
     dist.distributed_c10d._get_default_store().wait([f"news/{news}"], timedelta(seconds=seconds))
 
 
 def nodes_of_two(rank: int) -> dict[str, str | None]:
-    """Ranks of emulated nodes of two: what torchrun would tell them."""
+    """Environment that torchrun would set on emulated nodes of two ranks."""
     return {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
 
 
 def without(*names: str) -> RankEnvironment:
-    """Ranks that lack these variables."""
+    """Rank environment without these variables."""
     return lambda rank: dict.fromkeys(names)
 
 
 def alone(**variables: str) -> RankEnvironment:
-    """A process that nobody told a rank, with these variables."""
+    """Environment of a process without launcher variables, plus these variables."""
     return lambda rank: {**dict.fromkeys(LAUNCHER_NAMES), **variables}
 
 
 def srun(rank: int, **more: str | None) -> dict[str, str | None]:
-    """What srun gives to the tasks of a step of two on one node, without anything of torchrun."""
+    """Environment that srun sets for a step of two tasks on one node, without the variables of torchrun."""
     slurm = {
         "SLURM_JOB_ID": str(40000 + os.getppid()),  # one job per pytest
         "SLURM_STEP_ID": "0",

@@ -1,5 +1,5 @@
-"""Disks that are full, failing or read-only, by the kernel's own hand: a tmpfs of fixed size, ext4 on a thin device,
-system calls that return an error. All but the last need root; a test says so and is skipped."""
+"""Full, failing and read-only disks made with kernel features: a tmpfs of fixed size, ext4 on a thin device, system
+calls that return an error. All but the last need root; without it the test is skipped with that reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SYSTEM_CALLS = {"write": 1, "fsync": 74, "rename": 82, "mkdir": 83, "open": 257
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
-_LARGE = 600  # bytes from which a write is taken for one to a file: pipes and sockets carry less here
+_LARGE = 600  # a write of at least this many bytes is assumed to go to a file; pipes and sockets write less here
 
 
 class Disk:
@@ -32,29 +32,29 @@ class Disk:
         self._filler = folder / ".filler"
 
     def free(self) -> int:
-        """Bytes that are free."""
+        """Return the number of free bytes."""
         return shutil.disk_usage(self.folder).free
 
     def fill(self, leave: int = 0) -> None:
-        """Leave so many bytes free, in whole pages."""
+        """Fill the disk up to `leave` free bytes, in full pages."""
         self.empty()
         with self._filler.open("wb") as filler:
             if self.free() > leave:
                 os.posix_fallocate(filler.fileno(), 0, self.free() - leave)
 
     def empty(self) -> None:
-        """Take away what filled it."""
+        """Remove the file that fills the disk."""
         self._filler.unlink(missing_ok=True)
 
     def remount(self, options: str) -> bool:
-        """`ro`, `rw` or `size=...`; False while a file is open for writing."""
+        """Remount with `ro`, `rw` or `size=...`; return False on failure (`ro` while a file is open for writing)."""
         done = subprocess.run(["mount", "-o", f"remount,{options}", self.folder], check=False, capture_output=True)
         return done.returncode == 0
 
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Disk]:
-    """Mount a tmpfs of this size on `folder`."""
+    """Mount a tmpfs of `size` on `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     _mount(["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(folder)])
     try:
@@ -64,10 +64,12 @@ def small_disk(folder: Path, size: str) -> Iterator[Disk]:
 
 
 @contextmanager
-def thin_disk(folder: Path, behind: str) -> Iterator[Disk]:
-    """Mount an ext4 that promises 16 MiB on `folder`. Once the disk behind it, which is returned, is full, writes
-    succeed and fsync fails."""
-    with small_disk(folder.with_name(f"{folder.name}.backing"), behind) as backing:
+def thin_disk(folder: Path, backing_size: str) -> Iterator[Disk]:
+    """Mount an ext4 file system of nominally 16 MiB on `folder`; yield the smaller disk that backs it.
+
+    Once the backing disk is full, writes succeed and fsync fails.
+    """
+    with small_disk(folder.with_name(f"{folder.name}.backing"), backing_size) as backing:
         image = backing.folder / "image"
         with image.open("wb") as file:
             file.truncate(16 * 2**20)
@@ -84,21 +86,21 @@ def thin_disk(folder: Path, behind: str) -> Iterator[Disk]:
 
 def _mount(command: list[str]) -> None:
     if os.geteuid():
-        pytest.skip("needs root, to mount a disk of its own")
+        pytest.skip("needs root to mount a disk")
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"cannot mount here: {done.stderr.strip()}")
 
 
 def fail_from_now_on(call: str) -> None:
-    """Have the kernel answer a system call of this process with EIO, for the rest of its life.
+    """Install a seccomp filter that makes a system call return EIO for the rest of this process.
 
-    write: of more than 600 bytes. open: for writing. The others: each.
+    write: only of 600 bytes or more. open: only for writing. The others: always.
     """
     if platform.machine() != "x86_64":
         pytest.skip("the numbers of system calls here are those of x86-64")
     number = struct.pack("HBBI", _LOAD, 0, 0, 0)
-    argument = struct.pack("HBBI", _LOAD, 0, 0, 16 + 8 * 2)  # the lower half of the third
+    argument = struct.pack("HBBI", _LOAD, 0, 0, 16 + 8 * 2)  # lower 32 bits of the third argument
     matches = struct.pack("HBBI", _EQUAL, 0, 3, _SYSTEM_CALLS[call])
     condition = {
         "write": struct.pack("HBBI", _AT_LEAST, 0, 1, _LARGE),

@@ -1,9 +1,9 @@
-"""Whole runs of recipes/finetune.py, launcher and ranks, without the seconds that each start of Python costs.
+"""Complete runs of recipes/finetune.py, launcher and ranks, without the start-up time of Python.
 
-Everything is what a person's command does: the launcher composes, makes the run directory, starts ranks, watches them;
-the ranks train and save. Only where the launcher would start `python recipes/finetune.py`, the process is forked, with
-the environment, the descriptors and the output that the new one would have. So a run of two ranks takes a second or
-two, and a test can afford to kill hundreds.
+The runs do everything that the command does: the launcher composes the config, creates the run directory, starts and
+watches the ranks; the ranks train and save. But where the launcher would start `python recipes/finetune.py`, the
+process is forked, with the environment, file descriptors and output of the new process. A run of two ranks therefore
+takes a second or two, and a test can kill hundreds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401  (once, here, and in every fork)
+import transformers.models.llama.modeling_llama  # noqa: F401  (imported once, for all forks)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import components.launch.local
@@ -36,7 +36,7 @@ RECIPE = Path(finetune.__file__)
 
 
 class ForkedPopen:
-    """What the launcher needs of subprocess.Popen, for a rank that is forked."""
+    """The subset of subprocess.Popen that the launcher uses, for a forked rank."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class ForkedPopen:
         if self.pid:
             return
         try:
-            self._be_rank(arguments, env, (stdout, stderr), {0, 1, 2, *pass_fds})
-        finally:  # never back into the code of the parent
+            self._run_rank(arguments, env, (stdout, stderr), {0, 1, 2, *pass_fds})
+        finally:  # never return into the code of the parent
             os._exit(1)
 
-    def _be_rank(
+    def _run_rank(
         self,
         arguments: list[str],
         env: dict[str, str],
@@ -83,14 +83,14 @@ class ForkedPopen:
         return self.wait(os.WNOHANG)
 
     def wait(self, options: int = 0) -> int | None:
-        """Wait for the end."""
+        """Wait for the process to end and return its exit status."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, options)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal."""
+        """Send a signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -116,7 +116,12 @@ def run_main(name: str) -> int:
 
 
 def _elastic_rank() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # a new process has not the agent's
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+    ):  # a new process does not inherit the agent's handlers
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     status = run_main(f"rank{os.environ['RANK']}")
     if status:
@@ -124,7 +129,7 @@ def _elastic_rank() -> None:
 
 
 def _torchrun() -> None:
-    """What `torchrun --nproc-per-node 2 recipes/finetune.py` does: TorchElastic's agent, here, and its ranks."""
+    """Run `torchrun --nproc-per-node 2 recipes/finetune.py`: TorchElastic's agent in this process, and its ranks."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -149,7 +154,7 @@ class Attempt:
     status: int | None = None
 
     def ranks(self) -> dict[str, int]:
-        """The ranks that there are now: rank0, rank1 -> process id."""
+        """Return the process ids of the running ranks by name (rank0, rank1)."""
         found = {}
         for child in _children(self.pid):
             name = _comm(child)
@@ -165,25 +170,25 @@ class Attempt:
         return self.status
 
     def wait(self, seconds: float) -> int:
-        """Wait for the end, and tell how long it may take."""
+        """Wait for the end, at most `seconds`, and return the exit status."""
         until(lambda: self.poll() is not None, seconds, self.said)
         assert self.status is not None
         return self.status
 
-    def kill(self, who: str) -> list[int]:
-        """Send SIGKILL to launcher (or agent), all ranks or one; who is not there yet is stood for by the launcher.
+    def kill(self, target: str) -> list[int]:
+        """Send SIGKILL to the launcher (or agent), all ranks or one rank; to the launcher if the rank has not started.
 
-        Returns the ranks there were.
+        Returns the process ids of the ranks that were running.
         """
         ranks = self.ranks()
-        victims = list(ranks.values()) if who == "all" else [ranks[who]] if who in ranks else []
+        victims = list(ranks.values()) if target == "all" else [ranks[target]] if target in ranks else []
         for victim in victims or [self.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
         return list(ranks.values())
 
     def said(self) -> str:
-        """The output of launcher and rank 0."""
+        """Return the output of the launcher and rank 0."""
         return self.log.read_text(errors="replace")
 
 
@@ -192,13 +197,13 @@ class Command:
     """`python recipes/finetune.py ARGUMENTS run.dir=RUN_DIR`, or the same under torchrun."""
 
     folder: Path
-    """Where its output goes, a file for each start."""
+    """Folder for the output, one file per start."""
     run_dir: Path
     arguments: list[str]
     elastic: bool = False
 
     def start(self, environment: dict[str, str] | None = None) -> Attempt:
-        """Start it, in a process group of its own."""
+        """Start the command in a new process group."""
         number = len(list(self.folder.glob(f"{self.run_dir.name}.*.log")))
         log = self.folder / f"{self.run_dir.name}.{number}.log"
         log.touch()
@@ -206,13 +211,13 @@ class Command:
         if pid:
             return Attempt(pid, log)
         try:
-            self._be_launcher(log, environment or {})
+            self._run_launcher(log, environment or {})
         except BaseException:
             traceback.print_exc()
-        finally:  # never back into the test
+        finally:  # never return into the test
             os._exit(1)
 
-    def _be_launcher(self, log: Path, environment: dict[str, str]) -> None:
+    def _run_launcher(self, log: Path, environment: dict[str, str]) -> None:
         os.setpgid(0, 0)
         with log.open("wb") as output:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -240,16 +245,16 @@ class _Forking:
     DEVNULL = -3
 
 
-def until(condition: Callable[[], bool], seconds: float, told: Callable[[], str] = str) -> None:
-    """Wait for a condition; fail with what `told` says when it takes too long."""
+def until(condition: Callable[[], bool], seconds: float, output: Callable[[], str] = str) -> None:
+    """Wait for a condition; after `seconds` fail with `output()` in the message."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{told()}"
+        assert time.monotonic() < deadline, f"condition not met after {seconds} s\n{output()}"
         time.sleep(0.005)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -257,7 +262,7 @@ def alive(pid: int) -> bool:
 
 
 def stopped(pid: int) -> bool:
-    """Whether a process stands still because of SIGSTOP."""
+    """Return whether a process is stopped by SIGSTOP."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
@@ -265,7 +270,7 @@ def stopped(pid: int) -> bool:
 
 
 def steps_logged(run_dir: Path) -> int:
-    """The last optimizer step in metrics.jsonl."""
+    """Return the last optimizer step in metrics.jsonl."""
     file = run_dir / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     written: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
@@ -273,7 +278,7 @@ def steps_logged(run_dir: Path) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have."""
+    """Return the process ids of all descendants of a process."""
     return [each for child in _children(pid) for each in (child, *descendants(child))]
 
 
@@ -291,10 +296,10 @@ def _comm(pid: int) -> str:
         return ""
 
 
-def _close_all_but(kept: set[int]) -> None:
-    """Let go of what the parent had open; its numbers stay taken, because its objects may still use them."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+def _close_all_but(keep: set[int]) -> None:
+    """Close inherited descriptors by pointing them at /dev/null: inherited objects may still use their numbers."""
+    devnull = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in {*kept, nothing}:
+        if int(name) not in {*keep, devnull}:
             with contextlib.suppress(OSError):
-                os.dup2(nothing, int(name), inheritable=False)
+                os.dup2(devnull, int(name), inheritable=False)

@@ -1,7 +1,7 @@
-"""The grid: tiny models on every mesh, each against one process. Its cases, its check, and the record of a run.
+"""The parity grid: tiny models on every mesh, each compared with one process. Defines the cells and how to run them.
 
-Every model has an uneven number of layers per stage where it can, and two layers without a pipeline. Heads are chosen
-so that over all models tp and cp meet heads that they divide, that they must share, and that they cannot divide.
+Models have an uneven number of layers per pipeline stage where possible, and two layers without a pipeline. Head
+counts are chosen so that over all models tp and cp divide the heads, share them, or cannot divide them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from components.parity.shapes import MeshPlan, all_layouts, name_of, plan_mesh
 from tests.distributed.parity import EXPERTS, SMALL, Case, build, reference, run_case
 from tests.harness import run_ranks
 
-GLOBAL_BATCH, LONGEST = 16, 24
+GLOBAL_BATCH, MAX_LENGTH = 16, 24
 GPT2_PLAN = "tests.distributed.test_parity:gpt2_plan"
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -47,9 +47,9 @@ MODELS: dict[str, dict[str, Any]] = {
                   "num_attention_heads": 8, "norm_topk_prob": True},
 }  # fmt: skip
 IDLE_EXPERTS = 2
-"""So many experts of the first layer of qwen3_moe are chosen by no token: on ep 8 a rank without any."""
+"""Number of experts in the first layer of qwen3_moe that no token is routed to; with ep=8, all experts of one rank."""
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
-ROUTER_AUX = 0.1  # large, so that the token loss does not drown it
+ROUTER_AUX = 0.1  # large, so that errors in it are visible beside the token loss
 STEPS = {torch.float64: 1, torch.float32: 5}
 
 
@@ -70,7 +70,7 @@ class Cell:
 
 @dataclass
 class Finding:
-    """What a cell showed: the worst relative differences over all ranks, and what else is wrong with it."""
+    """Result of a cell: the worst relative differences over all ranks, and other problems."""
 
     world: int
     model: str
@@ -85,19 +85,19 @@ class Finding:
 
     @property
     def problems(self) -> list[str]:
-        where = f"{self.model} on {self.mesh} of {self.world} in {self.dtype}"
+        location = f"{self.model} on {self.mesh} of {self.world} in {self.dtype}"
         bound = BOUNDS[getattr(torch, self.dtype)]
         measured = {"loss": self.loss, "norm": self.norm, f"gradient of {self.worst_gradient}": self.gradient}
-        off = [f"{what} is off by {value:.1e}" for what, value in measured.items() if not value <= bound]
-        return [f"{where}: {text}" for text in [*off, *self.wrong]]
+        exceeded = [f"{figure} is off by {value:.1e}" for figure, value in measured.items() if not value <= bound]
+        return [f"{location}: {text}" for text in [*exceeded, *self.wrong]]
 
 
 def samples_of_step(step: int) -> list[Sample]:
-    """GLOBAL_BATCH samples of unequal lengths and unequal numbers of target tokens."""
+    """GLOBAL_BATCH samples of different lengths and different numbers of target tokens."""
     generator = torch.Generator().manual_seed(2000 + step)
     samples = []
     for _ in range(GLOBAL_BATCH):
-        length = int(torch.randint(4, LONGEST + 1, (), generator=generator))
+        length = int(torch.randint(4, MAX_LENGTH + 1, (), generator=generator))
         tokens = torch.randint(3, 97, (length,), generator=generator)
         labels = tokens.clone()
         labels[: int(torch.randint(1, length - 1, (), generator=generator))] = -100
@@ -106,7 +106,7 @@ def samples_of_step(step: int) -> list[Sample]:
 
 
 def values_of(model: str, layers: int) -> dict[str, Any]:
-    """The config of a model with this many layers."""
+    """Config values of a model with this many layers."""
     values = {**MODELS[model], "n_layer" if model == "gpt2" else "num_hidden_layers": layers}
     if model == "gemma3":
         values["layer_types"] = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
@@ -118,18 +118,18 @@ def build_model(model: str, layers: int, dtype: torch.dtype) -> torch.nn.Module:
     if model == "qwen3_moe":
         router = built.model.layers[0].mlp.gate.weight.data  # (experts, hidden)
         router.mul_(20)
-        router[:IDLE_EXPERTS] = 0  # their scores are never among the largest
+        router[:IDLE_EXPERTS] = 0  # their logits are never among the largest
     return built
 
 
 def cells(world: int, model: str, recompute: Sequence[ActivationCheckpointing] | None = None) -> list[Cell]:
-    """Every mesh of `world` processes for a model, legal or refused, with each of the policies of recomputation."""
+    """All meshes of `world` ranks for a model, valid or rejected, with each of the recompute policies."""
     base = ParallelismConfig(tp_plan=GPT2_PLAN if model == "gpt2" else None)
     return [cell(model, world, layout) for layout in all_layouts(world, base, recompute)]
 
 
 def cell(model: str, world: int, layout: ParallelismConfig, layers: int | None = None) -> Cell:
-    """A model on a mesh; `layers` None: an uneven number per stage where that can be."""
+    """One model on one mesh; by default an uneven number of layers per stage where possible."""
     mesh = layout.resolve(world)
     stages = len(layout.stage_places(mesh.pp))
     layers = layers or (stages + 1 if 1 < stages < 8 else max(2, stages))
@@ -148,14 +148,14 @@ def cell(model: str, world: int, layout: ParallelismConfig, layers: int | None =
 
 
 def run_cells(
-    world: int, work: list[tuple[Cell, torch.dtype]], timeout: float, sabotage: Callable[[], Any] | None = None
+    world: int, planned: list[tuple[Cell, torch.dtype]], timeout: float, sabotage: Callable[[], Any] | None = None
 ) -> list[Finding]:
-    """Run cells in one world, one after the other, and return what each showed.
+    """Run cells one after the other on the same ranks, and return one finding for each.
 
     Args:
-        sabotage: Called on every rank before the first cell: a bug is planted.
+        sabotage: Called on every rank before the first cell, to plant a bug.
     """
-    needed = {(cell.model, cell.layers, dtype) for cell, dtype in work if not cell.refused}
+    needed = {(cell.model, cell.layers, dtype) for cell, dtype in planned if not cell.refused}
     models = {key: build_model(*key) for key in needed}
     expected = {key: expected_curve(*key) for key in needed}
 
@@ -163,32 +163,32 @@ def run_cells(
         warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDP.* returned a view")
         if sabotage is not None:
             sabotage()
-        found = []
-        for cell, dtype in work:
+        findings = []
+        for cell, dtype in planned:
             key = (cell.model, cell.layers, dtype)
-            found.append(run_cell(world, cell, dtype, models.get(key), expected.get(key)))
-        return found
+            findings.append(run_cell(world, cell, dtype, models.get(key), expected.get(key)))
+        return findings
 
     return [merge(each) for each in zip(*run_ranks(world, on_rank, timeout=timeout), strict=True)]
 
 
 def expected_curve(model: str, layers: int, dtype: torch.dtype) -> Curve:
-    """One process in float64, for meshes in float32 too: a process in float32 rounds as much as they do.
+    """Curve of one process in float64, also for float32 meshes: a float32 reference would add its own rounding error.
 
-    An 8-layer qwen3_moe in float32 is 1e-5 off after four steps, and as far from itself with another number of threads.
+    An 8-layer qwen3_moe in float32 is off by 1e-5 after four steps, and by as much with another number of threads.
     """
     case = replace(case_of(model, torch.float64), steps=STEPS[dtype])
     return reference(case, build_model(model, layers, torch.float64))
 
 
 def case_of(model: str, dtype: torch.dtype) -> Case:
-    """What a model does, whatever the mesh."""
+    """The part of a case that does not depend on the mesh."""
     router_aux = ROUTER_AUX if "num_experts_per_tok" in MODELS[model] else 0.0
     return Case(model, {}, steps=STEPS[dtype], dtype=dtype, samples=samples_of_step, router_aux=router_aux)
 
 
 def run_cell(world: int, cell: Cell, dtype: torch.dtype, model: Any, expected: Curve | None) -> Finding:
-    """Run a cell on this rank."""
+    """Run a cell on this rank and compare it with the expected curve."""
     finding = Finding(world, cell.model, cell.name, str(dtype)[6:], refused=list(cell.refused))
     if finding.refused or expected is None:
         return finding
@@ -208,15 +208,15 @@ def run_cell(world: int, cell: Cell, dtype: torch.dtype, model: Any, expected: C
         if not error <= finding.gradient:
             finding.gradient, finding.worst_gradient = error, name
     if dtype == torch.float64:
-        everyone: list[Any] = [None] * world
-        dist.all_gather_object(everyone, set(curve.gradients))
-        if missing := set(expected.gradients) - set().union(*everyone):
+        of_ranks: list[Any] = [None] * world
+        dist.all_gather_object(of_ranks, set(curve.gradients))
+        if missing := set(expected.gradients) - set().union(*of_ranks):
             finding.wrong.append(f"no rank has {sorted(missing)}")
     return finding
 
 
 def merge(of_ranks: Iterable[Finding]) -> Finding:
-    """The worst of what the ranks saw."""
+    """Merge the findings of all ranks: the worst differences and all problems."""
     ranks = list(of_ranks)
     worst = max(ranks, key=lambda finding: finding.gradient)
     return replace(

@@ -1,4 +1,4 @@
-"""Packed rows for the tests, and what plain PyTorch says of their documents, each forwarded alone."""
+"""Packed rows for tests, and their reference in plain PyTorch, where each document is forwarded separately."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MODELS: dict[str, dict[str, Any]] = {
                     "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
                     "first_k_dense_replace": 2},
 }  # fmt: skip
-"""With windows shorter than documents; and one whose positions are learned: rotary ones are relative, and so the same
-wherever a document begins; and one whose values are narrower than its keys, without experts."""
+"""Sliding windows are shorter than documents. GPT-2 has learned position embeddings: rotary ones are relative and would
+not depend on where a document begins. DeepSeek-V3 has narrower values than keys, and here no experts."""
 
 
 class NoPadding:
-    """What a data set takes of a tokenizer."""
+    """The only attribute of a tokenizer that a dataset reads."""
 
     pad_token_id = None
 
@@ -43,7 +43,7 @@ Step = tuple[float, dict[str, torch.Tensor]]
 
 
 def packed(count: int = 24, seed: int = 0) -> data.PackedDataset:
-    """Samples of 3 to 30 tokens, of unequal numbers of targets, in rows of SEQ_LEN."""
+    """Samples of 3 to 30 tokens with different numbers of targets, packed into rows of SEQ_LEN."""
     generator = torch.Generator().manual_seed(seed)
     examples = []
     for _ in range(count):
@@ -62,20 +62,20 @@ def batches_of(rows: data.PackedDataset, rank: int = 0, size: int = 1, micro: in
 
 
 def documents(rows: data.PackedDataset, step: int = 0) -> list[data.Example]:
-    """The samples in the rows of a step."""
+    """Return the samples in the rows of a step."""
     return [each for index in batches_of(rows).global_batch(step) for each in rows[index].examples]
 
 
 def reference(plain: torch.nn.Module, samples: list[data.Example], router_aux: float = 0.0) -> Step:
-    """Loss per target token and gradients, each sample forwarded by itself."""
+    """Loss per target token and gradients, with each sample forwarded separately."""
     model: Any = copy.deepcopy(plain).train()
     total, count = torch.zeros((), dtype=torch.float64), 0
-    asked = {"output_router_logits": True} if router_aux else {}
+    router_arguments = {"output_router_logits": True} if router_aux else {}
     for tokens, labels in samples:
-        output = model(input_ids=torch.tensor([tokens]), use_cache=False, **asked)
+        output = model(input_ids=torch.tensor([tokens]), use_cache=False, **router_arguments)
         logits, targets = at_least_float32(output.logits[0, :-1]), torch.tensor(labels[1:])
         loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-        if asked:
+        if router_arguments:
             loss = loss + router_aux * (targets != -100).sum() * balance_loss(
                 output.router_logits, model.config.num_experts_per_tok
             )
@@ -85,7 +85,7 @@ def reference(plain: torch.nn.Module, samples: list[data.Example], router_aux: f
 
 
 class Catcher(torch.optim.SGD):
-    """Keeps whole gradients, and leaves the weights as they are."""
+    """Optimizer that stores the full gradients and does not change the weights."""
 
     def step(self, closure: Any = None) -> None:
         self.caught = {
@@ -96,7 +96,7 @@ class Catcher(torch.optim.SGD):
 
 
 def one_step(model: Any, called: Any, batches: list[Batch], settings: training.StepSettings) -> Step:
-    """The loss that train_step logs and the whole gradients that the optimizer sees, of this rank's parameters."""
+    """Return the loss of train_step and the full gradients passed to the optimizer, of this rank's parameters."""
     named = dict(model.named_parameters())
     catcher = Catcher(named.values(), lr=0.0)
     loss = training.train_step(training.Prepared(model, settings, called), batches, catcher)["loss"].item()
@@ -104,8 +104,8 @@ def one_step(model: Any, called: Any, batches: list[Batch], settings: training.S
 
 
 def differences(expected: Step, got: Step, rtol: float = 1e-10) -> list[str]:
-    off = abs(got[0] / expected[0] - 1)
-    problems = [] if off < rtol else [f"loss {got[0]!r}, not {expected[0]!r}"]
+    error = abs(got[0] / expected[0] - 1)
+    problems = [] if error < rtol else [f"loss {got[0]!r}, not {expected[0]!r}"]
     dtype = next(iter(expected[1].values())).dtype
     floor = FLOOR[dtype] * float(norm_of(expected[1].values()))
     for name, gradient in got[1].items():

@@ -1,4 +1,4 @@
-"""Tiny models, made-up samples, and one case on a mesh; the curves are those of components/parity."""
+"""Tiny models, generated samples, and one case on a mesh; uses the curves and comparisons of components/parity."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from components.parity import reference as plain
 from components.parity.comparison import relative
 from components.parity.reference import Curve, Sample
 
-__all__ = ["Curve", "Sample", "relative"]  # lent to the tests
+__all__ = ["Curve", "Sample", "relative"]  # re-exported for the tests
 
 CLIP, GLOBAL_BATCH = 1.0, 8
 OPTIMIZER = AdamWConfig(lr=1e-3, weight_decay=0.1, schedule=Schedule.constant)
 SMALL = {
-    "vocab_size": 97,  # divides by nothing
+    "vocab_size": 97,  # a prime, so that every shard is uneven
     "hidden_size": 48,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -63,7 +63,7 @@ MOE_MODELS: dict[str, dict[str, Any]] = {
                   "norm_topk_prob": True},
     "olmoe": {**EXPERTS, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
 }  # fmt: skip
-"""Mixtures of experts: 4, 8 and 6 of them."""
+"""Mixtures of 4, 8 and 6 experts."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Case:
     accumulation: int = 1
     steps: int = 10
     dtype: torch.dtype = torch.float64
-    samples: Callable[[int], list[Sample]] | None = None  # of a step; None: made up
+    samples: Callable[[int], list[Sample]] | None = None  # samples of a step; None: samples_of_step
     router_aux: float = 0.0  # coefficient of the routers' auxiliary loss
     loss: LossMethod = LossMethod.logits
     compile: str = ""  # backend of torch.compile; empty: eager
@@ -91,7 +91,7 @@ class Case:
 
 
 def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -> torch.nn.Module:
-    """A model from scratch, of a name or of other values, its norms and biases moved off their trivial values."""
+    """Build a model from scratch, by name or config values, with norms and biases moved off their trivial values."""
     torch.manual_seed(7)
     values = dict(values or (MODELS | MOE_MODELS)[name])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
@@ -107,7 +107,7 @@ def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -
 
 
 def _float64_router(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The router of Mixtral, Qwen3-MoE and OLMoE in the type of its input, for the same reason."""
+    """The router of Mixtral, Qwen3-MoE and OLMoE in the dtype of its input: the original casts to float32."""
     logits = F.linear(hidden.reshape(-1, self.hidden_dim), self.weight) + getattr(self, "favoured", 0.0)
     scores, chosen = torch.topk(torch.softmax(logits, dim=-1), self.top_k, dim=-1)
     if getattr(self, "norm_topk_prob", True):
@@ -116,7 +116,7 @@ def _float64_router(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def samples_of_step(step: int) -> list[Sample]:
-    """GLOBAL_BATCH samples of unequal lengths and unequal numbers of target tokens."""
+    """GLOBAL_BATCH samples of different lengths and different numbers of target tokens."""
     generator = torch.Generator().manual_seed(1000 + step)
     samples = []
     for index in range(GLOBAL_BATCH):
@@ -128,7 +128,7 @@ def samples_of_step(step: int) -> list[Sample]:
     return samples
 
 
-def course(case: Case) -> plain.Hyperparameters:
+def hyperparameters(case: Case) -> plain.Hyperparameters:
     terms = {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
     return plain.Hyperparameters(OPTIMIZER, case.steps, case.steps, CLIP, router_aux=case.router_aux, **terms)
 
@@ -144,21 +144,23 @@ def recipe_config(case: Case) -> FinetuneConfig:
 
 
 def reference(case: Case, model: torch.nn.Module | None = None) -> Curve:
-    """The curve of one process in plain PyTorch; `model` is used up."""
-    return plain.reference(model or build(case.model, case.dtype), case.samples or samples_of_step, course(case))
+    """Curve of one process in plain PyTorch; `model` is modified."""
+    return plain.reference(
+        model or build(case.model, case.dtype), case.samples or samples_of_step, hyperparameters(case)
+    )
 
 
 def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]:
-    """The curve of this rank on the case's mesh, and the names of parameters whose replicas differ afterwards."""
-    whole = recipe_config(case)
-    config = whole.parallelism
+    """Return this rank's curve on the case's mesh, and the names of parameters whose replicas differ afterwards."""
+    recipe = recipe_config(case)
+    config = recipe.parallelism
     mesh = distributed.build_mesh(config, "cpu")
     model = copy.deepcopy(rank_model).train()
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, config, case.dtype)
-    router_loss = training.attach_router_loss(model, whole.model, mesh)
+    router_loss = training.attach_router_loss(model, recipe.model, mesh)
     loss_head = training.attach_loss_head(
-        model, whole.model.loss, whole.training, whole.parallelism, mesh, layout.stages, torch.device("cpu")
+        model, recipe.model.loss, recipe.training, recipe.parallelism, mesh, layout.stages, torch.device("cpu")
     )
     models.checkpoint_activations(model, config.activation_checkpointing)
     if case.compile:
@@ -173,33 +175,35 @@ def run_case(case: Case, rank_model: torch.nn.Module) -> tuple[Curve, list[str]]
         router_loss=router_loss,
         loss_head=loss_head,
     )  # fmt: skip
-    clipped: dict[str, torch.Tensor] = {}
+    first_gradients: dict[str, torch.Tensor] = {}
 
-    def keep(*_: Any) -> None:
-        if case.dtype == torch.float64 and not clipped:
-            clipped.update(whole_gradients(model))
+    def store_gradients(*_: Any) -> None:
+        if case.dtype == torch.float64 and not first_gradients:
+            first_gradients.update(full_gradients(model))
 
-    optimizer.register_step_pre_hook(keep)
+    optimizer.register_step_pre_hook(store_gradients)
     prepared = training.Prepared(model, settings, called)
-    curve = comparison.train_on_mesh(prepared, optimizer, lambda step: micro_batches(case, mesh, step), course(case))
+    curve = comparison.train_on_mesh(
+        prepared, optimizer, lambda step: micro_batches(case, mesh, step), hyperparameters(case)
+    )
     scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
-    curve.gradients = {name: gradient / scale for name, gradient in clipped.items()}
+    curve.gradients = {name: gradient / scale for name, gradient in first_gradients.items()}
     return curve, comparison.differing_replicas(model)
 
 
-def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The whole gradient of each parameter of this rank; every rank must call it: shards are gathered."""
+def full_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Full gradient of each parameter of this rank; every rank must call it, because shards are gathered."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in gradients.items()}
 
 
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[Batch]:
-    """This rank's part of the global batch, padded on the right to the longest row of each micro-batch."""
+    """This rank's rows of the global batch, padded on the right to the longest row of each micro-batch."""
     samples = (case.samples or samples_of_step)(step)
     per_rank = len(samples) // mesh.size("dp")
-    mine = samples[mesh.rank("dp") * per_rank :][:per_rank]
+    of_rank = samples[mesh.rank("dp") * per_rank :][:per_rank]
     size = per_rank // case.accumulation
-    return [pad(mine[start : start + size], mesh.sequence_multiple) for start in range(0, per_rank, size)]
+    return [pad(of_rank[start : start + size], mesh.sequence_multiple) for start in range(0, per_rank, size)]
 
 
 def pad(samples: list[Sample], multiple: int) -> dict[str, torch.Tensor]:

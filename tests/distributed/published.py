@@ -1,6 +1,6 @@
-"""What the published systems do, in the smallest form that shows it: re-created from descriptions, not copied.
+"""Minimal re-creations of published systems (NeMo AutoModel, OLMo-core, KempnerForge) from descriptions, not copied.
 
-Each function has the name of the one it stands for and keeps its weakness; nothing else of it is here.
+Each function has the name of the original and reproduces only its weakness.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-GLOO_DEFAULT = timedelta(minutes=30)  # what a new group gets when nobody says otherwise; tests shrink it
+GLOO_DEFAULT = timedelta(minutes=30)  # timeout of a new group unless one is passed; tests reduce it
 
 
 # NeMo AutoModel, init_utils
@@ -87,7 +87,7 @@ def _barrier_with_timeout(timeout: timedelta, group: Any = None) -> bool:
 
 class FirstRankPerNode(ContextDecorator):
     def __init__(self, group: Any = None, timeout: timedelta | None = None) -> None:
-        self.timeout = timeout  # stands for a test's call of __enter__(timeout), which `with` cannot make
+        self.timeout = timeout  # replaces the argument of __enter__, which a `with` statement cannot pass
 
     def __enter__(self, timeout: timedelta = timedelta(hours=10)) -> bool:
         self._first = not dist.is_initialized() or dist.get_rank() == 0
@@ -121,9 +121,9 @@ def dp_eval_sample_shard(distributed_config: Any, dp_rank: int, dp_size: int) ->
 
 def init_distributed(backend: str = "nccl", shared_filesytem: bool = True, **kwargs: Any) -> None:
     if os.environ.get("RANK") is None and os.environ.get("WORLD_SIZE") is None:
-        told = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NUM_NODES": 1}
-        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": random.randint(20000, 30000)}
-        for name, value in told.items():
+        defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NUM_NODES": 1}
+        defaults |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": random.randint(20000, 30000)}
+        for name, value in defaults.items():
             os.environ.setdefault(name, str(value))
     if shared_filesytem:
         os.environ.setdefault("OLMO_SHARED_FS", "1")
@@ -247,9 +247,9 @@ def is_rank_zero() -> bool:
 def _detect_ib_interface() -> str | None:
     try:
         shown = subprocess.run(["ip", "-br", "addr"], capture_output=True, text=True, timeout=5, check=False)
-        for words in map(str.split, shown.stdout.splitlines()):
-            if len(words) > 2 and words[0].startswith("ib") and words[1] == "UP":
-                return words[0]
+        for columns in map(str.split, shown.stdout.splitlines()):
+            if len(columns) > 2 and columns[0].startswith("ib") and columns[1] == "UP":
+                return columns[0]
     except Exception:
         pass
     return None
@@ -278,7 +278,7 @@ def _set_seed(seed: int, rank: int, pp_rank: int = 0) -> None:
 
 
 def start_on_own_port() -> None:
-    """The start-up of its init_distributed: host of scontrol unchecked, a port of each rank's own without Slurm."""
+    """Start as init_distributed does: scontrol's host is not checked; without Slurm each rank picks its own port."""
     if "MASTER_ADDR" not in os.environ and "SLURM_JOB_NODELIST" in os.environ:
         command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
         shown = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Minimal re-creations of what the published parallelizer does wrong, written from its description."""
+"""Minimal re-creations of the bugs of the published parallelizer (NeMo AutoModel), written from its description."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 
 def apply_fsdp(module: nn.Module, mesh: DeviceMesh, mp_policy: Any, offload_policy: Any = None) -> None:
-    """Shards the children of a ModuleList whatever they are, knows no ModuleDict, keeps the last of EVERY list."""
+    """Shard every child of a ModuleList, ignore ModuleDict, and keep the last layer of EVERY list unsharded."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             for index, item in enumerate(child):
@@ -41,7 +41,7 @@ def import_classes_from_paths(paths: list[str]) -> list[Any]:
 
 @functools.lru_cache
 def translate(style: str) -> Any:
-    """One shared object per name; transformers 5's names are unknown."""
+    """Return one shared object per style name; the names of transformers 5 are missing."""
     if style == "colwise":
         return ColwiseParallel()
     if style == "rowwise":
@@ -60,16 +60,16 @@ def hf_plan(model: nn.Module) -> dict[str, Any]:
 
 
 def parallelize_tp(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Linear layers only: norms of sharded heads and tied embeddings are left as they fall."""
-    known = ("colwise", "rowwise")
-    plan = {path: translate(style) for path, style in model.tp_plan.items() if style in known}
+    """Shard linear layers only: norms of sharded heads and tied embeddings are not handled."""
+    linear_styles = ("colwise", "rowwise")
+    plan = {path: translate(style) for path, style in model.tp_plan.items() if style in linear_styles}
     plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
     parallelize_module(model, mesh, plan)
 
 
 def fsdp2(model: nn.Module, mesh: DeviceMesh, **_: Any) -> nn.Module:
-    """Reads Llama's attributes first, and casts every block's output to float32."""
+    """Read Llama's attributes before checking the model, and cast every block's output to float32."""
     layers = model.model.layers
     tp = mesh["tensor_parallel"].size() if "tensor_parallel" in mesh.mesh_dim_names else 1
     if model.config.num_key_value_heads % tp or model.config.num_attention_heads % tp:
@@ -82,7 +82,7 @@ def fsdp2(model: nn.Module, mesh: DeviceMesh, **_: Any) -> nn.Module:
 
 
 class unshard:
-    """Gathers, but the first forward reshards."""
+    """Context manager that unshards, although the first forward reshards."""
 
     def __init__(self, model: nn.Module) -> None:
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -97,7 +97,7 @@ class unshard:
 
 
 def gradient_norm(parameters: Any) -> torch.Tensor:
-    """Sums the local squares over every rank: what an axis replicates is counted once per rank."""
+    """Sum the local squares over all ranks, which counts replicated gradients once per rank."""
     squares = torch.zeros((), dtype=torch.float64)
     for parameter in parameters:
         grad = parameter.grad

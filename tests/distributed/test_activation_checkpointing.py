@@ -1,4 +1,4 @@
-"""Activation checkpointing on meshes: gradients are those of none; `auto` chooses the same on all ranks."""
+"""Activation checkpointing on meshes: gradients do not change, and `auto` selects the same policy on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("world", "axes"), [(2, FSDP2), (2, {**TP, **SP})])
-def test_selective_gives_the_gradients_of_none(world: int, axes: dict[str, object]) -> None:
+def test_selective_gives_the_gradients_of_no_recompute(world: int, axes: dict[str, object]) -> None:
     expected = parity.reference(Case("llama", axes, 2, steps=1))
     model = build("llama", torch.float64)
 
@@ -36,7 +36,7 @@ def test_selective_gives_the_gradients_of_none(world: int, axes: dict[str, objec
             assert parity.relative(gradient, expected.gradients[name]) < 1e-10, name
 
 
-def test_auto_is_the_least_that_fits_and_one_choice_for_all_ranks() -> None:
+def test_auto_selects_the_least_recompute_that_fits_on_all_ranks() -> None:
     def on_rank(rank: int) -> list[str]:
         model = build("llama", torch.float32, {**parity.MODELS["llama"], "num_hidden_layers": 8})
         models.use_causal_sdpa(model)
@@ -44,17 +44,21 @@ def test_auto_is_the_least_that_fits_and_one_choice_for_all_ranks() -> None:
         load = training.StepLoad(TrainingConfig(micro_batch_size=4, global_batch_size=8, seq_len=64), config)
         mesh = distributed.build_mesh(config, "cpu")
         distributed.parallelize(model, mesh, config, torch.float32)
-        needs = estimate(model, load, mesh, CPU, torch.float32)
-        assert needs[PREFERRED[0]] > needs[PREFERRED[1]] > needs[PREFERRED[2]]
-        told = []
+        estimates = estimate(model, load, mesh, CPU, torch.float32)
+        assert estimates[PREFERRED[0]] > estimates[PREFERRED[1]] > estimates[PREFERRED[2]]
+        reports = []
         for policy in PREFERRED:
-            memory = int(needs[policy] / 0.9) + 1 - rank  # rank 1 has less: what does not fit there is not chosen
-            told.append(str(training.choose_recompute_policy(model, load, mesh, CPU, torch.float32, memory + 1).policy))
+            memory = int(estimates[policy] / 0.9) + 1 - rank  # rank 1 has less memory and decides
+            reports.append(
+                str(training.choose_recompute_policy(model, load, mesh, CPU, torch.float32, memory + 1).policy)
+            )
         short = training.choose_recompute_policy(model, load, mesh, CPU, torch.float32, 2**40 if rank == 0 else 1)
-        told.append(str(short.policy))
+        reports.append(str(short.policy))
         load = replace(load, compiles=True)
-        told.append(str(training.choose_recompute_policy(model, load, mesh, CPU, torch.float32, needs[PREFERRED[1]])))
-        return told
+        reports.append(
+            str(training.choose_recompute_policy(model, load, mesh, CPU, torch.float32, estimates[PREFERRED[1]]))
+        )
+        return reports
 
     first, second = run_ranks(2, on_rank)
     assert first == second
@@ -63,6 +67,6 @@ def test_auto_is_the_least_that_fits_and_one_choice_for_all_ranks() -> None:
     assert "selective" not in first[4]
 
 
-def test_what_was_asked_for_is_no_news() -> None:
+def test_explicit_policy_reports_nothing() -> None:
     load, model = training.StepLoad(TrainingConfig(), ParallelismConfig()), build("llama", torch.float32)
     assert not training.choose_recompute_policy(model, load, None, CPU, torch.float32)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Save on one mesh, go on on any other: the same bits, the same samples, the same curve.
+"""Save on one mesh and resume on another: the state, the samples and the loss curve are the same.
 
-Every ordered pair of the meshes below: of a dense model, of one with fused projections, and of a mixture of experts.
-Their vocabulary of 97 and their heads divide by little, so that uneven shards are met. A few pairs here, all of them
+Covers every ordered pair of the meshes below, for a dense model, one with fused projections and a mixture of experts.
+The vocabulary size of 97 and the head counts are chosen so that shards are uneven. A few pairs by default, all of them
 with `make torture`.
 """
 
@@ -23,14 +23,14 @@ from tests.harness import run_ranks
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 pytestmark = pytest.mark.timeout(3600)
 BEFORE, AFTER = 3, 5
-"""Steps before the save, and after it."""
+"""Number of steps before and after the save."""
 
-SOME = {
+DEFAULT_MESHES = {
     "llama": {2: ["pp2 ZBVZeroBubble"], 4: ["dp_shard2_tp2"]},
     "phi3": {1: ["fsdp2"], 4: ["dp_shard2_tp2"]},
     "qwen3_moe": {2: ["dp_shard2"], 4: ["pp2_ep2"]},
 }
-ALL = {
+ALL_MESHES = {
     "qwen3_moe": {
         1: ["fsdp2"],
         2: ["ep2", "dp_shard2", "tp2"],
@@ -46,22 +46,22 @@ ALL = {
     },
     "phi3": {1: ["fsdp2"], 2: ["tp2", "pp2"], 4: ["dp_shard2_tp2", "dp_shard4"], 8: ["pp2_dp_shard2_tp2_sp"]},
 }
-"""Model -> number of processes -> meshes."""
+"""Model -> world size -> meshes."""
 
 
-@pytest.mark.parametrize("model", ALL if TORTURE else ["llama", "qwen3_moe"])
-def test_every_mesh_goes_on_from_every_mesh(model: str, tmp_path: Path) -> None:
-    meshes = (ALL if TORTURE else SOME)[model]
-    pairs = every_pair(model, meshes, tmp_path)
+@pytest.mark.parametrize("model", ALL_MESHES if TORTURE else ["llama", "qwen3_moe"])
+def test_every_mesh_resumes_the_checkpoint_of_every_mesh(model: str, tmp_path: Path) -> None:
+    meshes = (ALL_MESHES if TORTURE else DEFAULT_MESHES)[model]
+    pairs = check_every_pair(model, meshes, tmp_path)
     assert pairs == sum(map(len, meshes.values())) ** 2
 
 
-def every_pair(model: str, meshes: dict[int, list[str]], folder: Path) -> int:
-    """Save on each mesh, go on on each; return the number of pairs."""
+def check_every_pair(model: str, meshes: dict[int, list[str]], folder: Path) -> int:
+    """Save on each mesh, resume each checkpoint on each mesh; return the number of pairs."""
     built = build(model)
     other = build(model)
     for parameter in other.parameters():
-        torch.nn.init.normal_(parameter)  # all of which must be replaced
+        torch.nn.init.normal_(parameter)  # loading must replace all of them
 
     def write(rank: int, name: str) -> None:
         run = start(cell_named(model, name, world), built)
@@ -74,32 +74,39 @@ def every_pair(model: str, meshes: dict[int, list[str]], folder: Path) -> int:
             torch.save(tensors, folder / f"{name}.pt")
             (folder / f"{name}.json").write_text(json.dumps({"losses": losses, "order": order}))
 
-    def go_on(rank: int, name: str, written: list[str]) -> int:
+    def resume(rank: int, name: str, sources: list[str]) -> int:
         run = start(cell_named(model, name, world), other)
         run.train(1)
-        for saved in written:
+        for saved in sources:
             check(run, saved, f"{model}: {saved} -> {name}")
-        return len(written)
+        return len(sources)
 
-    def check(run: Any, saved: str, what: str) -> None:
+    def check(run: Any, saved: str, case: str) -> None:
         found = find_checkpoint(folder / saved, "auto")
         assert found is not None
         run.take(load_checkpoint(found, run.model, run.optimizer))
         expected, tensors = torch.load(folder / f"{saved}.pt"), whole(run)
-        assert tensors.keys() == expected.keys(), what
+        assert tensors.keys() == expected.keys(), case
         different = [key for key, value in expected.items() if not torch.equal(tensors[key], value)]
-        assert not different, (what, different)
+        assert not different, (case, different)
         assert any(key.endswith("exp_avg_sq") for key in tensors)
         losses, read = run.train(AFTER)
-        undisturbed = json.loads((folder / f"{saved}.json").read_text())
-        assert global_order(run, read) == undisturbed["order"], what
-        assert losses == pytest.approx(undisturbed["losses"], rel=1e-5, abs=0), what
+        expected_run = json.loads((folder / f"{saved}.json").read_text())
+        assert global_order(run, read) == expected_run["order"], case
+        assert losses == pytest.approx(expected_run["losses"], rel=1e-5, abs=0), case
 
-    names = [name for of_world in meshes.values() for name in of_world]
-    for world, of_world in meshes.items():  # the processes are forked in the loop, and see its variables
-        run_ranks(world, lambda rank, these: [write(rank, name) for name in these], of_world, timeout=300)
-    done = 0
-    for world, of_world in meshes.items():
-        told = run_ranks(world, lambda rank, these: [go_on(rank, name, names) for name in these], of_world, timeout=900)
-        done += sum(told[0])
-    return done
+    names = [name for world_names in meshes.values() for name in world_names]
+    for world, world_names in meshes.items():  # ranks are forked in the loop body, with its variables
+        run_ranks(
+            world, lambda rank, names_of_world: [write(rank, name) for name in names_of_world], world_names, timeout=300
+        )
+    total = 0
+    for world, world_names in meshes.items():
+        counts = run_ranks(
+            world,
+            lambda rank, names_of_world: [resume(rank, name, names) for name in names_of_world],
+            world_names,
+            timeout=900,
+        )
+        total += sum(counts[0])
+    return total

@@ -1,4 +1,4 @@
-"""Saving in the background: the same files, of the step that was asked for, and nothing lost that was not in flight."""
+"""Background saves write the same files as synchronous ones, and a failure loses only the save in flight."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from components.checkpoint.saver import CopyBuffers
 from components.config.schema import ParallelismConfig
 from components.config.schema.checkpoint import CheckpointConfig
 from tests.distributed import parity
-from tests.distributed.test_checkpoint_crash import assert_whole, set_all, start
+from tests.distributed.test_checkpoint_crash import assert_resumes_from, set_all, start
 from tests.harness import run_ranks, start_ranks
 
 POLICY = CheckpointConfig(keep=9, async_save=True)
@@ -47,8 +47,8 @@ CASES = {
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 
 
-def laid_out(case: parity.Case) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[int], None]]:
-    """A model on the case's mesh, its AdamW, and what trains it for a step."""
+def build_on_mesh(case: parity.Case) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[int], None]]:
+    """Return a model on the case's mesh, its AdamW, and a function that trains it for one step."""
     config = ParallelismConfig(**case.parallelism)
     mesh = distributed.build_mesh(config, "cpu")
     model = parity.build(case.model, torch.float32).train()
@@ -67,11 +67,11 @@ def laid_out(case: parity.Case) -> tuple[nn.Module, torch.optim.Optimizer, Calla
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """What each file says of the run's state; of safetensors the header, in any order, and the hash of the rest."""
-    return {file.name: said_by(file) for file in path.iterdir() if file.name not in ("manifest.json", "config.yaml")}
+    """State in each file of a checkpoint; of safetensors the parsed header, whose order varies, and a data hash."""
+    return {file.name: state_in(file) for file in path.iterdir() if file.name not in ("manifest.json", "config.yaml")}
 
 
-def said_by(file: Path) -> Any:
+def state_in(file: Path) -> Any:
     if file.suffix == ".json":
         values = json.loads(file.read_text())
         values.pop("config", None)
@@ -81,14 +81,14 @@ def said_by(file: Path) -> Any:
     return json.loads(written[8:header]), hashlib.sha256(written[header:]).hexdigest()
 
 
-def waits_for(gate: threading.Event) -> None:
-    """Let no thread beside the main one open a shard before the gate is open: a disk as slow as a test wants it."""
+def hold_background_writes(gate: threading.Event) -> None:
+    """Simulate a slow disk: background threads cannot open a shard for writing until the gate is set."""
 
-    def wait(name: str, args: tuple[Any, ...]) -> None:
+    def block(name: str, args: tuple[Any, ...]) -> None:
         if in_background(name, args):
             gate.wait(60)
 
-    sys.addaudithook(wait)
+    sys.addaudithook(block)
 
 
 def in_background(name: str, args: tuple[Any, ...]) -> bool:
@@ -98,79 +98,79 @@ def in_background(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def join(name: str) -> None:
-    """Wait for the thread of that name."""
+    """Wait for the threads with this name."""
     for thread in threading.enumerate():
         if thread.name == name:
             thread.join()
 
 
-def names(run_dir: Path) -> set[str]:
+def saved_names(run_dir: Path) -> set[str]:
     return {path.name for path in (run_dir / "checkpoints").iterdir()}
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_files_are_those_of_a_save_that_training_waits_for(world: int, tmp_path: Path) -> None:
-    """On every mesh, bit for bit, although training goes on before anything is written."""
+def test_async_save_writes_the_same_files_as_a_synchronous_save(world: int, tmp_path: Path) -> None:
+    """Bit for bit on every mesh, although training continues before anything is written."""
 
     def body(rank: int) -> None:
         gate = threading.Event()
-        waits_for(gate)
+        hold_background_writes(gate)
         for number, case in enumerate(CASES[world]):
-            here, there = tmp_path / f"{number}_now", tmp_path / f"{number}_later"
-            model, optimizer, train = laid_out(case)
+            sync_dir, async_dir = tmp_path / f"{number}_now", tmp_path / f"{number}_later"
+            model, optimizer, train = build_on_mesh(case)
             train(1)
             torch.rand(5)
             extra = {"data": {"index": 1}}
-            save_checkpoint(here, 1, model, optimizer, extra, POLICY)
+            save_checkpoint(sync_dir, 1, model, optimizer, extra, POLICY)
             gate.clear()
-            saver = Saver(there, model, optimizer, POLICY)
+            saver = Saver(async_dir, model, optimizer, POLICY)
             saver.save(1, extra)
             extra["data"]["index"] = 2
-            train(2)  # collectives of training, while those of the write wait
+            train(2)  # runs training collectives while those of the write are pending
             torch.rand(5)
             gate.set()
             path = saver.wait()
-            assert path == there / "checkpoints" / "step_1"
+            assert path == async_dir / "checkpoints" / "step_1"
             train(3)
             if rank == 0:
-                now, later = contents(here / "checkpoints" / "step_1"), contents(path)
+                now, later = contents(sync_dir / "checkpoints" / "step_1"), contents(path)
                 assert now == later, case
                 assert len(now) > world, case
-                assert Manifest.read(path).mesh == Manifest.read(here / "checkpoints" / "step_1").mesh
+                assert Manifest.read(path).mesh == Manifest.read(sync_dir / "checkpoints" / "step_1").mesh
             assert verify(path) == []
 
     run_ranks(world, body, timeout=120)
 
 
-def test_training_goes_on_while_a_write_is_slow(tmp_path: Path) -> None:
+def test_slow_write_does_not_block_training(tmp_path: Path) -> None:
     def body(rank: int) -> list[str]:
-        gate, told = threading.Event(), []
-        waits_for(gate)
+        gate, messages = threading.Event(), []
+        hold_background_writes(gate)
         run = start(1.0)
-        saver = Saver(tmp_path, *run, POLICY, told.append)
+        saver = Saver(tmp_path, *run, POLICY, messages.append)
         saver.save(1, {"step": 1})
         for step in range(2, 30):
             set_all(run, float(step))
             dist.all_reduce(torch.ones(3))
         assert not (tmp_path / "checkpoints" / "step_1").exists()
-        assert told[0].startswith("saving step 1 in the background")
-        assert len(told) == 1
+        assert messages[0].startswith("saving step 1 in the background")
+        assert len(messages) == 1
         threading.Timer(0.5, gate.set).start()
-        saver.save(29, {"step": 29})  # waits for the one before, whose buffers it takes
-        assert_whole(tmp_path, {1, 29})
+        saver.save(29, {"step": 29})  # waits for the previous save, whose buffers it reuses
+        assert_resumes_from(tmp_path, {1, 29})
         set_all(run, 30.0)
         saver.wait()
         assert saver.wait() is None
-        assert_whole(tmp_path, {29})
-        return told
+        assert_resumes_from(tmp_path, {29})
+        return messages
 
-    for told in run_ranks(2, body):
-        assert told[1] == f"saved {tmp_path}/checkpoints/step_1"
-        assert "of it for the previous checkpoint" in told[2]
-        assert told[3] == f"saved {tmp_path}/checkpoints/step_29"
+    for messages in run_ranks(2, body):
+        assert messages[1] == f"saved {tmp_path}/checkpoints/step_1"
+        assert "of it for the previous checkpoint" in messages[2]
+        assert messages[3] == f"saved {tmp_path}/checkpoints/step_29"
 
 
-def test_buffers_are_taken_once(tmp_path: Path) -> None:
+def test_copy_buffers_are_allocated_once(tmp_path: Path) -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
@@ -181,37 +181,37 @@ def test_buffers_are_taken_once(tmp_path: Path) -> None:
         saver = Saver(tmp_path, wide, optimizer, CheckpointConfig(keep=1, every=1, async_save=True))
         assert not saver.buffers.copies
         optimizer.step()
-        join("buffers for checkpoints")  # taken beside the steps that follow, before there is anything to save
-        taken = {name: buffer.data_ptr() for name, buffer in saver.buffers.copies.items()}
+        join("buffers for checkpoints")  # allocated in the background before the first save
+        allocated = {name: buffer.data_ptr() for name, buffer in saver.buffers.copies.items()}
         optimizer.step()
-        seen = []
+        history = []
         for step in range(6):
             saver.save(step, {})
             saver.wait()
-            places = {name: buffer.data_ptr() for name, buffer in saver.buffers.copies.items()}
-            seen.append((places, resident()))
-        assert all(places == taken for places, _ in seen)
-        assert len(taken) == 8
-        own = {tensor.data_ptr() for tensor in wide.state_dict().values()}
-        assert not own & set(taken.values())
-        assert seen[-1][1] - seen[1][1] < 8e6, [memory for _, memory in seen]
+            addresses = {name: buffer.data_ptr() for name, buffer in saver.buffers.copies.items()}
+            history.append((addresses, resident()))
+        assert all(addresses == allocated for addresses, _ in history)
+        assert len(allocated) == 8
+        of_parameters = {tensor.data_ptr() for tensor in wide.state_dict().values()}
+        assert not of_parameters & set(allocated.values())
+        assert history[-1][1] - history[1][1] < 8e6, [memory for _, memory in history]
 
     run_ranks(2, body)
 
 
-def test_buffers_follow_what_they_copy() -> None:
+def test_copy_buffers_are_reallocated_when_tensors_change() -> None:
     buffers = CopyBuffers()
     first = buffers.fill({"a": torch.ones(4, 3).t(), "b": torch.ones(())})
     assert torch.equal(first["a"], torch.ones(3, 4))
     assert first["a"].is_contiguous()
-    again = buffers.fill({"a": torch.full((3, 4), 2.0), "c": torch.ones(2, dtype=torch.bfloat16)})
-    assert again["a"].data_ptr() == first["a"].data_ptr()
-    assert torch.equal(again["a"], torch.full((3, 4), 2.0))
+    second = buffers.fill({"a": torch.full((3, 4), 2.0), "c": torch.ones(2, dtype=torch.bfloat16)})
+    assert second["a"].data_ptr() == first["a"].data_ptr()
+    assert torch.equal(second["a"], torch.full((3, 4), 2.0))
     assert set(buffers.copies) == {"a", "c"}
     assert buffers.fill({"a": torch.ones(5)})["a"].shape == (5,)
 
 
-def test_a_rank_killed_in_the_background_loses_that_checkpoint_alone(tmp_path: Path) -> None:
+def test_rank_killed_during_a_background_write_loses_only_that_checkpoint(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         run = start(1.0)
         saver = Saver(tmp_path, *run, POLICY)
@@ -228,30 +228,30 @@ def test_a_rank_killed_in_the_background_loses_that_checkpoint_alone(tmp_path: P
 
     outcomes = start_ranks(2, body, timeout=30)
     assert outcomes[1].signal == "SIGKILL"
-    assert outcomes[0].exception is not None  # of training's own collective, at once
+    assert outcomes[0].exception is not None  # raised by the all-reduce of the training loop
 
     def resumed(rank: int) -> None:
-        assert_whole(tmp_path, {1})
+        assert_resumes_from(tmp_path, {1})
         saver = Saver(tmp_path, *start(2.0), POLICY)
         saver.save(2, {"step": 2})
         saver.wait()
-        assert names(tmp_path) == {"step_1", "step_2"}
+        assert saved_names(tmp_path) == {"step_1", "step_2"}
 
     run_ranks(2, resumed)
 
 
 @pytest.mark.parametrize("event", range(0, 60, 4))
-def test_killed_anywhere_in_the_background(event: int, tmp_path: Path) -> None:
+def test_process_killed_at_any_file_operation_keeps_a_complete_checkpoint(event: int, tmp_path: Path) -> None:
     def child() -> None:
         torch.set_num_threads(1)
-        run, seen = start(1.0), 0
+        run, operations = start(1.0), 0
 
         def count(name: str, args: tuple[Any, ...]) -> None:
-            nonlocal seen
+            nonlocal operations
             if any(str(arg).startswith(str(tmp_path)) for arg in args):
-                if seen == event:
+                if operations == event:
                     os.kill(os.getpid(), signal.SIGKILL)
-                seen += 1
+                operations += 1
 
         saver = Saver(tmp_path, *run, CheckpointConfig(keep=1, async_save=True))
         saver.save(1, {"step": 1})
@@ -268,38 +268,38 @@ def test_killed_anywhere_in_the_background(event: int, tmp_path: Path) -> None:
     process.start()
     process.join(60)
     assert process.exitcode in (0, -signal.SIGKILL)
-    assert_whole(tmp_path, {1, 2, 3})
-    assert process.exitcode or names(tmp_path) == {"step_3"}
+    assert_resumes_from(tmp_path, {1, 2, 3})
+    assert process.exitcode or saved_names(tmp_path) == {"step_3"}
 
 
-def test_a_write_that_fails_is_told_on_every_rank(tmp_path: Path) -> None:
-    """By whatever waits next, with the same words; the run may save again afterwards."""
+def test_failed_write_raises_on_every_rank(tmp_path: Path) -> None:
+    """The next call that waits for the save raises the same message on every rank; the next save then succeeds."""
 
     def body(rank: int) -> list[str]:
-        run, told = start(1.0), []
+        run, messages = start(1.0), []
         saver = Saver(tmp_path, *run, POLICY)
-        for waits in (saver.wait, lambda: saver.save(2, {"step": 2}), lambda: saver.__exit__(None, None, None)):
-            if rank == 1:  # this disk alone is full
+        for wait_for_save in (saver.wait, lambda: saver.save(2, {"step": 2}), lambda: saver.__exit__(None, None, None)):
+            if rank == 1:  # only this rank's disk is full
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
             saver.save(1, {"step": 1})
             with pytest.raises(CheckpointError, match="step_1.tmp-.* could not be written") as caught:
-                waits()
+                wait_for_save()
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
             dist.barrier()
-            assert names(tmp_path) == set()
+            assert saved_names(tmp_path) == set()
         saver.save(1, {"step": 1})
         saver.wait()
-        assert_whole(tmp_path, {1})
-        return told
+        assert_resumes_from(tmp_path, {1})
+        return messages
 
     first, second = run_ranks(2, body)
     assert first == second
-    assert all("File too large" in told for told in first)
+    assert all("File too large" in message for message in first)
 
 
-def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
+def test_file_in_place_of_the_checkpoint_folder_raises_on_every_rank(tmp_path: Path) -> None:
     def body(rank: int) -> str:
         saver = Saver(tmp_path, *start(1.0), POLICY)
         (tmp_path / "checkpoints").write_text("somebody's")
@@ -314,24 +314,24 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
     assert "rank 1: NotADirectoryError" in first or "rank 1: FileExistsError" in first
 
 
-def test_a_run_that_is_told_to_stop_has_both_checkpoints(tmp_path: Path) -> None:
+def test_last_save_waits_for_the_previous_one_and_both_are_published(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         gate = threading.Event()
-        waits_for(gate)
+        hold_background_writes(gate)
         run = start(1.0)
         saver = Saver(tmp_path, *run, POLICY)
         saver.save(1, {"step": 1})
         set_all(run, 2.0)
         threading.Timer(0.3, gate.set).start()
         saver.save(2, {"step": 2}, last=True)
-        found = assert_whole(tmp_path, {2})  # published by the time it returns
+        found = assert_resumes_from(tmp_path, {2})  # already published when save returns
         serials = {path.name: Manifest.read(path).serial for path in found.parent.iterdir()}
         assert serials == {"step_1": 1, "step_2": 2}
 
     run_ranks(2, body)
 
 
-def test_the_last_one_is_saved_although_the_one_before_failed(tmp_path: Path) -> None:
+def test_last_save_is_written_although_the_previous_one_failed(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         run = start(1.0)
         saver = Saver(tmp_path, *run, POLICY)
@@ -344,13 +344,13 @@ def test_the_last_one_is_saved_although_the_one_before_failed(tmp_path: Path) ->
         dist.barrier()
         with pytest.raises(CheckpointError, match="step_1"):
             saver.save(2, {"step": 2}, last=True)
-        assert_whole(tmp_path, {2})
-        assert saver.wait() is None  # told once
+        assert_resumes_from(tmp_path, {2})
+        assert saver.wait() is None  # the failure was already raised
 
     run_ranks(2, body)
 
 
-ENDS = """
+FAILING_RUN = """
 import sys, threading, time
 import torch
 import torch.distributed as dist
@@ -376,15 +376,15 @@ with saver:
 
 
 @pytest.mark.parametrize(
-    ("raised", "status", "lasts"),
+    ("raised", "status", "max_seconds"),
     [("RuntimeError('of training')", 1, 40), *([("KeyboardInterrupt", -2, 30)] if TORTURE else [])],
 )
-def test_a_run_that_an_error_ends_does_not_hang_on_the_thread(
-    raised: str, status: int, lasts: float, tmp_path: Path
+def test_run_that_fails_does_not_wait_for_a_hanging_write(
+    raised: str, status: int, max_seconds: float, tmp_path: Path
 ) -> None:
-    """One rank's disk hangs, the other rank's thread waits for it in a collective, and training fails."""
+    """One rank's disk hangs, the other rank's background thread waits for it in a collective, and training fails."""
     script = tmp_path / "ends.py"
-    script.write_text(ENDS.replace("{raised}", raised + "\n"))
+    script.write_text(FAILING_RUN.replace("{raised}", raised + "\n"))
     common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
               "MASTER_PORT": str(free_port()), "PYTHONPATH": str(Path(__file__).parents[2])}  # fmt: skip
     ranks = [
@@ -395,17 +395,17 @@ def test_a_run_that_an_error_ends_does_not_hang_on_the_thread(
         for rank in range(2)
     ]  # fmt: skip
     try:
-        ended = {}
-        while len(ended) < len(ranks):
+        end_times = {}
+        while len(end_times) < len(ranks):
             time.sleep(0.02)
-            ended |= {rank: time.monotonic() for rank in ranks if rank not in ended and rank.poll() is not None}
+            end_times |= {rank: time.monotonic() for rank in ranks if rank not in end_times and rank.poll() is not None}
     finally:
         for rank in ranks:
             rank.kill()
     for rank in ranks:
         output, errors = rank.communicate()
         assert rank.returncode == status, errors
-        assert ended[rank] - float(output) < lasts
+        assert end_times[rank] - float(output) < max_seconds
         assert "the checkpoint of step 1 is lost" in errors
         assert raised.partition("(")[0] in errors.splitlines()[-1]
 

@@ -1,4 +1,4 @@
-"""What a checkpoint survives: kills at every point, damage of every kind, disks that are full."""
+"""Checkpoints survive kills at every file operation and full disks, and are published atomically."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Run = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def start(value: float = 0.0) -> Run:
-    """Two matrices, every number of which says which step was saved; sharded where there is a process group."""
+    """Two linear layers and their AdamW, all filled with `value` (the step); sharded if there is a process group."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     if torch.distributed.is_initialized():
         fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
@@ -59,8 +59,8 @@ def save(run_dir: Path, step: int, keep: int = 3) -> Path:
     return save_checkpoint(run_dir, step, *start(float(step)), {"step": step}, CheckpointConfig(keep=keep))
 
 
-def assert_whole(run_dir: Path, steps: set[int]) -> Path:
-    """Resuming finds a whole checkpoint of one of `steps`, and all of its values are of that step."""
+def assert_resumes_from(run_dir: Path, steps: set[int]) -> Path:
+    """Assert that resuming finds a checkpoint of one of `steps` and that all of its values belong to that step."""
     found = find_checkpoint(run_dir, "auto")
     assert found is not None
     run = start(-1.0)
@@ -72,20 +72,20 @@ def assert_whole(run_dir: Path, steps: set[int]) -> Path:
     return found
 
 
-def killed_at(event: int, run_dir: Path, step: int, keep: int) -> bool:
-    """Save in a forked process that is killed at its `event`-th operation on files below `run_dir`."""
+def is_killed_at(event: int, run_dir: Path, step: int, keep: int) -> bool:
+    """Save in a forked process that is killed at its `event`-th file operation below `run_dir`; return if it was."""
 
     def child() -> None:
         torch.set_num_threads(1)
         run = start(float(step))
-        seen = 0
+        operations = 0
 
         def count(name: str, args: tuple[Any, ...]) -> None:
-            nonlocal seen
+            nonlocal operations
             if any(str(arg).startswith(str(run_dir)) for arg in args):
-                if seen == event:
+                if operations == event:
                     os.kill(os.getpid(), signal.SIGKILL)
-                seen += 1
+                operations += 1
 
         sys.addaudithook(count)  # open, mkdir, rename, remove, rmdir, listdir, ...: everything that touches a file
         save_checkpoint(run_dir, step, *run, {"step": step}, CheckpointConfig(keep=keep))
@@ -98,41 +98,41 @@ def killed_at(event: int, run_dir: Path, step: int, keep: int) -> bool:
     return process.exitcode != 0
 
 
-def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """Each file operation of a save that also prunes is the last one once; nothing is ever lost, and runs go on."""
+def test_save_killed_at_any_operation_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    """A save that also prunes is killed once at each of its file operations; every time the run can be resumed."""
     save(tmp_path / "before", 1)
     event, outcomes = 0, []
     while True:
         run_dir = tmp_path / f"run_{event}"
         shutil.copytree(tmp_path / "before", run_dir)
-        killed = killed_at(event, run_dir, step=2, keep=1)
-        outcomes.append(assert_whole(run_dir, {1, 2}).name)
+        killed = is_killed_at(event, run_dir, step=2, keep=1)
+        outcomes.append(assert_resumes_from(run_dir, {1, 2}).name)
         for path in (run_dir / "checkpoints").glob("step_?"):
-            assert verify(path) == []  # whatever has a published name is complete
-        if event % 5 == 0:  # the next attempt saves, and clears away what the killed one left
+            assert verify(path) == []  # published checkpoints are complete
+        if event % 5 == 0:  # the next save removes what the killed one left
             save(run_dir, 3, keep=2)
-            assert_whole(run_dir, {3})
-            left = {path.name for path in (run_dir / "checkpoints").iterdir()}
-            assert left == {"step_3", outcomes[-1]}
+            assert_resumes_from(run_dir, {3})
+            remaining = {path.name for path in (run_dir / "checkpoints").iterdir()}
+            assert remaining == {"step_3", outcomes[-1]}
         if not killed:
             break
         event += 1
-    assert event > 20  # the hook sees the save
+    assert event > 20  # proves that the audit hook counts the operations of a save
     assert "step_1" in outcomes
     assert "step_2" in outcomes[:-1]  # killed after publishing, while pruning
     assert outcomes == sorted(outcomes)
 
 
-def test_the_first_save_killed_anywhere_leaves_a_run_that_starts_over(tmp_path: Path) -> None:
+def test_first_save_killed_at_any_operation_leaves_a_run_that_starts_over(tmp_path: Path) -> None:
     event = 0
-    while killed_at(event, tmp_path / str(event), step=1, keep=1):
+    while is_killed_at(event, tmp_path / str(event), step=1, keep=1):
         if find_checkpoint(tmp_path / str(event), "auto") is not None:
-            assert_whole(tmp_path / str(event), {1})
+            assert_resumes_from(tmp_path / str(event), {1})
         event += 3
     assert event > 9
 
 
-def test_a_rank_killed_while_it_writes_harms_nothing_published(tmp_path: Path) -> None:
+def test_rank_killed_while_writing_keeps_the_published_checkpoint(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         save(tmp_path, 1)
         if rank == 1:
@@ -149,10 +149,10 @@ def test_a_rank_killed_while_it_writes_harms_nothing_published(tmp_path: Path) -
     assert outcomes[1].signal == "SIGKILL"
     assert not outcomes[0].ok
 
-    run_ranks(2, lambda rank: assert_whole(tmp_path, {1}))
+    run_ranks(2, lambda rank: assert_resumes_from(tmp_path, {1}))
 
 
-def test_a_full_disk_is_told_on_every_rank_and_leaves_the_last_one(tmp_path: Path) -> None:
+def test_full_disk_raises_on_every_rank_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     def body(rank: int) -> str:
         save(tmp_path, 1)
         if rank == 1:
@@ -163,9 +163,9 @@ def test_a_full_disk_is_told_on_every_rank_and_leaves_the_last_one(tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         torch.distributed.barrier()
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
-        assert_whole(tmp_path, {1})
+        assert_resumes_from(tmp_path, {1})
         save(tmp_path, 2)
-        assert_whole(tmp_path, {2})
+        assert_resumes_from(tmp_path, {2})
         return str(caught.value)
 
     first, second = run_ranks(2, body)
@@ -173,9 +173,13 @@ def test_a_full_disk_is_told_on_every_rank_and_leaves_the_last_one(tmp_path: Pat
     assert "File too large" in first
 
 
-def test_everything_is_on_disk_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a loss of power would show: every file, whole, and the folder are synced, the manifest last, then the
-    rename. Files of less than 8 KiB too: Python holds those back until they are flushed or closed."""
+def test_all_files_are_synced_before_the_checkpoint_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Power loss must not lose data: every file and the folder are synced at full size, the manifest last, then rename.
+
+    Includes a file smaller than Python's 8 KiB write buffer, which would be empty if it were synced before the flush.
+    """
     sync, rename, events, sizes = os.fsync, os.rename, [], {}
 
     def synced(descriptor: int) -> None:
@@ -201,39 +205,39 @@ def test_everything_is_on_disk_before_it_is_published(tmp_path: Path, monkeypatc
     assert events[published + 1 :] == ["checkpoints", tmp_path.name]
 
 
-def test_nodes_that_do_not_share_the_folder_are_told(tmp_path: Path) -> None:
+def test_folder_that_nodes_do_not_share_is_reported(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_1.tmp-x").mkdir(parents=True)
     records = {"shard-00002-model-00001-of-00001.safetensors": FileRecord(1, [])}
     with pytest.raises(OSError, match=r"rank 0 cannot find shard-00002.*file system that all nodes share"):
         _publish(tmp_path / "checkpoints" / "step_1.tmp-x", Snapshot(1, {}, {}, {}, Mark(), {"world": 2}), records)
 
 
-def test_old_checkpoints_go_once_a_newer_one_is_there(tmp_path: Path) -> None:
+def test_old_checkpoints_are_pruned_after_a_newer_one_is_published(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_9.tmp-dead").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step_7").mkdir()  # somebody's, without a manifest: not ours to remove
+    (tmp_path / "checkpoints" / "step_7").mkdir()  # has no manifest, so it must not be removed
     for step in (2, 4, 10, 6):
         save(tmp_path, step, keep=2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_10", "step_6", "step_7"]
-    assert_whole(tmp_path, {6})  # the one saved last, not the highest number: a run may go back to an older step
+    assert_resumes_from(tmp_path, {6})  # saved last, though not the highest step: a run may restart from an older step
 
 
-def test_a_published_name_is_never_written_again(tmp_path: Path) -> None:
+def test_published_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     first = save(tmp_path, 1)
     before = {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in first.iterdir()}
-    again = save(tmp_path, 1)
-    assert (first.name, again.name) == ("step_1", "step_1.1")
+    second = save(tmp_path, 1)
+    assert (first.name, second.name) == ("step_1", "step_1.1")
     assert {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in first.iterdir()} == before
-    assert find_checkpoint(tmp_path, "auto") == again
+    assert find_checkpoint(tmp_path, "auto") == second
     assert find_checkpoint(tmp_path, str(first)) == first
 
 
-def test_a_name_that_a_link_has_is_not_written_either(tmp_path: Path) -> None:
+def test_symlink_with_the_name_of_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step_1").symlink_to(tmp_path / "nowhere")
     assert save(tmp_path, 1).name == "step_1.1"
 
 
-def test_nothing_to_resume_from(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_none_for_auto_and_rejected_for_a_path(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, "auto") is None
     save(tmp_path, 1)
     assert find_checkpoint(tmp_path, "never") is None
@@ -241,15 +245,15 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, str(tmp_path / "checkpoints" / "step_5"))
 
 
-def test_a_run_that_began_from_a_checkpoint_does_not_begin_again(tmp_path: Path) -> None:
-    """A job that is requeued has the same config, and run.resume=PATH in it."""
+def test_requeued_run_resumes_from_its_own_newer_checkpoint(tmp_path: Path) -> None:
+    """A requeued job has the same config, including run.resume=PATH, which must not restart it from PATH."""
     origin, run_dir = str(save(tmp_path / "other", 5)), tmp_path / "run"
-    earlier = save(run_dir, 1)  # before it was told to go on from elsewhere
+    earlier = save(run_dir, 1)  # before the run was configured to resume from `origin`
     assert find_checkpoint(run_dir, origin) == Path(origin)
     (run_dir / "config.yaml").write_text(f"run:\n  resume: {origin}\n")
     since = save(run_dir, 6)
     assert find_checkpoint(run_dir, origin) == since
-    assert find_checkpoint(run_dir, f"{origin}/") == since  # as a shell completes it
+    assert find_checkpoint(run_dir, f"{origin}/") == since  # with the slash that shell completion appends
     assert find_checkpoint(run_dir, os.path.relpath(origin)) == since
     assert find_checkpoint(run_dir, str(earlier)) == earlier
     (since / "state.json").write_text("[]")
@@ -265,7 +269,9 @@ def test_a_run_that_began_from_a_checkpoint_does_not_begin_again(tmp_path: Path)
         ({"a": {1: 2}}, r"extra\['a'\] has the key 1"),
     ],
 )
-def test_what_json_would_change_is_refused(extra: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_extra_state_that_json_cannot_round_trip_is_rejected(
+    extra: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(TypeError, match=message):
         save_checkpoint(tmp_path, 1, *start(), extra, CheckpointConfig(keep=1))
     assert list(tmp_path.iterdir()) == []

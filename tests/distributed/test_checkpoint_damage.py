@@ -1,4 +1,4 @@
-"""Damage to a published checkpoint of every kind is noticed, told by file name, and stepped around."""
+"""Every kind of damage to a published checkpoint is detected, reported by file name, and avoided on resume."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from components.checkpoint import find_checkpoint, load_model_weights, manifest,
 from components.checkpoint.manifest import Manifest
 from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
-from tests.distributed.test_checkpoint_crash import assert_whole, save, start
+from tests.distributed.test_checkpoint_crash import assert_resumes_from, save, start
 from tests.harness import run_ranks
 
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 CORRUPTIONS = 1000 if TORTURE else 210
 
 
-def flip(path: Path, place: float) -> None:
+def flip(path: Path, position: float) -> None:
     data = bytearray(path.read_bytes())
-    bit = int(place * 8 * len(data))
+    bit = int(position * 8 * len(data))
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
 
@@ -46,7 +46,7 @@ DAMAGE: dict[str, Callable[[Path, Path], None]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_told_by_file_name_and_the_checkpoint_before_is_taken(
+def test_damage_is_reported_by_file_name_and_the_previous_checkpoint_is_used(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     older, newer = save(tmp_path / "run", 1), save(tmp_path / "run", 2)
@@ -54,17 +54,17 @@ def test_damage_is_told_by_file_name_and_the_checkpoint_before_is_taken(
     assert len(names) == 4
     for name in names:
         if name == "manifest.json" and kind == "that of another step":
-            continue  # a manifest of another step makes every file a wrong one: the next test
+            continue  # makes every file wrong: covered by the next test
         run_dir = tmp_path / f"{kind}-{name}"
         shutil.copytree(tmp_path / "run", run_dir)
         damaged = run_dir / "checkpoints" / newer.name
         DAMAGE[kind](damaged / name, run_dir / "checkpoints" / older.name)
         if (damaged / name).exists() and (damaged / name).read_bytes() == (newer / name).read_bytes():
-            assert name.startswith("random")  # the random state did not move between the two saves
+            assert name.startswith("random")  # the RNG state is the same in both saves
             continue
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            assert assert_whole(run_dir, {1}).name == older.name
+            assert assert_resumes_from(run_dir, {1}).name == older.name
         assert any(name in record.getMessage() and str(damaged) in record.getMessage() for record in caplog.records)
         with pytest.raises(ConfigError, match=rf"run.resume=.*step_2: not a complete checkpoint: .*{name}"):
             find_checkpoint(run_dir, str(damaged))
@@ -72,7 +72,7 @@ def test_damage_is_told_by_file_name_and_the_checkpoint_before_is_taken(
             load_model_weights(damaged, start()[0])
 
 
-def test_shards_that_are_swapped_or_foreign_are_refused(tmp_path: Path) -> None:
+def test_swapped_or_foreign_shards_are_detected(tmp_path: Path) -> None:
     run_ranks(2, lambda rank: [save(tmp_path, step) and None for step in (1, 2)])
     newest = tmp_path / "checkpoints" / "step_2"
     first, second = sorted(newest.glob("*.safetensors"))
@@ -82,31 +82,31 @@ def test_shards_that_are_swapped_or_foreign_are_refused(tmp_path: Path) -> None:
     assert {problem.split()[0] for problem in verify(newest)} == {first.name, second.name}
     shutil.copy(tmp_path / "checkpoints" / "step_1" / "manifest.json", newest / "manifest.json")
     assert verify(newest)
-    whole = tmp_path / "checkpoints" / "step_1"
-    shutil.copy(whole / first.name, whole / "shard-00003-model-00001-of-00001.safetensors")
-    assert verify(whole) == ["shard-00003-model-00001-of-00001.safetensors is not listed in manifest.json"]
+    intact = tmp_path / "checkpoints" / "step_1"
+    shutil.copy(intact / first.name, intact / "shard-00003-model-00001-of-00001.safetensors")
+    assert verify(intact) == ["shard-00003-model-00001-of-00001.safetensors is not listed in manifest.json"]
 
 
 class Corruption:
-    """Ways to damage a checkpoint; each returns the files of which one must be told."""
+    """Random ways to damage a checkpoint; each method returns file names, at least one of which must be reported."""
 
     def __init__(self, newer: Path, older: Path, seed: int) -> None:
-        self.newer, self.older, self.dice = newer, older, random.Random(seed)
+        self.newer, self.older, self.rng = newer, older, random.Random(seed)
         self.pristine = {path.name: path.read_bytes() for path in sorted(newer.iterdir())}
         self.before = {path.name: path.read_bytes() for path in sorted(older.iterdir())}
         self.shards = [name for name in self.pristine if name.endswith(".safetensors")]
 
     def any_file(self) -> Path:
-        return self.newer / self.dice.choice(list(self.pristine))
+        return self.newer / self.rng.choice(list(self.pristine))
 
     def bit_flip(self) -> set[str]:
         path = self.any_file()
-        flip(path, self.dice.random())
+        flip(path, self.rng.random())
         return {path.name}
 
     def truncation(self) -> set[str]:
         path = self.any_file()
-        os.truncate(path, self.dice.randrange(path.stat().st_size))
+        os.truncate(path, self.rng.randrange(path.stat().st_size))
         return {path.name}
 
     def missing_file(self) -> set[str]:
@@ -115,7 +115,7 @@ class Corruption:
         return {path.name}
 
     def swapped_shards(self) -> set[str]:
-        names = self.dice.sample(self.shards, 2)
+        names = self.rng.sample(self.shards, 2)
         for name, other in zip(names, reversed(names), strict=True):
             (self.newer / name).write_bytes(self.pristine[other])
         return set(names)
@@ -123,7 +123,7 @@ class Corruption:
     def zeroed_page(self) -> set[str]:
         path = self.any_file()
         data = bytearray(path.read_bytes())
-        start = 4096 * self.dice.randrange(-(-len(data) // 4096))
+        start = 4096 * self.rng.randrange(-(-len(data) // 4096))
         data[start : start + 4096] = bytes(len(data[start : start + 4096]))
         path.write_bytes(data)
         return {path.name}
@@ -131,37 +131,37 @@ class Corruption:
     def mixed_steps(self) -> set[str]:
         differing = [name for name in self.pristine if self.before[name] != self.pristine[name]]
         assert len(differing) > 3
-        names = set(self.dice.sample(differing, self.dice.randrange(1, len(differing))))
+        names = set(self.rng.sample(differing, self.rng.randrange(1, len(differing))))
         for name in names:
             (self.newer / name).write_bytes(self.before[name])
         return set(differing) - names if "manifest.json" in names else names
 
     def edited_manifest(self) -> set[str]:
-        """An edit by hand; or one of a file's record whose author has made the manifest's own hash fit."""
+        """Edit the manifest, with or without updating the manifest's own hash."""
         written = json.loads(self.pristine["manifest.json"])
         files = written["body"]["files"]
-        name = self.dice.choice(list(files))
-        edit = self.dice.choice(["step", "serial", "size", "hash", "forgotten", "invented"])
+        name = self.rng.choice(list(files))
+        edit = self.rng.choice(["step", "serial", "size", "hash", "forgotten", "invented"])
         if edit in ("step", "serial"):
-            written["body"][edit] += self.dice.randrange(1, 9)
+            written["body"][edit] += self.rng.randrange(1, 9)
         elif edit == "size":
-            files[name]["bytes"] += self.dice.choice([-1, 1])
+            files[name]["bytes"] += self.rng.choice([-1, 1])
         elif edit == "hash":
-            place = self.dice.randrange(len(files[name]["xxh3"]))
-            digest = files[name]["xxh3"][place]
-            files[name]["xxh3"][place] = f"{int(digest, 16) ^ 1 << self.dice.randrange(128):032x}"
+            position = self.rng.randrange(len(files[name]["xxh3"]))
+            digest = files[name]["xxh3"][position]
+            files[name]["xxh3"][position] = f"{int(digest, 16) ^ 1 << self.rng.randrange(128):032x}"
         elif edit == "forgotten":
             del files[name]
         else:
             files["more.safetensors"] = files[name]
-        told = {name, "more.safetensors"}
-        if edit in ("step", "serial") or self.dice.random() < 0.5:
-            told = {"manifest.json"}
+        expected = {name, "more.safetensors"}
+        if edit in ("step", "serial") or self.rng.random() < 0.5:
+            expected = {"manifest.json"}
         else:
             body = json.dumps(written["body"], sort_keys=True).encode()
             written["sha256"] = hashlib.sha256(body).hexdigest()
         (self.newer / "manifest.json").write_text(json.dumps(written))
-        return told
+        return expected
 
     def restore(self) -> None:
         for path in self.newer.iterdir():
@@ -177,45 +177,43 @@ class Corruption:
 KINDS = ["bit_flip", "truncation", "missing_file", "swapped_shards", "zeroed_page", "mixed_steps", "edited_manifest"]
 
 
-def test_a_thousand_corruptions_are_refused_by_file_name_and_the_one_before_is_taken(
+def test_random_corruptions_are_reported_by_file_name_and_the_previous_checkpoint_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In files of several blocks, written by three ranks."""
+    """The files are written by three ranks and have several hash blocks each."""
     monkeypatch.setattr("components.checkpoint.manifest.BLOCK_BYTES", 1024)
 
     def write(rank: int) -> None:
         for step in (1, 2):
-            torch.manual_seed(10 * step + rank)  # random states of their own
+            torch.manual_seed(10 * step + rank)  # different RNG states on every rank and step
             save(tmp_path, step)
 
     run_ranks(3, write)
     older, newer = tmp_path / "checkpoints" / "step_1", tmp_path / "checkpoints" / "step_2"
     corruption = Corruption(newer, older, seed=0)
-    assert len(corruption.pristine) == 8  # shards and random states of three ranks, state, manifest
-    refused, undone = dict.fromkeys(KINDS, 0), 0
-    while sum(refused.values()) < CORRUPTIONS:
-        kind = KINDS[sum(refused.values()) % len(KINDS)]
-        told = getattr(corruption, kind)()
-        if not corruption.changed:  # a page of zeros
-            undone += 1
+    assert len(corruption.pristine) == 8  # shards and RNG states of three ranks, state, manifest
+    detected, skipped = dict.fromkeys(KINDS, 0), 0
+    while sum(detected.values()) < CORRUPTIONS:
+        kind = KINDS[sum(detected.values()) % len(KINDS)]
+        expected = getattr(corruption, kind)()
+        if not corruption.changed:  # the zeroed page was zero before
+            skipped += 1
             continue
         caplog.clear()
-        assert find_checkpoint(tmp_path, "auto") == older, (kind, told)
+        assert find_checkpoint(tmp_path, "auto") == older, (kind, expected)
         warnings = [record.getMessage() for record in caplog.records]
-        assert any(str(newer) in text and any(name in text for name in told) for text in warnings), (kind, told)
-        if sum(refused.values()) % 50 == 0:
-            assert_whole(tmp_path, {1})
-        refused[kind] += 1
+        assert any(str(newer) in text and any(name in text for name in expected) for text in warnings), (kind, expected)
+        if sum(detected.values()) % 50 == 0:
+            assert_resumes_from(tmp_path, {1})
+        detected[kind] += 1
         corruption.restore()
-    assert min(refused.values()) == CORRUPTIONS // len(KINDS)
-    assert undone < CORRUPTIONS // 20
+    assert min(detected.values()) == CORRUPTIONS // len(KINDS)
+    assert skipped < CORRUPTIONS // 20
     assert find_checkpoint(tmp_path, "auto") == newer
 
 
-def test_a_write_that_goes_wrong_on_its_way_to_the_disk_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is hashed is what was meant, not what the disk gives back."""
+def test_corruption_on_the_way_to_the_disk_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash is computed from the data in memory, not from what was written."""
     save(tmp_path, 1)
     fsync = os.fsync
 
@@ -228,12 +226,12 @@ def test_a_write_that_goes_wrong_on_its_way_to_the_disk_is_found(
     monkeypatch.setattr(os, "fsync", corrupt)
     newer = save(tmp_path, 2)
     assert verify(newer) == ["shard-00001-model-00001-of-00001.safetensors is damaged"]
-    assert_whole(tmp_path, {1})
+    assert_resumes_from(tmp_path, {1})
 
 
 @pytest.mark.skipif(not TORTURE, reason="a measurement: make torture")
-def test_hashing_costs_at_most_a_twentieth_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """268 MB of parameters and optimizer state in one process, hashed and written."""
+def test_hashing_takes_at_most_5_percent_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process saves 268 MB of parameters and optimizer state."""
     hashing = 0.0
     update = manifest.HashedFile._hash
 
@@ -250,14 +248,14 @@ def test_hashing_costs_at_most_a_twentieth_of_a_save(tmp_path: Path, monkeypatch
     optimizer.step()
     began = time.perf_counter()
     path = save_checkpoint(tmp_path, 1, model, optimizer, {}, CheckpointConfig(keep=1))
-    whole = time.perf_counter() - began
+    total = time.perf_counter() - began
     size = Manifest.read(path).bytes
-    print(f"{size / 1e6:.0f} MB saved in {whole:.2f} s, hashed in {hashing:.3f} s: {hashing / whole:.1%}")
+    print(f"{size / 1e6:.0f} MB saved in {total:.2f} s, hashed in {hashing:.3f} s: {hashing / total:.1%}")
     assert size > 268e6
-    assert 0 < hashing < 0.05 * whole
+    assert 0 < hashing < 0.05 * total
 
 
-def test_ranks_share_the_reading_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_split_the_verification_and_agree_on_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("components.checkpoint.manifest.BLOCK_BYTES", 512)  # many blocks in a small file
 
     def body(rank: int, damaged: int | None) -> tuple[int, str | None]:
@@ -278,6 +276,6 @@ def test_ranks_share_the_reading_and_agree(tmp_path: Path, monkeypatch: pytest.M
     files = Manifest.read(tmp_path / "checkpoints" / "step_2").files
     blocks = sum(len(record.xxh3) for record in files.values())
     assert blocks > 20
-    assert blocks <= first + second < blocks + 8  # each block once, besides manifests
+    assert blocks <= first + second < blocks + 8  # each block is read once, plus the manifests
     assert min(first, second) >= blocks // 2
     assert [name for _, name in run_ranks(2, body, 0)] == ["step_1", "step_1"]

@@ -1,7 +1,7 @@
-"""A resumed run is the undisturbed run to the last bit, on every kind of mesh, with dropout on.
+"""A resumed run equals the uninterrupted run bit for bit, on every kind of mesh, with dropout.
 
-200 resumes with `make torture`: ten meshes, each left and taken up at twenty steps. (Samples are put together when
-asked for, by no workers: there is no number of them to vary.)
+With `make torture` each of the meshes is resumed after each of twenty steps. (Batches are collated in the training
+process, so there is no number of data workers to vary.)
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from tests.harness import run_ranks
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 pytestmark = pytest.mark.timeout(3600)
 RESUMES, AFTER = (20, 20) if TORTURE else (1, 4)
-"""Resumes on each mesh, and the steps that are compared after each."""
+"""Number of resumes on each mesh, and of steps that are compared after each."""
 DROPOUT = 0.1
-SOME = {2: [("gpt2", "dp_shard2"), ("qwen3_moe", "ep2"), ("llama", "pp2")]}
-ALL = {
+DEFAULT_CASES = {2: [("gpt2", "dp_shard2"), ("qwen3_moe", "ep2"), ("llama", "pp2")]}
+ALL_CASES = {
     1: [("llama", "fsdp2")],
-    2: [*SOME[2], ("llama", "ddp2"), ("llama", "cp2"), ("phi3", "tp2")],
+    2: [*DEFAULT_CASES[2], ("llama", "ddp2"), ("llama", "cp2"), ("phi3", "tp2")],
     4: [("llama", "dp_shard2_tp2"), ("qwen3_moe", "dp_shard2_ep2"), ("llama", "dp_replicate2_dp_shard2")],
 }
-"""Number of processes -> models and meshes."""
-CASES = [(world, *each) for world, cases in (ALL if TORTURE else SOME).items() for each in cases]
+"""World size -> models and meshes."""
+CASES = [(world, *each) for world, cases in (ALL_CASES if TORTURE else DEFAULT_CASES).items() for each in cases]
 
 
 def build_with_dropout(model: str) -> torch.nn.Module:
@@ -49,7 +49,7 @@ def build_with_dropout(model: str) -> torch.nn.Module:
 
 
 def bits(run: TinyRun) -> str:
-    """Hash of everything this rank holds: parameters, optimizer, counters, data cursor, random states."""
+    """Hash of this rank's state: parameters, optimizer, counters, data cursor, RNG states."""
     digest = hashlib.sha256(json.dumps([run.extra(), random_state()]).encode())
     for name, parameter in run.model.named_parameters():
         for key, value in [("value", parameter), *sorted(run.optimizer.state[parameter].items())]:
@@ -60,33 +60,33 @@ def bits(run: TinyRun) -> str:
 
 
 @pytest.mark.parametrize(("world", "model", "mesh"), CASES)
-def test_a_resumed_run_is_the_undisturbed_run(world: int, model: str, mesh: str, tmp_path: Path) -> None:
+def test_resumed_run_equals_the_uninterrupted_run_bitwise(world: int, model: str, mesh: str, tmp_path: Path) -> None:
     cell, built = cell_named(model, mesh, world), build_with_dropout(model)
 
-    def undisturbed(rank: int) -> list[Any]:
-        """What is known after each step: bits, loss, samples."""
+    def uninterrupted(rank: int) -> list[Any]:
+        """Return losses, samples and the state hash after each step; save after the first RESUMES steps."""
         run = start(cell, built)
-        told: list[Any] = []
+        results: list[Any] = []
         for step in range(1, RESUMES + AFTER + 1):
-            told.append((run.train(1), bits(run)))
+            results.append((run.train(1), bits(run)))
             if step <= RESUMES:
                 folder = tmp_path / str(step)
                 save_checkpoint(folder, step, run.model, run.optimizer, run.extra(), CheckpointConfig(keep=1))
-        return told
+        return results
 
-    def resumed(rank: int, left: int) -> list[Any]:
+    def resumed(rank: int, step: int) -> list[Any]:
         run = start(cell, built)
         distributed.seed_ranks(99, run.mesh)
-        run.train(1)  # other random states, other weights, another place in the data
-        found = find_checkpoint(tmp_path / str(left), "auto")
+        run.train(1)  # different RNG states, weights and data position
+        found = find_checkpoint(tmp_path / str(step), "auto")
         assert found is not None
         run.take(load_checkpoint(found, run.model, run.optimizer))
         return [bits(run), *((run.train(1), bits(run)) for _ in range(AFTER))]
 
-    expected = run_ranks(world, undisturbed, timeout=600)
+    expected = run_ranks(world, uninterrupted, timeout=600)
     assert len({digest for of_rank in expected for _, digest in of_rank}) == world * (RESUMES + AFTER)
-    told = run_ranks(world, lambda rank: [resumed(rank, left) for left in range(1, RESUMES + 1)], timeout=1800)
-    for rank, of_rank in enumerate(told):
-        for left, (at_once, *after) in enumerate(of_rank, start=1):
-            assert at_once == expected[rank][left - 1][1], f"rank {rank} after step {left}"
-            assert after == expected[rank][left : left + AFTER], f"rank {rank} after step {left}"
+    results = run_ranks(world, lambda rank: [resumed(rank, step) for step in range(1, RESUMES + 1)], timeout=1800)
+    for rank, of_rank in enumerate(results):
+        for step, (loaded, *after) in enumerate(of_rank, start=1):
+            assert loaded == expected[rank][step - 1][1], f"rank {rank} after step {step}"
+            assert after == expected[rank][step : step + AFTER], f"rank {rank} after step {step}"

@@ -1,9 +1,9 @@
-"""Whole runs are killed again and again, at random moments and at every named point of a save, and started again.
+"""Complete runs are killed repeatedly, at random moments and at every fault point of a save, and restarted.
 
-The target is one rank, all ranks, the launcher or torchrun's agent. Each time the same command must go on by itself,
-from the newest checkpoint there was, with no more than one step lost; what comes out in the end must be, bit for bit,
-what a run that nobody disturbed leaves. Every second run saves in the background, every fourth is torchrun's. 50 kills;
-with MESHBOOK_TORTURE=1 500, and 500 more inside the save itself.
+The target is one rank, all ranks, the launcher or torchrun's agent. Each time the same command must resume from the
+newest checkpoint, with at most one step lost, and the final state must equal that of an uninterrupted run bit for bit.
+Every second run saves in the background, every fourth runs under torchrun. 12 kills and 38 inside the save itself; 500
+of each with MESHBOOK_TORTURE=1.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from components.checkpoint.listing import check_contents, list_checkpoints
 from components.config.schema.checkpoint import CheckpointConfig
 from components.resilience.faults import POINTS, VARIABLE
 from tests.distributed.forked_runs import Attempt, Command, alive, steps_logged, stopped, until
-from tests.distributed.test_checkpoint_crash import assert_whole, set_all, start
+from tests.distributed.test_checkpoint_crash import assert_resumes_from, set_all, start
 from tests.harness import start_ranks
 
 TORTURE = bool(os.environ.get("MESHBOOK_TORTURE"))
 KILLS = int(os.environ.get("MESHBOOK_KILLS", "500" if TORTURE else "12"))
 STEPS = 12 if TORTURE else 8
 TARGETS = ("rank0", "rank1", "all", "launcher")
-"""The launcher: TorchElastic's agent where that started the ranks."""
+""""launcher" is TorchElastic's agent in runs that it started."""
 ENDS_WITHIN = 30.0
 
 SMALL = (
@@ -49,7 +49,7 @@ SMALL = (
 
 
 def small_run(folder: Path, run_dir: str, *arguments: str, elastic: bool = False) -> Command:
-    """A command for a run of two ranks on a few made-up samples."""
+    """Command for a run of two ranks on a few generated samples."""
     data = folder / "data.jsonl"
     if not data.exists():
         rows = [{"prompt": f"{number} + 1", "response": str(number + 1)} for number in range(64)]
@@ -58,96 +58,98 @@ def small_run(folder: Path, run_dir: str, *arguments: str, elastic: bool = False
 
 
 def saving_run(folder: Path, run_dir: str, elastic: bool = False) -> Command:
-    """One that saves every step and keeps one, so that each save also removes."""
+    """Command for a run that saves every step and keeps one checkpoint, so that each save also prunes."""
     every_step = ("checkpoint.every=1", "checkpoint.keep=1", f"training.max_steps={STEPS}")
     return small_run(folder, run_dir, *every_step, elastic=elastic)
 
 
-def last_bits(run_dir: Path) -> dict[str, Any]:
-    """What the last checkpoint holds: parameters, optimizer, random states, counters, data cursor."""
+def final_state(run_dir: Path) -> dict[str, Any]:
+    """Return the contents of the last checkpoint: parameters, optimizer, RNG states, counters, data cursor."""
     folder = run_dir / "checkpoints" / f"step_{STEPS}"
-    held: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for file in sorted(folder.iterdir()):
-        if file.suffix == ".safetensors":  # tensor by tensor: the order of a header is chance
+        if file.suffix == ".safetensors":  # tensor by tensor: the order within the header is not deterministic
             with safe_open(file, framework="np") as tensors:
-                held |= {f"{file.name} {name}": tensors.get_tensor(name).tobytes() for name in tensors.keys()}  # noqa: SIM118
+                state |= {f"{file.name} {name}": tensors.get_tensor(name).tobytes() for name in tensors.keys()}  # noqa: SIM118
         elif file.suffix == ".json" and file.name != "manifest.json":
-            held[file.name] = json.loads(file.read_text())
-            held[file.name].pop("config", None)  # it tells the run directory
-    return held
+            state[file.name] = json.loads(file.read_text())
+            state[file.name].pop("config", None)  # contains the run directory
+    return state
 
 
 @dataclass
 class Kill:
-    """One that is to happen: at a named point, or (None) at a random moment."""
+    """A planned kill: at a fault point, or at a random moment (None)."""
 
     target: str
     point: str | None = None
 
 
 @dataclass
-class Torment:
-    """Runs under kills, one after the other, until `todo` is empty."""
+class KillSequence:
+    """Consecutive runs that are killed until `pending` is empty."""
 
     folder: Path
-    todo: list[Kill]
-    dice: random.Random
-    longest: float = 0.0
-    quiet: dict[str, Any] = field(default_factory=dict)
+    pending: list[Kill]
+    rng: random.Random
+    duration: float = 0.0
+    reference: dict[str, Any] = field(default_factory=dict)
     done: Counter[str] = field(default_factory=Counter)
     lost: Counter[int] = field(default_factory=Counter)
-    """Steps that were done and had to be done again -> how often."""
-    slowest_end: float = 0.0
+    """Number of steps lost by a kill -> number of kills."""
+    slowest_exit: float = 0.0
     runs: int = 0
 
-    def undisturbed(self) -> None:
-        """What a quiet run leaves, and how long it takes."""
+    def run_reference(self) -> None:
+        """Record the final state and the duration of an uninterrupted run."""
         command = saving_run(self.folder, "quiet")
         attempt = command.start()
         assert attempt.wait(120) == 0, attempt.said()
-        self.longest = time.monotonic() - attempt.began
-        self.quiet = last_bits(command.run_dir)
+        self.duration = time.monotonic() - attempt.began
+        self.reference = final_state(command.run_dir)
 
     def run_once(self, elastic: bool) -> None:
-        """One run from its first start to its end, killed and started again on the way."""
+        """Drive one run from its first start to its end, killing and restarting it."""
         command = saving_run(self.folder, f"run_{self.runs}", elastic)
-        behind = self.runs % 2
-        command.arguments += ["checkpoint.async_save=true"] * behind
+        in_background = self.runs % 2
+        command.arguments += ["checkpoint.async_save=true"] * in_background
         self.runs += 1
         newest: Path | None = None
-        story = []
+        history = []
         while True:
-            kill = self.todo[-1] if self.todo else None
-            counts = kill is not None and (kill.point != "at_load" or newest is not None)
-            if kill is not None and not counts:
-                kill = Kill("all", "after_rename")  # there is nothing to load yet
+            kill = self.pending[-1] if self.pending else None
+            is_counted = kill is not None and (kill.point != "at_load" or newest is not None)
+            if kill is not None and not is_counted:
+                kill = Kill("all", "after_rename")  # no checkpoint to load yet: make one first
             armed = kill is not None and kill.point is not None
             attempt = command.start({VARIABLE: f"stop:{kill.point}:rank0:1"} if kill and armed else None)
-            struck = kill is not None and self._strike(attempt, kill)
-            if not struck:
-                assert attempt.wait(120) == 0, f"needs a hand:\n{attempt.said()}"
-            told = re.findall(r"resumed from (\S+)", attempt.said())
-            assert told == [str(newest)] if told or (newest and not struck) else True, f"{newest}:\n{attempt.said()}"
-            if not struck:
-                if newest is None:  # a quiet run, which tells how long one takes by now
-                    self.longest = time.monotonic() - attempt.began
+            killed = kill is not None and self._kill_at(attempt, kill)
+            if not killed:
+                assert attempt.wait(120) == 0, f"did not resume without help:\n{attempt.said()}"
+            resumed = re.findall(r"resumed from (\S+)", attempt.said())
+            assert resumed == [str(newest)] if resumed or (newest and not killed) else True, (
+                f"{newest}:\n{attempt.said()}"
+            )
+            if not killed:
+                if newest is None:  # an uninterrupted run: update the duration
+                    self.duration = time.monotonic() - attempt.began
                 break
-            story.append(str(kill))
-            if kill and counts:
+            history.append(str(kill))
+            if kill and is_counted:
                 self.done[f"{kill.target} {kill.point or ''}".strip()] += 1
-                self.todo.pop()
-            newest = self._look(command.run_dir, 1 + behind)
-            story.append(f"leaves {newest and newest.name}")
+                self.pending.pop()
+            newest = self._check_checkpoints(command.run_dir, 1 + in_background)
+            history.append(f"newest is {newest and newest.name}")
         assert json.loads((command.run_dir / "result.json").read_text())["status"] == "ok"
-        ended = last_bits(command.run_dir)
-        other = sorted(name for name in {*ended, *self.quiet} if ended.get(name) != self.quiet.get(name))
-        assert other == [], f"not the bits of the quiet run, after {story}"
+        final = final_state(command.run_dir)
+        differing = sorted(name for name in {*final, *self.reference} if final.get(name) != self.reference.get(name))
+        assert differing == [], f"differs from the uninterrupted run, after {history}"
         print(f"run {self.runs}: {sum(self.done.values())} kills, steps lost -> times {dict(self.lost)}", flush=True)
         shutil.rmtree(command.run_dir)
 
-    def _strike(self, attempt: Attempt, kill: Kill) -> bool:
-        """Kill whom it should hit; False where the run came to its end before."""
-        moment = time.monotonic() + self.dice.uniform(0, self.longest)
+    def _kill_at(self, attempt: Attempt, kill: Kill) -> bool:
+        """Kill the target; return False if the run ended before."""
+        moment = time.monotonic() + self.rng.uniform(0, self.duration)
 
         def due() -> bool:
             if attempt.poll() is not None:
@@ -163,55 +165,55 @@ class Torment:
                 os.kill(rank, signal.SIGCONT)
         began = time.monotonic()
         status = attempt.wait(ENDS_WITHIN)
-        assert status in (0, 1, -signal.SIGKILL), f"status {status}\n{attempt.said()}"  # 0: it was over already
+        assert status in (0, 1, -signal.SIGKILL), f"status {status}\n{attempt.said()}"  # 0: it had already ended
         until(lambda: not any(map(alive, ranks)), ENDS_WITHIN, lambda: f"orphans of {ranks}")
-        self.slowest_end = max(self.slowest_end, time.monotonic() - began)
+        self.slowest_exit = max(self.slowest_exit, time.monotonic() - began)
         return True
 
-    def _look(self, run_dir: Path, at_most: int) -> Path | None:
-        """What the kill left: every published checkpoint is whole, and at most one step is lost.
+    def _check_checkpoints(self, run_dir: Path, max_lost: int) -> Path | None:
+        """Assert that all published checkpoints are complete and at most `max_lost` steps are lost; return the newest.
 
-        Or two, where a save is written while the next step is done.
+        With background saves two steps may be lost: the next step runs while the save is written.
         """
         entries = list_checkpoints(run_dir, CheckpointConfig())
         assert [problem for entry in entries for problem in check_contents(entry)] == []
         newest = entries[-1] if entries else None
         saved = newest.manifest.step if newest and newest.manifest else 0
         lost = steps_logged(run_dir) - saved
-        assert lost <= at_most, f"{lost} steps lost: {steps_logged(run_dir)} done, {saved} saved"
+        assert lost <= max_lost, f"{lost} steps lost: {steps_logged(run_dir)} done, {saved} saved"
         self.lost[max(lost, 0)] += 1
         return newest.path if newest else None
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder that does not stay: hundreds of runs were in it."""
+    """Temporary folder that is removed after the test, because it holds hundreds of runs."""
     yield tmp_path
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 @pytest.mark.timeout(3600)
-def test_killed_runs_go_on_by_themselves_and_come_out_the_same(folder: Path) -> None:
-    dice = random.Random(5)
+def test_killed_runs_resume_without_help_and_end_bitwise_identical(folder: Path) -> None:
+    rng = random.Random(5)
     at_points = [Kill(target, point) for point in POINTS for target in TARGETS]
-    if not TORTURE:  # each point once, each target at some of them
+    if not TORTURE:  # each point once, with alternating targets
         at_points = at_points[:: len(TARGETS) + 1]
-    anywhen = [Kill(dice.choice(TARGETS)) for _ in range(KILLS - len(at_points))]
-    torment = Torment(folder, dice.sample(at_points + anywhen, KILLS), dice)
-    torment.undisturbed()
+    at_random = [Kill(rng.choice(TARGETS)) for _ in range(KILLS - len(at_points))]
+    sequence = KillSequence(folder, rng.sample(at_points + at_random, KILLS), rng)
+    sequence.run_reference()
     began = time.monotonic()
-    while torment.todo:
-        torment.run_once(elastic=torment.runs % 4 == 3)
-    print(f"\n{KILLS} kills over {torment.runs} runs in {time.monotonic() - began:.0f} s, all gone on by themselves")
-    print(f"targets {dict(torment.done)}\nsteps lost -> times {dict(torment.lost)}")
-    print(f"slowest end after a kill {torment.slowest_end:.1f} s")
-    assert sum(torment.done.values()) == KILLS
+    while sequence.pending:
+        sequence.run_once(elastic=sequence.runs % 4 == 3)
+    print(f"\n{KILLS} kills over {sequence.runs} runs in {time.monotonic() - began:.0f} s, all resumed without help")
+    print(f"targets {dict(sequence.done)}\nsteps lost -> times {dict(sequence.lost)}")
+    print(f"slowest exit after a kill {sequence.slowest_exit:.1f} s")
+    assert sum(sequence.done.values()) == KILLS
 
 
 @pytest.mark.timeout(3600)
-def test_a_kill_inside_the_save_loses_nothing(folder: Path) -> None:
-    """Two ranks save; one or both are killed at a random moment of it. The checkpoint before is never lost."""
-    times, dice = 500 if TORTURE else 38, random.Random(6)
+def test_kill_during_a_save_keeps_the_previous_checkpoint(folder: Path) -> None:
+    """One or both of two ranks are killed at a random moment of a save."""
+    count, rng = 500 if TORTURE else 38, random.Random(6)
 
     def body(rank: int, run_dir: Path, delays: tuple[float, float]) -> float:
         run = start(1.0)
@@ -219,28 +221,28 @@ def test_a_kill_inside_the_save_loses_nothing(folder: Path) -> None:
         set_all(run, 2.0)
         torch.distributed.barrier()
         began = time.monotonic()
-        kill_in(delays[rank])
+        kill_after(delays[rank])
         save_checkpoint(run_dir, 2, *run, {"step": 2}, CheckpointConfig(keep=1))
         return time.monotonic() - began
 
     never = float("inf")
-    longest = max(start_ranks(2, body, folder / "quiet", (never, never))[0].result for _ in range(2))
-    found: Counter[str] = Counter()
-    for number in range(times):
-        moment, run_dir = dice.uniform(0, longest), folder / str(number)
-        delays = dice.choice([(moment, never), (never, moment), (moment, moment)])
+    duration = max(start_ranks(2, body, folder / "quiet", (never, never))[0].result for _ in range(2))
+    newest: Counter[str] = Counter()
+    for number in range(count):
+        moment, run_dir = rng.uniform(0, duration), folder / str(number)
+        delays = rng.choice([(moment, never), (never, moment), (moment, moment)])
         outcomes = start_ranks(2, body, run_dir, delays, timeout=ENDS_WITHIN)
         assert not any(outcome.stack for outcome in outcomes), f"a rank hangs: {outcomes}"
         for entry in list_checkpoints(run_dir, CheckpointConfig()):
             assert check_contents(entry) == []
-        found[assert_whole(run_dir, {1, 2}).name] += 1
+        newest[assert_resumes_from(run_dir, {1, 2}).name] += 1
         shutil.rmtree(run_dir)
-    print(f"\n{times} kills inside a save of {longest:.3f} s; newest afterwards {dict(found)}")
-    assert found["step_1"]
+    print(f"\n{count} kills inside a save of {duration:.3f} s; newest afterwards {dict(newest)}")
+    assert newest["step_1"]
 
 
-def kill_in(seconds: float) -> None:
-    """Have this process killed, by another one, in some time."""
+def kill_after(seconds: float) -> None:
+    """Fork a process that kills this one after `seconds`."""
     if seconds == float("inf"):
         return
     victim = os.getpid()

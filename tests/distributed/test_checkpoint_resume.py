@@ -1,4 +1,4 @@
-"""What comes back from a checkpoint: every bit on the same mesh, every value on another one."""
+"""Loading a checkpoint restores every bit on the same mesh, and every value on another one."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ Run = tuple[PreTrainedModel, torch.optim.Optimizer]
 
 
 def start(layout: str | None, seed: int, family: str = "llama") -> Run:
-    """A model with dropout on a mesh (None: one plain process), and its AdamW."""
+    """Build a model with dropout on a mesh (None: a single process), and its AdamW."""
     torch.manual_seed(seed)
     config = tiny_config(family)
     if family == "llama":
-        config.attention_dropout = 0.1  # GPT-2 has dropout of its own
+        config.attention_dropout = 0.1  # GPT-2's defaults include dropout
     model = AutoModelForCausalLM.from_config(config)
     if layout is not None:
         shard(model, layout)
-    # Under plain torch tensor parallelism norms stay plain tensors, which the fused kernel does not mix with DTensors.
+    # Under plain torch TP norm weights are plain tensors, and the fused kernel cannot mix those with DTensors.
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=layout != "tp2")
 
 
 def train(run: Run, steps: int) -> list[float]:
-    """Train on data that every source of randomness decides; the dropout of HF's attention follows torch's."""
+    """Train on data drawn from torch, random and numpy; dropout in Hugging Face's attention uses torch's generator."""
     model, optimizer = run
     model.train()
     losses = []
@@ -67,7 +67,7 @@ def seed_rank(rank: int) -> None:
 
 
 def bits(run: Run) -> str:
-    """Hash of everything this rank holds: parameters, optimizer state, random states."""
+    """Hash of this rank's state: parameters, optimizer state, RNG states."""
     model, optimizer = run
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -79,8 +79,8 @@ def bits(run: Run) -> str:
     return digest.hexdigest()
 
 
-def whole(run: Run) -> dict[str, torch.Tensor]:
-    """Everything with its global shape."""
+def full_tensors(run: Run) -> dict[str, torch.Tensor]:
+    """Parameters and optimizer state with their global shapes."""
     model, optimizer = run
     tensors = {}
     for name, parameter in model.named_parameters():
@@ -94,7 +94,9 @@ LAYOUTS = [(None, 1, "gpt2"), ("fsdp2", 2, "gpt2"), ("fsdp4", 4, "llama"), ("fsd
 
 
 @pytest.mark.parametrize(("layout", "world", "family"), LAYOUTS, ids=str)
-def test_a_resumed_run_is_the_same_run_bit_for_bit(layout: str | None, world: int, family: str, tmp_path: Path) -> None:
+def test_resumed_run_equals_the_uninterrupted_run_bitwise(
+    layout: str | None, world: int, family: str, tmp_path: Path
+) -> None:
     extra = {"state": {"step": 3, "loss": 0.1 + 0.2}, "data": {"epoch": 0, "index": 2**60 + 1}}
 
     def uninterrupted(rank: int) -> Any:
@@ -105,7 +107,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(layout: str | None, world: in
         return bits(run), train(run, 3), bits(run)
 
     def resumed(rank: int) -> Any:
-        run = start(layout, 1, family)  # other weights, which must all be replaced
+        run = start(layout, 1, family)  # different weights: loading must replace all of them
         seed_rank(rank + 50)
         train(run, 1)
         found = find_checkpoint(tmp_path, "auto")
@@ -117,7 +119,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(layout: str | None, world: in
         first, second = uninterrupted(0), resumed(0)
     else:
         first, second = run_ranks(world, uninterrupted), run_ranks(world, resumed)
-        assert len({digest for digest, _, _ in first}) == world  # ranks do differ
+        assert len({digest for digest, _, _ in first}) == world  # the ranks have different states
     assert first == second
 
 
@@ -127,16 +129,16 @@ READERS: dict[str | None, list[tuple[int, str]]] = {
     "hsdp2x2": [(2, "fsdp2")],
     None: [(4, "fsdp2_tp2")],
 }
-"""Layout that writes -> layouts that read; one plain process reads them all."""
+"""Layout that writes -> (world size, layout) that read; a single process reads all of them too."""
 
 
 @pytest.mark.parametrize("written", READERS, ids=str)
-def test_any_mesh_reads_what_any_mesh_wrote(written: str | None, tmp_path: Path) -> None:
+def test_checkpoint_of_any_mesh_loads_on_any_other(written: str | None, tmp_path: Path) -> None:
     def write(rank: int) -> None:
         run = start(written, 0)
         train(run, 2)
         save_checkpoint(tmp_path, 2, *run, {}, CheckpointConfig(keep=1))
-        tensors = whole(run)
+        tensors = full_tensors(run)
         if rank == 0:
             torch.save(tensors, tmp_path / "expected.pt")
 
@@ -147,7 +149,7 @@ def test_any_mesh_reads_what_any_mesh_wrote(written: str | None, tmp_path: Path)
         assert torch.equal(torch.get_rng_state(), before) == (layout != written)
         expected = torch.load(tmp_path / "expected.pt")
         assert any("exp_avg_sq" in name for name in expected)
-        tensors = whole(run)
+        tensors = full_tensors(run)
         assert tensors.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(tensors[name], value), name
@@ -164,7 +166,7 @@ def test_any_mesh_reads_what_any_mesh_wrote(written: str | None, tmp_path: Path)
     read(0, None)
 
 
-def test_names_are_those_of_the_model_inside_ddp(tmp_path: Path) -> None:
+def test_ddp_checkpoint_has_the_names_of_the_inner_model(tmp_path: Path) -> None:
     def body(rank: int) -> float:
         model, _ = start(None, 0)
         replica = torch.nn.parallel.DistributedDataParallel(model)
@@ -179,20 +181,20 @@ def test_names_are_those_of_the_model_inside_ddp(tmp_path: Path) -> None:
     assert run[0].model.norm.weight.sum().item() == expected != 32.0
 
 
-def test_replicas_are_written_once(tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_once(tmp_path: Path) -> None:
     def body(rank: int) -> int:
         run = start(None, 0)
         train(run, 1)
         save_checkpoint(tmp_path, 1, *run, {}, CheckpointConfig(keep=1))
-        return sum(value.numel() * value.element_size() for value in whole(run).values())
+        return sum(value.numel() * value.element_size() for value in full_tensors(run).values())
 
     size = run_ranks(2, body)[0]
     files = list((tmp_path / "checkpoints" / "step_1").glob("*.safetensors"))
-    assert len(files) == 2  # the work is shared
+    assert len(files) == 2  # each rank writes a part
     assert size < sum(file.stat().st_size for file in files) < 1.2 * size + 30_000  # headers
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle_and_nothing_is_unpickled(
+def test_checkpoint_contains_no_pickle_and_loads_without_unpickling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body(rank: int) -> None:
@@ -219,32 +221,32 @@ def test_nothing_in_a_checkpoint_is_a_pickle_and_nothing_is_unpickled(
             with safe_open(path, framework="pt") as opened:
                 assert len(opened.keys()) > 10
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def reject(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a file was unpickled")
 
     for name in ("load", "loads", "Unpickler"):
-        monkeypatch.setattr(pickle, name, refuse)
-    monkeypatch.setattr(torch, "load", refuse)
+        monkeypatch.setattr(pickle, name, reject)
+    monkeypatch.setattr(torch, "load", reject)
     load_checkpoint(find_checkpoint(tmp_path, "auto"), *start(None, 1))
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_rejected_with_the_tensor_names(tmp_path: Path) -> None:
     run = start(None, 0)
     train(run, 1)
     path = save_checkpoint(tmp_path, 1, *run, {}, CheckpointConfig(keep=1))
 
-    def refuse(change: Any, message: str) -> None:
+    def reject(change: Any, message: str) -> None:
         other, _ = start(None, 0)
         other = change(other) or other
         with pytest.raises(ConfigError, match=message):
             load_checkpoint(path, other, torch.optim.AdamW(other.parameters(), fused=True))
 
-    refuse(
+    reject(
         lambda model: model.double(),
         r"lm_head.weight|norm.weight is .*float32 in the checkpoint and .*float64 in this model",
     )
-    refuse(lambda model: model.model.layers.pop(1) and None, r"holds tensors that this model does not have: .*layers.1")
-    refuse(
+    reject(lambda model: model.model.layers.pop(1) and None, r"holds tensors that this model does not have: .*layers.1")
+    reject(
         lambda model: model.model.layers.append(start(None, 0)[0].model.layers[0]) and None,
         r"lacks tensors of this model: model.layers.2",
     )
@@ -253,36 +255,36 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
         load_checkpoint(path, model, torch.optim.AdamW(model.model.layers[0].parameters()))
 
 
-def cut_over(cuts: str) -> Run:
-    """A matrix over four ranks: FSDP over tensor-parallel shards of uneven size (5 rows), or over a fused projection
-    (12 rows: three matrices, each of which tp cuts by itself)."""
+def two_level_shards(split: str) -> Run:
+    """A matrix sharded over four ranks: FSDP over TP shards of uneven size (5 rows), or over a fused projection (12
+    rows: three matrices, each of which TP shards separately)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    placement = Shard(0) if cuts == "uneven" else _StridedShard(0, split_factor=3)
-    whole = torch.arange(60.0).view(12, 5) if cuts == "fused" else torch.arange(35.0).view(5, 7)
-    model = torch.nn.Linear(*reversed(whole.shape), bias=False)
-    model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh["tp"], [placement]))
+    placement = Shard(0) if split == "uneven" else _StridedShard(0, split_factor=3)
+    full_tensors = torch.arange(60.0).view(12, 5) if split == "fused" else torch.arange(35.0).view(5, 7)
+    model = torch.nn.Linear(*reversed(full_tensors.shape), bias=False)
+    model.weight = torch.nn.Parameter(distribute_tensor(full_tensors, mesh["tp"], [placement]))
     fully_shard(model, mesh=mesh["fsdp"])
     return model, torch.optim.AdamW(model.parameters(), fused=True)
 
 
-@pytest.mark.parametrize("cuts", ["uneven", "fused"])
-def test_layouts_of_several_or_uneven_blocks_are_stored_where_they_belong(cuts: str, tmp_path: Path) -> None:
-    """torch.distributed.checkpoint by itself would store other rows, and say nothing."""
+@pytest.mark.parametrize("split", ["uneven", "fused"])
+def test_strided_and_uneven_shards_are_stored_at_their_global_offsets(split: str, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint alone would silently store the wrong rows."""
 
     def body(rank: int) -> int:
-        run = cut_over(cuts)
+        run = two_level_shards(split)
         save_checkpoint(tmp_path, 1, *run, {}, CheckpointConfig(keep=1))
-        blank = cut_over(cuts)
+        blank = two_level_shards(split)
         with torch.no_grad():
             blank[0].weight.mul_(0)
         load_checkpoint(find_checkpoint(tmp_path, "auto"), *blank)
         assert torch.equal(blank[0].weight.to_local(), run[0].weight.to_local())
         return run[0].weight.to_local().numel()
 
-    held = run_ranks(4, body)
-    shape = (12, 5) if cuts == "fused" else (5, 7)
-    assert sum(held) == math.prod(shape)
-    assert len(set(held)) == (1 if cuts == "fused" else 2)
+    sizes = run_ranks(4, body)
+    shape = (12, 5) if split == "fused" else (5, 7)
+    assert sum(sizes) == math.prod(shape)
+    assert len(set(sizes)) == (1 if split == "fused" else 2)
     plain = torch.nn.Linear(*reversed(shape), bias=False)
     load_model_weights(tmp_path / "checkpoints" / "step_1", plain)
-    assert torch.equal(plain.weight, torch.arange(float(sum(held))).view(shape))
+    assert torch.equal(plain.weight, torch.arange(float(sum(sizes))).view(shape))

@@ -1,4 +1,4 @@
-"""Retention with real saves: what stays, what a kill while pruning leaves, and scripts/checkpoints.py on it."""
+"""Retention with real saves: which checkpoints remain, kills during pruning, and scripts/checkpoints.py."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ ROOT = Path(__file__).resolve().parents[2]
 POLICY = CheckpointConfig(keep=1, every=2, keep_every=4, keep_best=True)
 SAVES = [(2, 1.5, False), (3, None, True), (4, 2.0, False), (5, None, True), (6, 3.0, False), (8, 3.5, False),
          (9, None, True)]  # fmt: skip
-"""Step, evaluation loss, saved by time."""
+"""(step, eval loss, whether the save was triggered by time and is therefore ephemeral)."""
 
 
-def start() -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_run() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(8, 8)
     if torch.distributed.is_initialized():
         fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
@@ -45,74 +45,74 @@ def start() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save_all(run_dir: Path, policy: CheckpointConfig) -> list[set[str]]:
-    """Save as SAVES says; return what was there after each."""
-    seen, run = [], start()
+    """Make the saves in SAVES; return the checkpoint names after each."""
+    listings, run = [], build_run()
     for step, loss, ephemeral in SAVES:
         save_checkpoint(run_dir, step, *run, {}, policy, Mark(loss, ephemeral))
-        seen.append(names(run_dir))
-    return seen
+        listings.append(saved_names(run_dir))
+    return listings
 
 
-def names(run_dir: Path) -> set[str]:
+def saved_names(run_dir: Path) -> set[str]:
     return {path.name for path in (run_dir / "checkpoints").iterdir()}
 
 
-def test_two_ranks_keep_what_the_policy_says(tmp_path: Path) -> None:
-    seen, _ = run_ranks(2, lambda rank: save_all(tmp_path, POLICY))
-    assert seen[1] == {"step_2", "step_3"}
-    assert seen[-1] == {"step_2", "step_4", "step_8", "step_9"}
+def test_two_ranks_apply_the_retention_policy(tmp_path: Path) -> None:
+    listings, _ = run_ranks(2, lambda rank: save_all(tmp_path, POLICY))
+    assert listings[1] == {"step_2", "step_3"}
+    assert listings[-1] == {"step_2", "step_4", "step_8", "step_9"}
     best, by_time = (Manifest.read(tmp_path / "checkpoints" / name) for name in ("step_2", "step_9"))
     assert (best.eval_loss, best.ephemeral) == (1.5, False)
     assert (by_time.eval_loss, by_time.ephemeral) == (None, True)
-    assert find_checkpoint(tmp_path, "auto") == tmp_path / "checkpoints" / "step_9"  # by time, but the newest
+    assert find_checkpoint(tmp_path, "auto") == tmp_path / "checkpoints" / "step_9"  # ephemeral, but the newest
 
 
-def test_a_rank_whose_clock_is_due_makes_all_save_at_the_same_step() -> None:
+def test_save_requested_by_one_rank_happens_on_all_ranks_at_the_same_step() -> None:
     def body(rank: int) -> list[bool]:
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
         optimizer = torch.optim.AdamW(model.parameters())
         settings = training.StepSettings(device=torch.device("cpu"))
         rows = Batch.from_labels(torch.ones(1, 8, dtype=torch.long), torch.ones(1, 8, dtype=torch.long))
-        reader, seen = training.StepReader(lag=1), []
+        reader, must_save = training.StepReader(lag=1), []
         for step in range(4):
             vector = training.train_step(
                 training.Prepared(model, settings), [rows], optimizer, requests=(0.0, 0.0, float(rank == 1 == step))
             )
             arrived = reader.push(step, vector, began=0.0)
-            seen.append(any(each.must_save for each in arrived))
+            must_save.append(any(each.must_save for each in arrived))
             assert not any(each.must_stop for each in arrived)
-        return seen
+        return must_save
 
     assert run_ranks(2, body) == [[False, False, True, False]] * 2
 
 
-def test_one_that_is_cut_short_takes_nobodys_place(tmp_path: Path) -> None:
-    run = start()
+def test_truncated_checkpoint_does_not_count_toward_keep(tmp_path: Path) -> None:
+    run = build_run()
     for step in (1, 2):
         path = save_checkpoint(tmp_path, step, *run, {}, CheckpointConfig(keep=2))
     os.truncate(next(path.glob("*.safetensors")), 9)
     for step in (3, 4):
         save_checkpoint(tmp_path, step, *run, {}, CheckpointConfig(keep=2))
-        assert names(tmp_path) == {"step_2", "step_3", "step_1" if step == 3 else "step_4"}
+        assert saved_names(tmp_path) == {"step_2", "step_3", "step_1" if step == 3 else "step_4"}
 
 
-def test_a_loss_that_is_no_number_is_none(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, *start(), {}, CheckpointConfig(), Mark(float("nan")))
+def test_nan_eval_loss_is_stored_as_none(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, *build_run(), {}, CheckpointConfig(), Mark(float("nan")))
     assert Manifest.read(path).eval_loss is None
 
 
-def killed_while_pruning(event: int, folder: Path, paths: list[Path]) -> bool:
+def is_killed_while_pruning(event: int, folder: Path, paths: list[Path]) -> bool:
     """Remove in a forked process that is killed at its `event`-th operation on files below `folder`."""
 
     def child() -> None:
-        seen = 0
+        events = 0
 
         def count(name: str, args: tuple[Any, ...]) -> None:
-            nonlocal seen
-            # Below the first folder, rmtree names files alone, by the descriptor of theirs.
+            nonlocal events
+            # Inside the top folder rmtree passes bare file names with a dir_fd, so paths cannot be filtered by prefix.
             if name.split(".")[0] in ("os", "shutil", "open"):
-                seen += 1
-                if seen == event + 1:  # once: the kill itself is an event too
+                events += 1
+                if events == event + 1:  # not >=: os.kill raises an audit event itself
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(count)
@@ -126,46 +126,46 @@ def killed_while_pruning(event: int, folder: Path, paths: list[Path]) -> bool:
     return process.exitcode != 0
 
 
-def test_pruning_killed_anywhere_leaves_only_whole_checkpoints_and_is_finished_later(tmp_path: Path) -> None:
+def test_pruning_killed_at_any_operation_leaves_complete_checkpoints_and_is_finished_later(tmp_path: Path) -> None:
     save_all(tmp_path / "before", CheckpointConfig(keep=9))
     event = 0
     while True:
         run_dir = tmp_path / str(event)
         shutil.copytree(tmp_path / "before", run_dir)
         folder = run_dir / "checkpoints"
-        killed = killed_while_pruning(event, folder, [folder / "step_4", folder / "step_6"])
-        assert names(run_dir) >= {"step_2", "step_8", "step_9"}
+        killed = is_killed_while_pruning(event, folder, [folder / "step_4", folder / "step_6"])
+        assert saved_names(run_dir) >= {"step_2", "step_8", "step_9"}
         for path in folder.glob("step_?"):
             assert verify(path) == []
         if not killed:
             break
         if event % 4 == 0:
-            save_checkpoint(run_dir, 10, *start(), {}, POLICY)
-            assert names(run_dir) == {"step_2", "step_8", "step_10"} | (names(run_dir) & {"step_4"})
+            save_checkpoint(run_dir, 10, *build_run(), {}, POLICY)
+            assert saved_names(run_dir) == {"step_2", "step_8", "step_10"} | (saved_names(run_dir) & {"step_4"})
         event += 1
     assert event > 8
-    assert names(tmp_path / str(event)) == {"step_2", "step_8", "step_9"}
+    assert saved_names(tmp_path / str(event)) == {"step_2", "step_8", "step_9"}
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run that kept everything, and whose config says it should not have."""
-    made = tmp_path / "run"
-    save_all(made, CheckpointConfig(keep=9))
-    (made / "config.yaml").write_text("checkpoint:\n  keep: 1\n  every: 2\n  keep_every: 4\n  keep_best: true\n")
-    return made
+    """A run directory that kept every checkpoint although its config has a stricter retention policy."""
+    created = tmp_path / "run"
+    save_all(created, CheckpointConfig(keep=9))
+    (created / "config.yaml").write_text("checkpoint:\n  keep: 1\n  every: 2\n  keep_every: 4\n  keep_best: true\n")
+    return created
 
 
 @pytest.fixture
 def call(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """scripts/checkpoints.py in this process: its status and what it said."""
+    """Run scripts/checkpoints.py in this process; return its exit status and output."""
 
-    def called(action: str, *options: str) -> tuple[int, str]:
+    def invoke(action: str, *options: str) -> tuple[int, str]:
         status = checkpoints.main([action, str(run_dir), *options])
         captured = capsys.readouterr()
         return status, captured.out + captured.err
 
-    return called
+    return invoke
 
 
 def flip(path: Path) -> None:
@@ -174,15 +174,15 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_list_tells_what_there_is_and_why(run_dir: Path) -> None:
+def test_list_reports_every_checkpoint_with_its_state_and_retention_reason(run_dir: Path) -> None:
     (run_dir / "checkpoints" / "step_7").mkdir()
     next((run_dir / "checkpoints" / "step_4").glob("*.safetensors")).unlink()
     program = (
         "import sys; from scripts.checkpoints import main; s = main(sys.argv[1:]); print('torch' in sys.modules, s)"
     )
     command = [sys.executable, "-c", program, "list", str(run_dir)]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
-    *table, last = told.splitlines()
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    *table, last = output.splitlines()
     assert last == "False 0"
     rows = {line.split()[0]: line for line in table}
     assert [cell.strip() for cell in rows["checkpoint"].split("  ") if cell] == list(checkpoints.COLUMNS)
@@ -202,82 +202,82 @@ def test_list_tells_what_there_is_and_why(run_dir: Path) -> None:
     assert stamp in rows["step_9"]
 
 
-def test_verify_names_the_files_that_are_damaged(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:
-    status, told = call("verify")
+def test_verify_names_damaged_files(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:
+    status, output = call("verify")
     assert status == 0
-    assert told.count(": complete") == 5
+    assert output.count(": complete") == 5
     victim = next((run_dir / "checkpoints" / "step_6").glob("*.safetensors"))
     flip(victim)
-    status, told = call("verify")
+    status, output = call("verify")
     assert status == 1
-    assert f"step_6: {victim.name} is damaged" in told
-    assert told.count(": complete") == 4
+    assert f"step_6: {victim.name} is damaged" in output
+    assert output.count(": complete") == 4
 
 
-def test_prune_shows_and_then_removes(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:
-    left = run_dir / "checkpoints" / "step_99.tmp-dead"
-    left.mkdir()
-    (run_dir / "checkpoints" / "step_1").mkdir()  # not complete: nobody's to remove
-    before = names(run_dir)
-    status, told = call("prune")
-    assert (status, names(run_dir)) == (0, before)
-    going = [line.split()[2].rstrip(",") for line in told.splitlines() if line.startswith("would remove")]
-    assert going == ["step_6", "step_99.tmp-dead"]
-    assert told.endswith("add --yes to remove\n")
+def test_prune_is_a_dry_run_without_yes(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:
+    leftover = run_dir / "checkpoints" / "step_99.tmp-dead"
+    leftover.mkdir()
+    (run_dir / "checkpoints" / "step_1").mkdir()  # has no manifest, so prune must not remove it
+    before = saved_names(run_dir)
+    status, output = call("prune")
+    assert (status, saved_names(run_dir)) == (0, before)
+    doomed = [line.split()[2].rstrip(",") for line in output.splitlines() if line.startswith("would remove")]
+    assert doomed == ["step_6", "step_99.tmp-dead"]
+    assert output.endswith("add --yes to remove\n")
     assert call("prune", "--yes")[0] == 0
-    assert names(run_dir) == before - set(going)
+    assert saved_names(run_dir) == before - set(doomed)
     assert call("prune", "--yes")[1] == "nothing to remove\n"
     assert "step_8" not in call("prune", "--keep", "2")[1]
     assert call("prune", "--keep", "0") == (2, call("prune", "--keep", "0")[1])
 
 
-def test_prune_never_leaves_a_damaged_one_as_the_newest(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:
+def test_prune_keeps_the_newest_undamaged_checkpoint(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:
     (run_dir / "config.yaml").write_text("checkpoint:\n  keep: 1\n")
-    for name in ("step_8", "step_9"):  # a bit each: their sizes say nothing
+    for name in ("step_8", "step_9"):  # one flipped bit each: file sizes stay right
         flip(next((run_dir / "checkpoints" / name).glob("*.safetensors")))
     assert call("prune", "--yes")[0] == 0
-    assert names(run_dir) == {"step_6", "step_8", "step_9"}
+    assert saved_names(run_dir) == {"step_6", "step_8", "step_9"}
     assert find_checkpoint(run_dir, "auto") == run_dir / "checkpoints" / "step_6"
 
 
-def test_prune_keeps_off_while_somebody_uses_the_directory(
+def test_prune_rejects_a_run_directory_in_use(
     run_dir: Path, call: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = names(run_dir)
+    before = saved_names(run_dir)
     with (run_dir / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        status, told = call("prune", "--yes")
+        status, output = call("prune", "--yes")
         assert status == 2
-        assert "is in use by a run that is still going; wait for it to finish" in told
+        assert "is in use by a run that is still going; wait for it to finish" in output
     (run_dir / "job_id").write_text("17\n")
     monkeypatch.setenv("PATH", str(tmp_path))
-    status, told = call("prune", "--yes")
+    status, output = call("prune", "--yes")
     assert status == 2
-    assert "no squeue on PATH" in told
+    assert "no squeue on PATH" in output
     squeue = tmp_path / "squeue"
     squeue.write_text("#!/bin/sh\necho 17 RUNNING\n")
     squeue.chmod(0o700)
-    status, told = call("prune", "--yes")
+    status, output = call("prune", "--yes")
     assert status == 2
-    assert "belongs to job 17, which is RUNNING; wait for it to finish, or end the job with scancel 17" in told
-    assert names(run_dir) == before
+    assert "belongs to job 17, which is RUNNING; wait for it to finish, or end the job with scancel 17" in output
+    assert saved_names(run_dir) == before
     squeue.write_text("#!/bin/sh\necho 17 COMPLETED\n")
     assert call("prune", "--yes")[0] == 0
-    assert names(run_dir) < before
+    assert saved_names(run_dir) < before
 
 
-def test_mistakes_are_told_in_a_sentence(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:
+def test_invalid_config_is_reported_without_a_traceback(run_dir: Path, call: Callable[..., tuple[int, str]]) -> None:
     for text, expected in (
         ("checkpoint:\n  keep: many\n", "keep=many: must be a whole number"),
         ("checkpoint: [", "cannot be read as the config of a run"),
         ("model: {}\n", "has no section checkpoint"),
     ):
         (run_dir / "config.yaml").write_text(text)
-        status, told = call("list")
+        status, output = call("list")
         assert status == 2
-        assert expected in told
-        assert "Traceback" not in told
+        assert expected in output
+        assert "Traceback" not in output
     (run_dir / "config.yaml").unlink()
-    status, told = call("verify")
+    status, output = call("verify")
     assert status == 2
-    assert "not a run directory, it has no config.yaml" in told
+    assert "not a run directory, it has no config.yaml" in output

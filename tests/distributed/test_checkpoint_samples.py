@@ -1,4 +1,4 @@
-"""Runs that are killed again and again, and go on with other numbers of processes, read every sample once."""
+"""Runs that are killed repeatedly and resume with different world sizes read every sample exactly once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORLDS = (1, 2, 4, 5, 8) if TORTURE else (1, 2, 4)
 
 
 class Numbered(Sequence[Example]):
-    """Samples that consist of their number."""
+    """Samples whose first token is their index."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -38,11 +38,11 @@ class Numbered(Sequence[Example]):
         return Example([index, 1], [-100, 1])
 
 
-def attempt(rank: int, run_dir: Path, number: int, world: int, kill: tuple[int, int, float] | None) -> int:
-    """Read on from the last checkpoint, writing down what is read for each step; return the first step.
+def run_attempt(rank: int, run_dir: Path, number: int, world: int, kill: tuple[int, int, float] | None) -> int:
+    """Resume from the last checkpoint and log the samples read in each step; return the first step.
 
     Args:
-        kill: the rank that is killed (-1: all), how many steps after the start, and how many seconds into the step.
+        kill: the rank to kill (-1: all), the number of steps after the start, and the number of seconds into the step.
     """
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -64,7 +64,7 @@ def attempt(rank: int, run_dir: Path, number: int, world: int, kill: tuple[int, 
             log.write(" ".join(map(str, [step, *rows])) + "\n")
             log.flush()
             step += 1
-            torch.distributed.barrier()  # as the reductions of a real step
+            torch.distributed.barrier()  # synchronizes the ranks as the reductions of a real step do
             if step % SAVE_EVERY == 0 or step == STEPS:
                 extra = {"step": step, "data": batches.state_dict()}
                 save_checkpoint(run_dir, step, model, optimizer, extra, CheckpointConfig(keep=2))
@@ -76,39 +76,39 @@ def die_after(seconds: float) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def read_of(run_dir: Path, number: int, world: int) -> tuple[int, dict[int, list[int]]]:
-    """The first step of an attempt, and the samples of each step that all ranks came to."""
+def samples_read(run_dir: Path, number: int, world: int) -> tuple[int, dict[int, list[int]]]:
+    """Return the first step of an attempt, and the samples of each step that all ranks logged."""
     first, steps = 0, []
     for rank in range(world):
-        whole_lines = (run_dir / f"read-{number:03}-{rank}").read_text().rpartition("\n")[0]
-        head, *lines = whole_lines.splitlines() or ["0"]
+        complete_lines = (run_dir / f"read-{number:03}-{rank}").read_text().rpartition("\n")[0]
+        head, *lines = complete_lines.splitlines() or ["0"]
         first = int(head)
-        numbers = [[int(word) for word in line.split()] for line in lines]
+        numbers = [[int(field) for field in line.split()] for line in lines]
         steps.append({step: rows for step, *rows in numbers})
     common = set.intersection(*(set(each) for each in steps))
-    return first, {step: [row for of_rank in steps for row in of_rank[step]] for step in common}
+    return first, {step: [row for rank_steps in steps for row in rank_steps[step]] for step in common}
 
 
-def test_fifty_kills_and_changes_of_the_world_repeat_no_sample_and_skip_none(tmp_path: Path) -> None:
-    dice = random.Random(0)
+def test_kills_and_world_size_changes_repeat_and_skip_no_samples(tmp_path: Path) -> None:
+    rng = random.Random(0)
     attempts: list[tuple[int, dict[int, list[int]]]] = []
     killed = 0
     while not attempts or max(attempts[-1][1], default=0) < STEPS - 1:
-        world = dice.choice(WORLDS)
-        victim = dice.choice([-1, dice.randrange(world)])
-        after = dice.randrange(2 * SAVE_EVERY + 1)  # on average as often before a save as after one
-        kill = (victim, after, dice.uniform(0, 0.1)) if killed < KILLS else None
-        outcomes = start_ranks(world, attempt, tmp_path, len(attempts), world, kill, timeout=300)
+        world = rng.choice(WORLDS)
+        victim = rng.choice([-1, rng.randrange(world)])
+        after = rng.randrange(2 * SAVE_EVERY + 1)  # equally often before and after a save on average
+        kill = (victim, after, rng.uniform(0, 0.1)) if killed < KILLS else None
+        outcomes = start_ranks(world, run_attempt, tmp_path, len(attempts), world, kill, timeout=300)
         if kill is None:
             assert all(outcome.ok for outcome in outcomes), [str(outcome) for outcome in outcomes]
         killed += any(outcome.signal == "SIGKILL" for outcome in outcomes)
-        attempts.append(read_of(tmp_path, len(attempts), world))
+        attempts.append(samples_read(tmp_path, len(attempts), world))
     assert killed == KILLS
-    used: dict[int, list[int]] = {}
+    samples_of_step: dict[int, list[int]] = {}
     for number, (first, steps) in enumerate(attempts):
         assert sorted(steps) == list(range(first, first + len(steps)))
-        assert first <= (max(used) + 1 if used else 0), f"attempt {number} skipped steps"
+        assert first <= (max(samples_of_step) + 1 if samples_of_step else 0), f"attempt {number} skipped steps"
         for step, rows in steps.items():
-            assert used.get(step, rows) == rows, f"attempt {number} read other samples for step {step}"
-            used[step] = rows
-    assert sorted(row for rows in used.values() for row in rows) == list(range(SAMPLES))
+            assert samples_of_step.get(step, rows) == rows, f"attempt {number} read other samples for step {step}"
+            samples_of_step[step] = rows
+    assert sorted(row for rows in samples_of_step.values() for row in rows) == list(range(SAMPLES))

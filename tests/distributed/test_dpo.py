@@ -1,4 +1,4 @@
-"""DPO draws one curve on every mesh: that of the paper's formula in plain PyTorch, in one process."""
+"""DPO has the same curve on every mesh as the formula of the paper in plain PyTorch in one process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PAIRS, STEPS, BETA, SMOOTHING, LR, CLIP = 4, 3, 0.3, 0.1, 5e-3, 1.0
 CPU = torch.device("cpu")
 
 
-class NoTokenizer:
-    """What a data set takes of a tokenizer here."""
+class PadOnlyTokenizer:
+    """The only attribute of a tokenizer that a dataset reads."""
 
     pad_token_id = 0
 
 
 def pairs() -> data.PairDataset:
-    """Pairs of one prompt and two answers of unequal lengths; the last has the longest."""
+    """Pairs of one prompt and two answers of unequal lengths."""
     generator = torch.Generator().manual_seed(3)
     chosen, rejected = [], []
     for index in range(PAIRS * STEPS + 1):
@@ -41,7 +41,7 @@ def pairs() -> data.PairDataset:
             answer = torch.randint(3, 97, (length,), generator=generator).tolist()
             answers.append(data.Example(prompt + answer, [-100] * len(prompt) + answer))
     sets = [
-        data.Dataset(each, NoTokenizer(), facts=Facts("here"), seq_len=32)  # type: ignore[arg-type]
+        data.Dataset(each, PadOnlyTokenizer(), facts=Facts("here"), seq_len=32)  # type: ignore[arg-type]
         for each in (chosen, rejected)
     ]
     return data.PairDataset(*sets, [(i, i) for i in range(len(chosen))])
@@ -57,7 +57,7 @@ class Curve:
 
 
 def log_prob(model: Any, example: data.Example) -> torch.Tensor:
-    """Sum of the log-probabilities of an answer, of a row alone and without padding."""
+    """Sum of the log-probabilities of an answer, computed for one row without padding."""
     logits = model(input_ids=torch.tensor([example.input_ids]), use_cache=False).logits[0, :-1]
     targets = torch.tensor(example.labels[1:])
     return -F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
@@ -84,8 +84,8 @@ def expected(plain: Any) -> Curve:
     order = data.SampleOrder(len(everything), 5)
     for step in range(STEPS):
         indices = order.indices(step * PAIRS, PAIRS)
-        found = [loss_of(model, everything[i], reference[i]) for i in indices]
-        loss = torch.stack([each for each, _ in found]).mean()
+        pair_losses = [loss_of(model, everything[i], reference[i]) for i in indices]
+        loss = torch.stack([each for each, _ in pair_losses]).mean()
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
@@ -95,7 +95,7 @@ def expected(plain: Any) -> Curve:
         optimizer.step()
         curve.losses.append(loss.item())
         curve.norms.append(float(norm))
-        curve.accuracies.append(sum(right for _, right in found) / PAIRS)
+        curve.accuracies.append(sum(right for _, right in pair_losses) / PAIRS)
     with torch.no_grad():
         losses = [loss_of(model, pair, reference[i])[0] for i, pair in enumerate(everything)]
     curve.held_out = float(torch.stack(losses).mean())
@@ -172,27 +172,27 @@ CASES: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def forms(axes: dict[str, Any]) -> list[str]:
-    """Loss methods that a mesh is tried with."""
+def loss_methods(axes: dict[str, Any]) -> list[str]:
+    """Loss methods to test on a mesh."""
     return ["logits", "chunked"] if EVERYTHING or axes.get("strategy") == "single" or axes == PP else ["chunked"]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_mesh_draws_the_curve_of_the_paper(world: int) -> None:
+def test_every_mesh_has_the_curve_of_the_paper_formula(world: int) -> None:
     plain = build("llama", torch.float64, {**MODELS["llama"], "num_hidden_layers": 4})
-    wanted = expected(plain)
+    reference_curve = expected(plain)
 
     def body(rank: int) -> list[str]:
         problems = []
         for axes in CASES[world]:
-            for loss in forms(axes):
+            for loss in loss_methods(axes):
                 got, where = train(plain, axes, loss), f"{axes} {loss}"
-                got.accuracies[0] = wanted.accuracies[0] = 0.0  # margins are zero there but for rounding
+                got.accuracies[0] = reference_curve.accuracies[0] = 0.0  # the first margins are zero up to rounding
                 for name in ("losses", "norms", "accuracies", "held_out"):
-                    if getattr(got, name) != pytest.approx(getattr(wanted, name), rel=1e-10):
-                        problems.append(f"{where}: {name} {getattr(got, name)}, not {getattr(wanted, name)}")
+                    if getattr(got, name) != pytest.approx(getattr(reference_curve, name), rel=1e-10):
+                        problems.append(f"{where}: {name} {getattr(got, name)}, not {getattr(reference_curve, name)}")
                 for name, gradient in got.gradients.items():
-                    error = (gradient - wanted.gradients[name]).norm() / wanted.norms[0]
+                    error = (gradient - reference_curve.gradients[name]).norm() / reference_curve.norms[0]
                     if not error < 1e-10:
                         problems.append(f"{where}: gradient of {name} is off by {error:.1e}")
         return problems

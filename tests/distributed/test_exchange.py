@@ -1,4 +1,4 @@
-"""A text from rank 0 before any process group, and the store of the user's own torchrun."""
+"""Text from rank 0 before any process group exists, and the store of the user's own torchrun."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.distributed.contrast import srun
 from tests.harness import run_ranks, start_ranks
 
 
-def test_rank_zero_tells_a_text_before_any_process_group() -> None:
-    """DESIGN 5: the user's own torchrun or srun; the start-up works afterwards, and a rank 0 that ends is heard."""
+def test_text_of_rank_zero_reaches_all_ranks_before_any_process_group() -> None:
+    """DESIGN 5: under the user's own torchrun or srun; start-up works afterwards, even if rank 0 exits at once."""
 
     def check(rank: int) -> tuple[str, str, float]:
         texts = [exchange_text_from_rank_zero(text if rank == 0 else None) for text in ("run:\n  seed: 1\n", "")]
@@ -34,7 +34,7 @@ def test_rank_zero_tells_a_text_before_any_process_group() -> None:
     def leave(rank: int) -> str:
         text = exchange_text_from_rank_zero("" if rank == 0 else None)
         if rank == 0:
-            os._exit(0)  # at once: the others must have read
+            os._exit(0)  # exits at once: the other ranks must still receive the text
         return text
 
     ended, *others = start_ranks(3, leave, init=False)
@@ -42,8 +42,8 @@ def test_rank_zero_tells_a_text_before_any_process_group() -> None:
     assert [outcome.result for outcome in others] == ["", ""], "\n".join(map(str, others))
 
 
-def test_under_torchrun_the_agent_serves_the_store(tmp_path: Path) -> None:
-    """DESIGN 5: TORCHELASTIC_USE_AGENT_STORE keeps working, before and after the start-up, and the end is quiet."""
+def test_start_up_under_torchrun_uses_the_agent_store(tmp_path: Path) -> None:
+    """DESIGN 5: TORCHELASTIC_USE_AGENT_STORE works before and after start-up, and the ranks exit without errors."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import sys, torch, torch.distributed as dist\n"

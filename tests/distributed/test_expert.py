@@ -1,4 +1,4 @@
-"""Expert parallelism: one curve with one process, whatever experts the tokens choose and however many there are."""
+"""Expert parallelism has the curve of one process, for every routing of tokens and every number of experts."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ SHAPES = {
 
 
 def cases(world_size: int, dtype: torch.dtype) -> list[Case]:
-    """In float64 every model (by default OLMoE: the grid has the others); in float32 Mixtral, whose experts are then
-    computed by grouped products, on some.
+    """In float64 all models (OLMoE by default: the grid has the others) on all meshes; in float32 Mixtral on some.
+
+    In float32 the experts are computed by grouped matmuls.
     """
     exact = dtype == torch.float64
     return [
@@ -45,20 +46,20 @@ def cases(world_size: int, dtype: torch.dtype) -> list[Case]:
         for index, shape in enumerate(
             SHAPES[world_size] if exact else SHAPES[world_size][-2 :: -4 if EVERYTHING else -8]
         )
-        if (name, shape, world_size) != ("olmoe", EP, 4)  # has 6 experts
+        if (name, shape, world_size) != ("olmoe", EP, 4)  # 6 experts cannot be sharded over 4
     ]
 
 
-def problems_of(world_size: int, work: list[Case], favoured: tuple[int, ...] = ()) -> list[str]:
-    """What is wrong with the cases, one line each; every token chooses the favoured experts."""
-    built = {case.model: build(case.model, case.dtype) for case in work}
+def run_cases(world_size: int, selected: list[Case], favoured: tuple[int, ...] = ()) -> list[str]:
+    """Return the problems of the cases, one line each; the router sends every token to the favoured experts, if any."""
+    built = {case.model: build(case.model, case.dtype) for case in selected}
     for model in built.values():
         favour(model, favoured)
-    expected = {case.model: reference(case, copy.deepcopy(built[case.model])) for case in work}
+    expected = {case.model: reference(case, copy.deepcopy(built[case.model])) for case in selected}
 
     def on_rank(rank: int) -> list[str]:
         found = []
-        for case in work:
+        for case in selected:
             curve, different = run_case(case, built[case.model])
             found += check(case, expected[case.model], curve, different)
         return found
@@ -77,46 +78,48 @@ def favour(model: torch.nn.Module, experts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_mesh_has_the_curve_of_one_process(world_size: int, dtype: torch.dtype) -> None:
-    problems = problems_of(world_size, cases(world_size, dtype))
+    problems = run_cases(world_size, cases(world_size, dtype))
     assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("favoured", [(0, 1), (0, 2)], ids=["a rank gets no token", "experts get no token"])
-def test_experts_without_a_token(favoured: tuple[int, ...]) -> None:
+def test_experts_without_tokens_have_the_curve_of_one_process(favoured: tuple[int, ...]) -> None:
     shapes = [EP, FSDP2_EP2, EP2_TP2, {**TP, **SP}]
-    problems = problems_of(4, [Case("mixtral", shape, 2, 1) for shape in shapes], favoured)
+    problems = run_cases(4, [Case("mixtral", shape, 2, 1) for shape in shapes], favoured)
     assert not problems, "\n".join(problems)
 
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 TOKENS = {2: [13, 0], 3: [0, 40, 7]}
-"""Ranks -> tokens that each of them brings."""
+"""World size -> number of tokens of each rank."""
 
 
-COMPUTED = [(dtype, how) for dtype in BOUNDS for how in ("eager", "batched_mm", "grouped_mm")]
-COMPUTED.remove((torch.float64, "grouped_mm"))  # torch has none
+DTYPE_CASES = [(dtype, implementation) for dtype in BOUNDS for implementation in ("eager", "batched_mm", "grouped_mm")]
+DTYPE_CASES.remove((torch.float64, "grouped_mm"))  # not implemented by torch
 
 
-@pytest.mark.parametrize(("dtype", "implementation"), COMPUTED, ids=str)
+@pytest.mark.parametrize(("dtype", "implementation"), DTYPE_CASES, ids=str)
 @pytest.mark.parametrize("world_size", TOKENS)
-def test_experts_alone_with_any_number_of_tokens(world_size: int, dtype: torch.dtype, implementation: str) -> None:
+def test_experts_module_matches_one_process_for_any_token_counts(
+    world_size: int, dtype: torch.dtype, implementation: str
+) -> None:
     torch.manual_seed(3)
-    plain = experts_of(6, dtype, implementation)
+    plain = build_experts(6, dtype, implementation)
     inputs = [
         (torch.randn(count, 16, dtype=dtype), torch.rand(count, 6).topk(2).indices, torch.rand(count, 2, dtype=dtype))
         for count in TOKENS[world_size]
     ]
-    together = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
-    expected = results(plain, *together)
+    combined = [torch.cat(tensors) for tensors in zip(*inputs, strict=True)]
+    expected = outputs_and_gradients(plain, *combined)
 
     def on_rank(rank: int) -> list[float]:
         module = copy.deepcopy(plain)
         ExpertParallel()._apply(module, init_device_mesh("cpu", (world_size,), mesh_dim_names=("ep",)))
         assert module.gate_up_proj.to_local().shape == (6 // world_size, 48, 16)
-        mine = results(module, *inputs[rank])
+        actual = outputs_and_gradients(module, *inputs[rank])
         start = sum(TOKENS[world_size][:rank])
-        there = [each[start : start + TOKENS[world_size][rank]] for each in expected[:3]] + expected[3:]
-        return [error(value, wanted) for value, wanted in zip(mine, there, strict=True)]
+        expected_here = [each[start : start + TOKENS[world_size][rank]] for each in expected[:3]] + expected[3:]
+        return [error(value, expected_value) for value, expected_value in zip(actual, expected_here, strict=True)]
 
     errors = run_ranks(world_size, on_rank)
     assert max(map(max, errors)) < BOUNDS[dtype], errors
@@ -124,23 +127,28 @@ def test_experts_alone_with_any_number_of_tokens(world_size: int, dtype: torch.d
 
 @pytest.mark.parametrize("tokens", [1, 13])
 @pytest.mark.parametrize(("world_size", "experts"), [(2, 4), (3, 4)], ids=["divided", "not divided"])
-def test_experts_alone_with_ranks_that_see_the_same_tokens(world_size: int, experts: int, tokens: int) -> None:
+def test_experts_module_matches_one_process_when_ranks_share_the_tokens(
+    world_size: int, experts: int, tokens: int
+) -> None:
     torch.manual_seed(4)
-    plain = experts_of(experts, torch.float64, "eager")
+    plain = build_experts(experts, torch.float64, "eager")
     inputs = torch.randn(tokens, 16).double(), torch.rand(tokens, 4).topk(2).indices, torch.rand(tokens, 2).double()
-    expected = results(plain, *inputs)
+    expected = outputs_and_gradients(plain, *inputs)
 
     def on_rank(rank: int) -> list[float]:
         module = copy.deepcopy(plain)
         ExpertParallel()._apply(module, init_device_mesh("cpu", (world_size,), mesh_dim_names=("any_name",)))
         assert len(module.down_proj.to_local()) == (2 if world_size == 2 else 4)
-        return [error(value, wanted) for value, wanted in zip(results(module, *inputs), expected, strict=True)]
+        return [
+            error(value, expected_value)
+            for value, expected_value in zip(outputs_and_gradients(module, *inputs), expected, strict=True)
+        ]
 
     errors = run_ranks(world_size, on_rank)
     assert max(map(max, errors)) < BOUNDS[torch.float64], errors
 
 
-def experts_of(count: int, dtype: torch.dtype, implementation: str) -> MixtralExperts:
+def build_experts(count: int, dtype: torch.dtype, implementation: str) -> MixtralExperts:
     config = MixtralConfig(hidden_size=16, intermediate_size=24, num_local_experts=count)
     config._experts_implementation = implementation
     module = MixtralExperts(config).to(dtype)
@@ -149,42 +157,44 @@ def experts_of(count: int, dtype: torch.dtype, implementation: str) -> MixtralEx
     return module
 
 
-def results(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> list[Any]:
-    """The output, and the gradients of hidden states, of the router's weights and of the parameters."""
+def outputs_and_gradients(
+    module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> list[Any]:
+    """Return the output and the gradients of hidden states, router weights and parameters."""
     hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
     for parameter in module.parameters():
         parameter.grad = None
     output = module(hidden, chosen, weights)
     (output * torch.linspace(-1, 1, 16, dtype=output.dtype)).sum().backward()
     gradients = [parameter.grad for parameter in module.parameters()]
-    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
-    return [each.detach().clone() for each in (output, hidden.grad, weights.grad, *whole)]
+    full_tensors = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
+    return [each.detach().clone() for each in (output, hidden.grad, weights.grad, *full_tensors)]
 
 
-def error(value: torch.Tensor, wanted: torch.Tensor) -> float:
-    assert (value.shape, value.dtype) == (wanted.shape, wanted.dtype)
-    return ((value - wanted).double().norm() / max(wanted.double().norm().item(), 1e-30)).item()
+def error(value: torch.Tensor, expected_value: torch.Tensor) -> float:
+    assert (value.shape, value.dtype) == (expected_value.shape, expected_value.dtype)
+    return ((value - expected_value).double().norm() / max(expected_value.double().norm().item(), 1e-30)).item()
 
 
-def test_a_model_that_cannot_be_divided_is_refused_by_name() -> None:
-    def refusal(name: str) -> str:
+def test_model_whose_experts_cannot_be_sharded_is_rejected() -> None:
+    def rejection(name: str) -> str:
         config = ParallelismConfig(**EP)
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as caught:
             distributed.parallelize(
                 build(name, torch.float32), distributed.build_mesh(config, "cpu"), config, torch.float32
             )
-        return str(refused.value)
+        return str(caught.value)
 
     def on_rank(rank: int) -> list[str]:
-        return [refusal("llama"), refusal("olmoe")]
+        return [rejection("llama"), rejection("olmoe")]
 
-    dense, uneven = run_ranks(4, on_rank)[0]
+    dense, indivisible = run_ranks(4, on_rank)[0]
     assert dense.startswith("parallelism.ep=4: LlamaForCausalLM is dense")
     assert dense.endswith("set parallelism.ep=1")
-    assert "parallelism.ep=4: does not divide the model's 6 experts" in uneven
+    assert "parallelism.ep=4: does not divide the model's 6 experts" in indivisible
 
 
-def test_layers_compile_around_their_experts() -> None:
+def test_compiled_layers_match_eager_layers() -> None:
     def on_rank(rank: int) -> list[float]:
         return [loss_and_norm(compiled) for compiled in (False, True)]
 
@@ -202,24 +212,25 @@ def test_layers_compile_around_their_experts() -> None:
         assert compiled == pytest.approx(plain, rel=1e-6)
 
 
-def test_float64_computes_experts_without_grouped_products() -> None:
-    model = models.build_on_meta(ModelConfig(config=ODD, init=WeightInit.random, tokenizer="bytes", dtype="float64"))
+def test_float64_computes_experts_without_grouped_matmuls() -> None:
+    model = models.build_on_meta(ModelConfig(config=SIZES, init=WeightInit.random, tokenizer="bytes", dtype="float64"))
     models.materialize(model, "cpu")
     assert model(input_ids=torch.arange(4)[None]).logits.dtype == torch.float64
 
 
-ODD = {"model_type": "mixtral", "hidden_size": 33, "head_dim": 8, "intermediate_size": 24, "num_hidden_layers": 2,
-       "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 272}  # fmt: skip
+SIZES = {"model_type": "mixtral", "hidden_size": 33, "head_dim": 8, "intermediate_size": 24, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 272}  # fmt: skip
 LAYOUTS = {
     4: [(4, EP2_TP2), (4, FSDP2_EP2), (2, TP)],
     6: [(4, FSDP2_EP2), (4, HSDP_EP2), (4, EP2_TP2), (2, FSDP2)],
 }
-"""Number of experts -> processes and shapes. Of 6, fsdp2_ep2 leaves a rank 3, to be cut over two: the first matrix is
-cut along dim 1 and the second, of odd size, unevenly along dim 0; ep2_tp2 leaves the tp ranks the same ones."""
+"""Number of experts -> (world size, shape). With 6 experts fsdp2_ep2 has 3 per ep rank, which FSDP shards over two
+ranks: the first matrix along dim 1, the second, of odd size, unevenly along dim 0; with ep2_tp2 the tp ranks hold the
+same experts."""
 
 
-def on_mesh(model_config: ModelConfig, shape: dict[str, Any], seed: int) -> tuple[Any, torch.optim.Optimizer]:
-    """A model as the recipes build it, and its optimizer."""
+def build_on_mesh(model_config: ModelConfig, shape: dict[str, Any], seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    """Build a model as the recipes do, and its optimizer."""
     config = ParallelismConfig(**shape)
     model = models.build_on_meta(model_config)
     distributed.parallelize(model, distributed.build_mesh(config, "cpu"), config, torch.float32)
@@ -228,8 +239,8 @@ def on_mesh(model_config: ModelConfig, shape: dict[str, Any], seed: int) -> tupl
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
-    """Every parameter, and its optimizer state if any, with its global shape."""
+def full_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+    """Parameters, and optimizer state if given, with their global shapes."""
     tensors = {}
     for name, parameter in model.named_parameters():
         for key, value in [("value", parameter), *(optimizer.state[parameter].items() if optimizer else ())]:
@@ -238,15 +249,15 @@ def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
     return tensors
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("experts", LAYOUTS if EVERYTHING else [6])
-def test_weights_are_drawn_loaded_saved_resumed_and_exported_on_every_mesh(experts: int, tmp_path: Path) -> None:
-    scratch = ModelConfig(config={**ODD, "num_local_experts": experts}, init=WeightInit.random, tokenizer="bytes")
+def test_weights_are_initialized_loaded_saved_resumed_and_exported_on_every_mesh(experts: int, tmp_path: Path) -> None:
+    scratch = ModelConfig(config={**SIZES, "num_local_experts": experts}, init=WeightInit.random, tokenizer="bytes")
     torch.manual_seed(0)
     config = models.build_on_meta(scratch).config
     plain = transformers.AutoModelForCausalLM.from_config(config)
@@ -257,26 +268,28 @@ def test_weights_are_drawn_loaded_saved_resumed_and_exported_on_every_mesh(exper
     models.fill_weights(drawn, scratch, 5)
 
     def write(rank: int, shape: dict[str, Any], folder: Path) -> None:
-        same(whole(on_mesh(scratch, shape, 5)[0]), whole(drawn))
-        model, optimizer = on_mesh(pretrained, shape, 0)
-        same(whole(model), whole(plain))
+        assert_equal(full_tensors(build_on_mesh(scratch, shape, 5)[0]), full_tensors(drawn))
+        model, optimizer = build_on_mesh(pretrained, shape, 0)
+        assert_equal(full_tensors(model), full_tensors(plain))
         models.export_model(model, models.load_tokenizer(scratch), folder / "export")
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.1) * parameter.detach()
         optimizer.step()
         checkpoint.save_checkpoint(folder, 1, model, optimizer, {}, CheckpointConfig(keep=1))
-        tensors = whole(model, optimizer)
+        tensors = full_tensors(model, optimizer)
         if rank == 0:
             torch.save(tensors, folder / "expected.pt")
 
     def read(rank: int, shape: dict[str, Any], folder: Path) -> None:
-        run = on_mesh(scratch, shape, 6)
+        run = build_on_mesh(scratch, shape, 6)
         checkpoint.load_checkpoint(checkpoint.find_checkpoint(folder, "auto"), *run)
-        same(whole(*run), torch.load(folder / "expected.pt"))
+        assert_equal(full_tensors(*run), torch.load(folder / "expected.pt"))
 
     folders = [tmp_path / str(index) for index in range(len(LAYOUTS[experts]))]
     for (world_size, shape), folder in zip(LAYOUTS[experts], folders, strict=True):
         run_ranks(world_size, write, shape, folder)
-        same(whole(transformers.AutoModelForCausalLM.from_pretrained(folder / "export")), whole(plain))
+        assert_equal(
+            full_tensors(transformers.AutoModelForCausalLM.from_pretrained(folder / "export")), full_tensors(plain)
+        )
     for index, (world_size, shape) in enumerate(LAYOUTS[experts]):
         run_ranks(world_size, read, shape, folders[index - 1])

@@ -1,4 +1,4 @@
-"""scripts/export.py on checkpoints of real meshes: the files of the run's own export, and what transformers loads."""
+"""scripts/export.py on checkpoints of real meshes writes the same files as the run, and transformers loads them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STATE = {"step": 3, "optimizer": "SGD", "tokens": 12345, "skipped": 0, "first_lo
 
 
 def run_config(run_dir: Path, name: str, **model: Any) -> FinetuneConfig:
-    """The run directory of a model from scratch, with what a launcher leaves in it."""
+    """Create the run directory of a model from scratch, with the files that a launcher and a run write."""
     cfg = FinetuneConfig(
         model=ModelConfig(**{"init": WeightInit.random, "config": TINY.get(name), "tokenizer": "bytes", **model}),
         data=DocsDataConfig(),
@@ -68,7 +68,7 @@ def run_config(run_dir: Path, name: str, **model: Any) -> FinetuneConfig:
 
 
 def save(cfg: FinetuneConfig, parallelism: dict[str, Any] | None, step: int = 3) -> Any:
-    """Save and export a model as the recipe does, every value of it another; return it as torch gathers it."""
+    """Save and export a model as the recipe does; return its state dict with global shapes, gathered by torch."""
     model = models.build_on_meta(cfg.model)
     if parallelism is not None:
         config = ParallelismConfig(**parallelism)
@@ -81,10 +81,10 @@ def save(cfg: FinetuneConfig, parallelism: dict[str, Any] | None, step: int = 3)
     optimizer.step()
     checkpoint.save_checkpoint(cfg.run.dir, step, model, optimizer, {"state": STATE}, CheckpointConfig(keep=5))
     models.export_model(model, models.load_tokenizer(cfg.model), Path(cfg.run.dir) / "export", shard_bytes=SHARD)
-    whole = {
+    full_tensors = {
         name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
     }
-    return {name: value.clone() for name, value in whole.items()}
+    return {name: value.clone() for name, value in full_tensors.items()}
 
 
 def export(*arguments: object) -> int:
@@ -96,7 +96,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_any_mesh_is_exported_as_the_run_itself_does_it(
+def test_export_of_any_mesh_equals_the_export_of_the_run(
     world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = [run_config(tmp_path / str(index), name) for index, (name, _) in enumerate(CASES[world])]
@@ -112,27 +112,29 @@ def test_any_mesh_is_exported_as_the_run_itself_does_it(
     gathered = run_ranks(world, body)[0]
     monkeypatch.setattr(
         "components.models.weights.weight_files.BLOCK_BYTES", 2000
-    )  # blocks that begin and end within pieces
+    )  # blocks that begin and end within shards
     for cfg, expected in zip(configs, gathered, strict=True):
         run_dir = Path(cfg.run.dir)
         assert export(run_dir, "--shard-size", SHARD) == 0
-        own, ours = run_dir / "export", run_dir / "export-step_3"
-        assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in own.iterdir())
-        assert len(list(ours.glob("*.safetensors"))) > 3
-        for path in own.iterdir():
-            assert path.name == "README.md" or path.read_bytes() == (ours / path.name).read_bytes(), path.name
-        loaded = AutoModelForCausalLM.from_pretrained(ours, dtype="auto")
+        run_export, script_export = run_dir / "export", run_dir / "export-step_3"
+        assert sorted(path.name for path in script_export.iterdir()) == sorted(
+            path.name for path in run_export.iterdir()
+        )
+        assert len(list(script_export.glob("*.safetensors"))) > 3
+        for path in run_export.iterdir():
+            assert path.name == "README.md" or path.read_bytes() == (script_export / path.name).read_bytes(), path.name
+        loaded = AutoModelForCausalLM.from_pretrained(script_export, dtype="auto")
         for name, parameter in loaded.named_parameters():
             assert torch.equal(parameter, expected[name]), name
-        assert AutoTokenizer.from_pretrained(ours)("ab").input_ids == [97, 98]
-        sizes = [file.stat().st_size for file in ours.glob("*.safetensors")]
-        largest = max(value.numel() * value.element_size() for value in weights(ours).values())
+        assert AutoTokenizer.from_pretrained(script_export)("ab").input_ids == [97, 98]
+        sizes = [file.stat().st_size for file in script_export.glob("*.safetensors")]
+        largest = max(value.numel() * value.element_size() for value in weights(script_export).values())
         assert max(sizes) < max(SHARD, largest) + 8_000
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one process with the checkpoints of steps 2 and 3."""
+    """Run directory of a single process with the checkpoints of steps 2 and 3."""
     folder = tmp_path_factory.mktemp("plain") / "run"
     cfg = run_config(folder, "tied")
     save(cfg, None, 2)
@@ -140,13 +142,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_newest_or_the_named_checkpoint_in_another_type(plain: Path, tmp_path: Path) -> None:
+def test_newest_or_named_checkpoint_is_exported_in_another_dtype(plain: Path, tmp_path: Path) -> None:
     assert export(plain, "--out", tmp_path / "new") == 0
-    (tmp_path / "old").mkdir()  # an empty folder may be there
+    (tmp_path / "old").mkdir()  # an empty folder may exist
     assert export(plain / "checkpoints" / "step_2", "--out", tmp_path / "old", "--dtype", "bfloat16") == 0
-    new, old, own = weights(tmp_path / "new"), weights(tmp_path / "old"), weights(plain / "export")
-    assert new.keys() == own.keys() == old.keys()
-    assert all(torch.equal(new[name], value) for name, value in own.items())
+    new, old, run_export = weights(tmp_path / "new"), weights(tmp_path / "old"), weights(plain / "export")
+    assert new.keys() == run_export.keys() == old.keys()
+    assert all(torch.equal(new[name], value) for name, value in run_export.items())
     assert {value.dtype for value in old.values()} == {torch.bfloat16}
     stored = weights(plain / "checkpoints" / "step_2")
     assert all(torch.equal(value, stored[f"model/{name}"].bfloat16()) for name, value in old.items())
@@ -155,29 +157,29 @@ def test_the_newest_or_the_named_checkpoint_in_another_type(plain: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 
-def test_the_card_says_how_it_was_trained_and_no_secret(plain: Path, tmp_path: Path) -> None:
+def test_model_card_describes_the_training_and_contains_no_secret(plain: Path, tmp_path: Path) -> None:
     assert export(plain / "checkpoints" / "step_3", "--out", tmp_path / "out") == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    for said in (
+    for text in (
         "| base model | none: llama from scratch |",
         "| optimizer | SGD, lr ",
         "| target tokens | 12,345 |",
         "| loss | 5.5000 in the first step, 4.2500 in the last |",
-        "| held-out loss | 6.0000 after 0 steps, 4.0000 after 2 steps |",  # step 4 came after these weights
+        "| held-out loss | 6.0000 after 0 steps, 4.0000 after 2 steps |",  # step 4 is after these weights
         "| mesh | 1 process |",
         "| versions | torch 2.0 |",
         "beef with uncommitted changes |",
         "left out: it looks like it contains a secret",
     ):
-        assert said in card
+        assert text in card
     assert "hf_abc" not in card
 
 
-def edit(name: str, old: str, new: str) -> Callable[[Path], None]:
+def edit_file(name: str, old: str, new: str) -> Callable[[Path], None]:
     return lambda run_dir: (run_dir / name).write_text((run_dir / name).read_text().replace(old, new)) and None
 
 
-def flip(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -186,14 +188,14 @@ def flip(path: Path) -> None:
 NEWEST = "checkpoints/step_3"
 WEIGHTS = f"{NEWEST}/shard-00001-model-00001-of-00001.safetensors"
 DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "flipped": lambda run_dir: flip(run_dir / WEIGHTS),
+    "flipped": lambda run_dir: flip_bit(run_dir / WEIGHTS),
     "truncated": lambda run_dir: os.truncate(run_dir / WEIGHTS, 1000),
     "removed": lambda run_dir: (run_dir / WEIGHTS).unlink(),
     "no manifest": lambda run_dir: (run_dir / NEWEST / "manifest.json").unlink(),
     "no config": lambda run_dir: (run_dir / "config.yaml").unlink(),
-    "another model": edit("config.yaml", "num_hidden_layers: 2", "num_hidden_layers: 3"),
-    "another shape": edit("config.yaml", "intermediate_size: 48", "intermediate_size: 64"),
-    "code": edit("config.yaml", "trust_remote_code: false", "trust_remote_code: true"),
+    "another model": edit_file("config.yaml", "num_hidden_layers: 2", "num_hidden_layers: 3"),
+    "another shape": edit_file("config.yaml", "intermediate_size: 48", "intermediate_size: 64"),
+    "code": edit_file("config.yaml", "trust_remote_code: false", "trust_remote_code: true"),
     "unfinished": lambda run_dir: (run_dir / NEWEST).rename(run_dir / f"{NEWEST}.tmp-1234"),
 }
 ARGUMENTS: dict[str, list[str]] = {
@@ -208,7 +210,7 @@ ARGUMENTS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("flipped", "step_3: not a complete checkpoint: shard-00001-model-00001-of-00001.safetensors is damaged"),
         ("truncated", "shard-00001-model-00001-of-00001.safetensors has 1000 bytes instead of"),
@@ -227,9 +229,9 @@ ARGUMENTS: dict[str, list[str]] = {
         ("no folder", "the export could not be written"),
     ],
 )
-def test_mistakes_and_damage_are_told_by_name(
+def test_invalid_arguments_and_damage_are_reported_without_a_traceback(
     kind: str,
-    told: str,
+    message: str,
     plain: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -239,32 +241,32 @@ def test_mistakes_and_damage_are_told_by_name(
     DAMAGE.get(kind, lambda run_dir: None)(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     assert export(*["--out", "out", *ARGUMENTS.get(kind, ["run"])]) == 2
-    said = capsys.readouterr().err
-    assert told in said
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert message in stderr
+    assert "Traceback" not in stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-def test_a_failure_on_the_way_leaves_nothing(
+def test_failed_export_leaves_no_files(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = []
 
-    def full(self: WeightFiles, name: str, blocks: Any) -> None:
+    def fail_after_five(self: WeightFiles, name: str, blocks: Any) -> None:
         written.append(name)
         if len(written) > 5:
             raise OSError(28, "No space left on device")
         write(self, name, blocks)
 
     write = WeightFiles.write
-    monkeypatch.setattr(WeightFiles, "write", full)
+    monkeypatch.setattr(WeightFiles, "write", fail_after_five)
     assert export(plain, "--out", tmp_path / "out") == 2
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
-    """Odd numbers of narrow values, names beyond ASCII, scalars, nothing at all: bytes as save_file writes them."""
+def test_written_files_equal_those_of_safetensors(tmp_path: Path) -> None:
+    """Also for odd numbers of narrow values, non-ASCII names, scalars and empty tensors."""
     tensors = {
         "b": torch.arange(7).to(torch.bfloat16),
         "z.\u00e4": torch.randn(3, 5, dtype=torch.float64),
@@ -291,7 +293,7 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
         other.finish()
 
 
-MEASURED = """
+MEASURE_PEAK = """
 import re, sys
 from scripts.export import main
 assert main(sys.argv[1:]) == 0
@@ -299,9 +301,9 @@ print("peak", int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").re
 """
 
 
-def test_the_model_is_never_in_memory(tmp_path: Path) -> None:
-    """150 MB in two tensors: what is held beyond what a tiny model takes is much less than one of them."""
-    peaks, sizes = {}, {}
+def test_export_does_not_load_the_model_into_memory(tmp_path: Path) -> None:
+    """For 150 MB in two tensors, peak memory beyond that of a tiny model is much less than one of the tensors."""
+    peak_memory, sizes = {}, {}
     for name, vocabulary in (("tiny", 264), ("large", 29_296)):
         values = {**TINY["untied"], "hidden_size": 640, "num_attention_heads": 10, "vocab_size": vocabulary}
         cfg = run_config(tmp_path / name, name, config=values)
@@ -311,10 +313,10 @@ def test_the_model_is_never_in_memory(tmp_path: Path) -> None:
         checkpoint.save_checkpoint(
             cfg.run.dir, 3, model, torch.optim.SGD(model.parameters()), {}, CheckpointConfig(keep=1)
         )
-        command = [sys.executable, "-c", MEASURED, cfg.run.dir]
+        command = [sys.executable, "-c", MEASURE_PEAK, cfg.run.dir]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-        peaks[name] = int(done.stdout.split()[-1])
+        peak_memory[name] = int(done.stdout.split()[-1])
         sizes[name] = (tmp_path / name / "export-step_3" / "model.safetensors").stat().st_size
     assert sizes["large"] > 150e6
-    assert peaks["large"] - peaks["tiny"] < 40e6
-    assert peaks["large"] < sizes["large"] + 300e6
+    assert peak_memory["large"] - peak_memory["tiny"] < 40e6
+    assert peak_memory["large"] < sizes["large"] + 300e6

@@ -1,4 +1,4 @@
-"""The last collectives of each rank, written beside the stacks when a run hangs."""
+"""The last collectives of each rank are written next to the stacks when a run hangs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness import run_ranks
 NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
 
 
-def test_the_rank_that_a_collective_waits_for_lacks_it_in_its_record(
+def test_record_of_the_missing_rank_lacks_the_pending_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in NAMES:
@@ -42,7 +42,7 @@ def test_the_rank_that_a_collective_waits_for_lacks_it_in_its_record(
     assert operations[1] == [*operations[0], "gloo:all_gather"]
 
 
-def test_what_the_environment_sets_stays_and_without_a_place_nothing_is_written(
+def test_environment_settings_are_kept_and_nothing_is_written_without_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in NAMES:

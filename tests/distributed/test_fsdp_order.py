@@ -1,4 +1,4 @@
-"""When FSDP2 gathers parameters, by what parallelism.prefetch and reshard_after_forward ask for; gradients stay."""
+"""When FSDP2 gathers parameters depends on parallelism.prefetch and reshard_after_forward; gradients do not change."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ DEEP = {**parity.MODELS["llama"], "num_hidden_layers": LAYERS}
 TOKENS = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
-def held(layers: list[Any]) -> list[int]:
-    """Layers whose parameters are whole, or on their way."""
+def gathered(layers: list[Any]) -> list[int]:
+    """Indices of the layers whose parameters are unsharded or being gathered."""
     groups = [layer._get_fsdp_state()._fsdp_param_group for layer in layers]
     return [index for index, group in enumerate(groups) if group.is_unsharded or group._all_gather_result is not None]
 
 
-def test_layers_are_gathered_ahead() -> None:
+def test_prefetch_gathers_the_next_layers_ahead() -> None:
     def step(prefetch: int, reshard: bool) -> tuple[list[list[int]], list[list[int]]]:
         model: Any = build("llama", torch.float32, DEEP)
         models.use_causal_sdpa(model)
@@ -38,29 +38,29 @@ def test_layers_are_gathered_ahead() -> None:
         forward: list[list[int]] = []
         backward: list[list[int]] = []
         for layer in layers:
-            layer.mlp.register_forward_hook(lambda *_: forward.append(held(layers)))
-            layer.mlp.register_full_backward_pre_hook(lambda *_: backward.append(held(layers)))
+            layer.mlp.register_forward_hook(lambda *_: forward.append(gathered(layers)))
+            layer.mlp.register_full_backward_pre_hook(lambda *_: backward.append(gathered(layers)))
         settings = training.StepSettings(device=torch.device("cpu"), mesh=mesh)
         optimizer = training.build_optimizer(model, AdamWConfig())
         training.train_step(training.Prepared(model, settings), [Batch.from_labels(TOKENS, TOKENS)], optimizer)
         return forward, backward
 
     cases = [(0, True), (1, True), (2, True), (2, False), (9, True)]
-    told = run_ranks(2, lambda _: [step(*case) for case in cases])
+    orders = run_ranks(2, lambda _: [step(*case) for case in cases])
     for (prefetch, reshard), (forward, backward) in [
-        *zip(cases, told[0], strict=True),
-        *zip(cases, told[1], strict=True),
+        *zip(cases, orders[0], strict=True),
+        *zip(cases, orders[1], strict=True),
     ]:
-        for layer, now in enumerate(forward):
+        for layer, current in enumerate(forward):
             ahead = range(layer + 1, min(LAYERS, layer + 1 + prefetch))
             before = range(layer) if not reshard else []
-            assert now == [*before, layer, *ahead]
-        for layer, now in zip(reversed(range(LAYERS)), backward, strict=True):
+            assert current == [*before, layer, *ahead]
+        for layer, current in zip(reversed(range(LAYERS)), backward, strict=True):
             ahead = range(max(0, layer - max(prefetch, 1)), layer) if reshard else range(layer)
-            assert now == [*ahead, layer]
+            assert current == [*ahead, layer]
 
 
-def test_gradients_stay_as_they_are() -> None:
+def test_prefetch_does_not_change_gradients() -> None:
     axes = {"dp_shard": 2, "prefetch": 2}
     expected = parity.reference(Case("llama", axes, 2, steps=1), build("llama", torch.float64, DEEP))
     model = build("llama", torch.float64, DEEP)

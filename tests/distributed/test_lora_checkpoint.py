@@ -1,4 +1,4 @@
-"""Runs with adapters are saved, resumed, moved between meshes and exported; base weights are in no checkpoint."""
+"""LoRA runs are saved, resumed, moved between meshes and exported; their checkpoints contain no base weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.harness import run_ranks
 from tests.tiny_models import logits, reference, tiny_folder
 
 CASE = Adapted("llama", "", torch.float32, DORA)
-PACKED = Adapted("llama", "", torch.float32, QLORA, config=WIDE)
+QUANTIZED = Adapted("llama", "", torch.float32, QLORA, config=WIDE)
 TORTURE = os.environ.get("MESHBOOK_TORTURE") == "1"
 MESHES = {4: ["dp_shard2_tp2", "pp2_tp2", "tp4"], 2: ["ddp2", "pp2"], 1: ["fsdp2"]} if TORTURE else {2: ["tp2", "pp2"]}
 KEEP = CheckpointConfig(keep=1)
@@ -48,16 +48,16 @@ def load(run: TinyRun, folder: Path) -> None:
     run.take(checkpoint.load_checkpoint(found, run.model, run.optimizer))
 
 
-def trained(run: TinyRun) -> dict[str, torch.Tensor]:
+def adapter_state(run: TinyRun) -> dict[str, torch.Tensor]:
     return {name: value for name, value in whole(run).items() if "lora_" in name}
 
 
-@pytest.mark.parametrize("case", [CASE, *([PACKED] if TORTURE else [])], ids=lambda case: case.peft.method)
-def test_a_run_goes_on_bit_for_bit_and_on_any_mesh(case: Adapted, tmp_path: Path) -> None:
-    model, elsewhere = ours(case), ours(case)
-    for parameter in elsewhere.parameters():
+@pytest.mark.parametrize("case", [CASE, *([QUANTIZED] if TORTURE else [])], ids=lambda case: case.peft.method)
+def test_lora_run_resumes_bitwise_on_the_same_mesh_and_on_any_other(case: Adapted, tmp_path: Path) -> None:
+    model, other = ours(case), ours(case)
+    for parameter in other.parameters():
         if parameter.requires_grad:
-            torch.nn.init.normal_(parameter)  # all of which must be replaced
+            torch.nn.init.normal_(parameter)  # loading must replace all of them
     largest = max(MESHES)
     first = MESHES[largest][0]
 
@@ -65,58 +65,60 @@ def test_a_run_goes_on_bit_for_bit_and_on_any_mesh(case: Adapted, tmp_path: Path
         run = start(cell_named("llama", first, largest), model)
         run.train(2)
         save(run, tmp_path)
-        then = trained(run)
-        return base_fingerprint(run.model), then, run.train(2)[0], trained(run)
+        saved = adapter_state(run)
+        return base_fingerprint(run.model), saved, run.train(2)[0], adapter_state(run)
 
-    fingerprint, then, losses, after = run_ranks(largest, write)[0]
-    assert fingerprint == base_fingerprint(model)
+    expected_fingerprint, saved, losses, after = run_ranks(largest, write)[0]
+    assert expected_fingerprint == base_fingerprint(model)
     names = {name for file in tmp_path.rglob("*.safetensors") for name in safe_open(file, "pt").keys()}  # noqa: SIM118
     assert names
     assert all("lora_" in name for name in names)
 
-    def go_on(rank: int, world: int, meshes: list[str]) -> Any:
-        told = []
+    def resume(rank: int, world: int, meshes: list[str]) -> Any:
+        results = []
         for mesh in meshes:
-            run = start(cell_named("llama", mesh, world), elsewhere)
+            run = start(cell_named("llama", mesh, world), other)
             load(run, tmp_path)
-            told.append((base_fingerprint(run.model), trained(run), run.train(2)[0], trained(run)))
-        return told
+            results.append((base_fingerprint(run.model), adapter_state(run), run.train(2)[0], adapter_state(run)))
+        return results
 
     for world, meshes in MESHES.items():
-        for mesh, told in zip(meshes, run_ranks(world, go_on, world, meshes)[0], strict=True):
-            assert told[0] == fingerprint, mesh
-            assert told[1].keys() == then.keys()
-            assert all(torch.equal(told[1][name], value) for name, value in then.items()), mesh
-            assert told[2] == (losses if mesh == first else pytest.approx(losses, rel=1e-5, abs=0)), mesh
+        for mesh, results in zip(meshes, run_ranks(world, resume, world, meshes)[0], strict=True):
+            assert results[0] == expected_fingerprint, mesh
+            assert results[1].keys() == saved.keys()
+            assert all(torch.equal(results[1][name], value) for name, value in saved.items()), mesh
+            assert results[2] == (losses if mesh == first else pytest.approx(losses, rel=1e-5, abs=0)), mesh
             if mesh == first:
-                assert all(torch.equal(told[3][name], value) for name, value in after.items())
+                assert all(torch.equal(results[3][name], value) for name, value in after.items())
 
 
-def test_a_forward_leaves_the_fingerprint_of_the_frozen_weights() -> None:
-    """An evaluation leaves FSDP's last units whole, in the type of the products, and a stage's on its ranks."""
+def test_evaluation_does_not_change_the_base_fingerprint() -> None:
+    """After an evaluation FSDP's last units are still unsharded, in the compute dtype; with pp only on one stage."""
     model = ours(CASE)
 
     def body(rank: int) -> list[tuple[str | None, str | None]]:
-        told = []
+        results = []
         for mesh in ("dp_shard2_tp2", "pp2_dp_shard2"):
             run = start(cell_named("llama", mesh, 4), model, dtype=torch.bfloat16)
             loaded = base_fingerprint(run.model)
             training.evaluate(training.Prepared(run.model, run.settings, run.called), next(run.batches))
-            told.append((loaded, base_fingerprint(run.model)))
-        return told
+            results.append((loaded, base_fingerprint(run.model)))
+        return results
 
     assert run_ranks(4, body) == [[(base_fingerprint(model),) * 2] * 2] * 4
 
 
-def test_other_base_weights_and_other_parameters_are_refused(tmp_path: Path) -> None:
-    full, model, permuted = build(CASE), ours(CASE), ours(CASE)
+def test_other_base_weights_and_other_parameters_are_rejected(tmp_path: Path) -> None:
+    full, model, permuted_model = build(CASE), ours(CASE), ours(CASE)
     with torch.no_grad():
-        weight = permuted.get_parameter("model.layers.1.self_attn.q_proj.weight")
-        weight.copy_(weight.flip(0))  # the same values in other places
+        weight = permuted_model.get_parameter("model.layers.1.self_attn.q_proj.weight")
+        weight.copy_(weight.flip(0))  # the same values in another order
 
     def body(rank: int) -> list[str]:
         cell = cell_named("llama", "fsdp2", 1)
-        runs = {name: start(cell, each) for name, each in (("full", full), ("lora", model), ("permuted", permuted))}
+        runs = {
+            name: start(cell, each) for name, each in (("full", full), ("lora", model), ("permuted", permuted_model))
+        }
         for name in ("full", "lora"):
             runs[name].train(1)
             save(runs[name], tmp_path / name)
@@ -137,7 +139,7 @@ def test_other_base_weights_and_other_parameters_are_refused(tmp_path: Path) -> 
 
 
 def config(tmp_path: Path, method: str) -> FinetuneConfig:
-    """A run directory over base weights in a folder."""
+    """Create base weights and a run directory that uses them."""
     cfg = FinetuneConfig(
         model=ModelConfig(path=str(tiny_folder(tmp_path / "base", "llama")), tokenizer="bytes"),
         data=DocsDataConfig(),
@@ -150,7 +152,7 @@ def config(tmp_path: Path, method: str) -> FinetuneConfig:
 
 
 def recipe_model(cfg: FinetuneConfig, mesh: str | None) -> Any:
-    """Built and filled as the recipe does it."""
+    """Build, parallelize and initialize the model as the recipe does."""
     model = models.build_on_meta(cfg.model)
     models.add_adapters(model, cfg.peft)
     layout = layout_of(mesh, ParallelismConfig()) if mesh else None
@@ -162,28 +164,28 @@ def recipe_model(cfg: FinetuneConfig, mesh: str | None) -> Any:
 
 
 def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The adapters of all ranks, whole."""
+    """Adapter parameters of all ranks with their global shapes."""
     mine = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
     mine = {name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in mine.items()}
-    everyone: list[Any] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {name: value for held in everyone for name, value in held.items()}
+    of_ranks: list[Any] = [mine] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    return {name: value for of_rank in of_ranks for name, value in of_rank.items()}
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_what_a_mesh_exports_is_what_its_checkpoint_gives(
+def test_exports_of_a_mesh_equal_those_of_its_checkpoint(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Adapters start alike on every mesh; both exports are those of scripts/export.py, and peft loads them.
+    """Adapters are initialized equally on every mesh; scripts/export.py writes the same two exports; peft loads them.
 
-    Those of QLoRA belong to weights as they come out of 4 bits, and are merged into these.
+    QLoRA adapters are trained on the dequantized base weights, and are merged into those.
     """
     cfg = config(tmp_path, method)
     run_dir = tmp_path / "run"
 
     def body(rank: int) -> Any:
         model = recipe_model(cfg, "pp2")
-        at_start = gathered(model)
+        initial = gathered(model)
         optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -191,23 +193,23 @@ def test_what_a_mesh_exports_is_what_its_checkpoint_gives(
         optimizer.step()
         checkpoint.save_checkpoint(run_dir, 1, model, optimizer, {"state": {}}, KEEP)
         models.export_run(model, models.load_tokenizer(cfg.model), run_dir, cfg.model, cfg.peft)
-        return at_start, gathered(model)
+        return initial, gathered(model)
 
-    at_start, now = run_ranks(2, body)[0]
-    alone = recipe_model(cfg, None)
-    for name, value in at_start.items():
+    initial, now = run_ranks(2, body)[0]
+    single = recipe_model(cfg, None)
+    for name, value in initial.items():
         exact = {} if name.endswith("lora_magnitude_vector") else {"rtol": 0, "atol": 0}
-        torch.testing.assert_close(alone.get_parameter(name).detach(), value, **exact)
-    assert len(at_start) == 2 * 3 * 3
+        torch.testing.assert_close(single.get_parameter(name).detach(), value, **exact)
+    assert len(initial) == 2 * 3 * 3
     for name, value in now.items():
-        alone.get_parameter(name).data.copy_(value)
-    expected = logits(alone.eval())
+        single.get_parameter(name).data.copy_(value)
+    expected = logits(single.eval())
     base = reference(tmp_path / "base")
-    for layer in adapted_layers(alone) if method == "qlora" else ():
+    for layer in adapted_layers(single) if method == "qlora" else ():
         weight = base.get_submodule(layer).weight
         weight.data = rounded_to_nf4(weight)
-    theirs = PeftModel.from_pretrained(base, run_dir / "adapter").eval()
-    torch.testing.assert_close(logits(theirs), expected, rtol=1e-5, atol=1e-5)
+    peft_model = PeftModel.from_pretrained(base, run_dir / "adapter").eval()
+    torch.testing.assert_close(logits(peft_model), expected, rtol=1e-5, atol=1e-5)
     merged = AutoModelForCausalLM.from_pretrained(run_dir / "export").eval()
     torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
 
