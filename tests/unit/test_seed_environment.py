@@ -199,7 +199,7 @@ def _assert_equal(value: Any, expected: Any) -> None:
 
 @both_sides
 def test_srun_task_gets_rank_and_local_rank(side: str) -> None:
-    """SEED_NOTES 1 (get_local_rank_preinit), 4 (is_rank_zero): SLURM_LOCALID was ignored; srun's rank 3 was rank zero."""
+    """SEED_NOTES 1 (get_local_rank_preinit), 4 (is_rank_zero): ignored SLURM_LOCALID; srun's rank 3 was rank zero."""
 
     def check(module: Any) -> None:
         assert not module.is_rank_zero(), "is_rank_zero() is True on rank 3"
