@@ -1,6 +1,6 @@
 """`python -m tests.gpu_ready.server STUB`: load the stub, import torch, and fork for each case read from stdin.
 
-Each line of stdin is {"case": name, "arguments": {...}}, of stdout {"result": ...} or {"error": traceback}.
+A line of stdin is {"case": name, "arguments": {...}}; a line of stdout is {"result": ...} or {"error": traceback}.
 """
 
 from __future__ import annotations

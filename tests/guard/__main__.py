@@ -84,8 +84,8 @@ def record_runs(runs: Sequence[Run]) -> dict[str, Any]:
         found = {}
         for run in runs:
             collectives = []
-            if run.begun:
-                shutil.copytree(Path(__file__).parent / run.begun, folder / run.name)
+            if run.resumes_from:
+                shutil.copytree(Path(__file__).parent / run.resumes_from, folder / run.name)
             for command in range(len(run.commands)):
                 arguments = run.arguments(command)
                 (size,) = (int(each.split("=")[1]) for each in arguments if each.startswith("cluster.procs_per_node="))

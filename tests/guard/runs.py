@@ -24,7 +24,7 @@ class Run:
     """Overrides of every command, separated by spaces."""
     commands: tuple[str, ...]
     """Additional overrides of each command: its mesh and last step."""
-    begun: str = ""
+    resumes_from: str = ""
     """Folder beside this file with a run directory, written by older code, that the first command resumes."""
 
     def arguments(self, command: int) -> list[str]:
@@ -128,7 +128,7 @@ RUNS = (
         "pretrain",
         f"{DOUBLE} {SMALL}",
         (f"{FSDP2} parallelism.dp_shard=1 parallelism.tp=2",),  # started with dp_shard=2
-        begun="before",
+        resumes_from="before",
     ),
     Run(
         "moe_resume",
@@ -152,10 +152,10 @@ RUNS = (
 def write_data(folder: Path) -> None:
     """Write the prompts and the text for training."""
     rng = random.Random(5)
-    words = ["mesh", "shard", "a", "token", "of", "the", "step", "loss", "rank", "is", "gathers", "sums"]
+    vocabulary = ["mesh", "shard", "a", "token", "of", "the", "step", "loss", "rank", "is", "gathers", "sums"]
 
     def sentence(longest: int) -> str:
-        return " ".join(rng.choice(words) for _ in range(rng.randint(2, longest)))
+        return " ".join(rng.choice(vocabulary) for _ in range(rng.randint(2, longest)))
 
     rows = [{"prompt": sentence(6), "response": sentence(8)} for _ in range(80)]
     (folder / "jsonl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

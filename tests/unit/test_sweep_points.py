@@ -51,14 +51,14 @@ def test_run_dir_of_the_sweep_is_not_an_override_of_its_points(monkeypatch: pyte
     sweep = expanded(monkeypatch, f"run.dir={tmp_path}/here", "run.seed=1,2", "--config-dir", str(tmp_path))
     assert [point.overrides for point in sweep.points] == [("run.seed=1",), ("run.seed=2",)]
     assert sweep.options == ("--config-dir", str(tmp_path))
-    cfg, problems = compose_point(sweep, sweep.points[1], lambda cfg, refused: [])
+    cfg, problems = compose_point(sweep, sweep.points[1], lambda cfg, rejected: [])
     assert cfg is not None
     assert (cfg.run.dir, cfg.run.seed, problems) == (f"{tmp_path}/here", 2, [])
 
 
 def test_free_form_keys_and_lists_can_be_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = expanded(monkeypatch, "model=tiny", "model.config.hidden_size=64,128", "generation.prompts=[a,b],[c]")
-    configs = [compose_point(sweep, point, lambda cfg, refused: [])[0] for point in sweep.points]
+    configs = [compose_point(sweep, point, lambda cfg, rejected: [])[0] for point in sweep.points]
     assert [(cfg.model.config["hidden_size"], cfg.generation.prompts) for cfg in configs if cfg] == [
         (64, ["a", "b"]),
         (64, ["c"]),
@@ -72,7 +72,7 @@ def test_one_source_of_a_mixture_can_be_swept(monkeypatch: pytest.MonkeyPatch) -
     sweep = expanded(monkeypatch, "model=tiny", "data=mixture", *sources)
     kinds = []
     for point in sweep.points:
-        cfg, _ = compose_point(sweep, point, lambda cfg, refused: [])
+        cfg, _ = compose_point(sweep, point, lambda cfg, rejected: [])
         assert cfg is not None
         assert isinstance(cfg.data, MixtureDataConfig)
         assert [source.weight for source in cfg.data.sources.values()] == [2, None]
@@ -86,7 +86,7 @@ def test_invalid_value_is_a_point_problem_and_unknown_option_raises(monkeypatch:
     found = {}
     for point in sweep.points:
         try:
-            found[point.overrides[1:]] = compose_point(sweep, point, lambda cfg, refused: ["and this"])[1]
+            found[point.overrides[1:]] = compose_point(sweep, point, lambda cfg, rejected: ["and this"])[1]
         except ConfigError as error:
             found[point.overrides[1:]] = ["error: " + problem.partition(" (there")[0] for problem in error.problems]
     error_line = "error: parallelism=fdsp2: no such option; did you mean fsdp2?"
@@ -115,7 +115,7 @@ def test_point_names_are_valid_file_names(values: dict[str, str], name: str) -> 
 @pytest.mark.parametrize("text", ["plain", "it's", 'a "b"', "a\\b", "back\\'slash", "a=b,c", "x y", "[1]", "{}"])
 def test_quoted_override_round_trips(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     sweep = expanded(monkeypatch, "model=tiny", override_of("run.name", text), "run.seed=1,2")
-    cfg, _ = compose_point(sweep, sweep.points[0], lambda cfg, refused: [])
+    cfg, _ = compose_point(sweep, sweep.points[0], lambda cfg, rejected: [])
     assert cfg is not None
     assert cfg.run.name == text
 
