@@ -13,9 +13,8 @@ import traceback
 
 
 def main(stub: str) -> None:
-    ctypes.CDLL(
-        stub, mode=ctypes.RTLD_GLOBAL
-    )  # must precede the import of torch: its CPU build registers no CUDA hooks
+    # Must precede the import of torch: its CPU build registers no CUDA hooks.
+    ctypes.CDLL(stub, mode=ctypes.RTLD_GLOBAL)
     import torch
 
     from tests.gpu_ready import cases, device

@@ -116,9 +116,8 @@ def test_fsdp2_step_with_prefetch_has_no_host_sync(options: StepOptions) -> None
         optimizer = training.build_optimizer(model, AdamWConfig())
         settings = training.StepSettings(torch.device("cpu"), loss_head=loss)
         batches = batches_of(packed(), rank, 2, micro=1)
-        training.train_step(
-            training.Prepared(model, settings), batches.at(0), optimizer
-        )  # the first step initializes FSDP2 and the optimizer
+        # The first step initializes FSDP2 and the optimizer state.
+        training.train_step(training.Prepared(model, settings), batches.at(0), optimizer)
         on_host = batches.at(1)
         no_sync = NoHostSync()
         with no_sync:

@@ -125,9 +125,8 @@ def test_loss_matches_transformers() -> None:
     rows = Batch.from_labels(tokens, labels)
     expected = model(input_ids=tokens, labels=labels).loss.item()
     settings = training.StepSettings(device=torch.device("cpu"))
-    assert training.evaluate(training.Prepared(model, settings), [rows]).loss == pytest.approx(
-        expected, rel=1e-6
-    )  # transformers computes it in float32
+    found = training.evaluate(training.Prepared(model, settings), [rows]).loss
+    assert found == pytest.approx(expected, rel=1e-6)  # transformers computes it in float32
 
 
 def test_loss_is_computed_in_float32_or_float64() -> None:
