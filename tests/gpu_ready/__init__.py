@@ -1,5 +1,5 @@
-"""What a GPU would do with the code, shown without one: the recipes' own step on fake CUDA tensors.
+"""Checks of GPU behavior without a GPU: the recipes' training step on fake CUDA tensors.
 
 `cuda_stub.cpp` lets a CPU build of torch accept fake CUDA tensors; `server.py` is a process that loads it before torch
-and forks for each case; `device.py` holds the fake device and what is recorded on it; `cases.py` holds the cases.
+and forks for each case; `device.py` defines the fake device and records its operators; `cases.py` defines the cases.
 """

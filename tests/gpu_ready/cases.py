@@ -1,6 +1,6 @@
-"""Cases for `server.py`: runs put together as recipes do, on fake CUDA tensors, as one rank of any world.
+"""Cases for `server.py`: training steps built as in the recipes, on fake CUDA tensors, as one rank of any world size.
 
-Each is called in a process of its own and returns plain values.
+Each case runs in a separate process and returns JSON-serializable values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass
 class FakeRun:
-    """What a recipe has when its loop begins."""
+    """The objects of a recipe at the start of its training loop."""
 
     cfg: FinetuneConfig
     model: training.Prepared
@@ -45,7 +45,7 @@ class FakeRun:
 
 
 def import_all() -> None:
-    """Import what cases import late, so that forked processes find it."""
+    """Import modules that the cases import lazily, so that forked processes inherit them."""
     import torch._dynamo  # noqa: F401
     import transformers.models.gemma3.modeling_gemma3
     import transformers.models.llama.modeling_llama  # noqa: F401
@@ -67,7 +67,7 @@ def config_of(model: dict[str, Any], axes: dict[str, Any], peft: str = "none", p
 
 @contextmanager
 def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[FakeRun]:
-    """Put a run together in the order of recipes/finetune.py, on the fake device; collectives return at once."""
+    """Build a run in the order of recipes/finetune.py, on the fake device; its collectives return immediately."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     with FakeCuda():
         mesh = distributed.build_mesh(cfg.parallelism, "cuda")
@@ -104,22 +104,22 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[Fak
 
 
 @contextmanager
-def schedules_that_do_not_vote() -> Iterator[None]:
-    """Within the context, which is the first step of a run, pipeline stages do not vote on shapes: nobody answers."""
+def static_pipeline_shapes() -> Iterator[None]:
+    """Skip the vote of pipeline stages on shape inference in the first step: no other rank exists to answer."""
 
-    def take_stated(schedule: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+    def use_static(schedule: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
 
-    votes = _PipelineSchedule._warmup_p2p
-    _PipelineSchedule._warmup_p2p = take_stated
+    original = _PipelineSchedule._warmup_p2p
+    _PipelineSchedule._warmup_p2p = use_static
     yield
-    _PipelineSchedule._warmup_p2p = votes
+    _PipelineSchedule._warmup_p2p = original
 
 
 @contextmanager
 def values_read() -> Iterator[list[torch.Tensor]]:
-    """Collect the CUDA tensors whose values are read as a list; zeros are what they hold."""
+    """Collect the CUDA tensors whose values are read with tolist(), which returns zeros."""
     read: list[torch.Tensor] = []
 
     def tolist(tensor: torch.Tensor) -> list[float]:
@@ -136,28 +136,28 @@ def step(
     axes: dict[str, Any], world: int = 1, rank: int = 0, *, model: dict[str, Any] | None = None, peft: str = "none",
     pack: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Do two optimizer steps, the first of which makes the optimizer's state; return the record of the second."""
+    """Run two optimizer steps, the first of which creates the optimizer state; return the record of the second."""
     with fake_run(config_of(model or {}, axes, peft, pack), world, rank) as run:
         reported = training.check_kernels(run.model, run.cfg.model, run.batches.at)
-        with schedules_that_do_not_vote():
+        with static_pipeline_shapes():
             training.train_step(run.model, run.batches.at(0), run.optimizer)
-        given = run.batches.at(1)
-        with Record() as seen:
-            numbers = training.train_step(run.model, given, run.optimizer)
-        with Record() as held_out, values_read() as read:
-            training.evaluate(run.model, given)
+        micro_batches = run.batches.at(1)
+        with Record() as record:
+            numbers = training.train_step(run.model, micro_batches, run.optimizer)
+        with Record() as eval_record, values_read() as read:
+            training.evaluate(run.model, micro_batches)
         states = [each for state in run.optimizer.state.values() for each in state.values()]
         devices = {each.device.type for each in [numbers.vector, *states, *run.optimizer.param_groups[0]["params"]]}
     return {
         "reported": reported[0],
-        "waits": dict(seen.waits),
-        "evaluation_waits": dict(held_out.waits),
+        "waits": dict(record.waits),
+        "evaluation_waits": dict(eval_record.waits),
         "evaluation_reads": len(read),
-        "masks": dict(seen.masks),
-        "operators": dict(seen.operators),
-        "longest": seen.longest,
-        "key_heads": sorted(seen.key_heads),
+        "masks": dict(record.masks),
+        "operators": dict(record.operators),
+        "longest": record.longest,
+        "key_heads": sorted(record.key_heads),
         "devices": sorted(devices),
-        "micro_batches": len(given),
+        "micro_batches": len(micro_batches),
         "seq": SEQ_LEN,
     }

@@ -1,4 +1,4 @@
-"""The stub library, built once per test session, and the process that loads it."""
+"""The CUDA stub library, built once per test session, and the server process that loads it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Run = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile the stub against torch's own headers; one of several pytest workers does it for all."""
+    """Compile the stub against torch's headers; one pytest worker does it for all workers."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to compile the CUDA stub with; install g++")
@@ -46,7 +46,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def fake_cuda(stub: Path) -> Iterator[Run]:
-    """Return a function that runs a case on fake CUDA tensors, in a process of its own."""
+    """Return a function that runs a case on fake CUDA tensors in a separate process."""
     command = [sys.executable, "-m", "tests.gpu_ready.server", str(stub)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -57,7 +57,7 @@ def fake_cuda(stub: Path) -> Iterator[Run]:
             server.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
             server.stdin.flush()
             line = server.stdout.readline()
-            answer = json.loads(line) if line else {"error": "the server of fake CUDA tensors is gone"}
+            answer = json.loads(line) if line else {"error": "the fake CUDA server exited"}
             assert "error" not in answer, answer["error"]
             return answer["result"]
 

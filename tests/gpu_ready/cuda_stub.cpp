@@ -1,6 +1,6 @@
-// Makes a CPU build of torch accept fake CUDA tensors: autograd, streams, AdamW, FSDP2 and the choice of an attention
-// kernel ask for a device guard, for CUDA hooks and for a dispatch entry that only CUDA builds register. Nothing is
-// computed. Load it before torch is imported; torch.cuda.is_available() stays False.
+// Makes a CPU build of torch accept fake CUDA tensors: autograd, streams, AdamW, FSDP2 and the selection of the SDPA
+// kernel need a device guard, CUDA hooks and a dispatch entry that only CUDA builds register. Nothing is computed.
+// Load it before torch is imported; torch.cuda.is_available() stays False.
 #include <ATen/Context.h>
 #include <ATen/SDPBackend.h>
 #include <ATen/core/Tensor.h>
@@ -30,8 +30,8 @@ struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
-// The rules of a CUDA build that matter here: flash takes half precision without a mask and shares keys between heads;
-// efficient takes float32 and masks, one key head per query head; math takes everything.
+// The rules of a CUDA build that matter here: flash supports half precision without a mask, and GQA; efficient supports
+// float32 and masks, with one key head per query head; math supports everything.
 int64_t choose_kernel(
     const at::Tensor& query,
     const at::Tensor& key,
@@ -62,7 +62,7 @@ int64_t choose_kernel(
 
 namespace at {
 
-// The registry looks for at::CUDAHooks.
+// The registry requires the name at::CUDAHooks.
 struct CUDAHooks : CUDAHooksInterface {
   CUDAHooks(CUDAHooksArgs) {}
   void init() const override {}

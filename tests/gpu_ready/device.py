@@ -1,4 +1,4 @@
-"""A fake CUDA device: CUDA tensors have shapes and no values, CPU tensors stay real. And a record of what ran on it."""
+"""A fake CUDA device, and a record of its operators. CUDA tensors have shapes but no values; CPU tensors are real."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "un
 
 
 class FakeCuda(FakeTensorMode):
-    """Makes every CUDA tensor fake; what the host computes of CPU tensors it really computes."""
+    """Makes every CUDA tensor fake; operators on CPU tensors run normally."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -34,17 +34,17 @@ class FakeCuda(FakeTensorMode):
 
 @dataclass
 class Record(TorchDispatchMode):
-    """What one rank asks of its device."""
+    """Operators that one rank runs on its device, and the host syncs among them."""
 
     operators: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
-    """Operator and line of the project at which the host waits for the device."""
+    """Operators and project lines at which the host waits for the device."""
     masks: Counter[str] = field(default_factory=Counter)
-    """Shapes of the masks that attention took."""
+    """Shapes of the attention masks."""
     longest: list[Any] = field(default_factory=list)
-    """(max_q, max_k) of each call of the kernel for unequal lengths."""
+    """(max_q, max_k) of each call of the varlen kernel."""
     key_heads: set[int] = field(default_factory=set)
-    """Heads of the keys that this kernel took."""
+    """Numbers of key heads in calls of the varlen kernel."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -70,14 +70,14 @@ class Record(TorchDispatchMode):
 
 
 def install() -> None:
-    """Let torch's Python believe in the device. Call it once, after every import and before the first fake tensor."""
+    """Patch torch's Python code to accept the device. Call once, after all imports and before the first fake tensor."""
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.Tensor.pin_memory = lambda self, *_: self
     torch.cuda.get_rng_state = lambda device=0: torch.zeros(16, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda state, device=0: None
-    dist.all_gather_object = _gather_own
+    dist.all_gather_object = _gather_copies
     cpu = torch.cpu
     cpu.Stream.record_event = lambda self, event=None: event or cpu.Event()  # type: ignore[method-assign]
     handle = SimpleNamespace(
@@ -89,8 +89,8 @@ def install() -> None:
             module._get_device_handle = lambda device_type="cuda": handle  # type: ignore[attr-defined]
 
 
-def _gather_own(everyone: list[Any], own: Any, group: Any = None) -> None:
-    everyone[:] = [own] * len(everyone)
+def _gather_copies(outputs: list[Any], value: Any, group: Any = None) -> None:
+    outputs[:] = [value] * len(outputs)
 
 
 def _is_cuda(leaf: Any) -> bool:

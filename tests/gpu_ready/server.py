@@ -1,4 +1,4 @@
-"""`python -m tests.gpu_ready.server STUB`: load the stub, import torch, and fork for each case that stdin names.
+"""`python -m tests.gpu_ready.server STUB`: load the stub, import torch, and fork for each case read from stdin.
 
 A line of stdin is {"case": name, "arguments": {...}}; a line of stdout is {"result": ...} or {"error": traceback}.
 """
@@ -13,7 +13,8 @@ import traceback
 
 
 def main(stub: str) -> None:
-    ctypes.CDLL(stub, mode=ctypes.RTLD_GLOBAL)  # before torch, whose CPU build has no hooks of its own
+    # Must precede the import of torch: its CPU build registers no CUDA hooks.
+    ctypes.CDLL(stub, mode=ctypes.RTLD_GLOBAL)
     import torch
 
     from tests.gpu_ready import cases, device
@@ -21,30 +22,30 @@ def main(stub: str) -> None:
     torch.set_num_threads(1)
     cases.import_all()
     device.install()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a case prints is no answer
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # redirect output of cases to stderr
     for line in sys.stdin:
-        answers.write(_fork(cases, json.loads(line)) + "\n")
-        answers.flush()
+        results.write(_fork(cases, json.loads(line)) + "\n")
+        results.flush()
 
 
-def _fork(cases: object, asked: dict) -> str:
+def _fork(cases: object, request: dict) -> str:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read)
         try:
-            answer = {"result": getattr(cases, asked["case"])(**asked["arguments"])}
+            result = {"result": getattr(cases, request["case"])(**request["arguments"])}
         except BaseException:
-            answer = {"error": traceback.format_exc()}
+            result = {"error": traceback.format_exc()}
         with os.fdopen(write, "w") as pipe:
-            pipe.write(json.dumps(answer))
+            pipe.write(json.dumps(result))
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        answer = pipe.read()
+        result = pipe.read()
     _, status = os.waitpid(child, 0)
-    return answer or json.dumps({"error": f"the case ended with status {status} and no answer"})
+    return result or json.dumps({"error": f"the case exited with status {status} without a result"})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which kernel attends on a GPU, and whether the banner reports that one."""
+"""The attention kernel that runs on a GPU, and whether the banner reports it."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_rows_in_mixed_precision_take_no_mask(fake_cuda: Run, layout: str) -> None:
+def test_packed_rows_in_mixed_precision_use_varlen_without_mask(fake_cuda: Run, layout: str) -> None:
     axes, world = LAYOUTS[layout]
-    seen = fake_cuda("step", axes=axes, world=world, model=MIXED, pack=True)
+    record = fake_cuda("step", axes=axes, world=world, model=MIXED, pack=True)
     layers = LAYERS // axes.get("pp", 1)
-    assert seen["masks"] == {}
-    assert seen["operators"].get("_varlen_attn") == layers * seen["micro_batches"]
-    assert seen["waits"] == {}
-    assert "varlen_attn" in seen["reported"]
-    # The kernel shares keys between query heads, and its grid is that of the longest document: samples have at most 30
-    # tokens, their rows 48.
+    assert record["masks"] == {}
+    assert record["operators"].get("_varlen_attn") == layers * record["micro_batches"]
+    assert record["waits"] == {}
+    assert "varlen_attn" in record["reported"]
+    # The kernel supports GQA, and its grid covers the longest document only: samples have at most 30 tokens, rows 48.
     tp = axes.get("tp", 1) * axes.get("cp", 1)
-    assert seen["key_heads"] == [2 // tp]
-    assert {longest for each in seen["longest"] for longest in each} <= {16, 32}
+    assert record["key_heads"] == [2 // tp]
+    assert {longest for each in record["longest"] for longest in each} <= {16, 32}
 
 
-def test_the_flash_kernel_alone_takes_packed_rows_in_mixed_precision(fake_cuda: Run) -> None:
-    seen = fake_cuda("step", axes={"strategy": "single"}, model={**MIXED, "attention": "sdpa_flash"}, pack=True)
-    assert seen["operators"]["_varlen_attn"] == LAYERS * seen["micro_batches"]
+def test_sdpa_flash_runs_packed_rows_with_the_varlen_kernel(fake_cuda: Run) -> None:
+    record = fake_cuda("step", axes={"strategy": "single"}, model={**MIXED, "attention": "sdpa_flash"}, pack=True)
+    assert record["operators"]["_varlen_attn"] == LAYERS * record["micro_batches"]
 
 
 @pytest.mark.parametrize(
@@ -49,24 +48,24 @@ def test_the_flash_kernel_alone_takes_packed_rows_in_mixed_precision(fake_cuda: 
         (MIXED, {"cp": 2, "cp_attention": "all_gather"}, "efficient_attention", "mask for the cp shards of a row"),
     ],
 )  # fmt: skip
-def test_the_banner_reports_the_kernel_of_the_step(
+def test_banner_reports_the_attention_kernel_of_the_step(
     fake_cuda: Run, model: dict[str, Any], axes: dict[str, Any], kernel: str, reason: str
 ) -> None:
     world = axes.get("dp_shard", 1) * axes.get("cp", 1)
-    seen = fake_cuda("step", axes=axes, world=world, model=model, pack="documents" in reason)
-    took = {name for name in seen["operators"] if "scaled_dot_product" in name and "backward" not in name}
-    assert took == ({f"_scaled_dot_product_{kernel}"} if kernel != "math" else set())
-    assert kernel in seen["reported"]
-    assert reason in seen["reported"]
-    assert bool(seen["masks"]) == ("mask" in reason)
+    record = fake_cuda("step", axes=axes, world=world, model=model, pack="documents" in reason)
+    kernels = {name for name in record["operators"] if "scaled_dot_product" in name and "backward" not in name}
+    assert kernels == ({f"_scaled_dot_product_{kernel}"} if kernel != "math" else set())
+    assert kernel in record["reported"]
+    assert reason in record["reported"]
+    assert bool(record["masks"]) == ("mask" in reason)
 
 
-def test_documents_of_attention_with_narrower_values_take_a_mask_and_it_is_reported(fake_cuda: Run) -> None:
-    """The kernel for unequal lengths takes one width of heads; DeepSeek's latent attention has two."""
+def test_packed_latent_attention_uses_a_mask_and_reports_it(fake_cuda: Run) -> None:
+    """The varlen kernel requires equal head dims of queries and values; DeepSeek's latent attention has two sizes."""
     latent = {
         "model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 2,
     }  # fmt: skip
-    seen = fake_cuda("step", axes={"strategy": "single"}, model={**MIXED, "config": latent}, pack=True)
-    assert "_varlen_attn" not in seen["operators"]
-    assert seen["reported"].endswith("for heads of 16 in bfloat16 on cuda with a mask for documents")
+    record = fake_cuda("step", axes={"strategy": "single"}, model={**MIXED, "config": latent}, pack=True)
+    assert "_varlen_attn" not in record["operators"]
+    assert record["reported"].endswith("for heads of 16 in bfloat16 on cuda with a mask for documents")

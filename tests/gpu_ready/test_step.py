@@ -1,4 +1,4 @@
-"""A training step on fake CUDA tensors, on every layout: the host never waits, nothing is on the wrong device."""
+"""A training step on fake CUDA tensors for every layout: no host sync, no tensor on the wrong device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_host_never_waits_in_a_step(fake_cuda: Run, layout: str) -> None:
+def test_training_step_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
     axes, world = LAYOUTS[layout]
     for rank in {0, world - 1} if "pp" in axes else {0}:
-        seen = fake_cuda("step", axes=axes, world=world, rank=rank)
-        assert seen["waits"] == {}
-        assert seen["devices"] == ["cuda"]
-        assert seen["evaluation_waits"] == {}
-        assert seen["evaluation_reads"] == 1  # once, for all batches
+        record = fake_cuda("step", axes=axes, world=world, rank=rank)
+        assert record["waits"] == {}
+        assert record["devices"] == ["cuda"]
+        assert record["evaluation_waits"] == {}
+        assert record["evaluation_reads"] == 1  # once, for all batches

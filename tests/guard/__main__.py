@@ -1,13 +1,13 @@
-"""Record what the recipes compute on this machine, and compare later code with it to the bit.
+"""Record what the recipes compute on this machine, and compare later code with it bit by bit.
 
-    python -m tests.guard record FILE     # on the commit to start from
-    python -m tests.guard compare FILE    # on a later one; exit 1 and a line per difference
-    python -m tests.guard compare FILE --run pp --run moe    # (record FILE --run pp replaces one run of a recording)
+    python -m tests.guard record FILE     # on the base commit
+    python -m tests.guard compare FILE    # on a later commit; exit 1 and a line per difference
+    python -m tests.guard compare FILE --run pp --run moe    # (record FILE --run pp replaces one run in a recording)
 
-A recording holds, for each run of runs.py, the losses, gradient norms and evaluation losses, a hash of the weights and
-optimizer state of every checkpoint, and the collectives of a step; and for wrong command lines the exit status and the
-keys of the problems. Bits differ between kinds of processors and versions of torch, so a recording says where it was
-made, and elsewhere numbers are compared within 1e-6 (float64) or 1e-4.
+A recording contains, for each run in runs.py, the losses, gradient norms and eval losses, a hash of the weights and
+optimizer state of every checkpoint, and the collectives of a step. For invalid command lines it contains the exit
+status and the keys of the problems. Results differ in their last bits between processor types and torch versions, so
+a recording stores its machine, and on other machines numbers are compared within 1e-6 (float64) or 1e-4.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def main() -> int:
     )
     parser.add_argument("action", choices=["record", "compare"])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--run", action="append", help="only this run, and no command lines")
-    asked = parser.parse_args()
-    chosen = [run for run in RUNS if not asked.run or run.name in asked.run]
-    if asked.action == "record":
-        recording = json.loads(asked.file.read_text()) if asked.run else {"machine": machine(), "runs": {}}
+    parser.add_argument("--run", action="append", help="only this run, without the invalid command lines")
+    options = parser.parse_args()
+    chosen = [run for run in RUNS if not options.run or run.name in options.run]
+    if options.action == "record":
+        recording = json.loads(options.file.read_text()) if options.run else {"machine": machine(), "runs": {}}
         recording["runs"] |= record_runs(chosen)
-        if not asked.run:
+        if not options.run:
             recording["refusals"] = [each for each in refusals(wrong_lines()) if each["status"] == EXIT_INVALID]
-        asked.file.write_text(json.dumps(recording, indent=1) + "\n")
+        options.file.write_text(json.dumps(recording, indent=1) + "\n")
         return 0
-    expected = json.loads(asked.file.read_text())
+    expected = json.loads(options.file.read_text())
     differences = differences_of_runs(expected, record_runs(chosen), expected["machine"] == machine())
-    if not asked.run:
+    if not options.run:
         before = expected["refusals"]
         now = refusals([each["arguments"] for each in before])
         differences += [f"{a['arguments']}: {b}, was {a}" for a, b in zip(before, now, strict=True) if a != b]
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def machine() -> dict[str, str]:
-    """Return what decides the bits of a sum: the processor, its instructions, and torch."""
+    """Return what determines the exact result of a sum: processor, instruction set, torch version."""
     cpuinfo = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
     return {
@@ -77,21 +77,21 @@ def machine() -> dict[str, str]:
 
 
 def record_runs(runs: Sequence[Run]) -> dict[str, Any]:
-    """Execute runs, one after the other, and return what each showed by its name."""
+    """Execute the runs one after the other; return their results by name."""
     with tempfile.TemporaryDirectory(prefix="meshbook-guard-") as name:
         folder = Path(name)
         write_data(folder)
         found = {}
         for run in runs:
             collectives = []
-            if run.begun:
-                shutil.copytree(Path(__file__).parent / run.begun, folder / run.name)
+            if run.resumes_from:
+                shutil.copytree(Path(__file__).parent / run.resumes_from, folder / run.name)
             for command in range(len(run.commands)):
                 arguments = run.arguments(command)
                 (size,) = (int(each.split("=")[1]) for each in arguments if each.startswith("cluster.procs_per_node="))
                 status, output = run_ranks(arguments, size, folder, SECONDS)
                 if status != 0:
-                    raise RuntimeError(f"{' '.join(arguments)}\nended with status {status}:\n{output[-4000:]}")
+                    raise RuntimeError(f"{' '.join(arguments)}\nexited with status {status}:\n{output[-4000:]}")
                 collectives.append(collectives_of(output))
             found[run.name] = {**read_run(folder / run.name), "collectives": collectives}
             print(run.name, flush=True)
@@ -99,13 +99,13 @@ def record_runs(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def collectives_of(output: str) -> list[list[str]]:
-    """Return [operation, calls, MiB] of a step as rank 0 printed them, sorted."""
+    """Return the sorted [operation, calls, MiB] of a step from the output of rank 0."""
     lines = (re.sub(r"\s+$", "", line) for line in output.splitlines())
     return sorted(list(match.groups()) for line in lines if (match := COLLECTIVE.search(line)))
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return losses, norms and evaluation losses by step, and a hash for each checkpoint."""
+    """Return losses, norms and eval losses by step, and a hash of each checkpoint."""
     metrics = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     steps = {str(line["step"]): [line["loss"], line["grad_norm"]] for line in lines if "loss" in line}
@@ -121,7 +121,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def hash_of_tensors(folder: Path) -> str:
-    """Return a hash of every tensor of a checkpoint, with its file and its name."""
+    """Return a hash over all tensors of a checkpoint, including their files and names."""
     sha = hashlib.sha256()
     for file in sorted(folder.rglob("*.safetensors")):
         with safe_open(file, framework="np") as tensors:
@@ -133,12 +133,12 @@ def hash_of_tensors(folder: Path) -> str:
 
 
 def differences_of_runs(expected: dict[str, Any], found: dict[str, Any], same_machine: bool) -> list[str]:
-    """Return a line for each value that is not as it was recorded: to the bit if on the same kind of machine."""
+    """Return a line for each value that differs from the recording, compared bit by bit on the same machine type."""
     differences = []
     for name, now in found.items():
         before = expected["runs"][name]
         (overrides,) = (run.overrides for run in RUNS if run.name == name)
-        # Elsewhere sums differ in their last bits, and transformers' norms are float32, whose 8th digit then flips.
+        # On other machines sums differ in their last bits; transformers' norms are float32 and differ in the 8th digit.
         bound = 0.0 if same_machine else 1e-6 if DOUBLE in overrides else 1e-4
         for key in before:
             if key == "checkpoints" and not same_machine:
@@ -160,7 +160,7 @@ def _equal(before: Any, now: Any, bound: float) -> bool:
 
 
 def refusals(lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Run command lines of a recipe that does nothing; return their exit status and the keys of their problems."""
+    """Run command lines of a recipe with an empty main; return their exit status and the keys of their problems."""
     found = []
     with tempfile.TemporaryDirectory(prefix="meshbook-guard-") as name, served() as commands:
         recipe, empty = stand_in(Path(name), "finetune", "FinetuneConfig"), Path(name) / "empty"

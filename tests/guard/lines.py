@@ -1,4 +1,4 @@
-"""The wrong command lines that a recording is made of: those of the tests, and random ones."""
+"""Invalid command lines of a recording: those of the config tests, and random ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RANDOM = 60
 
 
 def wrong_lines() -> list[list[str]]:
-    """Return the command lines, each as its arguments."""
+    """Return each command line as a list of arguments."""
     rows = [row[0] for table in vars(tables).values() if isinstance(table, list) for row in table]
     named = [shlex.split(row) for row in rows if isinstance(row, str)]
     return [*named, *(list(wrong_line(7_000_000 + seed).arguments) for seed in range(RANDOM))]

@@ -1,6 +1,6 @@
-"""The runs that are recorded: recipes on small random models, on meshes of 1 to 4 processes of this machine.
+"""The recorded runs: recipes on small random models, on meshes of 1 to 4 local processes.
 
-They are command lines only. Nothing of the project is imported, so that a restructuring cannot change them with it.
+They are command lines only. The module imports nothing from the project, so refactoring cannot change the runs.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Run:
-    """A run, or several of one run directory that continue one another."""
+    """One run directory and the commands that start and resume it."""
 
     name: str
     recipe: str
     overrides: str
-    """Of every command, separated by spaces."""
+    """Overrides of every command, separated by spaces."""
     commands: tuple[str, ...]
-    """The overrides of each command: its mesh, and where it ends."""
-    begun: str = ""
-    """Folder beside this file with a run directory that the first command resumes, written by older code."""
+    """Additional overrides of each command: its mesh and last step."""
+    resumes_from: str = ""
+    """Folder beside this file with a run directory, written by older code, that the first command resumes."""
 
     def arguments(self, command: int) -> list[str]:
-        """Return the command line of a command, to be started in the folder that holds data and run directories."""
+        """Return the arguments of a command; its working directory contains the data and run directories."""
         data = "text" if self.recipe == "pretrain" else "jsonl"
         mesh, size = self.commands[command].split(" ", 1)[0], 1
-        given = [*self.overrides.split(), *self.commands[command].split()]
-        for each in given:
+        overrides = [*self.overrides.split(), *self.commands[command].split()]
+        for each in overrides:
             name, _, value = each.partition("=")
             size *= int(value) if name in DEGREES else 1
         size = max(size, 2 if mesh == "parallelism=ddp" else 1)
@@ -46,7 +46,7 @@ class Run:
             "generation.samples=0",
             *(COMMON if self.recipe != "evaluate" else ()),
             f"run.dir={self.name}",
-            *given,
+            *overrides,
         ]
 
 
@@ -127,8 +127,8 @@ RUNS = (
         "before",
         "pretrain",
         f"{DOUBLE} {SMALL}",
-        (f"{FSDP2} parallelism.dp_shard=1 parallelism.tp=2",),  # begun on dp_shard 2
-        begun="before",
+        (f"{FSDP2} parallelism.dp_shard=1 parallelism.tp=2",),  # started with dp_shard=2
+        resumes_from="before",
     ),
     Run(
         "moe_resume",
@@ -146,16 +146,16 @@ RUNS = (
         (f"{FSDP2} parallelism.dp_shard=2",),
     ),
 )
-"""Those that train, one of them begun by older code, and an evaluation of what the first exported."""
+"""Training runs, one of them started by older code, and an evaluation of the first run's export."""
 
 
 def write_data(folder: Path) -> None:
-    """Write the prompts and the text that the runs train on."""
+    """Write the prompts and the text for training."""
     rng = random.Random(5)
-    words = ["mesh", "shard", "a", "token", "of", "the", "step", "loss", "rank", "is", "gathers", "sums"]
+    vocabulary = ["mesh", "shard", "a", "token", "of", "the", "step", "loss", "rank", "is", "gathers", "sums"]
 
     def sentence(longest: int) -> str:
-        return " ".join(rng.choice(words) for _ in range(rng.randint(2, longest)))
+        return " ".join(rng.choice(vocabulary) for _ in range(rng.randint(2, longest)))
 
     rows = [{"prompt": sentence(6), "response": sentence(8)} for _ in range(80)]
     (folder / "jsonl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

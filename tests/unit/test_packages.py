@@ -16,7 +16,7 @@ LAZY = sorted(
 
 
 @pytest.mark.parametrize("name", LAZY)
-def test_no_name_is_that_of_a_module(name: str) -> None:
+def test_no_public_name_equals_a_module_name(name: str) -> None:
     """Importing a module sets an attribute of its package, which would replace the public name."""
     package = importlib.import_module(name)
     folder = Path(str(package.__file__)).parent
@@ -24,7 +24,7 @@ def test_no_name_is_that_of_a_module(name: str) -> None:
     assert {each.stem for each in folder.iterdir()}.isdisjoint(package.__all__)
 
 
-def test_a_recipe_imports_no_torch_before_it_uses_a_part() -> None:
+def test_importing_components_does_not_import_torch() -> None:
     code = f"from components import {', '.join(name.rpartition('.')[2] for name in LAZY)}; import sys; " + (
         "assert not {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules), sorted(sys.modules)"
     )
@@ -33,7 +33,7 @@ def test_a_recipe_imports_no_torch_before_it_uses_a_part() -> None:
 
 
 @pytest.mark.slow
-def test_laziness_hides_no_import_error() -> None:
+def test_every_lazy_name_can_be_imported() -> None:
     """Every public name, in a process that has imported nothing yet."""
     code = f"""
 import importlib
@@ -44,11 +44,11 @@ for package in map(importlib.import_module, {LAZY}):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_a_part_that_was_not_used_yet_tells_what_it_has() -> None:
+def test_lazy_package_lists_its_names_before_import() -> None:
     code = "from components import models; assert 'build_on_meta' in models.__all__"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'components.models' has no attribute 'bulid_on_meta'"):
         _ = importlib.import_module("components.models").bulid_on_meta

@@ -1,4 +1,4 @@
-"""Packing in one process: how full rows are, that documents never see one another, and that nothing else changes."""
+"""Packing in one process: rows are full, documents do not attend to each other, and training is unchanged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rows_of(lengths: list[int], size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [8, 100, 512, 70_000])
-def test_every_document_is_in_one_row_and_no_row_is_too_long(size: int) -> None:
+def test_every_document_is_in_one_row_within_the_row_size(size: int) -> None:
     lengths = np.random.default_rng(size).integers(1, size + 1, 400).tolist()
     rows = rows_of(lengths, size)
     assert sorted(itertools.chain.from_iterable(rows)) == list(range(400))
@@ -65,8 +65,8 @@ def test_each_planner_uses_every_document_once(planner: Any, lengths: list[int])
     assert all(rows > 0 and sum(pattern) <= 8 for pattern, rows in patterns)
 
 
-def test_rows_are_full_for_lengths_like_those_of_gsm8k() -> None:
-    """Lengths with the quantiles of GSM8K's: 99.9 % is kept at 2,048 tokens; scripts/benchmark/packing.py measures."""
+def test_rows_are_full_for_the_length_distribution_of_gsm8k() -> None:
+    """Rows of 2,048 tokens are 99.9 % full. scripts/benchmark/packing.py measures the real GSM8K."""
     lengths = np.random.default_rng(0).lognormal(5.32, 0.33, 30_000).clip(60, 600).astype(int)
     rows = len(plan_rows(lengths, 2048).starts) - 1
     assert lengths.sum() / (rows * 2048) > 0.999
@@ -75,7 +75,7 @@ def test_rows_are_full_for_lengths_like_those_of_gsm8k() -> None:
 # Rows
 
 
-def test_a_row_says_where_its_documents_are() -> None:
+def test_packed_row_contains_document_bounds_and_position_ids() -> None:
     rows = packed()
     plan = data.BatchPlan(global_batch_size=2, micro_batch_size=2, padding=data.Padding(token_id=7).of(rows))
     (batch,) = data.EvalBatches(rows[:1], plan)
@@ -85,15 +85,15 @@ def test_a_row_says_where_its_documents_are() -> None:
     assert set(bounds[len(ends) + 1 :]) == {SEQ_LEN}
     assert len(bounds) == rows.documents + 1
     assert rows.documents % 8 == 0
-    places = zip([0, *ends], [*ends, SEQ_LEN], strict=True)
-    assert batch.position_ids[0].tolist() == [i for a, b in places for i in range(b - a)]
+    spans = zip([0, *ends], [*ends, SEQ_LEN], strict=True)
+    assert batch.position_ids[0].tolist() == [i for a, b in spans for i in range(b - a)]
     assert batch.input_ids[0].tolist() == rows[0].input_ids + [7] * (SEQ_LEN - length)
     assert all(batch.targets[0, start - 1] == -100 for start in ends if start < SEQ_LEN)
-    assert batch.document_bounds[1].tolist() == [0] + [SEQ_LEN] * rows.documents  # fills up the last micro-batch
+    assert batch.document_bounds[1].tolist() == [0] + [SEQ_LEN] * rows.documents  # filler row of the last micro-batch
     assert set(batch.targets[1].tolist()) == {-100}
 
 
-def test_packing_is_part_of_the_fingerprint_and_told() -> None:
+def test_packing_changes_the_fingerprint_and_is_reported() -> None:
     rows, others = packed(), packed(seed=1)
     assert len({rows.fingerprint, others.fingerprint, rows._samples.fingerprint}) == 3
     assert rows.fingerprint == packed().fingerprint
@@ -104,7 +104,7 @@ def test_packing_is_part_of_the_fingerprint_and_told() -> None:
     assert "packed" not in str(Facts("here"))
 
 
-def test_every_rank_cuts_the_same_global_batch_and_a_resume_goes_on_in_it() -> None:
+def test_global_batches_are_equal_over_dp_sizes_and_continue_after_resume() -> None:
     rows = packed()
     steps = [next_ids([batches_of(rows)], step) for step in range(6)]
     assert [next_ids([batches_of(rows, rank, 2) for rank in (0, 1)], step) for step in range(6)] == steps
@@ -137,20 +137,20 @@ def packed_step(plain: torch.nn.Module, *, aux: float = 0.0, prepare: Any = None
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma", "gemma3_text", "gpt2", "phi3", "mixtral",
                                   "qwen3_moe", "olmoe"])  # fmt: skip
-def test_packed_rows_train_as_their_documents_do_one_by_one(name: str) -> None:
+def test_packed_rows_train_like_separate_documents(name: str) -> None:
     plain = build(name, torch.float64, ALL[name])
     aux = AUX if getattr(plain.config, "num_experts_per_tok", None) else 0.0
     expected = reference(plain, documents(packed()), aux)
     assert differences(expected, packed_step(plain, aux=aux)) == []
 
 
-def test_packed_rows_train_the_same_in_float32() -> None:
+def test_packed_rows_train_like_separate_documents_in_float32() -> None:
     plain = build("llama", torch.float32)
     assert differences(reference(plain, documents(packed())), packed_step(plain), rtol=1e-6) == []
 
 
 @pytest.mark.slow
-def test_recomputed_and_compiled_layers_stay_within_documents() -> None:
+def test_recomputed_and_compiled_layers_do_not_attend_across_documents() -> None:
     plain = build("mistral", torch.float64, ALL["mistral"])
     expected = reference(plain, documents(packed()))
     for prepare in (
@@ -161,36 +161,36 @@ def test_recomputed_and_compiled_layers_stay_within_documents() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_a_changed_document_leaves_every_bit_of_the_others_as_it_was(name: str) -> None:
+def test_changed_document_leaves_the_logits_of_others_bitwise_equal(name: str) -> None:
     model: Any = build(name, torch.float32, ALL[name]).eval()
     models.use_causal_sdpa(model)
     rows = packed()
     row = next(i for i, each in enumerate(rows) if len(each.ends) >= 3)
     plan = data.BatchPlan(global_batch_size=1, micro_batch_size=1, padding=data.Padding().of(rows))
     (batch,) = data.EvalBatches(rows[row : row + 1], plan)
-    given = batch.model_inputs()
-    given.pop("input_ids")
+    inputs = batch.model_inputs()
+    inputs.pop("input_ids")
     ends = rows[row].ends
-    before = model(input_ids=batch.input_ids, use_cache=False, **given).logits
+    before = model(input_ids=batch.input_ids, use_cache=False, **inputs).logits
     for start, end in itertools.pairwise([0, *ends]):
         changed = batch.input_ids.clone()
         changed[0, start:end] = 96 - changed[0, start:end]
-        after = model(input_ids=changed, use_cache=False, **given).logits
+        after = model(input_ids=changed, use_cache=False, **inputs).logits
         assert torch.equal(after[0, :start], before[0, :start])
         assert torch.equal(after[0, end:], before[0, end:])
         assert not torch.equal(after[0, start:end], before[0, start:end])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_step_never_waits_for_the_device(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device .item() raises. In bfloat16 torch's kernel for unequal lengths runs there, by its shapes."""
+def test_packed_step_has_no_host_sync(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device .item() raises. In bfloat16 the shapes of torch's varlen kernel propagate there."""
     calls = []
 
-    def by_kernel(*args: Any) -> torch.Tensor:
+    def count_calls(*args: Any) -> torch.Tensor:
         calls.append(args)
         return varlen_attention(*args)
 
-    monkeypatch.setattr("components.models.attention.varlen_attention", by_kernel)
+    monkeypatch.setattr("components.models.attention.varlen_attention", count_calls)
     with torch.device("meta"):
         model = Qwen3ForCausalLM(build("qwen3", torch.float32).config).to(dtype)
     models.use_causal_sdpa(model)
@@ -201,51 +201,53 @@ def test_a_packed_step_never_waits_for_the_device(dtype: torch.dtype, monkeypatc
     assert bool(calls) == (dtype == torch.bfloat16)
 
 
-@pytest.mark.parametrize("shares_keys", [True, False])
-def test_the_kernel_is_asked_for_the_attention_of_the_mask(shares_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel runs on GPUs only: here a loop over documents that does what its documentation says.
+@pytest.mark.parametrize("has_gqa", [True, False])
+def test_varlen_kernel_gets_arguments_equivalent_to_the_mask(has_gqa: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel runs only on GPUs, so a loop over documents that follows its documentation replaces it.
 
-    That of torch 2.11 does not share keys and values between query heads.
+    The kernel of torch 2.11 has no grouped-query attention.
     """
     plain = build("mistral", torch.float64, ALL["mistral"])
     assert plain.config.num_key_value_heads < plain.config.num_attention_heads
     expected = packed_step(plain)
     calls = []
 
-    def by_document(
-        query: Any, key: Any, value: Any, ends: Any, _: Any, most: int, *rest: Any, scale: Any, window_size: Any
+    def without_gqa(
+        query: Any, key: Any, value: Any, ends: Any, _: Any, max_q: int, *rest: Any, scale: Any, window_size: Any
     ) -> Any:
-        return shared(query, key, value, ends, _, most, *rest, scale=scale, window_size=window_size, enable_gqa=False)
+        return with_gqa(
+            query, key, value, ends, _, max_q, *rest, scale=scale, window_size=window_size, enable_gqa=False
+        )
 
-    def shared(
-        query: Any, key: Any, value: Any, ends: Any, _: Any, most_q: int, most_k: int,
+    def with_gqa(
+        query: Any, key: Any, value: Any, ends: Any, _: Any, max_q: int, max_k: int,
         *, scale: Any, window_size: Any, enable_gqa: bool,
     ) -> Any:  # fmt: skip
-        assert enable_gqa == (key.shape[1] < query.shape[1]) == shares_keys
+        assert enable_gqa == (key.shape[1] < query.shape[1]) == has_gqa
         longest = int(ends.diff().max())
-        assert most_q == most_k == 2 ** math.ceil(math.log2(longest)) < SEQ_LEN
+        assert max_q == max_k == 2 ** math.ceil(math.log2(longest)) < SEQ_LEN
         calls.append(ends.shape)
         parts = []
         for a, b in itertools.pairwise(ends.tolist()):
-            place = torch.arange(b - a)
-            far = place[:, None] - place
-            seen = (far >= 0) & ((far <= window_size[0]) | (window_size[0] < 0))
+            position = torch.arange(b - a)
+            distance = position[:, None] - position
+            mask = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
             each = (tensor[a:b].transpose(0, 1) for tensor in (query, key, value))
-            output = F.scaled_dot_product_attention(*each, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+            output = F.scaled_dot_product_attention(*each, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
             parts.append(output.transpose(0, 1))
         return torch.cat(parts)
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", shared if shares_keys else by_document)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", with_gqa if has_gqa else without_gqa)
     monkeypatch.setattr("components.models.attention.supports_varlen", lambda *_: True)
     assert differences(expected, packed_step(plain)) == []
-    assert set(calls) == {(2 * packed().documents + 1,)}  # of fixed size, whatever the rows hold
+    assert set(calls) == {(2 * packed().documents + 1,)}  # fixed size, whatever the rows contain
 
 
-# What cannot be packed
+# Models that cannot be packed
 
 
-class Deaf(LlamaForCausalLM):
-    """Its layers get no keywords."""
+class DropsKeywords(LlamaForCausalLM):
+    """A model whose layers receive no keyword arguments."""
 
     def forward(
         self, input_ids: torch.Tensor, documents: Any, longest_document: int, position_ids: Any, use_cache: bool
@@ -255,30 +257,32 @@ class Deaf(LlamaForCausalLM):
         return super().forward(input_ids, position_ids=position_ids, documents=documents, use_cache=use_cache)
 
 
-def refusal(model: Any) -> str:
+def rejection(model: Any) -> str:
     settings = training.StepSettings(CPU)
     with pytest.raises(ConfigError) as error:
         training.evaluate(training.Prepared(model, settings), batches_of(packed()).at(0))
     return str(error.value)
 
 
-def test_a_model_that_would_see_across_documents_is_refused() -> None:
+def test_model_that_attends_across_documents_is_rejected() -> None:
     plain = build("llama", torch.float32)
-    deaf = Deaf(copy.deepcopy(plain.config))
-    models.use_causal_sdpa(deaf)
-    assert "Deaf does not pass keywords on to its attention" in refusal(deaf)
+    model = DropsKeywords(copy.deepcopy(plain.config))
+    models.use_causal_sdpa(model)
+    assert "DropsKeywords does not pass keywords on to its attention" in rejection(model)
     eager = copy.deepcopy(plain)
     eager.set_attn_implementation("eager")
     assert not models.use_causal_sdpa(eager)
-    told = "uses eager attention, which does not receive document bounds; set model.attention=sdpa or data.pack=false"
-    assert told in refusal(eager)
+    message = (
+        "uses eager attention, which does not receive document bounds; set model.attention=sdpa or data.pack=false"
+    )
+    assert message in rejection(eager)
     mixed = copy.deepcopy(plain)
     mixed.model.short = torch.nn.Conv1d(2, 2, 3)
     models.use_causal_sdpa(mixed)
-    assert "mixes neighboring tokens by Conv1d, also across documents; set data.pack=false" in refusal(mixed)
+    assert "mixes neighboring tokens by Conv1d, also across documents; set data.pack=false" in rejection(mixed)
 
 
-def test_data_sets_are_packed_by_their_section() -> None:
+def test_build_dataset_packs_if_data_pack_is_set() -> None:
     from components.config.schema.data import DocsDataConfig
     from components.models.tokenizer import byte_tokenizer
 

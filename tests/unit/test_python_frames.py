@@ -1,4 +1,4 @@
-"""Frames as the installed Python gives them."""
+"""Frame inspection on the installed Python version."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import threading
 from components.resilience.frames import caller_code, package_of, thread_frames
 
 
-def test_the_caller_is_the_function_above() -> None:
+def test_caller_code_returns_the_calling_function() -> None:
     def inner(levels: int) -> object:
         return caller_code(levels)
 
     def outer(levels: int) -> object:
         return inner(levels)
 
-    test = test_the_caller_is_the_function_above.__code__
+    test = test_caller_code_returns_the_calling_function.__code__
     assert inner(1) is test
     assert (outer(1), outer(2)) == (outer.__code__, test)
 
 
-def test_a_thread_s_frames_begin_with_the_innermost() -> None:
+def test_thread_frames_start_with_the_innermost() -> None:
     started, end = threading.Event(), threading.Event()
 
     def wait_inside() -> None:
@@ -44,7 +44,7 @@ def test_a_thread_s_frames_begin_with_the_innermost() -> None:
     assert thread_frames(thread.ident) == []
 
 
-def test_a_frame_s_package_is_that_of_its_code() -> None:
+def test_package_of_frame_follows_its_code() -> None:
     packages: list[list[str]] = []
 
     def hook(pairs: list[tuple[str, object]]) -> None:

@@ -1,4 +1,4 @@
-"""The recipes that train are one text, but for what their jobs differ in."""
+"""The training recipes are identical except where their tasks differ."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
-def test_pretraining_differs_from_fine_tuning_where_the_job_does() -> None:
-    """What is put right in one is put right in the other."""
+def test_pretrain_and_finetune_differ_only_in_the_listed_lines() -> None:
+    """A fix in one recipe must also be made in the other."""
     texts = [(RECIPES / name).read_text() for name in ("finetune.py", "pretrain.py")]
     finetune, pretrain = (text[text.index("from __future__") :].splitlines() for text in texts)
     changes = [line for line in ndiff(finetune, pretrain) if line[0] in "+-"]

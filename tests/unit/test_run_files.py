@@ -1,4 +1,4 @@
-"""Files of a run directory: copies of it resume, damage is healed or refused, planted links are not written through."""
+"""Files of a run directory: copies resume, damage is repaired or rejected, planted links are not followed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def started(path: Path) -> RunDirectory:
     return directory
 
 
-def test_a_copy_with_links_followed_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As `cp -rL`, `scp -r` and `aws s3 sync` make it: logs/latest is a folder there."""
+def test_copy_with_links_resolved_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`cp -rL`, `scp -r` and `aws s3 sync` turn the link logs/latest into a folder."""
     first = started(tmp_path / "run")
     (first.logs / "rank_1.log").write_text("a line")
     shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False)
@@ -53,7 +53,7 @@ def test_a_copy_with_links_followed_resumes(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err == ""
 
 
-def test_a_folder_of_its_own_at_latest_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_folder_at_logs_latest_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logs = started(tmp_path / "run").path / "logs"
     (logs / "latest").unlink()
     (logs / "latest").mkdir()
@@ -66,8 +66,8 @@ def test_a_folder_of_its_own_at_latest_is_kept(tmp_path: Path, capsys: pytest.Ca
 
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    place = data.index(b"seed: 42") + len(b"seed: 4")
-    data[place] ^= 1  # 42 becomes 43
+    index = data.index(b"seed: 42") + len(b"seed: 4")
+    data[index] ^= 1  # 42 becomes 43
     path.write_bytes(data)
 
 
@@ -88,26 +88,26 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped": flip,
     "not UTF-8": lambda path: path.write_bytes(b"\xff" + path.read_bytes()),
     "a folder": folder,
-    "a link to what never ends": link,
+    "a link to an endless file": link,
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_config_is_restored_from_its_copy(
+def test_damaged_config_is_restored_from_the_copy_of_an_attempt(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = started(tmp_path / "run")
     DAMAGE[kind](first.path / "config.yaml")
     second = start(config(str(tmp_path / "run")))
-    told = capsys.readouterr().err
-    assert f"{first.path}/config.yaml: restored from {first.logs}/config.yaml" in told
+    error = capsys.readouterr().err
+    assert f"{first.path}/config.yaml: restored from {first.logs}/config.yaml" in error
     assert second.attempt == 1
     assert read_frozen(second.path / "config.yaml", FinetuneConfig).run.seed == 42
     assert os.path.lexists(second.path / "config.yaml.damaged") == (kind != "missing")
     end(second)
 
 
-def test_a_config_is_restored_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_is_restored_from_the_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = started(tmp_path / "run")
     text = (first.path / "config.yaml").read_text()
     for step, written in ((9, "seed: 3"), (10, text)):
@@ -119,7 +119,7 @@ def test_a_config_is_restored_from_a_checkpoint(tmp_path: Path, capsys: pytest.C
     assert f"restored from {first.path}/checkpoints/step_10/state.json: missing" in capsys.readouterr().err
 
 
-def test_a_config_without_an_intact_copy_is_refused_by_name(tmp_path: Path) -> None:
+def test_damaged_config_without_intact_copy_is_rejected(tmp_path: Path) -> None:
     first = started(tmp_path / "run")
     for path in (first.path / "config.yaml", first.logs / "config.yaml"):
         flip(path)
@@ -130,7 +130,7 @@ def test_a_config_without_an_intact_copy_is_refused_by_name(tmp_path: Path) -> N
         start(config(str(tmp_path / "run")))
 
 
-def test_a_rank_refuses_a_damaged_config_and_names_the_copy(tmp_path: Path) -> None:
+def test_rank_rejects_damaged_config_and_reports_the_intact_copy(tmp_path: Path) -> None:
     first = started(tmp_path / "run")
     flip(first.path / "config.yaml")
     with pytest.raises(ConfigError, match=rf"an intact copy is in {first.logs}/config.yaml"):
@@ -139,7 +139,7 @@ def test_a_rank_refuses_a_damaged_config_and_names_the_copy(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["environment.json", "result.json", "logs", "logs/attempt_0"])
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_what_is_no_state_never_stops_a_run(name: str, kind: str, tmp_path: Path) -> None:
+def test_damaged_files_without_training_state_do_not_stop_a_run(name: str, kind: str, tmp_path: Path) -> None:
     first = started(tmp_path / "run")
     path = first.path / name
     if path.is_dir():
@@ -158,7 +158,7 @@ def test_what_is_no_state_never_stops_a_run(name: str, kind: str, tmp_path: Path
     assert (second.logs / "config.yaml").is_file()
 
 
-def test_checkpoints_that_are_no_folder_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_path_that_is_a_file_is_rejected(tmp_path: Path) -> None:
     first = started(tmp_path / "run")
     (first.path / "checkpoints").write_text("")
     with pytest.raises(ConfigError, match="checkpoints: is not a directory; move it away"):
@@ -172,8 +172,8 @@ NAMES = (
 
 
 @pytest.mark.parametrize("dangling", [False, True])
-def test_planted_links_are_not_written_through(dangling: bool, tmp_path: Path) -> None:
-    """Everything a start and a report write, with a link to somebody's file planted at each name before."""
+def test_planted_links_are_not_followed_by_writes(dangling: bool, tmp_path: Path) -> None:
+    """A link to another file is planted at every name that a start and a report write."""
     target = tmp_path / "precious"
     run = started(tmp_path / "run").path
     if not dangling:
@@ -198,17 +198,19 @@ def test_planted_links_are_not_written_through(dangling: bool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("mask", "files", "folders"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
-def test_modes_follow_the_umask_but_for_what_holds_data(mask: int, files: int, folders: int, tmp_path: Path) -> None:
+def test_file_modes_follow_the_umask_except_for_private_files(
+    mask: int, files: int, folders: int, tmp_path: Path
+) -> None:
     with umask(mask):
         directory = start(config(str(tmp_path / "run")))
         Reporter(LoggingConfig(), str(directory.path), enabled=True).evaluation(step=0, eval_loss=2.0, count=3)
         write_report(directory.logs, 1, ValueError("a sample"))
         end(directory)
     private = {"environment.json", "rank_1.error.json", ".lock"}
-    seen = set()
+    names = set()
     for entry in [directory.path, *directory.path.rglob("*")]:
         if not entry.is_symlink():
-            wanted = folders if entry.is_dir() else 0o600 if entry.name in private else files
-            assert stat.S_IMODE(entry.stat().st_mode) == wanted, entry
-            seen.add(entry.name)
-    assert seen >= {*private, "config.yaml", "metrics.jsonl"}
+            expected = folders if entry.is_dir() else 0o600 if entry.name in private else files
+            assert stat.S_IMODE(entry.stat().st_mode) == expected, entry
+            names.add(entry.name)
+    assert names >= {*private, "config.yaml", "metrics.jsonl"}

@@ -1,4 +1,4 @@
-"""YAML that expands without bound: refused within seconds, in every file that is read as YAML."""
+"""YAML that expands without bound is rejected within seconds, in every file that is read as YAML."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ print(_config(folder), _began_from(folder), "max_steps" in render_model_card(fol
 """
 
 
-def limited() -> None:
+def limit_resources() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
 
 
-def ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run_python(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder)}
     return subprocess.run(
         [sys.executable, *command],
@@ -60,42 +60,42 @@ def ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=60,
-        preexec_fn=limited,
+        preexec_fn=limit_resources,
         cwd=folder,
         env=environment,
     )
 
 
 @pytest.mark.slow
-def test_an_alias_bomb_in_a_run_directory_is_refused_within_seconds(tmp_path: Path) -> None:
+def test_alias_bomb_in_run_directory_is_rejected_within_seconds(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(BOMB)
     (tmp_path / "state.json").write_text(json.dumps({"config": BOMB}))
-    read = ended(["-c", READERS, str(tmp_path)], tmp_path)
-    assert read.returncode == 0, read.stderr
-    *refusals, rest = read.stdout.splitlines()
-    assert len(refusals) == 3
-    for refusal in refusals:
-        assert refusal.startswith(str(tmp_path / "config.yaml"))
-        assert "more than 100,000 values with aliases expanded" in refusal
+    process = run_python(["-c", READERS, str(tmp_path)], tmp_path)
+    assert process.returncode == 0, process.stderr
+    *messages, rest = process.stdout.splitlines()
+    assert len(messages) == 3
+    for message in messages:
+        assert message.startswith(str(tmp_path / "config.yaml"))
+        assert "more than 100,000 values with aliases expanded" in message
     assert rest == "{} None False"
 
 
-def test_an_alias_bomb_among_the_options_is_refused_within_seconds(tmp_path: Path) -> None:
+def test_alias_bomb_in_config_option_is_rejected_within_seconds(tmp_path: Path) -> None:
     option = tmp_path / "conf" / "experiment" / "mine.yaml"
     option.parent.mkdir(parents=True)
     option.write_text(BOMB)
-    read = ended([str(ROOT / "recipes/finetune.py"), "experiment=mine", "cluster.dry_run=true"], tmp_path)
-    assert read.returncode == 2, read.stderr
-    assert f"{option}: more than 100,000 values" in read.stderr
-    assert "Traceback" not in read.stderr
+    process = run_python([str(ROOT / "recipes/finetune.py"), "experiment=mine", "cluster.dry_run=true"], tmp_path)
+    assert process.returncode == 2, process.stderr
+    assert f"{option}: more than 100,000 values" in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.parametrize(
     "text",
     ["a: &a [*a]", "a: &a {b: {c: *a}}", "[" * 101 + "]" * 101, "[" * 100_000, "[" + "1," * 100_000 + "1]"],
-    ids=["itself", "deep inside itself", "nested", "open", "long"],
+    ids=["recursive", "nested recursion", "nested", "open", "long"],
 )
-def test_what_cannot_be_expanded_is_refused(text: str) -> None:
+def test_recursive_deep_or_long_yaml_is_rejected(text: str) -> None:
     with pytest.raises(YamlLimitError):
         load_yaml(text)
 
@@ -103,12 +103,12 @@ def test_what_cannot_be_expanded_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "text", [f"a: {'9' * 5000}", "a: 2026-99-99", "a: *b", "a: [", "a: \x00", "!!python/name:os.system"]
 )
-def test_every_other_error_is_a_yaml_error(text: str) -> None:
+def test_other_invalid_yaml_raises_yaml_error(text: str) -> None:
     with pytest.raises(yaml.YAMLError):
         load_yaml(text)
 
 
-def test_aliases_within_reason_are_kept() -> None:
+def test_ordinary_aliases_are_expanded() -> None:
     text = "a: &a {b: 1, c: [x, y]}\nd: [*a, *a]\ne:\n  <<: *a\n  b: &n 2\nf: [*n]\n---\n"
     assert load_yaml(text.removesuffix("---\n")) == yaml.safe_load(text.removesuffix("---\n"))
     assert load_yaml("") is None

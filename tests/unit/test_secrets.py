@@ -1,4 +1,4 @@
-"""What is refused as a secret and what is not; no message may hold the value."""
+"""Which values are rejected as secrets and which are not; no message may contain the secret."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JWT = ".".join(
     for part in ({"alg": "HS256", "typ": "JWT"}, {"sub": "1234567890"}, "a signature of it")
 )
 
-# Made up, in the form of the real ones; put together here so that scanners do not take them for real.
+# Fake credentials in the format of real ones, concatenated here so that secret scanners do not flag them.
 CREDENTIALS = {
     "hf": "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH",
     "wandb": HEX_KEY,
@@ -57,7 +57,7 @@ CREDENTIALS = {
     "url": "https://user:hunter22@example.org/data.jsonl",
     "database": "postgresql+psycopg2://:hunter22@db:5432/runs",
 }
-LINES = [  # of cluster.setup, and the secret in them
+LINES = [  # (line of cluster.setup, the secret in it)
     ("export HF_TOKEN=abc", "abc"),
     ("export HF_TOKEN='a b'", "a b"),
     ('export A=1 MY_PASSWORD="hunter22"; module load cuda', "hunter22"),
@@ -134,7 +134,7 @@ def problems(cfg: object, **environ: str) -> list[str]:
     return secret_problems(cfg, environ=environ)
 
 
-def assert_refused(found: list[str], key: str, secret: str) -> None:
+def assert_rejected(found: list[str], key: str, secret: str) -> None:
     assert len(found) == 1, found
     assert found[0].startswith(f"{key}: ")
     assert found[0].endswith("start the run, which inherits the environment")
@@ -142,62 +142,62 @@ def assert_refused(found: list[str], key: str, secret: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CREDENTIALS)
-def test_a_credential_is_refused_wherever_it_stands(kind: str) -> None:
-    """In a field of its own, deep in a free section, in a list, as a key, within a longer text."""
+def test_credential_is_rejected_anywhere_in_the_config(kind: str) -> None:
+    """As the value of a field, nested in a free-form section, in a list, as a key, and within a longer text."""
     secret = CREDENTIALS[kind]
-    assert_refused(problems(config(secret)), "model.path", secret)
+    assert_rejected(problems(config(secret)), "model.path", secret)
     cfg = config()
     cfg.model.config = {"deep": [{"er": secret}]}
-    assert_refused(problems(cfg), "model.config.deep[0].er", secret)
+    assert_rejected(problems(cfg), "model.config.deep[0].er", secret)
     cfg.model.config = {"deep": {secret: 1}}
-    assert_refused(problems(cfg), "model.config.deep", secret)
+    assert_rejected(problems(cfg), "model.config.deep", secret)
     cfg.model.config = {secret: secret}
     assert secret not in str(problems(cfg))
     cfg = config()
     cfg.logging.wandb.tags = ["first", secret]
-    assert_refused(problems(cfg), "logging.wandb.tags[1]", secret)
-    if kind != "wandb":  # a commit looks the same and often stands in a text
-        cfg.logging.wandb.tags = [f"say '{secret}' twice"]
-        assert_refused(problems(cfg), "logging.wandb.tags[0]", secret)
+    assert_rejected(problems(cfg), "logging.wandb.tags[1]", secret)
+    if kind != "wandb":  # a commit hash looks the same and is common in text
+        cfg.logging.wandb.tags = [f"text with '{secret}' in it"]
+        assert_rejected(problems(cfg), "logging.wandb.tags[0]", secret)
 
 
 @pytest.mark.parametrize(("line", "secret"), LINES)
-def test_a_secret_within_a_line_of_shell_is_refused(line: str, secret: str) -> None:
+def test_secret_within_a_setup_line_is_rejected(line: str, secret: str) -> None:
     found = problems({"cluster": {"setup": ["module load cuda", line]}})
-    assert_refused(found, "cluster.setup[1]", secret)
+    assert_rejected(found, "cluster.setup[1]", secret)
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
-def test_a_name_says_that_its_value_is_secret(name: str) -> None:
+def test_value_of_a_variable_with_a_secret_name_is_rejected(name: str) -> None:
     assert is_secret_name(name)
-    assert_refused(problems({"cluster": {"env": {name: "abc"}}}), f"cluster.env.{name}", "abc")
+    assert_rejected(problems({"cluster": {"env": {name: "abc"}}}), f"cluster.env.{name}", "abc")
     for reference in ("$OTHER", "${OTHER}", '"$OTHER"', "$(cat /secret)", "", "false"):
         assert problems({"cluster": {"env": {name: reference}}}) == [], reference
 
 
 @pytest.mark.parametrize("name", HARMLESS_NAMES)
-def test_a_name_that_says_nothing_of_secrets(name: str) -> None:
+def test_harmless_variable_name_is_accepted(name: str) -> None:
     assert not is_secret_name(name)
     assert problems({"cluster": {"env": {name: "/path/of/something"}}}) == []
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_what_is_no_secret_passes(text: str) -> None:
+def test_harmless_text_is_accepted(text: str) -> None:
     assert problems(config(text)) == []
     assert problems({"cluster": {"setup": [text], "env": {"TEXT": text}}}) == []
 
 
-def test_a_pinned_commit_is_no_key() -> None:
+def test_pinned_commit_is_not_taken_for_a_key() -> None:
     cfg = config()
     cfg.model.revision = HEX_KEY
     assert problems(cfg) == []
 
 
-def test_the_value_of_a_secret_variable_is_found_in_any_text() -> None:
-    """What ${oc.env:HF_TOKEN} has become in a typed config."""
+def test_value_of_a_secret_variable_is_rejected_within_any_text() -> None:
+    """This is what ${oc.env:HF_TOKEN} resolves to in a typed config."""
     canary = "canary of 24 characters."
     for environ in ({"HF_TOKEN": canary}, {"my_password": f" {canary}\n"}, {"WANDB_API_KEY": canary}):
-        assert_refused(problems(config(f"a-{canary}-b"), **environ), "model.path", canary)
+        assert_rejected(problems(config(f"a-{canary}-b"), **environ), "model.path", canary)
         assert next(iter(environ)) in problems(config(canary), **environ)[0]
     assert problems(config(canary), TOKENIZER=canary, PWD=canary, HF_TOKEN_PATH=canary) == []
     assert problems(config("a short one"), HF_TOKEN="a short") == []
@@ -217,12 +217,12 @@ HARMLESS_PATHS = [
 
 
 @pytest.mark.parametrize("name", SECRET_VARIABLES)
-def test_what_a_variable_brings_into_the_config_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whatever name: as a whole, within a text, in a list, through another key, decoded."""
+def test_interpolated_environment_value_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the variable's name: the full value, within a text, in a list, through another key, decoded."""
     assert len(SECRET_VARIABLES) == 31
     secret = "correct-horse-battery"
     monkeypatch.setenv(name, secret)
-    for key, value, at in (
+    for key, value, location in (
         ("model.path", f"${{oc.env:{name}}}", "model.path"),
         ("model.revision", f"x-${{oc.env:{name},none}}-y", "model.revision"),
         ("cluster.setup", ["a", f"echo ${{oc.env:{name}}}"], "cluster.setup[1]"),
@@ -230,7 +230,9 @@ def test_what_a_variable_brings_into_the_config_is_refused(name: str, monkeypatc
         ("model.config", {"deep": f"${{oc.decode:'[${{oc.env:{name}}}, 1]'}}"}, "model.config.deep"),
     ):
         (problem,) = resolved({key: value})
-        assert problem.startswith(f"{at}: holds the value of the environment variable {name}, which would be written")
+        assert problem.startswith(
+            f"{location}: holds the value of the environment variable {name}, which would be written"
+        )
         assert f"run.allow_env=[{name}]" in problem
         assert secret not in problem
         assert resolved({key: value, "run.allow_env": [name]}) == []
@@ -239,7 +241,9 @@ def test_what_a_variable_brings_into_the_config_is_refused(name: str, monkeypatc
 
 
 @pytest.mark.parametrize("name", HARMLESS_PATHS)
-def test_paths_and_short_values_of_variables_pass(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_interpolated_paths_and_short_values_are_accepted(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv(name, str(tmp_path))
     assert resolved({"data.cache": f"${{oc.env:{name}}}/cache", "model.path": f"${{oc.env:{name}}}"}) == []
     monkeypatch.setenv("SHORT", "1234567")
@@ -249,7 +253,7 @@ def test_paths_and_short_values_of_variables_pass(name: str, monkeypatch: pytest
 
 
 def resolved(values: dict[str, object]) -> list[str]:
-    """Return what is wrong with a config of these values, as it is composed."""
+    """Compose a config with these values; return its problems."""
     sections: DictConfig = OmegaConf.create({"model": {"path": "x/y"}, "data": {"kind": "docs"}})
     for key, value in values.items():
         OmegaConf.update(sections, key, value)
@@ -260,35 +264,35 @@ def resolved(values: dict[str, object]) -> list[str]:
     return []
 
 
-def test_a_variable_that_is_allowed_may_be_in_any_text() -> None:
+def test_variable_in_allow_env_is_accepted() -> None:
     cfg = config("canary-of-this-test")
     cfg.run.allow_env = ["CANARY_TOKEN"]
     assert problems(cfg, CANARY_TOKEN="canary-of-this-test") == []
 
 
-def test_the_environment_of_this_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_defaults_to_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "CANARY_TOKEN", "canary-of-this-test")
-    assert_refused(secret_problems(config("canary-of-this-test")), "model.path", "canary-of-this-test")
+    assert_rejected(secret_problems(config("canary-of-this-test")), "model.path", "canary-of-this-test")
 
 
-def test_arguments_are_looked_at_because_they_are_recorded() -> None:
-    """An override that a later one replaces is in no config, but in the command of environment.json."""
+def test_secrets_in_recorded_arguments_are_rejected() -> None:
+    """An override replaced by a later one is not in the config, but is in the command in environment.json."""
     hidden = ["+cluster.env.HF_TOKEN=abcdef", "~cluster.env.HF_TOKEN", "training.max_steps=3"]
-    assert_refused(secret_problems(config(), hidden, {}), "cluster.env.HF_TOKEN", "abcdef")
-    assert_refused(secret_problems(config(), ["cluster.env={A:1, HF_TOKEN: abcdef}"], {}), "cluster.env", "abcdef")
+    assert_rejected(secret_problems(config(), hidden, {}), "cluster.env.HF_TOKEN", "abcdef")
+    assert_rejected(secret_problems(config(), ["cluster.env={A:1, HF_TOKEN: abcdef}"], {}), "cluster.env", "abcdef")
     for kind, secret in CREDENTIALS.items():
-        assert_refused(secret_problems(config(), [f"run.name={secret}"], {}), "run.name", secret)
-        if kind != "url":  # its key ends at the query
+        assert_rejected(secret_problems(config(), [f"run.name={secret}"], {}), "run.name", secret)
+        if kind != "url":  # its key ends at the "=" of the query
             assert secret not in str(secret_problems(config(), [secret, f"{secret}=1"], {}))
-    assert_refused(secret_problems(config(), ["run.name=a canary b"], {"MY_TOKEN": "a canary"}), "run.name", "canary")
-    assert_refused(secret_problems(config(), ["a canary"], {"MY_TOKEN": "a canary"}), "the command line", "canary")
+    assert_rejected(secret_problems(config(), ["run.name=a canary b"], {"MY_TOKEN": "a canary"}), "run.name", "canary")
+    assert_rejected(secret_problems(config(), ["a canary"], {"MY_TOKEN": "a canary"}), "the command line", "canary")
     once = {"cluster": {"setup": ["export HF_TOKEN=abcdef"]}}
-    told = secret_problems(once, ["cluster.setup=[export HF_TOKEN=abcdef]"], {})
-    assert_refused(told, "cluster.setup[0]", "abcdef")
+    found = secret_problems(once, ["cluster.setup=[export HF_TOKEN=abcdef]"], {})
+    assert_rejected(found, "cluster.setup[0]", "abcdef")
     assert secret_problems(config(), ["model=tiny", "-m", "parallelism=ddp,fsdp2", "~generation", "-cn=x"], {}) == []
 
 
-def test_everything_in_conf_passes() -> None:
+def test_every_file_in_conf_is_accepted() -> None:
     files = sorted(CONF.rglob("*.yaml*"))
     assert len(files) > 40
     for file in files:

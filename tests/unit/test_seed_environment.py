@@ -1,6 +1,6 @@
-"""Which rank am I, and where do the ranks meet (seed pages 000 and 003): ours against the published behaviour.
+"""Rank variables and the rendezvous address, compared with NeMo AutoModel's init_utils and KempnerForge's setup.
 
-Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+Each docstring cites the defect in SEED_NOTES that the test covers, as section.item or section (function).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STEP = {  # task 3 of a step of 4 on two nodes
 
 
 def single(side: str, check: Callable[[Any], None], ours: Any, published: Any, symptom: str, **variables: str) -> None:
-    """Run a check in one process that has these variables and no other of a launcher."""
+    """Run a check in one process whose only launcher variables are these."""
     contrast(
         side,
         lambda rank, implementation: check(implementation),
@@ -58,8 +58,8 @@ def single(side: str, check: Callable[[Any], None], ours: Any, published: Any, s
 
 
 @both_sides
-def test_an_empty_variable_is_an_unset_one(side: str) -> None:
-    """SEED_NOTES 1 (get_rank_safe, get_world_size_safe), 4 (get_world_info): RANK="" was a bare ValueError of int()."""
+def test_empty_variable_counts_as_unset(side: str) -> None:
+    """SEED_NOTES 1 (get_rank_safe, get_world_size_safe), 4 (get_world_info): RANK="" raised int()'s ValueError."""
 
     def check(module: Any) -> None:
         assert module.get_rank_safe() == 0
@@ -86,8 +86,8 @@ def test_an_empty_variable_is_an_unset_one(side: str) -> None:
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_contradictions_are_told_by_name(side: str, variables: dict[str, str], message: str) -> None:
-    """SEED_NOTES 1.6, 4 (get_world_info): no rank<world check, partial environments were believed."""
+def test_contradictory_variables_are_reported_by_name(side: str, variables: dict[str, str], message: str) -> None:
+    """SEED_NOTES 1.6, 4 (get_world_info): rank < world size was not checked; partial environments were accepted."""
 
     def check(get_world_info: Callable[[], Any]) -> None:
         with pytest.raises(RankEnvironmentError, match=message) as caught:
@@ -99,8 +99,8 @@ def test_contradictions_are_told_by_name(side: str, variables: dict[str, str], m
 
 
 @both_sides
-def test_an_allocation_is_not_a_step(side: str) -> None:
-    """SEED_NOTES 4 (get_world_info), 8.9: plain python inside salloc or a batch script waited for 7 ranks."""
+def test_allocation_without_step_is_a_single_process(side: str) -> None:
+    """SEED_NOTES 4 (get_world_info), 8.9: plain python inside salloc or a batch script waited for 7 other ranks."""
 
     def check(get_world_info: Callable[[], Any]) -> None:
         assert get_world_info() == (0, 0, 1)
@@ -108,13 +108,13 @@ def test_an_allocation_is_not_a_step(side: str) -> None:
 
     batch = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
     single(side, check, init.get_world_info, published.get_world_info, r"\(0, 0, 8\)", **batch)
-    if side == "ours":  # srun -n1, as srun --pty
+    if side == "ours":  # srun -n1, like srun --pty
         step = {**batch, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"}
         single(side, check, init.get_world_info, None, "", **step)
 
 
 @pytest.mark.parametrize(
-    ("variables", "place"),
+    ("variables", "expected"),
     [
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, (0, 0, 4)),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "3"}, (3, 1, 4)),
@@ -122,24 +122,26 @@ def test_an_allocation_is_not_a_step(side: str) -> None:
     ],
     ids=["step, task 0", "step, task 3", "task 3"],
 )
-def test_slurm_s_ntasks_counts_in_a_step(variables: dict[str, str], place: tuple[int, int, int]) -> None:
-    """Seed page 003 (get_world_info): SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS; sets what env:// reads."""
-    local = {"SLURM_LOCALID": str(place[1]), "SLURM_NTASKS": "4"}
-    shape = {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NNODES": "2", "SLURM_NODEID": str(place[0] // 2)}
+def test_slurm_ntasks_is_the_world_size_within_a_step(
+    variables: dict[str, str], expected: tuple[int, int, int]
+) -> None:
+    """KempnerForge get_world_info: reads SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS; sets the env:// variables."""
+    local = {"SLURM_LOCALID": str(expected[1]), "SLURM_NTASKS": "4"}
+    shape = {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NNODES": "2", "SLURM_NODEID": str(expected[0] // 2)}
 
     def check(rank: int) -> None:
-        assert init.get_world_info() == place
+        assert init.get_world_info() == expected
         exported = tuple(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-        assert exported == place
-        assert init.get_rank_safe() == place[0]
-        assert init.is_rank_zero() == (place[0] == 0)
+        assert exported == expected
+        assert init.get_rank_safe() == expected[0]
+        assert init.is_rank_zero() == (expected[0] == 0)
 
     run_ranks(1, check, init=False, env=alone(**variables, **local))
     run_ranks(1, check, init=False, env=alone(**variables, **local, **shape))
 
 
-def test_the_shell_of_an_allocation_is_a_single_process() -> None:
-    """Slurm's interactive step: one task with a step's number and the job's SLURM_NTASKS."""
+def test_interactive_shell_of_allocation_is_a_single_process() -> None:
+    """Slurm's interactive step is one task with a step id and the job's SLURM_NTASKS."""
     shell = {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
 
     def check(rank: int) -> None:
@@ -149,15 +151,15 @@ def test_the_shell_of_an_allocation_is_a_single_process() -> None:
     run_ranks(1, check, init=False, env=alone(**shell, SLURM_LOCALID="0"))
 
 
-def test_a_task_without_a_number_of_tasks_is_an_error() -> None:
+def test_slurm_task_without_task_count_is_rejected() -> None:
     with pytest.raises(RankEnvironmentError, match="SLURM_NTASKS is not set although SLURM_PROCID=3 is"):
         read_rank_variables({"SLURM_PROCID": "3", "SLURM_LOCALID": "3"})
     with pytest.raises(RankEnvironmentError, match="SLURM_PROCID=3: must lie between 0"):
         read_rank_variables({"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"})
 
 
-def test_local_variables_count_alone() -> None:
-    """Seed page 000 (get_local_rank_preinit, get_local_world_size_preinit): read without RANK and WORLD_SIZE."""
+def test_local_variables_are_read_without_rank_and_world_size() -> None:
+    """NeMo AutoModel get_local_rank_preinit, get_local_world_size_preinit: need no RANK and WORLD_SIZE."""
 
     def check(rank: int) -> tuple[int, int]:
         return init.get_local_rank_preinit(), init.get_local_world_size_preinit()
@@ -176,8 +178,8 @@ def test_local_variables_count_alone() -> None:
 
 
 @both_sides
-def test_sources_are_never_mixed(side: str) -> None:
-    """SEED_NOTES 4 (get_world_info), 7 (15): RANK from torchrun with WORLD_SIZE from Slurm."""
+def test_launcher_variables_are_never_mixed(side: str) -> None:
+    """SEED_NOTES 4 (get_world_info), 7 (15): RANK came from torchrun and WORLD_SIZE from Slurm."""
 
     def check(get_world_info: Callable[[], Any]) -> None:
         with pytest.raises(RankEnvironmentError, match="WORLD_SIZE is not set although RANK=1 is"):
@@ -186,19 +188,21 @@ def test_sources_are_never_mixed(side: str) -> None:
     single(side, check, init.get_world_info, published.get_world_info, "DID NOT RAISE", **STEP, RANK="1")
     if side == "ours":
         torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-        single(side, lambda module: _same(module.get_world_info(), (1, 1, 2)), init, None, "", **STEP, **torchrun)
+        single(
+            side, lambda module: _assert_equal(module.get_world_info(), (1, 1, 2)), init, None, "", **STEP, **torchrun
+        )
 
 
-def _same(value: Any, expected: Any) -> None:
+def _assert_equal(value: Any, expected: Any) -> None:
     assert value == expected
 
 
 @both_sides
-def test_a_task_of_srun_knows_its_place(side: str) -> None:
-    """SEED_NOTES 1 (get_local_rank_preinit), 4 (is_rank_zero): no SLURM_LOCALID, and srun's rank 3 was rank zero."""
+def test_srun_task_gets_rank_and_local_rank(side: str) -> None:
+    """SEED_NOTES 1 (get_local_rank_preinit), 4 (is_rank_zero): ignored SLURM_LOCALID; srun's rank 3 was rank zero."""
 
     def check(module: Any) -> None:
-        assert not module.is_rank_zero(), "rank 3 passes for rank 0"
+        assert not module.is_rank_zero(), "is_rank_zero() is True on rank 3"
         assert module.get_rank_safe() == 3
         assert module.get_world_size_safe() == 4
         assert module.get_local_rank_preinit() == 1
@@ -212,14 +216,14 @@ def test_a_task_of_srun_knows_its_place(side: str) -> None:
                 "WORLD_SIZE": "4",
                 "LOCAL_WORLD_SIZE": "2",
             }
-            assert read_rank_variables().node == "slurm node 1"  # what was exported hides nothing
+            assert read_rank_variables().node == "slurm node 1"  # the exported variables do not hide the Slurm source
 
-    single(side, check, init, published, "rank 3 passes for rank 0", **STEP)
+    single(side, check, init, published, "is True on rank 3", **STEP)
 
 
 @both_sides
-def test_the_rank_is_known_before_the_process_group(side: str) -> None:
-    """SEED_NOTES 3 (get_rank): ignored RANK before the start, so every rank was rank 0."""
+def test_rank_is_available_before_process_group_init(side: str) -> None:
+    """SEED_NOTES 3 (get_rank): RANK was ignored before init, so every rank was rank 0."""
 
     def check(get_rank: Callable[[], int]) -> None:
         assert get_rank() == 3
@@ -228,8 +232,8 @@ def test_the_rank_is_known_before_the_process_group(side: str) -> None:
 
 
 @both_sides
-def test_explicit_ranks_decide_who_is_rank_zero(side: str) -> None:
-    """SEED_NOTES 4 (is_rank_zero): wrong under mp.spawn with explicit ranks, where no variable is set."""
+def test_explicit_rank_decides_is_rank_zero(side: str) -> None:
+    """SEED_NOTES 4 (is_rank_zero): wrong under mp.spawn with explicit ranks, which sets no variables."""
 
     def check(rank: int, is_rank_zero: Callable[[], bool]) -> None:
         store = dist.FileStore(os.environ["HARNESS_RENDEZVOUS_FILE"], 2)
@@ -239,8 +243,8 @@ def test_explicit_ranks_decide_who_is_rank_zero(side: str) -> None:
     contrast(side, check, init.is_rank_zero, published.is_rank_zero, symptom="rank 1", init=False, env=alone())
 
 
-def test_the_local_rank_is_told_or_an_error() -> None:
-    """SEED_NOTES 1 (get_local_rank_preinit, get_local_world_size_preinit): before init, from the one source."""
+def test_missing_local_rank_raises_instead_of_defaulting() -> None:
+    """SEED_NOTES 1 (get_local_rank_preinit, get_local_world_size_preinit): before init, from a single source."""
 
     def check(rank: int) -> tuple[int, int]:
         local = init.get_local_rank_preinit(), init.get_local_world_size_preinit()
@@ -267,13 +271,13 @@ def test_the_local_rank_is_told_or_an_error() -> None:
         ("", 0, None),
     ],
 )
-def test_slurms_list_of_tasks(text: str, node: int, tasks: int | None) -> None:
+def test_slurm_tasks_per_node_is_parsed(text: str, node: int, tasks: int | None) -> None:
     """SEED_NOTES 4 (get_world_info): LOCAL_WORLD_SIZE was never set."""
     assert tasks_on_node(text, node) == tasks
 
 
-def test_exported_variables_are_put_back() -> None:
-    """SEED_NOTES 4 (get_world_info): writes to the environment survived; a child must not undo its parent's."""
+def test_exported_variables_are_restored() -> None:
+    """SEED_NOTES 4 (get_world_info): environment writes were never undone. A child must not undo its parent's."""
     environ = {"RANK": "7", "KEEP": "1"}
     export_variables({"RANK": "0", "NEW": "a"}, environ)
     export_variables({"NEW": "b", "KEEP": "1"}, environ)
@@ -285,20 +289,20 @@ def test_exported_variables_are_put_back() -> None:
     assert environ == {"RANK": "7", "KEEP": "1"}
 
 
-def test_the_port_follows_from_job_and_step() -> None:
-    """SEED_NOTES 4 (init_distributed), LAUNCH: the same on all ranks, below the ephemeral range, another per step."""
+def test_master_port_is_derived_from_job_and_step() -> None:
+    """SEED_NOTES 4 (init_distributed), LAUNCH: equal on all ranks, below the ephemeral range, different per step."""
     ports = set()
     for step in range(3):
         tasks = [{**STEP, "SLURM_STEP_ID": str(step), "SLURM_PROCID": str(rank)} for rank in range(4)]
         found = {master_address(read_rank_variables(task), task) for task in tasks}
         assert len(found) == 1
         host, port = found.pop()
-        assert host == "n3"  # the first node of the step, which need not be the job's
+        assert host == "n3"  # first node of the step, not necessarily of the job
         assert 10000 <= port < 30000
         ports.add(port)
     assert len(ports) == 3
-    stated = {**STEP, "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
-    assert master_address(read_rank_variables(stated), stated) == ("head", 1234)
+    explicit = {**STEP, "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
+    assert master_address(read_rank_variables(explicit), explicit) == ("head", 1234)
 
 
 @pytest.mark.parametrize(
@@ -310,14 +314,14 @@ def test_the_port_follows_from_job_and_step() -> None:
         ({"MASTER_PORT": "1"}, "MASTER_ADDR not set"),
     ],
 )
-def test_wrong_addresses_are_told_by_name(variables: dict[str, str], message: str) -> None:
-    """SEED_NOTES 4 (init_distributed): localhost and a random port were made up instead."""
+def test_invalid_master_address_is_reported_by_name(variables: dict[str, str], message: str) -> None:
+    """SEED_NOTES 4 (init_distributed): fell back to localhost and a random port."""
     environ = {"RANK": "0", "WORLD_SIZE": "2", **variables}
     with pytest.raises(RankEnvironmentError, match=message):
         master_address(read_rank_variables(environ), environ)
 
 
-def test_a_node_list_without_scontrol_is_an_error_where_it_is_needed(tmp_path: Path) -> None:
+def test_compressed_node_list_without_scontrol_is_rejected_on_several_nodes(tmp_path: Path) -> None:
     """SEED_NOTES 4 (init_distributed): a container has no scontrol."""
     environ = {**STEP, "SLURM_STEP_NODELIST": "n[3-4]", "PATH": str(tmp_path)}
     with pytest.raises(RankEnvironmentError, match=r"SLURM_STEP_NODELIST=n\[3-4\] needs scontrol"):

@@ -1,4 +1,4 @@
-"""Every name on the five seed pages is in its home, with the signature of its page."""
+"""Every function of the reference APIs exists in its module with the documented signature."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MESH = "components.distributed.mesh"
 PARALLELIZER = "components.distributed.parallelizer"
 
 FUNCTIONS = [
-    # page 000, NeMo AutoModel init_utils
+    # NeMo AutoModel, init_utils
     (INIT, "destroy_global_state", ""),
     (INIT, "get_local_rank_preinit", ""),
     (INIT, "get_local_world_size_preinit", ""),
     (INIT, "get_rank_safe", ""),
     (INIT, "get_world_size_safe", ""),
     (INIT, "initialize_distributed", "backend, timeout_minutes=1"),
-    # page 001, NeMo AutoModel utils
+    # NeMo AutoModel, utils
     (UTILS, "_barrier_with_timeout", "timeout, group=None"),
     (UTILS, "_create_gloo_group", ""),
     (UTILS, "barrier_and_log", "string"),
@@ -38,7 +38,7 @@ FUNCTIONS = [
         "reduce_loss",
         "loss_store, total_num_tokens, per_token_loss=True, dp_group=None, *, check_finite=True",
     ),
-    # page 002, OLMo-core distributed.utils
+    # OLMo-core, distributed.utils
     (UTILS, "init_distributed", "backend='nccl', timeout=timedelta(seconds=1800), shared_filesytem=True, **kwargs"),
     (UTILS, "validate_env_vars", ""),
     (UTILS, "is_distributed", ""),
@@ -60,7 +60,7 @@ FUNCTIONS = [
     (UTILS, "backend_supports_cuda", "backend=None"),
     (UTILS, "backend_supports_cpu", "backend=None"),
     (UTILS, "do_n_at_a_time", "f, *, n=None, process_group=None, world_size=None, local_rank=None"),
-    # page 003, KempnerForge distributed setup
+    # KempnerForge, distributed.setup
     (INIT, "get_world_info", ""),
     (INIT, "is_rank_zero", ""),
     (INIT, "_detect_ib_interface", ""),
@@ -69,7 +69,7 @@ FUNCTIONS = [
     (INIT, "_set_seed", "seed, rank, pp_rank=0"),
     (INIT, "destroy_distributed", ""),
     (MESH, "init_distributed", "config, seed=42"),
-    # page 004, NeMo AutoModel parallelizer
+    # NeMo AutoModel, parallelizer
     (PARALLELIZER, "apply_fsdp_sharding_recursively", "module, mesh, mp_policy, offload_policy=None"),
     (PARALLELIZER, "get_hf_tp_shard_plan", "model"),
     (PARALLELIZER, "import_class_from_path", "name"),
@@ -103,48 +103,48 @@ def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("home", "name", "signature"), FUNCTIONS, ids=[f"{home}.{name}" for home, name, _ in FUNCTIONS]
+    ("module", "name", "signature"), FUNCTIONS, ids=[f"{module}.{name}" for module, name, _ in FUNCTIONS]
 )
-def test_functions_have_the_signature_of_their_page(home: str, name: str, signature: str) -> None:
+def test_functions_have_the_reference_signature(module: str, name: str, signature: str) -> None:
     """DESIGN 9: parameter names, order, kinds and defaults."""
     names = {"timedelta": timedelta, "ReduceOp": dist.ReduceOp, "bfloat16": torch.bfloat16}
     expected = eval(f"lambda {signature}: None", names)
-    assert _parameters(getattr(importlib.import_module(home), name)) == _parameters(expected)
+    assert _parameters(getattr(importlib.import_module(module), name)) == _parameters(expected)
 
 
-def test_dist_info_has_the_fields_of_its_page() -> None:
-    """Seed page 000."""
+def test_dist_info_has_the_reference_fields() -> None:
+    """NeMo AutoModel, init_utils."""
     dist_info = importlib.import_module(INIT).DistInfo
     assert list(inspect.signature(dist_info).parameters) == ["backend", "rank", "world_size", "device", "is_main"]
 
 
-def test_first_rank_per_node_has_the_methods_of_its_page() -> None:
-    """Seed page 001: made without arguments, a context manager and a decorator, 10 hours of patience."""
+def test_first_rank_per_node_has_the_reference_methods() -> None:
+    """NeMo AutoModel, utils: constructed without arguments, a context manager and decorator, timeout of 10 hours."""
     first_rank = importlib.import_module(UTILS).FirstRankPerNode
     assert isinstance(first_rank(), ContextDecorator)
     assert _parameters(first_rank().__enter__) == _parameters(lambda timeout=timedelta(hours=10): None)
     assert list(inspect.signature(first_rank().__exit__).parameters) == ["exc_type", "exc_val", "exc_tb"]
 
 
-def test_the_data_of_the_pages() -> None:
-    """Seed pages 001 (logger) and 004 (HAVE_NVFSDP)."""
+def test_module_attributes_of_the_reference_exist() -> None:
+    """NeMo AutoModel: utils.logger and parallelizer.HAVE_NVFSDP."""
     assert importlib.import_module(UTILS).logger.name == UTILS
     assert isinstance(importlib.import_module(PARALLELIZER).HAVE_NVFSDP, bool)
 
 
-def test_training_reexports_the_functions_of_page_001() -> None:
-    """DESIGN 9: one definition below components/distributed, three homes."""
+def test_training_reexports_get_sync_ctx_and_reduce_loss() -> None:
+    """DESIGN 9: one definition in components/distributed, re-exported by three modules."""
     utils = importlib.import_module(UTILS)
-    for name, home in (("get_sync_ctx", "sync"), ("reduce_loss", "loss")):
+    for name, module in (("get_sync_ctx", "sync"), ("reduce_loss", "loss")):
         function = getattr(utils, name)
         assert function.__module__.startswith("components.distributed.")
-        assert getattr(importlib.import_module(f"components.training.{home}"), name) is function
+        assert getattr(importlib.import_module(f"components.training.{module}"), name) is function
         assert getattr(importlib.import_module("components.training"), name) is function
         assert getattr(importlib.import_module("components.training.step"), name) is function
 
 
-def test_the_package_lends_its_names_and_keeps_the_ambiguous_ones() -> None:
-    """DESIGN 9: `init_distributed` and `_barrier_with_timeout` exist twice, neither is the package's."""
+def test_package_exports_its_names_except_ambiguous_ones() -> None:
+    """DESIGN 9: `init_distributed` and `_barrier_with_timeout` are defined twice, so the package exports neither."""
     for name in package.__all__:
         assert getattr(package, name) is not None
     for name in ("init_distributed", "_barrier_with_timeout", "nonsense"):

@@ -1,6 +1,6 @@
-"""Network variables, seeds and evaluation shards (seed pages 001 and 003): ours against the published behaviour.
+"""Network variables, seeds and eval shards, compared with NeMo AutoModel's utils and KempnerForge's setup.
 
-Each docstring names the line of SEED_NOTES that it answers, as section.item or section (function).
+Each docstring cites the defect in SEED_NOTES that the test covers, as section.item or section (function).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.harness import run_ranks
 
 
 def single(side: str, check: Callable[[Any], None], ours: Any, published: Any, symptom: str, **variables: str) -> None:
-    """Run a check in one process that has these variables and no other of a launcher."""
+    """Run a check in one process whose only launcher variables are these."""
     contrast(
         side,
         lambda rank, implementation: check(implementation),
@@ -44,7 +44,7 @@ def single(side: str, check: Callable[[Any], None], ours: Any, published: Any, s
 
 
 def _fake_ip(folder: Path, output: str, status: int = 0) -> str:
-    """Put an `ip` on the PATH that prints this; returns the PATH."""
+    """Create a fake `ip` command that prints `output`; return a PATH that starts with its folder."""
     command = folder / "ip"
     command.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\nexit {status}\n")
     command.chmod(0o755)
@@ -52,7 +52,7 @@ def _fake_ip(folder: Path, output: str, status: int = 0) -> str:
 
 
 @both_sides
-def test_a_child_interface_is_named_without_its_parent(side: str, tmp_path: Path) -> None:
+def test_ib_child_interface_is_returned_without_parent_suffix(side: str, tmp_path: Path) -> None:
     """SEED_NOTES 4 (_detect_ib_interface): ib0.8001@ib0 was returned with its suffix."""
     path = _fake_ip(
         tmp_path, "lo UNKNOWN 127.0.0.1/8\nib1 DOWN\nib2 UP\nib0.8001@ib0 UP 10.0.0.1/24\neth0 UP 10.1.0.1/24"
@@ -64,34 +64,34 @@ def test_a_child_interface_is_named_without_its_parent(side: str, tmp_path: Path
     single(side, check, init._detect_ib_interface, published._detect_ib_interface, "ib0.8001@ib0", PATH=path)
 
 
-def test_rdma_over_ethernet_is_seen() -> None:
-    """SEED_NOTES 4 (_detect_ib_interface): RoCE interfaces were not."""
-    shown = "lo UNKNOWN 127.0.0.1/8\neth0 UP 10.1.0.1/24\nens9 UP 10.2.0.1/24\n\n"
-    assert network.first_rdma_interface(shown, {"ens9"}) == "ens9"
-    assert network.first_rdma_interface(shown + "ibp3 UP 10.3.0.1/24\n", {"ens9"}) == "ibp3"
-    assert network.first_rdma_interface(shown, set()) is None
+def test_roce_interface_is_detected() -> None:
+    """SEED_NOTES 4 (_detect_ib_interface): RoCE interfaces were missed."""
+    output = "lo UNKNOWN 127.0.0.1/8\neth0 UP 10.1.0.1/24\nens9 UP 10.2.0.1/24\n\n"
+    assert network.first_rdma_interface(output, {"ens9"}) == "ens9"
+    assert network.first_rdma_interface(output + "ibp3 UP 10.3.0.1/24\n", {"ens9"}) == "ibp3"
+    assert network.first_rdma_interface(output, set()) is None
 
 
-def test_a_failing_ip_command_is_told(
+def test_failing_ip_command_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SEED_NOTES 4 (_detect_ib_interface): everything was swallowed."""
+    """SEED_NOTES 4 (_detect_ib_interface): all errors were swallowed."""
     monkeypatch.setenv("PATH", _fake_ip(tmp_path, "ib0 UP 10.0.0.1/24", status=2))
     assert init._detect_ib_interface() is None
     assert "`ip -br addr` failed" in caplog.text
 
 
 @both_sides
-@pytest.mark.parametrize("stated", ["^lo,docker", "=lo"])
-def test_the_interface_syntax_of_nccl_does_not_reach_gloo(side: str, stated: str) -> None:
-    """SEED_NOTES 4 (_set_nccl_env), 7 (15), 8.9: gloo died with "Unable to find address for: ^lo"."""
+@pytest.mark.parametrize("interface", ["^lo,docker", "=lo"])
+def test_nccl_interface_syntax_is_not_passed_to_gloo(side: str, interface: str) -> None:
+    """SEED_NOTES 4 (_set_nccl_env), 7 (15), 8.9: gloo failed with "Unable to find address for: ^lo"."""
 
     def check(set_nccl_env: Callable[[], None]) -> None:
         set_nccl_env()
-        assert os.environ["NCCL_SOCKET_IFNAME"] == stated
+        assert os.environ["NCCL_SOCKET_IFNAME"] == interface
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    variables = {"NCCL_SOCKET_IFNAME": stated, "GLOO_SOCKET_IFNAME": ""}
+    variables = {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": ""}
     environment = alone(**variables)
 
     def with_no_gloo_name(rank: int) -> dict[str, str | None]:
@@ -110,8 +110,8 @@ def test_the_interface_syntax_of_nccl_does_not_reach_gloo(side: str, stated: str
 
 
 @both_sides
-def test_no_rdma_no_rdma_settings(side: str, tmp_path: Path) -> None:
-    """SEED_NOTES 4 (_set_nccl_env): NCCL_NET_GDR_LEVEL was pinned without InfiniBand. With it, page 003 holds."""
+def test_rdma_settings_require_an_rdma_interface(side: str, tmp_path: Path) -> None:
+    """SEED_NOTES 4 (_set_nccl_env): NCCL_NET_GDR_LEVEL was set even without InfiniBand."""
     without_ib = _fake_ip(tmp_path, "lo UNKNOWN 127.0.0.1/8\neth0 UP 10.0.0.1/24")
 
     def check(set_nccl_env: Callable[[], None]) -> None:
@@ -125,12 +125,12 @@ def test_no_rdma_no_rdma_settings(side: str, tmp_path: Path) -> None:
     single(side, check, init._set_nccl_env, published._set_nccl_env, "AssertionError", PATH=without_ib)
 
 
-def test_one_plain_interface_name_is_shared_and_stated_values_stay(
+def test_plain_interface_name_is_shared_with_gloo_and_set_values_are_kept(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Seed page 003 (_set_nccl_env): gloo gets the name of a real interface; a disabled error handling is warned of."""
+    """KempnerForge _set_nccl_env: gloo gets the same interface; disabled NCCL error handling logs a warning."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "x")  # so that monkeypatch puts it back
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "x")  # so that monkeypatch restores it
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     init._set_nccl_env()
@@ -139,8 +139,8 @@ def test_one_plain_interface_name_is_shared_and_stated_values_stay(
     assert "a stuck collective hangs" in caplog.text
 
 
-def _own_address() -> str | None:
-    """An address of this machine that is not its loopback's; the socket connects nowhere."""
+def _network_address() -> str | None:
+    """Return a non-loopback address of this machine. A UDP connect sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -150,13 +150,11 @@ def _own_address() -> str | None:
 
 
 @pytest.mark.parametrize("over_the_network", [True, False])
-def test_ranks_of_recipes_get_the_settings_where_they_meet_over_the_network(
-    over_the_network: bool, tmp_path: Path
-) -> None:
-    """What conf/network/auto.yaml promises. Ranks of one machine, which meet on its loopback interface, need none."""
-    address = _own_address() if over_the_network else "127.0.0.1"
+def test_recipe_ranks_get_nccl_settings_only_for_network_rendezvous(over_the_network: bool, tmp_path: Path) -> None:
+    """The contract of conf/network/auto.yaml. Ranks that rendezvous over loopback need no NCCL settings."""
+    address = _network_address() if over_the_network else "127.0.0.1"
     if address is None:
-        pytest.skip("this machine has no address but its loopback's")
+        pytest.skip("this machine has only a loopback address")
     path = _fake_ip(tmp_path, "ib0 UP 10.0.0.1/24")
     names = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
@@ -174,8 +172,8 @@ def test_ranks_of_recipes_get_the_settings_where_they_meet_over_the_network(
 
 @both_sides
 @pytest.mark.parametrize("seed", [-1, 2**32])
-def test_a_seed_that_numpy_refuses_touches_nothing(side: str, seed: int) -> None:
-    """SEED_NOTES 4 (_set_seed): numpy's ValueError came after torch was seeded already."""
+def test_seed_invalid_for_numpy_leaves_torch_unseeded(side: str, seed: int) -> None:
+    """SEED_NOTES 4 (_set_seed): numpy raised ValueError after torch had already been seeded."""
 
     def check(set_seed: Callable[..., None]) -> None:
         torch.manual_seed(5)
@@ -189,37 +187,37 @@ def test_a_seed_that_numpy_refuses_touches_nothing(side: str, seed: int) -> None
     single(side, check, init._set_seed, published._set_seed, "torch was seeded")
 
 
-def test_all_generators_are_seeded_alike_on_a_stage_and_unlike_between_stages() -> None:
-    """Seed page 003 (_set_seed)."""
+def test_generators_agree_within_a_pipeline_stage_and_differ_between_stages() -> None:
+    """KempnerForge _set_seed."""
 
-    def drawn(**ranks: int) -> tuple[float, float, float]:
+    def draw(**ranks: int) -> tuple[float, float, float]:
         init._set_seed(42, **ranks)
         return torch.rand(()).item(), random.random(), float(np.random.random())
 
     def check(rank: int) -> bool:
-        first = drawn(rank=0)
-        assert first == drawn(rank=5)
-        assert not set(first) & set(drawn(rank=0, pp_rank=1))
+        first = draw(rank=0)
+        assert first == draw(rank=5)
+        assert not set(first) & set(draw(rank=0, pp_rank=1))
         return first == (torch.rand((), generator=torch.Generator().manual_seed(42)).item(), *first[1:])
 
     assert run_ranks(1, check, init=False) == [True]
 
 
-def test_streams_of_a_ranks_own() -> None:
-    """SEED_NOTES 4 (_set_seed): no distinct stream was offered, for augmentation by dp or dropout over tp."""
+def test_random_streams_differ_per_rank_coordinates() -> None:
+    """SEED_NOTES 4 (_set_seed): no distinct stream per rank, e.g. for augmentation over dp, dropout over tp."""
 
-    def drawn(*coordinates: int) -> tuple[float, ...]:
+    def draw(*coordinates: int) -> tuple[float, ...]:
         return tuple(torch.rand(4, generator=stream(42, *coordinates)).tolist())
 
     coordinates = [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (12, 3), (1, 23), (2**40,)]
-    assert len({drawn(*place) for place in coordinates}) == len(coordinates)
-    assert drawn(1, 0) == drawn(1, 0)
-    assert drawn(1) != tuple(torch.rand(4, generator=stream(43, 1)).tolist())
+    assert len({draw(*each) for each in coordinates}) == len(coordinates)
+    assert draw(1, 0) == draw(1, 0)
+    assert draw(1) != tuple(torch.rand(4, generator=stream(43, 1)).tolist())
 
 
 @both_sides
-def test_what_decides_is_the_strategy_not_a_class(side: str) -> None:
-    """SEED_NOTES 2 (dp_eval_sample_shard): decided by isinstance of a config class."""
+def test_eval_shard_depends_on_strategy_not_on_config_class(side: str) -> None:
+    """SEED_NOTES 2 (dp_eval_sample_shard): the decision was an isinstance check of a config class."""
 
     @dataclass
     class Foreign:

@@ -1,4 +1,4 @@
-"""What the batch script calls around the ranks: the look at a node before, the last words and the status after."""
+"""What the batch script runs around the ranks: the node check before, the final report and exit status after."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from components.config.errors import ConfigError
-from components.launch.slurm import conclude as concluded
+from components.launch.slurm import conclude as conclude_module
 from components.launch.slurm.commands import Answer, clean_environment, run_slurm
 from components.launch.slurm.conclude import conclude
 from components.launch.slurm.requeue import hung_nodes
@@ -44,45 +44,45 @@ LOST = RuntimeError("[gloo] Connection closed by peer [10.0.0.2]:41")
 RAISED, REFUSED = ValueError("boom"), ConfigError("data.path=x: gone")
 STOPPED = {"status": "preempted", "steps": 9}
 ENDS = {
-    "all well": ({}, {"status": "ok"}, 0, 0, "ok"),
-    "saved and stopped": ({}, STOPPED, 0, 0, "preempted"),
-    "saved and stopped, and torchrun ends with 1": ({}, STOPPED, 1, 0, "preempted"),
+    "success": ({}, {"status": "ok"}, 0, 0, "ok"),
+    "preempted": ({}, STOPPED, 0, 0, "preempted"),
+    "preempted, torchrun exits with 1": ({}, STOPPED, 1, 0, "preempted"),
     "interrupted": ({}, {"status": "interrupted"}, 1, 0, "interrupted"),
     "failed after its result": ({}, {"status": "ok"}, 9, 9, "ok"),
-    "asked to stop after its end": ({}, {"status": "ok"}, 140, 0, "ok"),
-    "stopped before it listened": ({}, {}, 140, 0, "preempted"),
-    "nothing said, nothing wrong": ({}, {}, 0, 0, None),
-    "nothing said": ({}, {}, 7, 7, "failed"),
+    "stop signal after the end": ({}, {"status": "ok"}, 140, 0, "ok"),
+    "stop signal before the handler": ({}, {}, 140, 0, "preempted"),
+    "no result, status 0": ({}, {}, 0, 0, None),
+    "no result, status 7": ({}, {}, 7, 7, "failed"),
     "a rank raised": ({2: RAISED}, {}, 1, 1, "failed"),
-    "a rank raised after the others had saved": ({2: RAISED}, STOPPED, 0, 1, "failed"),
+    "a rank raised after the others saved": ({2: RAISED}, STOPPED, 0, 1, "failed"),
     "out of memory": ({2: out_of_memory()}, {}, 1, 1, "oom"),
-    "a run that stood still": ({0: HUNG, 2: LOST}, {}, 137, 75, "hung"),
-    "a cause and a consequence": ({0: LOST, 3: RAISED}, {}, 143, 143, "failed"),
-    "a person's mistake": ({1: REFUSED}, {}, 2, 2, "invalid"),
-    "a person's mistake, seen by srun": ({1: REFUSED}, {}, 143, 2, "invalid"),
+    "hung run": ({0: HUNG, 2: LOST}, {}, 137, 75, "hung"),
+    "root cause and consequence": ({0: LOST, 3: RAISED}, {}, 143, 143, "failed"),
+    "config error": ({1: REFUSED}, {}, 2, 2, "invalid"),
+    "config error, srun exits with 143": ({1: REFUSED}, {}, 143, 2, "invalid"),
 }
-"""Reports by rank, result.json, and the status of srun; then the job's status, and that in result.json."""
+"""Name -> (reports by rank, result.json, exit status of srun, expected job status, expected status in result.json)."""
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_the_end_of_an_attempt(run_dir: Path, name: str) -> None:
-    """Only what has saved, or has not begun, asks for the queue."""
-    reports, before, status, wanted, ended = ENDS[name]
+def test_end_of_attempt_sets_exit_status_result_and_requeue(run_dir: Path, name: str) -> None:
+    """Only an attempt that saved, or did not start, is requeued."""
+    reports, before, status, expected, outcome = ENDS[name]
     for rank, error in reports.items():
         write_report(run_dir / "logs" / "attempt_1", rank, error)
     if before:
         (run_dir / "result.json").write_text(json.dumps(before))
     if before == STOPPED:
         (run_dir / "requeue").touch()
-    assert conclude(run_dir, 1, status, cancelled=False) == wanted
-    assert result(run_dir).get("status") == ended
-    assert (run_dir / "requeue").exists() == (ended == "preempted")
+    assert conclude(run_dir, 1, status, cancelled=False) == expected
+    assert result(run_dir).get("status") == outcome
+    assert (run_dir / "requeue").exists() == (outcome == "preempted")
 
 
 def job_of_attempts(run_dir: Path, *attempts: tuple[bool, bool], hung: int = 0) -> int:
-    """Leave the files of a job's attempts, each (finished a step, published a checkpoint); return the last number.
+    """Write the files of a job's attempts, each (finished a step, published a checkpoint); return the last number.
 
-    The first `hung` of them ended in a hang. An attempt of an earlier job, without progress, comes before.
+    The first `hung` attempts ended in a hang. They follow an attempt of an earlier job that made no progress.
     """
     shutil.rmtree(run_dir / "logs")
     checkpoints = ["step_1.tmp-ab", "step_10"]
@@ -114,8 +114,8 @@ PROGRESS = {
 
 
 @pytest.mark.parametrize("name", PROGRESS)
-def test_a_job_without_progress_is_not_requeued(run_dir: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """At the end of an attempt that has stopped as asked, and at the start of one that Slurm requeued."""
+def test_job_without_progress_is_not_requeued(run_dir: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both at the end of a preempted attempt and at the start of an attempt that Slurm requeued."""
     attempts, limit = PROGRESS[name]
     last = job_of_attempts(run_dir, *attempts)
     (run_dir / "result.json").write_text(json.dumps(STOPPED))
@@ -130,12 +130,12 @@ def test_a_job_without_progress_is_not_requeued(run_dir: Path, name: str, capsys
     (following / "checkpoints").write_text("".join(f"{name}\n" for name in published))
     (run_dir / "result.json").unlink()
     command = [sys.executable, "-m", "components.launch.slurm.requeue", str(run_dir), str(last + 1)]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1 if limit else 0, "")
+    process = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (1 if limit else 0, "")
     assert (limit or "") in result(run_dir).get("error", "")
 
 
-def test_the_limits_are_those_of_the_runs_config(run_dir: Path) -> None:
+def test_requeue_limits_are_read_from_the_config_of_the_run(run_dir: Path) -> None:
     last = job_of_attempts(run_dir, STEP)
     (run_dir / "config.yaml").write_text("cluster: {kind: slurm, procs_per_node: '1', requeue: {without_progress: 1}}")
     (run_dir / "result.json").write_text(json.dumps(STOPPED))
@@ -152,8 +152,8 @@ HANGS = {
 
 
 @pytest.mark.parametrize("name", HANGS)
-def test_a_run_that_hung_is_requeued_while_it_makes_progress(run_dir: Path, name: str) -> None:
-    """Without the node of the rank that the others waited for; the rank that reported it is elsewhere."""
+def test_hung_run_is_requeued_only_while_it_makes_progress(run_dir: Path, name: str) -> None:
+    """The requeued job excludes the node of the missing rank, which is not the rank that reported the hang."""
     attempts, before, requeued = HANGS[name]
     last = job_of_attempts(run_dir, *attempts, hung=before)
     write_report(run_dir / "logs" / f"attempt_{last}", 0, HUNG)
@@ -163,8 +163,8 @@ def test_a_run_that_hung_is_requeued_while_it_makes_progress(run_dir: Path, name
     assert (marker.read_text() if marker.exists() else None) == ("n2\n" if requeued else None)
 
 
-def test_the_nodes_of_silent_and_late_ranks_are_found_in_the_message_of_a_hang() -> None:
-    """They are parsed from the message, and the requeued job excludes them; without a culprit it excludes none."""
+def test_nodes_of_missing_and_late_ranks_are_parsed_from_hang_message() -> None:
+    """The requeued job excludes the nodes in the message; if no rank is to blame, it excludes none."""
     posts = {
         rank: Post(9, "in step 3", "forward (model.py:7)", f"n{rank}", {"world": 7 - rank % 2}) for rank in range(4)
     }
@@ -173,8 +173,8 @@ def test_the_nodes_of_silent_and_late_ranks_are_found_in_the_message_of_a_hang()
     assert hung_nodes(blame([], {rank: posts[rank] for rank in (0, 2)})) == []
 
 
-def test_cancelled_before_anything_could_be_concluded(run_dir: Path) -> None:
-    """The batch script's own note, left as soon as it is told, does what its argument does."""
+def test_cancelled_file_of_batch_script_prevents_requeue(run_dir: Path) -> None:
+    """The file that the batch script creates on scancel has the same effect as the --cancelled argument."""
     (run_dir / "logs" / "attempt_1" / "cancelled").touch()
     (run_dir / "result.json").write_text(json.dumps(STOPPED))
     (run_dir / "requeue").touch()
@@ -183,50 +183,50 @@ def test_cancelled_before_anything_could_be_concluded(run_dir: Path) -> None:
     assert not (run_dir / "requeue").exists()
 
 
-def test_agents_that_were_stopped_before_their_ranks_listened(run_dir: Path) -> None:
+def test_torchrun_stopped_before_ranks_handle_signals_is_preempted(run_dir: Path) -> None:
     (run_dir / "logs" / "attempt_1" / "node_0.log").write_text("Process 7 got signal: 12\n")
     assert conclude(run_dir, 1, 1, cancelled=False) == 0
     assert result(run_dir)["status"] == "preempted"
     assert (run_dir / "requeue").exists()
 
 
-@pytest.mark.parametrize(("error", "ended"), [(LOST, "cancelled"), (RAISED, "failed")])
-def test_cancelled_after_a_failure_or_with_its_consequence(run_dir: Path, error: Exception, ended: str) -> None:
+@pytest.mark.parametrize(("error", "outcome"), [(LOST, "cancelled"), (RAISED, "failed")])
+def test_cancelled_run_reports_failed_only_if_a_rank_raised(run_dir: Path, error: Exception, outcome: str) -> None:
     write_report(run_dir / "logs" / "attempt_1", 0, error)
     assert conclude(run_dir, 1, 143, cancelled=True) == 143
-    assert result(run_dir)["status"] == ended
+    assert result(run_dir)["status"] == outcome
 
 
-def test_the_cause_and_not_its_consequence_is_the_last_word(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_root_cause_is_reported_instead_of_its_consequence(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logs = run_dir / "logs" / "attempt_1"
     write_report(logs, 0, LOST)
     write_report(logs, 3, ValueError("boom"))
     conclude(run_dir, 1, 1, cancelled=False)
-    said = capsys.readouterr().err.splitlines()
-    assert said[-2:] == ["rank 3 exited with status 1: ValueError: boom", f"logs: {logs}"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2:] == ["rank 3 exited with status 1: ValueError: boom", f"logs: {logs}"]
     assert result(run_dir)["error"] == "rank 3: ValueError: boom"
 
 
-def test_a_status_that_nobody_explains_points_at_the_logs(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unexplained_exit_status_points_to_the_job_log(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert conclude(run_dir, 1, 7, cancelled=False) == 7
-    said = capsys.readouterr().out
-    assert "srun exited with status 7, and no rank reported an error; see job.log" in said
+    output = capsys.readouterr().out
+    assert "srun exited with status 7, and no rank reported an error; see job.log" in output
     assert result(run_dir)["status"] == "failed"
 
 
-@pytest.mark.parametrize(("status", "wanted"), [(0, 1), (143, 143)])
-def test_cancelled_is_for_good_and_keeps_what_the_ranks_said(run_dir: Path, status: int, wanted: int) -> None:
+@pytest.mark.parametrize(("status", "expected"), [(0, 1), (143, 143)])
+def test_cancelled_run_is_not_requeued_and_keeps_its_result(run_dir: Path, status: int, expected: int) -> None:
     (run_dir / "result.json").write_text('{"status": "preempted", "steps": 9}')
     (run_dir / "requeue").touch()
-    assert conclude(run_dir, 1, status, cancelled=True) == wanted
+    assert conclude(run_dir, 1, status, cancelled=True) == expected
     assert result(run_dir) == {"status": "cancelled", "steps": 9}
     assert not (run_dir / "requeue").exists()
 
 
-def test_the_batch_script_calls_it(run_dir: Path) -> None:
-    command = [sys.executable, "-m", concluded.__name__, str(run_dir), "1", "0", "--cancelled"]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "cancelled\n")
+def test_conclude_runs_as_a_module_of_the_batch_script(run_dir: Path) -> None:
+    command = [sys.executable, "-m", conclude_module.__name__, str(run_dir), "1", "0", "--cancelled"]
+    process = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (1, "cancelled\n")
     assert result(run_dir) == {"status": "cancelled"}
 
 
@@ -237,13 +237,13 @@ def node_check(run_dir: Path, gpus: int = 0, **environment: str) -> subprocess.C
     )
 
 
-def test_a_good_node(run_dir: Path) -> None:
+def test_healthy_node_passes_the_node_check(run_dir: Path) -> None:
     checked = node_check(run_dir)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
     assert os.listdir(run_dir / "logs") == ["attempt_1"]
 
 
-def test_a_node_that_does_not_see_the_run_directory(tmp_path: Path) -> None:
+def test_node_without_the_run_directory_fails_the_node_check(tmp_path: Path) -> None:
     checked = node_check(tmp_path / "gone")
     assert checked.returncode == 1
     assert checked.stderr.startswith(
@@ -251,8 +251,8 @@ def test_a_node_that_does_not_see_the_run_directory(tmp_path: Path) -> None:
     )
 
 
-def test_a_node_that_cannot_write(run_dir: Path) -> None:
-    """Root may write anywhere but in /proc."""
+def test_node_that_cannot_write_fails_the_node_check(run_dir: Path) -> None:
+    """The symlink into /proc makes the test work for root too, which can write anywhere else."""
     shutil.rmtree(run_dir / "logs")
     (run_dir / "logs").symlink_to("/proc/self")
     checked = node_check(run_dir)
@@ -260,14 +260,14 @@ def test_a_node_that_cannot_write(run_dir: Path) -> None:
     assert f"cannot write to the run directory {run_dir}: " in checked.stderr
 
 
-def test_a_node_with_too_few_gpus(run_dir: Path) -> None:
+def test_node_with_too_few_gpus_fails_the_node_check(run_dir: Path) -> None:
     checked = node_check(run_dir, gpus=4, CUDA_VISIBLE_DEVICES="0,1")
     assert checked.returncode == 1
     assert "sees 2 GPUs where cluster.procs_per_node=4 processes need one each" in checked.stderr
 
 
-def test_a_node_whose_driver_is_ill(run_dir: Path, tmp_path: Path) -> None:
-    """An nvidia-smi that fails, as it does when a GPU has fallen off the bus."""
+def test_node_with_failing_nvidia_smi_fails_the_node_check(run_dir: Path, tmp_path: Path) -> None:
+    """The fake nvidia-smi fails as the real one does when a GPU has fallen off the bus."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho 'Unable to determine the device handle: Unknown Error' >&2\nexit 255\n")
@@ -280,12 +280,12 @@ def test_a_node_whose_driver_is_ill(run_dir: Path, tmp_path: Path) -> None:
     assert node_check(run_dir, gpus=2, CUDA_VISIBLE_DEVICES="0,1", PATH=path).returncode == 0
 
 
-def test_every_problem_of_a_node_is_told(tmp_path: Path) -> None:
+def test_every_problem_of_a_node_is_reported(tmp_path: Path) -> None:
     checked = node_check(tmp_path / "gone", gpus=1, CUDA_VISIBLE_DEVICES="")
     assert len(checked.stderr.splitlines()) == 2
 
 
-def test_what_a_job_around_us_set_is_not_handed_on() -> None:
+def test_variables_of_an_enclosing_job_are_not_inherited() -> None:
     inherited = {
         "SLURM_JOB_ID": "7",
         "SLURM_NTASKS": "4",
@@ -300,25 +300,25 @@ def test_what_a_job_around_us_set_is_not_handed_on() -> None:
     assert clean_environment({**inherited, **kept}) == kept
 
 
-def test_commands_that_are_not_there_or_say_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_failing_slurm_command_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_slurm(["sh", "-c", "cat; echo no >&2; exit 3"], script="said\n") == Answer(3, "said", "no")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no sbatch on PATH; submit from a login node"):
         run_slurm(["sbatch"])
 
 
-def test_a_controller_that_hangs_up_does_not_kill_the_command() -> None:
-    """Its write fails then, and it tries again; of SIGPIPE it would die."""
+def test_sigpipe_does_not_kill_a_slurm_command() -> None:
+    """With SIGPIPE ignored the command gets a write error and can retry; otherwise it would be killed."""
     assert run_slurm(["sh", "-c", "kill -s PIPE $$; echo alive"]) == Answer(0, "alive", "")
 
 
-def test_a_request_to_stop_does_not_end_the_look_at_a_node(run_dir: Path) -> None:
-    """It would, were the signal not ignored: the ranks get the next one."""
+def test_stop_signal_does_not_end_the_node_check(run_dir: Path) -> None:
+    """The node check ignores the stop signal; the ranks handle the next one."""
     program = (
         "import os, signal, sys; from components.launch.slurm import node_check\n"
         f"sys.argv = ['node_check', {str(run_dir)!r}, '0']\n"
         "print(node_check.check_node()); os.kill(os.getpid(), signal.SIGUSR2); print('alive')"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "0\nalive\n")
-    assert 128 + signal.SIGUSR2 == concluded.STOPPED_EARLY
+    process = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (0, "0\nalive\n")
+    assert 128 + signal.SIGUSR2 == conclude_module.STOPPED_EARLY

@@ -1,4 +1,4 @@
-"""States of jobs, as Slurm tells them to three commands, and what a table calls them."""
+"""Job states from squeue, scontrol and sacct, their names in a table, and the submission of jobs."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ from components.launch.slurm.submit import QUERIES, UnknownSubmission, _submit_s
         (UNKNOWN, UNKNOWN),
     ],
 )
-def test_states_of_slurm_in_our_words(slurm: str, state: str) -> None:
+def test_slurm_states_map_to_job_states(slurm: str, state: str) -> None:
     assert to_job_state(slurm) == state
 
 
-def test_a_state_has_one_meaning() -> None:
+def test_slurm_state_sets_are_disjoint() -> None:
     assert not SUBMITTED & RUNNING
     assert not (SUBMITTED | RUNNING) & ENDED.keys()
 
 
-def test_jobs_that_nobody_can_be_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_states_are_unknown_without_working_slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert job_states(["12", "; rm"]) == {"12": UNKNOWN}
     for name in ("squeue", "scontrol", "sacct"):
-        (tmp_path / name).write_bytes(b"\0")  # of another machine
+        (tmp_path / name).write_bytes(b"\0")  # not executable on this machine
         (tmp_path / name).chmod(0o755)
     assert job_states(["12"]) == {"12": UNKNOWN}
 
 
-def test_slurm_is_asked_by_three_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins that answer as Slurm 22.05 was seen to; the real one is asked in tests/slurm."""
-    answers = {
+def test_job_states_come_from_squeue_scontrol_and_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake commands with output recorded from Slurm 22.05; tests/slurm queries a real one."""
+    commands = {
         "squeue": 'printf "12 RUNNING\\n13 PENDING\\n"',
         "scontrol": 'case "$*" in *"job 14"*) echo "JobId=14 JobName=x JobState=TIMEOUT Reason=None";; '
         '*ping*) echo "Slurmctld(primary) at n0 is UP";; *) exit 1;; esac',
         "sacct": 'case "$*" in *"-j 15"*) echo "CANCELLED by 0";; *"-j 17"*) echo "CANCELLED+";; *) exit 1;; esac',
     }
-    for name, answer in answers.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
+    for name, script_text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script_text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert job_states(["12", "13", "14", "15", "16", "17"]) == {
@@ -79,31 +79,31 @@ def test_slurm_is_asked_by_three_commands(tmp_path: Path, monkeypatch: pytest.Mo
     }
 
 
-def test_a_controller_that_is_down_is_not_asked_for_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the accounting still knows is told all the same."""
-    answers = {
+def test_controller_that_is_down_is_queried_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that the accounting still has are reported nevertheless."""
+    commands = {
         "squeue": f"echo squeue >> {tmp_path}/asked; exit 1",
         "scontrol": f"echo scontrol >> {tmp_path}/asked; echo Slurmctld is DOWN; exit 1",
         "sacct": 'case "$*" in *"-j 13"*) echo COMPLETED;; *) exit 1;; esac',
     }
-    for name, answer in answers.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
+    for name, script_text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script_text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert job_states(["12", "13", "14"]) == {"12": UNKNOWN, "13": "COMPLETED", "14": UNKNOWN}
     assert (tmp_path / "asked").read_text().split() == ["squeue", "scontrol"]
 
 
-def _programs(folder: Path, **scripts: str) -> None:
-    """Stand-ins for Slurm's commands that are first on PATH."""
+def _write_commands(folder: Path, **scripts: str) -> None:
+    """Write fake Slurm commands into a folder that is first on PATH."""
     for name, script in scripts.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
 
 
 CLUSTER = SlurmClusterConfig(procs_per_node="1")
-TAKES = 'for word; do case "$word" in --comment=*) echo "31 ${word#--comment=}" >> jobs;; esac; done'
-"""An sbatch that takes the job, whatever it answers."""
+ACCEPT_JOB = 'for word; do case "$word" in --comment=*) echo "31 ${word#--comment=}" >> jobs;; esac; done'
+"""Part of a fake sbatch: accepts the job, whatever the command prints and returns."""
 
 
 @pytest.fixture
@@ -116,17 +116,19 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "job.sbatch"
 
 
-def test_a_submission_that_is_never_answered_is_looked_for(script: Path) -> None:
-    _programs(script.parent, sbatch=f"{TAKES}\nexec sleep 60", squeue="cat jobs")
+def test_submission_without_response_is_found_by_squeue(script: Path) -> None:
+    _write_commands(script.parent, sbatch=f"{ACCEPT_JOB}\nexec sleep 60", squeue="cat jobs")
     notes: list[str] = []
     assert _submit_script(script, CLUSTER, notes) == "31"
     assert "did not respond within" in notes[0]
     assert recorded_job(script.parent) == "31"
 
 
-def test_a_submission_that_slurm_never_saw_is_refused(script: Path) -> None:
-    """The earlier job of the directory stays its job."""
-    _programs(script.parent, sbatch="echo Socket timed out >&2; exit 1", squeue="echo x >> asked; echo '30 other'")
+def test_submission_that_never_reached_slurm_is_rejected(script: Path) -> None:
+    """The earlier job stays the recorded job of the directory."""
+    _write_commands(
+        script.parent, sbatch="echo Socket timed out >&2; exit 1", squeue="echo x >> asked; echo '30 other'"
+    )
     with pytest.raises(ConfigError, match="sbatch failed: Socket timed out"):
         _submit_script(script, CLUSTER, [])
     assert len(Path("asked").read_text().split()) == QUERIES
@@ -134,35 +136,35 @@ def test_a_submission_that_slurm_never_saw_is_refused(script: Path) -> None:
     assert not Path(".submission").exists()
 
 
-def test_a_refusal_is_looked_up_once(script: Path) -> None:
+def test_rejected_submission_is_queried_once(script: Path) -> None:
     refusing = "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1"
-    _programs(script.parent, sbatch=refusing, squeue="echo x >> asked")
+    _write_commands(script.parent, sbatch=refusing, squeue="echo x >> asked")
     with pytest.raises(ConfigError, match="sbatch refuses"):
         _submit_script(script, CLUSTER, [])
     assert len(Path("asked").read_text().split()) == 1
 
 
-def test_a_submission_of_which_nobody_knows_is_kept_until_somebody_does(script: Path) -> None:
-    _programs(script.parent, sbatch=f"{TAKES}; echo Socket timed out >&2; exit 1", squeue="exit 1")
+def test_unresolved_submission_is_kept_until_it_is_found(script: Path) -> None:
+    _write_commands(script.parent, sbatch=f"{ACCEPT_JOB}; echo Socket timed out >&2; exit 1", squeue="exit 1")
     with pytest.raises(UnknownSubmission, match="grep meshbook:"):
         _submit_script(script, CLUSTER, [])
     assert recorded_job(script.parent) is None
     with pytest.raises(ConfigError, match="squeue failed"):
         adopt_submission(script.parent)
-    _programs(script.parent, squeue="cat jobs")
+    _write_commands(script.parent, squeue="cat jobs")
     assert adopt_submission(script.parent) == "31"
     assert recorded_job(script.parent) == "31"
 
 
-def test_an_interrupted_submission_is_cancelled(script: Path) -> None:
+def test_interrupted_submission_is_cancelled(script: Path) -> None:
     """Ctrl-C reaches a terminal's whole process group, sbatch included."""
-    _programs(
+    _write_commands(
         script.parent,
-        sbatch=f"{TAKES}; kill -INT $PPID; sleep 1",
+        sbatch=f"{ACCEPT_JOB}; kill -INT $PPID; sleep 1",
         squeue="cat jobs",
         scancel='echo "$@" > cancelled',
     )
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes may ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             _submit_script(script, CLUSTER, [])

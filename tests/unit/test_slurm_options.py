@@ -1,4 +1,4 @@
-"""The config as options of sbatch: what is asked for, how it is quoted, and Slurm's notation of time."""
+"""The config as sbatch options: requested resources, quoting, containers and Slurm time formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cluster(**values: object) -> ClusterConfig:
     return SlurmClusterConfig(**{"procs_per_node": "4", **values})
 
 
-def asked(**values: object) -> list[str]:
+def requested(**values: object) -> list[str]:
     return [as_argument(option) for option in resource_options(cluster(**values))]
 
 
@@ -43,14 +43,14 @@ def asked(**values: object) -> list[str]:
         ({"cpus_per_proc": 6, "device": Device.cpu}, ["--nodes=1", "--ntasks-per-node=4", "--cpus-per-task=6"]),
     ],
 )
-def test_what_is_asked_of_the_cluster(values: dict[str, object], options: list[str]) -> None:
-    assert asked(**values) == options
+def test_resource_options_follow_the_cluster_config(values: dict[str, object], options: list[str]) -> None:
+    assert requested(**values) == options
 
 
-def test_every_key_of_the_cluster_has_its_option() -> None:
+def test_every_cluster_key_becomes_its_sbatch_option() -> None:
     keys = ("mem", "time", "partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation")
     given = {key: f"{number}:00:00" if key == "time" else f"x{number}" for number, key in enumerate(keys)}
-    options = asked(**given, exclusive=True, sbatch_extra={"hold": "", "mail-type": "FAIL", "comment": "a b"})
+    options = requested(**given, exclusive=True, sbatch_extra={"hold": "", "mail-type": "FAIL", "comment": "a b"})
     assert options[3:] == [
         *(f"--{key}={value}" for key, value in given.items()),
         *("--exclusive", "--mail-type=FAIL", "--comment=a b", "--hold"),
@@ -72,12 +72,12 @@ def test_every_key_of_the_cluster_has_its_option() -> None:
         (("comment", "Grüße"), '--comment="Grüße"'),
     ],
 )
-def test_a_line_behind_sbatch(option: tuple[str, str], line: str) -> None:
+def test_option_is_quoted_for_an_sbatch_line(option: tuple[str, str], line: str) -> None:
     assert as_line(option) == line
 
 
-def test_nothing_of_the_job_can_be_given_twice() -> None:
-    """What the config sets has a key, and sbatch_extra refuses it."""
+def test_sbatch_extra_rejects_options_that_config_keys_set() -> None:
+    """sbatch_extra rejects every option that the config sets through a key of its own."""
     everything = cluster(
         **dict.fromkeys(("mem", "partition", "account", "qos", "constraint", "nodelist", "exclude"), "1"),
         reservation="r",
@@ -94,8 +94,8 @@ def test_nothing_of_the_job_can_be_given_twice() -> None:
 
 
 @pytest.mark.parametrize("name", [*NOT_A_SUBMISSION, "test-onl", "wai", "hel", "usa"])
-def test_options_that_submit_nothing_are_refused(name: str) -> None:
-    """By their abbreviations too, which sbatch understands."""
+def test_sbatch_options_that_submit_no_job_are_rejected(name: str) -> None:
+    """Their abbreviations too, because sbatch accepts them."""
     with pytest.raises(ConfigError, match=f"cluster.sbatch_extra.{name}=: (would|is already)"):
         cluster(sbatch_extra={name: ""})
     cluster(sbatch_extra={"wait-all-nodes": "1"})
@@ -112,12 +112,12 @@ def test_options_that_submit_nothing_are_refused(name: str) -> None:
         ),
     ],
 )
-def test_slurms_notation_of_time(text: str, seconds: int | None) -> None:
+def test_slurm_time_formats_are_parsed(text: str, seconds: int | None) -> None:
     assert seconds_of(text) == seconds
 
 
-def test_arguments_of_a_container() -> None:
-    """The run directory and the folder of the command are mounted, each once; a mount may have another place inside."""
+def test_container_arguments_mount_each_folder_once() -> None:
+    """The run directory and the working directory are mounted once each; a mount may have another target path."""
     mounts = ["/data", "/scratch:/tmp", "/here"]
     folders = ([Path("/run")], Path("/here"))
     pyxis = ContainerConfig(

@@ -1,4 +1,4 @@
-"""What sbatch says, in one sentence."""
+"""Preflight checks of a Slurm job: errors of sbatch in one sentence, and paths that nodes may not share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from components.config.schema.data import MixtureDataConfig, SftDataConfig
 from components.launch.slurm.job_checks import _local_paths, refusal
 
 CLUSTER = SlurmClusterConfig(procs_per_node="2")
-ASKED = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"
+OPTIONS = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("lines", "reason"),
     [
         (
             [
@@ -45,13 +45,13 @@ ASKED = "--nodes=1 --ntasks-per-node=2 --gpus-per-node=2"
     ],
     ids=["no slurm.conf", "another slurm.conf", "no controller"],
 )
-def test_a_slurm_that_cannot_be_reached_is_told_in_the_line_that_says_why(said: list[str], why: str) -> None:
+def test_unreachable_slurm_is_reported_with_the_line_of_the_cause(lines: list[str], reason: str) -> None:
     advice = "submit from a login node of the cluster, or set cluster=local"
-    assert refusal(said, CLUSTER) == f"cluster.kind=slurm: Slurm cannot be reached from here: {why}; {advice}"
+    assert refusal(lines, CLUSTER) == f"cluster.kind=slurm: Slurm cannot be reached from here: {reason}; {advice}"
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("lines", "reason"),
     [
         (
             [
@@ -64,12 +64,12 @@ def test_a_slurm_that_cannot_be_reached_is_told_in_the_line_that_says_why(said: 
         ([], "no reason given"),
     ],
 )
-def test_a_refused_job_is_told_in_all_of_slurms_words(said: list[str], why: str) -> None:
+def test_rejected_job_is_reported_with_every_reason_from_sbatch(lines: list[str], reason: str) -> None:
     advice = "change these keys of cluster (see sinfo)"
-    assert refusal(said, CLUSTER) == f"cluster.kind=slurm: sbatch refuses {ASKED}: {why}; {advice}"
+    assert refusal(lines, CLUSTER) == f"cluster.kind=slurm: sbatch refuses {OPTIONS}: {reason}; {advice}"
 
 
-def test_paths_that_the_nodes_may_not_see_are_named_those_of_a_mixtures_sources_too() -> None:
+def test_node_local_paths_are_reported_including_mixture_sources() -> None:
     with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".jsonl") as file:
         path = SftDataConfig(path=file.name)
         for data, key in ((path, "data.path"), (MixtureDataConfig(sources={"a": path}), "data.sources.a.path")):

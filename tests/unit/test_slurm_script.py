@@ -1,4 +1,4 @@
-"""The batch script: its text for four clusters, and that bash and shellcheck have nothing to say of it."""
+"""The batch script: its text for four clusters, checked by bash and shellcheck."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from components.config.schema.slurm import (
 from components.launch.slurm.script import TEMPLATE, BatchScript, as_word, render, setup_problems
 
 GOLDEN = Path(__file__).with_name("golden")
-"""What the scripts are to be. After a wanted change: MESHBOOK_WRITE_GOLDEN=1 python -m pytest THIS_FILE, and look."""
+"""Expected scripts. After an intended change: MESHBOOK_WRITE_GOLDEN=1 python -m pytest THIS_FILE, then review them."""
 SHARED = Path("/shared/it's mine")
 SLURM = {"procs_per_node": "8", "python": "/shared/venv/bin/python"}
 
@@ -87,7 +87,7 @@ def script(cluster: ClusterConfig) -> str:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_script(name: str) -> None:
+def test_rendered_script_matches_the_golden_file(name: str) -> None:
     rendered, golden = script(CLUSTERS[name]), GOLDEN / f"{name}.sbatch"
     if os.environ.get("MESHBOOK_WRITE_GOLDEN") == "1":
         golden.write_text(rendered)
@@ -95,22 +95,23 @@ def test_script(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_bash_and_shellcheck_have_nothing_to_say(name: str) -> None:
+def test_bash_and_shellcheck_accept_the_script(name: str) -> None:
     file = str(GOLDEN / f"{name}.sbatch")
     subprocess.run(["bash", "-n", file], check=True)
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
-    said = subprocess.run(["shellcheck", "--norc", file], capture_output=True, text=True, check=False)
-    assert (said.returncode, said.stdout) == (0, "")
+    result = subprocess.run(["shellcheck", "--norc", file], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "")
 
 
-def test_the_scripts_own_variables_are_all_refused_to_a_person() -> None:
-    """What the template sets, cluster.env must not set before it."""
+def test_every_variable_of_the_script_is_reserved() -> None:
+    """cluster.env must not set the variables that the template itself sets."""
     lines = "\n".join(file.read_text() for file in GOLDEN.glob("*.sbatch"))
     body = re.sub(r"^(#|export (MESSAGE|NCCL_\w+|PATH)=).*$", "", lines, flags=re.MULTILINE)
     assigned = set(re.findall(r"(?:^|[ ;])([A-Za-z_]\w*)=(?![-\w]*[,\"])", body, re.MULTILINE))
-    kept = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONPATH", "OMP_NUM_THREADS"}  # a person's go before
-    assert assigned - kept - {"recipe", "JobId", "Requeue", "ExcNodeList", "disable"} <= SCRIPT_VARIABLES
+    # For these, values of cluster.env take precedence over the template.
+    overridable = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONPATH", "OMP_NUM_THREADS"}
+    assert assigned - overridable - {"recipe", "JobId", "Requeue", "ExcNodeList", "disable"} <= SCRIPT_VARIABLES
     assert {"run_dir", "status", "MASTER_PORT"} <= assigned
 
 
@@ -132,36 +133,36 @@ def test_the_scripts_own_variables_are_all_refused_to_a_person() -> None:
         "-",
     ],
 )
-def test_a_word_of_bash_is_one_line_and_comes_back(text: str) -> None:
+def test_bash_word_is_one_line_and_round_trips(text: str) -> None:
     word = as_word(text)
     assert word.isprintable()
     for locale in ("C", "C.UTF-8"):
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", "-c", f"printf %s {word}"], capture_output=True, check=True, env={"LC_ALL": locale}
         )
-        assert done.stdout == text.encode()
+        assert process.stdout == text.encode()
 
 
 @pytest.mark.parametrize(
-    ("policy", "flag", "asks_for_it"),
+    ("policy", "flag", "sets_requeue"),
     [
         (RequeueConfig(), "--requeue", False),
         (RequeueConfig(node_failure=False), "--no-requeue", True),
     ],
 )
-def test_requeue_policy(policy: RequeueConfig, flag: str, asks_for_it: bool) -> None:
-    """A job that Slurm must not requeue by itself has to be allowed to, the moment that the ranks have saved."""
+def test_node_failure_policy_sets_requeue_flag(policy: RequeueConfig, flag: str, sets_requeue: bool) -> None:
+    """A --no-requeue job must be updated to Requeue=1 once the ranks have saved, or it could not be requeued."""
     rendered = script(SlurmClusterConfig(**SLURM, requeue=policy))
     assert re.findall(r"^#SBATCH (--(?:no-)?requeue)$", rendered, re.MULTILINE) == [flag]
-    assert ("Requeue=1" in rendered) == asks_for_it
+    assert ("Requeue=1" in rendered) == sets_requeue
 
 
-def test_gpus_are_counted_on_the_nodes_unless_the_run_takes_none() -> None:
+def test_node_check_counts_gpus_unless_the_run_uses_none() -> None:
     for device, gpus in ((Device.auto, 8), (Device.cuda, 8), (Device.cpu, 0)):
         assert f'node_check "$run_dir" {gpus}\n' in script(SlurmClusterConfig(**SLURM, device=device))
 
 
-def test_code_that_is_not_copied_is_mounted() -> None:
+def test_code_without_snapshot_is_mounted() -> None:
     container = ContainerConfig(runtime=ContainerRuntime.apptainer, image="x.sif")
     job = BatchScript(
         SlurmClusterConfig(procs_per_node="1", container=container, snapshot=False),
@@ -171,7 +172,7 @@ def test_code_that_is_not_copied_is_mounted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{{ nothing }}", "cannot be rendered: 'nothing' is undefined"),
         ("#!/bin/bash\n{% if %}", "cannot be rendered, line 2: "),
@@ -184,7 +185,7 @@ def test_code_that_is_not_copied_is_mounted() -> None:
         (None, "cannot be rendered: [Errno 2] No such file"),
     ],
 )
-def test_a_template_of_ones_own_that_does_not_hold(tmp_path: Path, text: str | bytes | None, told: str) -> None:
+def test_invalid_custom_template_is_rejected(tmp_path: Path, text: str | bytes | None, message: str) -> None:
     file = tmp_path / "mine.j2"
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -192,10 +193,10 @@ def test_a_template_of_ones_own_that_does_not_hold(tmp_path: Path, text: str | b
         script(SlurmClusterConfig(**SLURM, template=str(file)))
     (problem,) = caught.value.problems
     assert problem.startswith(f"cluster.template={file}: ")
-    assert told in problem
+    assert message in problem
 
 
-def test_a_template_of_ones_own_has_every_variable_that_the_guide_lists(tmp_path: Path) -> None:
+def test_custom_template_gets_every_variable_listed_in_the_guide(tmp_path: Path) -> None:
     guide = (TEMPLATE.parent / "README.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \|", guide.partition("cluster.template")[2], re.MULTILINE)
     assert len(listed) == 12
@@ -204,7 +205,7 @@ def test_a_template_of_ones_own_has_every_variable_that_the_guide_lists(tmp_path
     assert script(SlurmClusterConfig(**SLURM, template=str(file))).count("\n# ") == 11
 
 
-def test_setup_lines_are_commands_by_themselves() -> None:
+def test_setup_lines_that_bash_cannot_parse_are_rejected() -> None:
     good = ["module load cuda/12.8", ". ~/env.sh", "# a remark", "", "export A='b c' B=\"$(date)\"", "a && b; c | d &"]
     bad = ["echo '", "cat <<end", "echo \\", "then", "}; {", "f() {"]
     problems = setup_problems(SlurmClusterConfig(**SLURM, setup=[*good, *bad]))

@@ -1,4 +1,4 @@
-"""A command line with -m becomes points, and points become names and commands."""
+"""Expansion of a command line with -m into sweep points, and their names and commands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def expanded(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> SweepRequest:
     return expand_sweep("finetune", FinetuneConfig, Path("/nowhere"))
 
 
-def test_points_multiply_in_the_order_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_are_the_product_in_command_line_order(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = expanded(monkeypatch, "model=tiny", "parallelism=ddp,fsdp2", "run.name='a b'", "run.seed=range(1,3)")
     assert [point.overrides for point in sweep.points] == [
         ("model=tiny", f"parallelism={option}", "run.name='a b'", f"run.seed={seed}")
@@ -42,23 +42,23 @@ def test_points_multiply_in_the_order_of_the_command_line(monkeypatch: pytest.Mo
     assert sweep.points[3].values == {"parallelism": "fsdp2", "run.seed": "2"}
 
 
-def test_options_of_a_group_by_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_glob_expands_to_matching_options_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = expanded(monkeypatch, "parallelism=glob([tp*,pp4*],exclude=tp3)")
     assert [point.values["parallelism"] for point in sweep.points] == ["pp4_1f1b", "tp2", "tp4"]
 
 
-def test_the_folder_of_the_sweep_is_no_override_of_its_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_dir_of_the_sweep_is_not_an_override_of_its_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sweep = expanded(monkeypatch, f"run.dir={tmp_path}/here", "run.seed=1,2", "--config-dir", str(tmp_path))
     assert [point.overrides for point in sweep.points] == [("run.seed=1",), ("run.seed=2",)]
     assert sweep.options == ("--config-dir", str(tmp_path))
-    cfg, problems = compose_point(sweep, sweep.points[1], lambda cfg, refused: [])
+    cfg, problems = compose_point(sweep, sweep.points[1], lambda cfg, rejected: [])
     assert cfg is not None
     assert (cfg.run.dir, cfg.run.seed, problems) == (f"{tmp_path}/here", 2, [])
 
 
-def test_free_keys_and_lists_are_swept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_form_keys_and_lists_can_be_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = expanded(monkeypatch, "model=tiny", "model.config.hidden_size=64,128", "generation.prompts=[a,b],[c]")
-    configs = [compose_point(sweep, point, lambda cfg, refused: [])[0] for point in sweep.points]
+    configs = [compose_point(sweep, point, lambda cfg, rejected: [])[0] for point in sweep.points]
     assert [(cfg.model.config["hidden_size"], cfg.generation.prompts) for cfg in configs if cfg] == [
         (64, ["a", "b"]),
         (64, ["c"]),
@@ -67,12 +67,12 @@ def test_free_keys_and_lists_are_swept_too(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_a_source_of_a_mixture_is_swept_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_source_of_a_mixture_can_be_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = ("+data@data.sources.a=pydocs,gsm8k", "+data@data.sources.b=pydocs", "data.sources.a.weight=2")
     sweep = expanded(monkeypatch, "model=tiny", "data=mixture", *sources)
     kinds = []
     for point in sweep.points:
-        cfg, _ = compose_point(sweep, point, lambda cfg, refused: [])
+        cfg, _ = compose_point(sweep, point, lambda cfg, rejected: [])
         assert cfg is not None
         assert isinstance(cfg.data, MixtureDataConfig)
         assert [source.weight for source in cfg.data.sources.values()] == [2, None]
@@ -81,19 +81,19 @@ def test_a_source_of_a_mixture_is_swept_beside_the_others(monkeypatch: pytest.Mo
     assert [point.values for point in sweep.points] == [{"data@data.sources.a": name} for name in ("pydocs", "gsm8k")]
 
 
-def test_a_value_is_a_problem_of_its_point_and_a_slip_one_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_value_is_a_point_problem_and_unknown_option_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = expanded(monkeypatch, "model=tiny", "training.seq_len=0,64", "parallelism=ddp,fdsp2")
     found = {}
     for point in sweep.points:
         try:
-            found[point.overrides[1:]] = compose_point(sweep, point, lambda cfg, refused: ["and this"])[1]
+            found[point.overrides[1:]] = compose_point(sweep, point, lambda cfg, rejected: ["and this"])[1]
         except ConfigError as error:
-            found[point.overrides[1:]] = ["slip: " + problem.partition(" (there")[0] for problem in error.problems]
-    slip = "slip: parallelism=fdsp2: no such option; did you mean fsdp2?"
-    (below,) = found["training.seq_len=0", "parallelism=ddp"][:1]
-    assert below.startswith("training.seq_len=0: must be at least 2")
+            found[point.overrides[1:]] = ["error: " + problem.partition(" (there")[0] for problem in error.problems]
+    error_line = "error: parallelism=fdsp2: no such option; did you mean fsdp2?"
+    (problem_text,) = found["training.seq_len=0", "parallelism=ddp"][:1]
+    assert problem_text.startswith("training.seq_len=0: must be at least 2")
     assert found["training.seq_len=64", "parallelism=ddp"] == ["and this"]
-    assert found["training.seq_len=64", "parallelism=fdsp2"][0] == slip
+    assert found["training.seq_len=64", "parallelism=fdsp2"][0] == error_line
 
 
 @pytest.mark.parametrize(
@@ -108,19 +108,19 @@ def test_a_value_is_a_problem_of_its_point_and_a_slip_one_of_the_sweep(monkeypat
         ({"run.name": "x" * 99}, "3_" + "x" * 46),
     ],
 )
-def test_names_are_file_names(values: dict[str, str], name: str) -> None:
+def test_point_names_are_valid_file_names(values: dict[str, str], name: str) -> None:
     assert point_name(3, values) == name
 
 
 @pytest.mark.parametrize("text", ["plain", "it's", 'a "b"', "a\\b", "back\\'slash", "a=b,c", "x y", "[1]", "{}"])
-def test_quoted_text_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_quoted_override_round_trips(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     sweep = expanded(monkeypatch, "model=tiny", override_of("run.name", text), "run.seed=1,2")
-    cfg, _ = compose_point(sweep, sweep.points[0], lambda cfg, refused: [])
+    cfg, _ = compose_point(sweep, sweep.points[0], lambda cfg, rejected: [])
     assert cfg is not None
     assert cfg.run.name == text
 
 
-def made(directory: Path) -> Sweep:
+def write_sweep(directory: Path) -> Sweep:
     directory.mkdir(exist_ok=True)
     points = [Point(n, f"{n}_{n}", {"run.seed": str(n)}, [f"run.seed={n}"], "tp=2", 2) for n in range(2)]
     sweep = Sweep(directory, "id", "finetune", Path("/r.py"), Path("/"), "python r.py", ["-x"], ["run.seed"], points)
@@ -128,19 +128,19 @@ def made(directory: Path) -> Sweep:
     return sweep
 
 
-def test_a_sweep_is_read_back_from_wherever_its_folder_is(tmp_path: Path) -> None:
-    sweep = made(tmp_path / "a")
+def test_sweep_can_be_read_after_its_folder_moved(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "a")
     write_note(sweep, sweep.points[1], Note(5.0, 1, 2.5, "boom", True))
     (tmp_path / "a").rename(tmp_path / "b")
-    again = read_sweep(tmp_path / "b")
-    assert again.run_dir(again.points[1]) == tmp_path / "b" / "1_1"
-    assert [point.overrides for point in again.points] == [["run.seed=0"], ["run.seed=1"]]
-    assert read_note(again, again.points[1]) == Note(5.0, 1, 2.5, "boom", True)
-    assert read_note(again, again.points[0]) is None
-    assert point_command(again, again.points[0])[1:] == ["/r.py", "-x", "run.seed=0", f"run.dir='{tmp_path}/b/0_0'"]
+    reread = read_sweep(tmp_path / "b")
+    assert reread.run_dir(reread.points[1]) == tmp_path / "b" / "1_1"
+    assert [point.overrides for point in reread.points] == [["run.seed=0"], ["run.seed=1"]]
+    assert read_note(reread, reread.points[1]) == Note(5.0, 1, 2.5, "boom", True)
+    assert read_note(reread, reread.points[0]) is None
+    assert point_command(reread, reread.points[0])[1:] == ["/r.py", "-x", "run.seed=0", f"run.dir='{tmp_path}/b/0_0'"]
 
 
-def test_a_folder_that_is_no_sweep(tmp_path: Path) -> None:
+def test_folder_without_a_sweep_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not the folder of a sweep"):
         read_sweep(tmp_path)
     (tmp_path / "sweep.json").write_text("[]")
@@ -148,16 +148,16 @@ def test_a_folder_that_is_no_sweep(tmp_path: Path) -> None:
         read_sweep(tmp_path)
 
 
-def test_a_new_sweep_takes_no_folder_with_files(tmp_path: Path) -> None:
+def test_new_sweep_rejects_a_folder_with_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--retry"):
-        new_directory("finetune", str(made(tmp_path / "a").directory))
+        new_directory("finetune", str(write_sweep(tmp_path / "a").directory))
     path, identity = new_directory("finetune", str(tmp_path / "new"))
     assert path == tmp_path / "new"
     assert identity.startswith("new-")
 
 
-def test_a_sweep_from_elsewhere_is_not_tried_again_and_left_as_it_is(tmp_path: Path) -> None:
-    sweep = replace(made(tmp_path / "a"), folder=tmp_path / "gone")
+def test_retry_of_a_sweep_with_missing_paths_is_rejected_without_changes(tmp_path: Path) -> None:
+    sweep = replace(write_sweep(tmp_path / "a"), folder=tmp_path / "gone")
     before = sorted(sweep.directory.rglob("*"))
     with pytest.raises(ConfigError) as caught:
         retry(sweep, [])
@@ -169,7 +169,7 @@ def test_a_sweep_from_elsewhere_is_not_tried_again_and_left_as_it_is(tmp_path: P
     assert sorted(sweep.directory.rglob("*")) == before
 
 
-def test_two_processes_do_not_work_on_one_sweep(tmp_path: Path) -> None:
+def test_second_process_cannot_lock_a_running_sweep(tmp_path: Path) -> None:
     assert not is_running(tmp_path)
     with locked(tmp_path):
         assert is_running(tmp_path)

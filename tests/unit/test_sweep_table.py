@@ -1,4 +1,4 @@
-"""The table of a sweep, from nothing but files."""
+"""The results table of a sweep, built only from files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ optimizer: {lr: LR}
 """
 
 
-class Made:
-    """A sweep in a folder, whose points ended as a test says."""
+class SweepFiles:
+    """A sweep in a folder, with points whose results the test chooses."""
 
     def __init__(self, directory: Path, names: tuple[str, ...]) -> None:
         directory.mkdir()
@@ -40,7 +40,7 @@ class Made:
         )
         self.sweep.write()
 
-    def ended(
+    def finish(
         self,
         number: int,
         *,
@@ -49,7 +49,7 @@ class Made:
         job: str | None = None,
         **result: Any,
     ) -> None:
-        """Let a point be started, and have this result.json, or none."""
+        """Write the files of a started point, with this result.json or none."""
         point = self.sweep.points[number]
         run_dir = self.sweep.run_dir(point)
         run_dir.mkdir()
@@ -61,33 +61,33 @@ class Made:
             (run_dir / "job_id").write_text(f"{job}\n")
         write_note(self.sweep, point, note or Note(time.time(), 0, 4.0))
 
-    def ok(self, number: int, speed: float, loss: float, **more: Any) -> None:
-        """Let a point end well."""
+    def finish_ok(self, number: int, speed: float, loss: float, **more: Any) -> None:
+        """Write the files of a successful point."""
         values: dict[str, Any] = {"wall_seconds": 3.0, "compute_dtype": "float32", "first_loss": 5.0}
         values |= {"mesh": "pp=1 x dp_shard=2 x tp=2", "processes": 4, "peak_memory_bytes": GIB}
         lr = more.pop("lr", 1e-4)
         values |= {"tokens_per_second": speed, "last_loss": loss, **more}
-        self.ended(number, lr=lr, status="ok", **values)
+        self.finish(number, lr=lr, status="ok", **values)
 
     def rows(self) -> list[SweepRow]:
-        """The rows in the order of the sweep."""
+        """Return the rows in the order of the sweep."""
         return read_points(self.sweep)
 
-    def told(self) -> str:
-        """What is printed."""
+    def printed(self) -> str:
+        """Return the printed table."""
         console = Console(width=200, record=True, quiet=False, file=io.StringIO())
         print_table(read_report(self.sweep), console)
         return console.export_text()
 
 
-def test_the_fastest_comes_first_and_is_marked(tmp_path: Path) -> None:
-    made = Made(tmp_path / "s", ("ddp", "fsdp2", "tp2", "tp3"))
-    made.ok(0, 1000.0, 4.0)
-    made.ok(1, 2000.0, 4.0001)
-    made.ended(2, note=Note(1.0, 1, 2.0), status="oom", error="rank 1: MemoryError: no more\nand more of it")
-    report = read_report(made.sweep)
+def test_fastest_point_comes_first_and_is_marked_best(tmp_path: Path) -> None:
+    files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2", "tp2", "tp3"))
+    files.finish_ok(0, 1000.0, 4.0)
+    files.finish_ok(1, 2000.0, 4.0001)
+    files.finish(2, note=Note(1.0, 1, 2.0), status="oom", error="rank 1: MemoryError: no more\nand more of it")
+    report = read_report(files.sweep)
     assert [row.point.name for row in report.rows] == ["1_fsdp2", "0_ddp", "2_tp2", "3_tp3"]
-    lines = [" ".join(line.split()) for line in made.told().splitlines()]
+    lines = [" ".join(line.split()) for line in files.printed().splitlines()]
     assert lines[0] == "run parallelism mesh processes tokens/s per process peak GiB last loss wall s status"
     assert lines[1] == "1_fsdp2 fsdp2 dp_shard=2 x tp=2 4 2,000 500 1.00 4.0001 3.0 ok, best"
     assert lines[3] == "2_tp2 tp2 tp=2 2 2.0 oom"
@@ -97,11 +97,11 @@ def test_the_fastest_comes_first_and_is_marked(tmp_path: Path) -> None:
     assert exit_status(report) == 1
 
 
-def test_markdown_and_csv_say_the_same(tmp_path: Path) -> None:
-    made = Made(tmp_path / "s", ("ddp", "fsdp2"))
-    made.ok(0, 1000.0, 4.0, mfu=0.4, peak_reserved_bytes=3 * GIB)
-    made.ok(1, 900.25, 4.0)
-    report = read_report(made.sweep)
+def test_markdown_and_csv_contain_the_same_values(tmp_path: Path) -> None:
+    files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2"))
+    files.finish_ok(0, 1000.0, 4.0, mfu=0.4, peak_reserved_bytes=3 * GIB)
+    files.finish_ok(1, 900.25, 4.0)
+    report = read_report(files.sweep)
     markdown = to_markdown(report).splitlines()
     header = (
         "| run | parallelism | mesh | processes | tokens/s | per process | MFU | peak GiB | reserved GiB | last loss |"
@@ -118,30 +118,30 @@ def test_markdown_and_csv_say_the_same(tmp_path: Path) -> None:
     assert exit_status(report) == 0
 
 
-def test_a_report_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = Made(tmp_path / "sweep", ("a",))
-    made.ended(0, status="ok")
-    assert report_now(made.sweep) == 0
+def test_report_write_failure_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = SweepFiles(tmp_path / "sweep", ("a",))
+    files.finish(0, status="ok")
+    assert report_now(files.sweep) == 0
     capsys.readouterr()
     with full_disk():
-        assert report_now(made.sweep) == 1
-    told = capsys.readouterr()
-    assert f"{made.sweep.directory}/report.md: cannot be written: File too large; fix that, then run: " in told.err
-    assert "0_a" in told.out
-    assert "report: " not in told.out
+        assert report_now(files.sweep) == 1
+    output = capsys.readouterr()
+    assert f"{files.sweep.directory}/report.md: cannot be written: File too large; fix that, then run: " in output.err
+    assert "0_a" in output.out
+    assert "report: " not in output.out
 
 
-def test_the_point_that_disagrees_is_flagged_although_it_is_the_first(tmp_path: Path) -> None:
-    made = Made(tmp_path / "s", ("ddp", "fsdp2", "tp2"))
-    made.ok(0, 3000.0, 4.01)
-    made.ok(1, 2000.0, 4.0)
-    made.ok(2, 1000.0, 4.0)
-    report = read_report(made.sweep)
+def test_disagreeing_loss_is_flagged_even_for_the_fastest_point(tmp_path: Path) -> None:
+    files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2", "tp2"))
+    files.finish_ok(0, 3000.0, 4.01)
+    files.finish_ok(1, 2000.0, 4.0)
+    files.finish_ok(2, 1000.0, 4.0)
+    report = read_report(files.sweep)
     assert report.agreement.disagreeing == {0}
-    told = made.told()
-    assert "ok, LOSS DISAGREES" in told.splitlines()[1]
-    assert "losses DISAGREE: last_loss of 0_ddp is 4.01, of 1_fsdp2 4.0: 2.5e-03 apart, more than 1e-04" in told
-    assert "losses agree" not in told
+    output = files.printed()
+    assert "ok, LOSS DISAGREES" in output.splitlines()[1]
+    assert "losses DISAGREE: last_loss of 0_ddp is 4.01, of 1_fsdp2 4.0: 2.5e-03 apart, more than 1e-04" in output
+    assert "losses agree" not in output
     assert exit_status(report) == 1
 
 
@@ -159,48 +159,48 @@ def test_the_point_that_disagrees_is_flagged_although_it_is_the_first(tmp_path: 
     ],
 )
 @pytest.mark.parametrize("compared", ["last_loss", "first_loss", "eval_loss"])
-def test_how_far_losses_may_differ(
+def test_loss_tolerance_depends_on_compute_dtype(
     tmp_path: Path, dtype: str | None, other: float, agrees: bool, compared: str
 ) -> None:
-    made = Made(tmp_path / "s", ("ddp", "fsdp2"))
+    files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2"))
     for number, loss in enumerate((4.0, other)):
-        made.ok(number, 1000.0, **{"loss": 4.0, "compute_dtype": dtype, "last_loss": 4.0, compared: loss})
-    assert (not read_report(made.sweep).agreement.disagreeing) == agrees
+        files.finish_ok(number, 1000.0, **{"loss": 4.0, "compute_dtype": dtype, "last_loss": 4.0, compared: loss})
+    assert (not read_report(files.sweep).agreement.disagreeing) == agrees
 
 
 @pytest.mark.parametrize(
     ("steps", "early", "held_out", "disagreeing"),
     [
-        (200, 4.0, 5.0, set()),  # the last losses are 1.2e-3 apart, as rounding was seen to make them in 200 steps
+        (200, 4.0, 5.0, set()),  # last losses differ by 1.2e-3, as observed from rounding over 200 steps
         (50, 4.0, 5.0, {0, 1}),
         (200, 4.001, 5.0, {0, 1}),
         (200, float("nan"), 5.0, {0, 1}),
         (200, 4.0, 5.001, {0, 1}),
     ],
 )
-def test_rounding_that_grew_is_no_wrong_mesh(
+def test_late_rounding_differences_are_tolerated_after_many_steps(
     tmp_path: Path, steps: int, early: float, held_out: float, disagreeing: set[int]
 ) -> None:
-    made = Made(tmp_path / "s", ("ddp", "fsdp2"))
+    files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2"))
     for number, (loss, last, first) in enumerate(((4.0, 3.0, 5.0), (early, 3.0 * (1 + 1.2e-3), held_out))):
-        made.ok(number, 1000.0, last, steps=steps, first_eval_loss=first, eval_loss=last)
-        log = MetricsLog(made.sweep.run_dir(made.sweep.points[number]))
+        files.finish_ok(number, 1000.0, last, steps=steps, first_eval_loss=first, eval_loss=last)
+        log = MetricsLog(files.sweep.run_dir(files.sweep.points[number]))
         for step, value in ((10, 4.5), (50, loss), (60, last)):
             log.append({"step": step, "loss": value, "tokens_per_second": 1.0})
-    report = read_report(made.sweep)
+    report = read_report(files.sweep)
     assert report.agreement.disagreeing <= disagreeing
     assert bool(report.agreement.disagreeing) == bool(disagreeing), report.agreement.notes
 
 
-def test_only_points_of_one_curve_are_compared(tmp_path: Path) -> None:
-    made = Made(tmp_path / "s", ("ddp", "fsdp2", "tp2", "tp4"))
-    made.ok(0, 1000.0, 4.0)
-    made.ok(1, 1000.0, 3.0, lr=2e-4)
-    assert "losses: not compared" in made.told()
-    made.ok(2, 1000.0, 3.0, lr=2e-4)
-    made.ok(3, 1000.0, 4.0)
-    assert not read_report(made.sweep).agreement.disagreeing
-    assert made.told().count("losses agree") == 2
+def test_losses_are_compared_only_between_points_with_equal_training_config(tmp_path: Path) -> None:
+    files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2", "tp2", "tp4"))
+    files.finish_ok(0, 1000.0, 4.0)
+    files.finish_ok(1, 1000.0, 3.0, lr=2e-4)
+    assert "losses: not compared" in files.printed()
+    files.finish_ok(2, 1000.0, 3.0, lr=2e-4)
+    files.finish_ok(3, 1000.0, 4.0)
+    assert not read_report(files.sweep).agreement.disagreeing
+    assert files.printed().count("losses agree") == 2
 
 
 @pytest.mark.parametrize(
@@ -226,27 +226,27 @@ def test_only_points_of_one_curve_are_compared(tmp_path: Path) -> None:
         (Note(1.0, 0, 1.0), {"status": "what?"}, "failed", "what?"),
     ],
 )
-def test_the_state_of_a_local_point(
+def test_state_of_local_point_combines_note_and_result(
     tmp_path: Path, note: Note, result: dict[str, Any], state: str, reason: str
 ) -> None:
-    made = Made(tmp_path / "s", ("ddp",))
-    made.ended(0, note=note, **result)
-    (row,) = made.rows()
+    files = SweepFiles(tmp_path / "s", ("ddp",))
+    files.finish(0, note=note, **result)
+    (row,) = files.rows()
     assert (row.state, reason in row.reason) == (state, True), row.reason
 
 
-def test_a_point_that_runs_shows_how_far_it_is(tmp_path: Path) -> None:
-    made = Made(tmp_path / "s", ("ddp", "fsdp2"))
-    made.ended(0, note=Note(time.time() + 60), status="failed")  # the result is of an earlier start
-    metrics = made.sweep.run_dir(made.sweep.points[0]) / "metrics.jsonl"
+def test_running_point_reports_its_progress(tmp_path: Path) -> None:
+    files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2"))
+    files.finish(0, note=Note(time.time() + 60), status="failed")  # result of an earlier start
+    metrics = files.sweep.run_dir(files.sweep.points[0]) / "metrics.jsonl"
     metrics.write_text('{"step": 7, "loss": 3.25, "tokens_per_second": 1234.5}\n{"step": 7, "eval_loss": 3}\n{"st')
-    with locked(made.sweep.directory):
-        running, waiting = made.rows()
+    with locked(files.sweep.directory):
+        running, waiting = files.rows()
         assert (running.state, running.reason) == ("running", "step 7, loss 3.2500, 1,234 tokens/s")
         assert waiting.state == "not started"
-        assert exit_status(read_report(made.sweep)) == 0
-    assert [row.state for row in made.rows()] == ["failed", "not started"]
-    assert exit_status(read_report(made.sweep)) == 1
+        assert exit_status(read_report(files.sweep)) == 0
+    assert [row.state for row in files.rows()] == ["failed", "not started"]
+    assert exit_status(read_report(files.sweep)) == 1
 
 
 @pytest.mark.parametrize(
@@ -274,18 +274,18 @@ def test_a_point_that_runs_shows_how_far_it_is(tmp_path: Path) -> None:
         ("cancelled", "cancelled", "cancelled"),
     ],
 )
-def test_a_result_and_the_state_of_its_job(result: str | None, job: str, state: str) -> None:
+def test_state_combines_result_and_job_state(result: str | None, job: str, state: str) -> None:
     assert state_with_job(result, job) == state
 
 
-def test_jobs_that_nobody_can_be_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_states_are_unknown_without_slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    made = Made(tmp_path / "s", ("ddp", "fsdp2", "tp2", "tp4"))
-    made.ended(0, job="12")
-    made.ended(1, job="13", status="ok", wall_seconds=8.0)
-    made.ended(2, job="14", note=Note(1.0, 2, 1.0, "sbatch refuses it"))  # could not be submitted again
-    made.ended(3, job="15", note=Note(1.0, 1, 1.0, "OSError: disk full"))
-    rows = made.rows()
+    files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2", "tp2", "tp4"))
+    files.finish(0, job="12")
+    files.finish(1, job="13", status="ok", wall_seconds=8.0)
+    files.finish(2, job="14", note=Note(1.0, 2, 1.0, "sbatch refuses it"))  # resubmission failed
+    files.finish(3, job="15", note=Note(1.0, 1, 1.0, "OSError: disk full"))
+    rows = files.rows()
     assert [(row.state, row.seconds) for row in rows] == [
         ("submitted", None),
         ("ok", 8.0),
@@ -293,4 +293,4 @@ def test_jobs_that_nobody_can_be_asked_about(tmp_path: Path, monkeypatch: pytest
         ("failed", None),
     ]
     assert rows[0].reason == "job 12; Slurm cannot be queried from here"
-    assert exit_status(read_report(made.sweep)) == 1
+    assert exit_status(read_report(files.sweep)) == 1

@@ -1,4 +1,4 @@
-"""Control characters of data, names and messages: escaped before a terminal or a log shows them."""
+"""Control characters in data, names and messages are escaped before they reach a terminal or a log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from components.terminal import printable
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIL = "\x1b[2J\x1b]0;owned\x07 \r\x9b31m \u202edesrever\u2066 \x7f\x08 \udc80"
-"""Clears the screen, sets the title, returns to the line's start, colors by C1, reverses, deletes."""
+"""Clears the screen, sets the title, returns to the start of the line, colors by C1, reverses text, deletes."""
 
 
 def is_clean(text: str) -> bool:
@@ -42,7 +42,7 @@ def is_clean(text: str) -> bool:
     )
 
 
-def shown(captured: Any) -> str:
+def escaped_output(captured: Any) -> str:
     text = captured.out + captured.err
     assert is_clean(text), ascii(text)
     assert "\\x1b[2J" in text
@@ -50,7 +50,7 @@ def shown(captured: Any) -> str:
     return text
 
 
-def test_every_control_character_is_escaped_and_text_is_kept() -> None:
+def test_printable_escapes_control_characters_and_keeps_text() -> None:
     every = "".join(map(chr, range(0x3000)))
     assert is_clean(printable(every + "\ud800\udfff"))
     kept = "Grüße, 数学 \t\n العربية עברית \U0001f600 \\x1b \u200d\u0301"
@@ -58,39 +58,39 @@ def test_every_control_character_is_escaped_and_text_is_kept() -> None:
     assert printable("\x1b\u202e\x85\x7f") == "\\x1b\\u202e\\x85\\x7f"
 
 
-def test_samples_generations_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_and_generations_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled))
     with Reporter(cfg, str(tmp_path), enabled=True) as reporter:
         reporter.say(f"sample: {EVIL} [bold]:smile:[/bold] [/]")
         reporter.generations([EVIL], [EVIL], when="after")
-    text = shown(capsys.readouterr())
+    text = escaped_output(capsys.readouterr())
     assert text.count("\\u202e") == 3
-    assert "[bold]:smile:[/bold] [/]" in text  # no markup, no emoji codes
+    assert "[bold]:smile:[/bold] [/]" in text  # markup and emoji codes are not interpreted
 
 
-def test_errors_and_failures_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_errors_and_rank_failures_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_problems([f"data.path={EVIL}: no such file", "other"])
-    shown(capsys.readouterr())
+    escaped_output(capsys.readouterr())
     error: BaseException = ValueError(EVIL)
     write_report(tmp_path, 1, error)
     report = RankReport(**{**json.loads(error_file(tmp_path, 1).read_text()), "kind": Kind.exception})
     failure = first_failure([RankExit(rank=1, status=1, time=0.0, asked=False)], {1: report})
     assert failure is not None
     print_failure(failure, tmp_path)
-    shown(capsys.readouterr())
+    escaped_output(capsys.readouterr())
     (tmp_path / "rank_2.log").write_text(EVIL, errors="surrogatepass")
     failure = first_failure([RankExit(rank=2, status=1, time=0.0, asked=False)], {})
     assert failure is not None
     print_failure(failure, tmp_path)
-    shown(capsys.readouterr())
+    escaped_output(capsys.readouterr())
 
 
-def test_the_table_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_table_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     point = Point(0, f"0_{EVIL}", {"run.name": f"[/]{EVIL}"}, [])
     sweep = Sweep(tmp_path, "id", "finetune", tmp_path, tmp_path, EVIL, [], ["run.name"], [point])
     report = SweepReport(sweep, [SweepRow(point, "failed", EVIL)], Agreement())
     print_table(report, _console())
-    assert "[/]" in shown(capsys.readouterr())
+    assert "[/]" in escaped_output(capsys.readouterr())
     assert is_clean(to_markdown(report))
 
 
@@ -103,25 +103,25 @@ raise ValueError(sys.argv[1])
 """
 
 
-def test_log_messages_and_uncaught_exceptions() -> None:
+def test_log_messages_and_uncaught_exceptions_are_escaped() -> None:
     evil = EVIL.replace("\udc80", "")
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, evil], capture_output=True, cwd=ROOT, check=False)
-    text = ended.stderr.decode()
-    assert ended.returncode == 1
+    process = subprocess.run([sys.executable, "-c", SCRIPT, evil], capture_output=True, cwd=ROOT, check=False)
+    text = process.stderr.decode()
+    assert process.returncode == 1
     assert is_clean(text)
     assert text.count("\\u202edesrever") == 2
 
 
-def test_a_wrong_command_line(tmp_path: Path) -> None:
+def test_invalid_command_line_is_escaped(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "recipes/finetune.py", f"data.path={EVIL}", "data=jsonl", f"run.nam={EVIL}"]
-    ended = subprocess.run(command, capture_output=True, cwd=tmp_path, check=False)
-    text = (ended.stdout + ended.stderr).decode()
-    assert ended.returncode == 2
+    process = subprocess.run(command, capture_output=True, cwd=tmp_path, check=False)
+    text = (process.stdout + process.stderr).decode()
+    assert process.returncode == 2
     assert is_clean(text), ascii(text)
 
 
-def test_nothing_is_printed_around_the_escaping() -> None:
-    """Bare `print` and rich's own Console are used by the two modules that escape, and nowhere else."""
+def test_no_module_prints_without_escaping() -> None:
+    """Only the two modules that escape may call the builtin `print` and rich's Console."""
     found = []
     for file in [*(ROOT / "components").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,4 @@
-"""Steps with the levers of speed and memory together: none of them makes the host wait for the device."""
+"""Steps that combine speed and memory options, none of which makes the host wait for the device."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.harness import run_ranks
 from tests.optional import need_torchao
 from tests.tiny_models import FAMILIES
 
-WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "unique2")
-"""Operators of aten whose result the host, or the shape of another tensor, has to wait for."""
+SYNC_OPERATORS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "unique2")
+"""aten operators that sync: the host needs their result, or an output shape depends on it."""
 
 
 @dataclass(frozen=True)
-class Levers:
-    """A step on packed rows, its loss in chunks."""
+class StepOptions:
+    """Options of a step on packed rows with the chunked loss."""
 
     peft: PeftConfig
     recompute: ActivationCheckpointing
@@ -42,24 +42,26 @@ class Levers:
         return " ".join(str(part) for part in parts if part not in ("", "none"))
 
 
-ADAPTED = Levers(changed(DORA, dropout=0.1), ActivationCheckpointing.selective)
-PACKED_WEIGHTS = Levers(changed(QLORA, dropout=0.1), ActivationCheckpointing.selective)
-COMPILED = Levers(changed(QLORA, dropout=0.1), ActivationCheckpointing.full, compile=True)
-EIGHT_BITS = Levers(PeftConfig(), ActivationCheckpointing.selective, float8=Float8.rowwise)
+ADAPTED = StepOptions(changed(DORA, dropout=0.1), ActivationCheckpointing.selective)
+QUANTIZED = StepOptions(changed(QLORA, dropout=0.1), ActivationCheckpointing.selective)
+COMPILED = StepOptions(changed(QLORA, dropout=0.1), ActivationCheckpointing.full, compile=True)
+FLOAT8 = StepOptions(PeftConfig(), ActivationCheckpointing.selective, float8=Float8.rowwise)
 
 
-def built(levers: Levers, layout: ParallelismConfig | None = None) -> tuple[Any, training.TokenLoss, ModelConfig]:
-    """A model as a recipe makes it, on the meta device."""
+def build_model(
+    options: StepOptions, layout: ParallelismConfig | None = None
+) -> tuple[Any, training.TokenLoss, ModelConfig]:
+    """Build a model as a recipe does, on the meta device."""
     cfg = FinetuneConfig(
         model=ModelConfig(
             init=WeightInit.random, tokenizer="bytes", config={**FAMILIES["qwen3"], "num_hidden_layers": 1},
-            dtype=DType.bfloat16, loss=LossMethod.chunked, float8=levers.float8,
-            float8_emulate=levers.float8 != Float8.none,
+            dtype=DType.bfloat16, loss=LossMethod.chunked, float8=options.float8,
+            float8_emulate=options.float8 != Float8.none,
         ),
         data=DocsDataConfig(pack=True), training=TrainingConfig(seq_len=SEQ_LEN, micro_batch_size=2),
     )  # fmt: skip
     model = models.build_on_meta(cfg.model)
-    models.add_adapters(model, levers.peft)
+    models.add_adapters(model, options.peft)
     mesh = None
     if layout is not None:
         mesh = distributed.build_mesh(layout, "cpu")
@@ -68,19 +70,19 @@ def built(levers: Levers, layout: ParallelismConfig | None = None) -> tuple[Any,
         model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, None, torch.device("meta")
     )
     assert loss.takes_targets
-    models.checkpoint_activations(model, levers.recompute)
-    if levers.compile:
+    models.checkpoint_activations(model, options.recompute)
+    if options.compile:
         models.compile_layers(model, backend="eager")
     return model, loss, cfg.model
 
 
-@pytest.mark.parametrize("levers", [ADAPTED, PACKED_WEIGHTS, COMPILED, EIGHT_BITS], ids=str)
-def test_a_step_with_every_lever_never_waits_for_the_device(levers: Levers) -> None:
-    """On the meta device whatever would wait raises. Rows come from the host, as in a recipe."""
-    if levers.float8 != Float8.none:
+@pytest.mark.parametrize("options", [ADAPTED, QUANTIZED, COMPILED, FLOAT8], ids=str)
+def test_step_with_combined_options_has_no_host_sync(options: StepOptions) -> None:
+    """On the meta device every host sync raises. Rows come from the host, as in a recipe."""
+    if options.float8 != Float8.none:
         need_torchao()
-    model, loss, _ = built(levers)
-    assert bool(float8_layers(model)) == (levers.float8 != Float8.none)
+    model, loss, _ = build_model(options)
+    assert bool(float8_layers(model)) == (options.float8 != Float8.none)
     optimizer = training.build_optimizer(model, AdamWConfig())
     settings = training.StepSettings(torch.device("meta"), loss_head=loss)
     vector = training.train_step(training.Prepared(model, settings), batches_of(packed(), micro=2).at(0), optimizer)
@@ -88,42 +90,43 @@ def test_a_step_with_every_lever_never_waits_for_the_device(levers: Levers) -> N
     assert vector.vector.shape == (len(training.FIELDS),)
 
 
-class NoWaiting(TorchDispatchMode):
-    """Raises where a device would make the host wait, on a CPU, which never does."""
+class NoHostSync(TorchDispatchMode):
+    """Raises on operators that would make the host wait for a GPU; a CPU never does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = 0
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += 1
-        if func.overloadpacket.__name__ in WAITS:
-            raise RuntimeError(f"{func}: the host waits")
+        self.count += 1
+        if func.overloadpacket.__name__ in SYNC_OPERATORS:
+            raise RuntimeError(f"{func}: host sync")
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("levers", [PACKED_WEIGHTS], ids=str)
-def test_ranks_that_prefetch_never_wait_for_the_device(levers: Levers) -> None:
-    """FSDP2 does not run on the meta device: two ranks on CPUs, where operators that would wait raise instead."""
+@pytest.mark.parametrize("options", [QUANTIZED], ids=str)
+def test_fsdp2_step_with_prefetch_has_no_host_sync(options: StepOptions) -> None:
+    """FSDP2 does not run on the meta device, so two CPU ranks raise on operators that would sync."""
 
     def body(rank: int) -> int:
         layout = layout_of("dp_shard2", ParallelismConfig(prefetch=1))
-        model, loss, cfg = built(levers, layout)
+        model, loss, cfg = build_model(options, layout)
         models.materialize(model, "cpu")
         models.fill_weights(model, cfg, 0)
         optimizer = training.build_optimizer(model, AdamWConfig())
         settings = training.StepSettings(torch.device("cpu"), loss_head=loss)
         batches = batches_of(packed(), rank, 2, micro=1)
-        training.train_step(training.Prepared(model, settings), batches.at(0), optimizer)  # the first step sets up
+        # The first step initializes FSDP2 and the optimizer state.
+        training.train_step(training.Prepared(model, settings), batches.at(0), optimizer)
         on_host = batches.at(1)
-        waiting = NoWaiting()
-        with waiting:
+        no_sync = NoHostSync()
+        with no_sync:
             training.train_step(training.Prepared(model, settings), on_host, optimizer)
-        return waiting.seen
+        return no_sync.count
 
     assert min(run_ranks(2, body)) > 500
 
 
-def test_an_operator_that_waits_is_seen() -> None:
-    with pytest.raises(RuntimeError, match="the host waits"), NoWaiting():
+def test_no_host_sync_mode_raises_on_item() -> None:
+    with pytest.raises(RuntimeError, match="host sync"), NoHostSync():
         torch.ones(3).sum().item()

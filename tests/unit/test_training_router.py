@@ -1,4 +1,4 @@
-"""The router's auxiliary loss in one process: against Hugging Face's, which models take it, what it never does."""
+"""The router auxiliary loss in one process: equal to Hugging Face's, for which models, and without host syncs."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ def batches(seed: int = 0) -> list[Batch]:
 
 
 def step(model: torch.nn.Module, loss: training.RouterLoss | None) -> list[float]:
-    """The loss and the gradient norm of a step that changes nothing."""
+    """Return loss and gradient norm of a step with learning rate 0."""
     settings = training.StepSettings(CPU, max_grad_norm=0.0, router_loss=loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     return training.train_step(training.Prepared(model, settings), batches(), optimizer).vector[:2].tolist()
 
 
-def test_a_sequence_alone_has_the_loss_of_hugging_face() -> None:
+def test_loss_of_single_sequences_equals_hugging_face() -> None:
     logits = torch.randn(3, 7, 5)
-    real = torch.arange(7) < torch.tensor([[7], [4], [1]])
+    attended = torch.arange(7) < torch.tensor([[7], [4], [1]])
     chosen = logits.topk(2).indices
-    weights = F.pad(torch.ones(3, 1, dtype=torch.int64), (0, 6))  # one target each, told at the first token
-    mine = balance_losses(logits.softmax(-1), chosen, real[:, None].float(), weights)[:, 0]
+    weights = F.pad(torch.ones(3, 1, dtype=torch.int64), (0, 6))  # one target per sequence, stored at its first token
+    ours = balance_losses(logits.softmax(-1), chosen, attended[:, None].float(), weights)[:, 0]
     theirs = [load_balancing_loss_func((row[:n],), 5, 2) for row, n in zip(logits, (7, 4, 1), strict=True)]
-    torch.testing.assert_close(mine, torch.stack(theirs))
+    torch.testing.assert_close(ours, torch.stack(theirs))
 
 
-def test_a_sequence_without_a_target_weighs_and_costs_nothing() -> None:
+def test_sequence_without_targets_has_zero_loss() -> None:
     logits = torch.randn(1, 7, 5)
-    nothing = torch.zeros(1, 7, dtype=torch.int64)
-    assert balance_losses(logits.softmax(-1), logits.topk(2).indices, nothing[:, None].float(), nothing) == 0
+    no_targets = torch.zeros(1, 7, dtype=torch.int64)
+    assert balance_losses(logits.softmax(-1), logits.topk(2).indices, no_targets[:, None].float(), no_targets) == 0
 
 
-def test_tokens_up_to_the_last_target_are_real() -> None:
+def test_tokens_after_the_last_target_are_padding() -> None:
     labels = torch.tensor([[-100, 5, -100, 6, -100, -100], [-100] * 6, [5, -100, -100, -100, -100, -100], [4] * 6])
     targets, number = sequence_weights(Batch.from_labels(labels, labels).targets).unbind(-1)
-    assert targets[:, 0].tolist() == [2, 0, 0, 5]  # the first token is predicted by none
+    assert targets[:, 0].tolist() == [2, 0, 0, 5]  # no position predicts the first token
     assert not targets[:, 1:].any()
     assert number.tolist() == [[0, 0, 0, 0, -1, -1], [-1] * 6, [-1] * 6, [0] * 6]
 
 
-def test_each_document_of_a_packed_row_is_a_sequence() -> None:
+def test_each_document_of_a_packed_row_is_a_separate_sequence() -> None:
     labels = torch.tensor([[7, 5, -100, -100, 6, -100, 9, -100], [-100, 1, 1, 1, 1, 1, 1, 1]])
     bounds = torch.tensor([[0, 2, 6, 8, 8], [0, 8, 8, 8, 8]], dtype=torch.int32)
     targets, number = sequence_weights(Batch.from_labels(labels, labels).targets, bounds).unbind(-1)
@@ -71,25 +71,25 @@ def test_each_document_of_a_packed_row_is_a_sequence() -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
-def test_the_coefficient_is_the_models_own_unless_one_is_given(name: str) -> None:
+def test_coefficient_defaults_to_that_of_the_model_config(name: str) -> None:
     model = build(name, torch.float32)
-    own = training.attach_router_loss(model, cfg(None))
-    assert own is not None
-    assert own.coefficient == model.config.router_aux_loss_coef
-    assert str(own).startswith("router auxiliary loss per sequence")
-    assert str(own).endswith(f"coefficient {own.coefficient:g}")
+    default = training.attach_router_loss(model, cfg(None))
+    assert default is not None
+    assert default.coefficient == model.config.router_aux_loss_coef
+    assert str(default).startswith("router auxiliary loss per sequence")
+    assert str(default).endswith(f"coefficient {default.coefficient:g}")
     assert training.attach_router_loss(build(name, torch.float32), cfg(0.25)).coefficient == 0.25
     assert training.attach_router_loss(model, cfg(0.0)) is None
     assert training.attach_router_loss(model, cfg(aux=RouterAux.none)) is None
 
 
-def test_a_dense_model_takes_no_such_loss_and_refuses_a_coefficient() -> None:
+def test_dense_model_has_no_router_loss_and_rejects_a_coefficient() -> None:
     assert training.attach_router_loss(build("llama", torch.float32), cfg(None)) is None
     with pytest.raises(ConfigError, match=r"0\.5 applies to nothing.*LlamaForCausalLM; set model\.router_aux=none"):
         training.attach_router_loss(build("llama", torch.float32), cfg())
 
 
-def test_a_router_of_another_kind_is_refused() -> None:
+def test_router_without_logits_is_rejected() -> None:
     model = build("mixtral", torch.float32)
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(
@@ -99,15 +99,15 @@ def test_a_router_of_another_kind_is_refused() -> None:
         step(model, training.attach_router_loss(model, cfg()))
 
 
-class Deaf(MixtralForCausalLM):
-    """Keeps what it does not know to itself."""
+class DropsKeywords(MixtralForCausalLM):
+    """A model that drops the keyword arguments it does not use."""
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool, router_sequence_weights: Any = None) -> Any:
         return super().forward(input_ids, use_cache=use_cache)
 
 
-def test_a_model_that_hands_no_keywords_down_is_refused() -> None:
-    model = Deaf(build("mixtral", torch.float32).config)
+def test_model_that_drops_keyword_arguments_is_rejected() -> None:
+    model = DropsKeywords(build("mixtral", torch.float32).config)
     with pytest.raises(ConfigError, match="does not pass keyword arguments down"):
         step(model, training.attach_router_loss(model, cfg()))
 
@@ -124,7 +124,7 @@ def test_compiled_layers_have_the_same_loss_and_gradients(monkeypatch: pytest.Mo
     assert step(compiled, loss) == pytest.approx(expected, rel=1e-6)
 
 
-def test_no_host_sync() -> None:
+def test_router_loss_has_no_host_sync() -> None:
     """On the meta device .item() raises."""
     with torch.device("meta"):
         model = MixtralForCausalLM(build("mixtral", torch.float32).config)

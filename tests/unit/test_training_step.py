@@ -1,4 +1,4 @@
-"""The mechanism of one step in one process: no host sync, non-finite gradients, schedules, counting."""
+"""One training step in one process: no host sync, non-finite gradients, norms, schedules, delayed metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny_model() -> nn.Module:
 
 
 def rows_of(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(input_ids, labels), the second half of which is not ignored."""
+    """Return (input_ids, labels); the first half of each row's labels is ignored."""
     tokens = torch.randint(3, 64, (rows, length))
     labels = tokens.clone()
     labels[:, : length // 2] = -100
@@ -42,7 +42,7 @@ def batch(rows: int, length: int, device: str = "cpu") -> Batch:
     return Batch.from_labels(*(each.to(device) for each in rows_of(rows, length)))
 
 
-def test_the_step_never_waits_for_the_device() -> None:
+def test_training_step_has_no_host_sync() -> None:
     """On the meta device .item(), bool() and .cpu() raise: a step that runs there has no host sync anywhere."""
     with torch.device("meta"):
         model = tiny_model()
@@ -53,11 +53,11 @@ def test_the_step_never_waits_for_the_device() -> None:
     )
     assert vector.vector.shape == (len(training.FIELDS),)
     with pytest.raises(RuntimeError):
-        vector["loss"].item()  # the device is one that would have told
+        vector["loss"].item()  # shows that a host sync would have raised
 
 
-def test_the_meta_device_tells_a_host_sync() -> None:
-    """The proof above has power: the same step with one .item() in it is refused."""
+def test_meta_device_raises_on_a_host_sync() -> None:
+    """Shows that the test above can fail: a forward with one .item() raises."""
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     model.register_forward_hook(lambda module, args, output: output * output.sum().item())
@@ -66,7 +66,7 @@ def test_the_meta_device_tells_a_host_sync() -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_non_finite_gradients_never_reach_weights_or_moments(poison: float) -> None:
+def test_non_finite_gradients_change_neither_weights_nor_moments(poison: float) -> None:
     model = nn.Linear(4, 3)
     optimizer = training.build_optimizer(model, AdamWConfig(lr=0.1))
     model(torch.ones(2, 4)).sum().backward()
@@ -91,23 +91,23 @@ def test_non_finite_gradients_never_reach_weights_or_moments(poison: float) -> N
     assert not torch.equal(model.weight, before[0])
 
 
-def test_accumulation_changes_nothing() -> None:
-    """One micro-batch of four rows, and four of one: the same loss, norm and weights."""
+def test_gradient_accumulation_matches_one_large_micro_batch() -> None:
+    """One micro-batch of four rows and four of one row give the same loss, norm and weights."""
     tokens, labels = rows_of(4, 12)
     labels[0, :11] = -100  # unequal numbers of target tokens
     results = []
     for size in (4, 1):
         model = tiny_model().double()
         optimizer = training.build_optimizer(model, AdamWConfig())
-        parts = [Batch.from_labels(tokens[i : i + size], labels[i : i + size]) for i in range(0, 4, size)]
+        micro_batches = [Batch.from_labels(tokens[i : i + size], labels[i : i + size]) for i in range(0, 4, size)]
         settings = training.StepSettings(device=torch.device("cpu"))
-        vector = training.train_step(training.Prepared(model, settings), parts, optimizer)
+        vector = training.train_step(training.Prepared(model, settings), micro_batches, optimizer)
         results.append((vector.vector, model.lm_head.weight.detach()))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-12, atol=0)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-10, atol=1e-14)
 
 
-def test_padding_changes_nothing() -> None:
+def test_padding_does_not_change_the_loss() -> None:
     model = tiny_model().double()
     tokens, labels = rows_of(2, 10)
     alone = Batch.from_labels(tokens, labels)
@@ -120,24 +120,23 @@ def test_padding_changes_nothing() -> None:
         assert found.count == expected.count
 
 
-def test_the_loss_is_that_of_transformers() -> None:
+def test_loss_matches_transformers() -> None:
     model, (tokens, labels) = tiny_model().double(), rows_of(3, 14)
     rows = Batch.from_labels(tokens, labels)
     expected = model(input_ids=tokens, labels=labels).loss.item()
     settings = training.StepSettings(device=torch.device("cpu"))
-    assert training.evaluate(training.Prepared(model, settings), [rows]).loss == pytest.approx(
-        expected, rel=1e-6
-    )  # transformers takes it in float32
+    found = training.evaluate(training.Prepared(model, settings), [rows]).loss
+    assert found == pytest.approx(expected, rel=1e-6)  # transformers computes it in float32
 
 
-def test_loss_is_taken_in_float32_and_float64_is_kept() -> None:
+def test_loss_is_computed_in_float32_or_float64() -> None:
     labels = torch.randint(0, 8, (2, 5))
     logits = torch.randn(2, 5, 8)
     assert training.CrossEntropy().of_logits(logits.bfloat16(), labels).dtype == torch.float32
     assert training.CrossEntropy().of_logits(logits.double(), labels).dtype == torch.float64
 
 
-def test_the_norm_is_torch_s() -> None:
+def test_gradient_norm_matches_torch() -> None:
     model = tiny_model()
     tokens, labels = rows_of(2, 8)
     model(input_ids=tokens, labels=labels).loss.backward()
@@ -147,23 +146,23 @@ def test_the_norm_is_torch_s() -> None:
     assert training.gradient_norm(model.parameters()).item() == pytest.approx(0.5, rel=1e-4)
 
 
-def test_the_norm_of_a_large_gradient_is_exact() -> None:
-    """torch's own float32 norm is off by 1e-3 here."""
+def test_norm_of_large_gradient_is_exact() -> None:
+    """torch's float32 norm has an error of 1e-3 here."""
     layer = nn.Linear(4096, 2048, bias=False)
     layer.weight.grad = torch.randn(2048, 4096, generator=torch.Generator().manual_seed(0)).pow(3)
     exact = layer.weight.grad.double().norm().item()
     assert training.gradient_norm(layer.parameters()).item() == pytest.approx(exact, rel=1e-6)
 
 
-def test_norms_and_biases_are_not_decayed() -> None:
+def test_weight_decay_excludes_norms_and_biases() -> None:
     model = tiny_model()
     groups = training.build_optimizer(model, AdamWConfig(weight_decay=0.3)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     assert all(p.dim() >= 2 for p in groups[0]["params"])
-    assert len(groups[1]["params"]) == 5  # two norms a layer and the last one
+    assert len(groups[1]["params"]) == 5  # two norms per layer and the final one
 
 
-def test_schedules_hit_their_corners() -> None:
+def test_learning_rate_schedules_reach_their_end_points() -> None:
     def curve(**values: object) -> list[float]:
         config = AdamWConfig(lr=1.0, min_lr_ratio=0.1, **values)
         return [training.learning_rate(config, step, 20) for step in range(20)]
@@ -180,46 +179,46 @@ def test_schedules_hit_their_corners() -> None:
     assert wsd[-1] == pytest.approx(0.1)
 
 
-def test_the_reader_lags_by_a_fixed_number_of_steps() -> None:
+def test_step_reader_lags_by_a_fixed_number_of_steps() -> None:
     reader = training.StepReader(lag=2)
     vectors = [torch.tensor([float(i), 1, 7, 0, i == 1, 0, i == 0, 0.5], dtype=torch.float64) for i in range(4)]
-    seen = [reader.push(step, training.StepNumbers(vector), began=0.0) for step, vector in enumerate(vectors)]
-    assert [[m.step for m in arrived] for arrived in seen] == [[], [], [0], [1]]
-    assert (seen[2][0].must_stop, seen[2][0].must_save) == (False, True)
-    assert (seen[3][0].must_stop, seen[3][0].must_save) == (True, False)
+    metrics = [reader.push(step, training.StepNumbers(vector), began=0.0) for step, vector in enumerate(vectors)]
+    assert [[m.step for m in arrived] for arrived in metrics] == [[], [], [0], [1]]
+    assert (metrics[2][0].must_stop, metrics[2][0].must_save) == (False, True)
+    assert (metrics[3][0].must_stop, metrics[3][0].must_save) == (True, False)
     assert [m.loss for m in reader.flush()] == [2.0, 3.0]
     assert reader.flush() == []
 
 
-def test_a_drained_reader_hands_out_every_step() -> None:
+def test_drained_step_reader_returns_every_step_once() -> None:
     reader = training.StepReader(lag=1)
     vector = torch.tensor([1.0, 1, 7, 0, 1, 0, 1, 0.5], dtype=torch.float64)
-    told = [reader.push(step, training.StepNumbers(vector), began=0.0, drain=step % 3 != 0) for step in range(6)]
-    assert [[m.step for m in arrived] for arrived in told] == [[], [0, 1], [2], [], [3, 4], [5]]
-    assert all(m.must_stop for arrived in told for m in arrived)
+    arrivals = [reader.push(step, training.StepNumbers(vector), began=0.0, drain=step % 3 != 0) for step in range(6)]
+    assert [[m.step for m in arrived] for arrived in arrivals] == [[], [0, 1], [2], [], [3, 4], [5]]
+    assert all(m.must_stop for arrived in arrivals for m in arrived)
 
 
 class SlowVector(torch.Tensor):
-    """A step's numbers, for which the host waits."""
+    """Metrics of a step whose transfer to the host takes a while."""
 
     def tolist(self) -> Any:
         time.sleep(0.05)
         return super().tolist()
 
 
-@pytest.mark.parametrize("every", [1, 3])  # an evaluation or a save after so many steps
-def test_time_that_the_host_waits_for_a_drained_step_is_time_of_steps(every: int) -> None:
+@pytest.mark.parametrize("every", [1, 3])  # steps between evaluations or saves
+def test_step_seconds_include_the_wait_for_a_drained_step(every: int) -> None:
     reader = training.StepReader(lag=1)
-    seen = []
+    metrics = []
     for step in range(6):
         began = time.perf_counter()
         vector = torch.tensor([1.0, 1, 7, 0, 0, 0, 0, 0.5], dtype=torch.float64).as_subclass(SlowVector)
-        seen += reader.push(step, training.StepNumbers(vector), began, drain=step % every == every - 1)
-    assert [m.step for m in seen] == list(range(6))
-    assert all(m.seconds >= 0.05 for m in seen[1:])  # for the one before, which nobody waits for in the first
+        metrics += reader.push(step, training.StepNumbers(vector), began, drain=step % every == every - 1)
+    assert [m.step for m in metrics] == list(range(6))
+    assert all(m.seconds >= 0.05 for m in metrics[1:])  # each waits for the step before it; the first has none
 
 
-def test_a_stop_request_remembers_and_puts_handlers_back() -> None:
+def test_stop_request_stores_signals_and_restores_handlers() -> None:
     import os
     import signal
 

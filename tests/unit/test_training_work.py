@@ -1,4 +1,4 @@
-"""FLOPs of a step against torch's own counter, which counts what is run; what is not work; and the MFU from them."""
+"""FLOPs of a step compared with torch's FlopCounterMode, peak TFLOPs, MFU, garbage collection and profiling."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build(name: str) -> Any:
 
 
 def counted(model: nn.Module) -> int:
-    """What torch counts of a forward and backward of one row, rotary frequencies left out."""
+    """Return torch's FLOP count for forward and backward of one row, without the rotary embedding."""
     tokens = torch.randint(3, 97, (1, SEQ))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, use_cache=False).logits.sum().backward()
@@ -56,8 +56,8 @@ def counted(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_flops_are_those_that_torch_counts(name: str) -> None:
-    """Eager attention multiplies every pair of tokens, seen or not: so many pairs are put in for those that are."""
+def test_flops_match_the_torch_flop_counter(name: str) -> None:
+    """Eager attention computes every pair of tokens, masked or not, so the comparison uses SEQ**2 pairs."""
     model = build(name)
     flops = model_flops(model)
     assert flops.per_token * SEQ + sum(each for _, each in flops.per_pair) * SEQ**2 == counted(model)
@@ -65,7 +65,7 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_a_frozen_matrix_has_no_gradient_to_compute(name: str) -> None:
+def test_flops_exclude_weight_gradients_of_frozen_matrices(name: str) -> None:
     model = build(name)
     for module in (model.lm_head, model.model.layers[-1].mlp):
         module.requires_grad_(False)
@@ -73,25 +73,25 @@ def test_a_frozen_matrix_has_no_gradient_to_compute(name: str) -> None:
     assert flops.per_token * SEQ + sum(each for _, each in flops.per_pair) * SEQ**2 == counted(model)
 
 
-def test_pairs_are_those_that_a_causal_mask_with_a_window_leaves() -> None:
+def test_attention_pairs_match_a_causal_sliding_window_mask() -> None:
     for length in (1, 5, 24):
         for window in (None, 1, 5, 24, 30):
-            place = torch.arange(length)
-            distance = place[:, None] - place[None, :]
-            seen = (distance >= 0) & (distance < (window or length))
-            assert pairs(length, window) == seen.sum()
+            positions = torch.arange(length)
+            distance = positions[:, None] - positions[None, :]
+            mask = (distance >= 0) & (distance < (window or length))
+            assert pairs(length, window) == mask.sum()
     windows = dict(model_flops(build("gemma3")).per_pair)
-    assert windows == {8: 5 * 6 * 4 * 16, None: 1 * 6 * 4 * 16}  # five sliding layers to a full one
+    assert windows == {8: 5 * 6 * 4 * 16, None: 1 * 6 * 4 * 16}  # five sliding-window layers and a full one
 
 
-def test_layers_that_are_no_attention_are_not_guessed() -> None:
+def test_flops_of_unsupported_layer_types_are_rejected() -> None:
     model = build("llama")
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(NotImplementedError, match="layers of linear_attention"):
         model_flops(model)
 
 
-def test_padding_is_no_work_and_documents_are_apart() -> None:
+def test_document_lengths_exclude_padding_and_separate_documents() -> None:
     labels = torch.tensor([[-100, -100, 5, 6, -100, -100], [-100] * 6, [-100, 1, 2, -100, 3, 4]])
     assert document_lengths(Batch.from_labels(labels, labels)) == [4, 0, 6]
     bounds = torch.tensor([[0, 2, 4, 6, 6], [0, 6, 6, 6, 6], [0, 3, 6, 6, 6]], dtype=torch.int32)
@@ -99,7 +99,7 @@ def test_padding_is_no_work_and_documents_are_apart() -> None:
     assert document_lengths(Batch.from_labels(labels, labels).to(torch.device("meta"))) == []
 
 
-def test_a_device_is_known_by_its_exact_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_tflops_requires_the_exact_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet, bf16 = LoggingConfig(), torch.bfloat16
     assert peak_tflops(quiet, CPU, bf16) == (None, "")
     assert peak_tflops(LoggingConfig(peak_tflops=0.5), CPU, bf16)[0] == 0.5
@@ -109,14 +109,14 @@ def test_a_device_is_known_by_its_exact_name(monkeypatch: pytest.MonkeyPatch) ->
         assert peak_tflops(quiet, torch.device("cuda", 0), torch.float32)[0] is None
 
 
-def test_the_report_tells_the_share_of_the_peak(tmp_path: Path) -> None:
+def test_reporter_logs_mfu_per_step_and_in_the_result(tmp_path: Path) -> None:
     logging = LoggingConfig(plot=False)
     report = observability.Reporter(logging, str(tmp_path), enabled=True)
     batches = iter([1, 2, 3])
     for number in (1, 2, 3):
         assert report.next_batch(batches) == number
-        asked = {"skipped": False, "preempt": False, "interrupt": False, "must_save": False}
-        report.step(StepMetrics(number, 1.0, 1.0, 10, 0.5, **asked, seconds_at_peak=0.1 * number), lr=0.1, tokens=10)
+        flags = {"skipped": False, "preempt": False, "interrupt": False, "must_save": False}
+        report.step(StepMetrics(number, 1.0, 1.0, 10, 0.5, **flags, seconds_at_peak=0.1 * number), lr=0.1, tokens=10)
     result = observability.Result(
         status="ok",
         steps=3,
@@ -130,33 +130,33 @@ def test_the_report_tells_the_share_of_the_peak(tmp_path: Path) -> None:
     report.finish(result)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["mfu"] for line in lines] == [0.2, 0.4, 0.6]
-    told = json.loads((tmp_path / "result.json").read_text())
-    assert told["mfu"] == 0.5  # the first line pays for warming up
-    assert told["seconds_to_first_step"] == pytest.approx(9.0, abs=1.0)
-    assert told["data_wait_seconds"] >= 0
+    stored = json.loads((tmp_path / "result.json").read_text())
+    assert stored["mfu"] == 0.5  # without the first line, which includes warm-up
+    assert stored["seconds_to_first_step"] == pytest.approx(9.0, abs=1.0)
+    assert stored["data_wait_seconds"] >= 0
 
 
-def test_garbage_is_collected_between_steps_only() -> None:
+def test_garbage_is_collected_only_between_steps() -> None:
     collected: list[str] = []
 
     def watch(phase: str, _: Any) -> None:
         if phase == "start":
-            collected.append(where)
+            collected.append(phase_of_step)
 
     gc.callbacks.append(watch)
     try:
-        where = "start"
+        phase_of_step = "start"
         with training.GarbageCollection(every=2) as garbage:
             assert not gc.isenabled()
             for _ in range(4):
                 with garbage.step():
-                    where = "in a step"
+                    phase_of_step = "in a step"
                     rings: list[Any] = []
                     for _ in range(3000):
                         ring: list[Any] = []
                         ring.append(ring)
                         rings.append(ring)
-                    where = "between steps"
+                    phase_of_step = "between steps"
         assert gc.isenabled()
         assert gc.get_freeze_count() == 0
         assert collected.count("between steps") == 2
@@ -167,19 +167,19 @@ def test_garbage_is_collected_between_steps_only() -> None:
         assert gc.isenabled()
 
 
-def test_a_profile_of_the_steps_that_were_asked_for(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_profile_covers_only_the_configured_steps_and_ranks(tmp_path: Path) -> None:
+    messages: list[str] = []
     for cfg in (ProfileConfig(), ProfileConfig(enabled=True, ranks=[1])):
-        profile = observability.StepProfile(cfg, str(tmp_path), said.append)
+        profile = observability.StepProfile(cfg, str(tmp_path), messages.append)
         for _ in range(12):
             with profile.step():
                 torch.ones(2) + 1
         assert not list(tmp_path.iterdir())
-    profile = observability.StepProfile(ProfileConfig(enabled=True, start=2, steps=2), str(tmp_path), said.append)
+    profile = observability.StepProfile(ProfileConfig(enabled=True, start=2, steps=2), str(tmp_path), messages.append)
     for number in range(5):
         with profile.step():
             torch.ones(3 + number).cumsum(0)
     trace = json.loads((tmp_path / "profile" / "rank_0.json").read_text())
     assert sum(event.get("name") == "aten::cumsum" for event in trace["traceEvents"]) == 2
     assert "aten::cumsum" in (tmp_path / "profile" / "rank_0.txt").read_text()
-    assert len(said) == 1
+    assert len(messages) == 1
