@@ -177,7 +177,7 @@ class Corruption:
 KINDS = ["bit_flip", "truncation", "missing_file", "swapped_shards", "zeroed_page", "mixed_steps", "edited_manifest"]
 
 
-def test_random_corruptions_are_reported_by_file_name_and_the_previous_checkpoint_is_used(
+def test_random_corruptions_are_detected_and_the_previous_checkpoint_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The files are written by three ranks and have several hash blocks each."""

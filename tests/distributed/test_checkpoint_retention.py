@@ -126,7 +126,7 @@ def is_killed_while_pruning(event: int, folder: Path, paths: list[Path]) -> bool
     return process.exitcode != 0
 
 
-def test_pruning_killed_at_any_operation_leaves_complete_checkpoints_and_is_finished_later(tmp_path: Path) -> None:
+def test_pruning_killed_at_any_operation_is_finished_by_the_next_save(tmp_path: Path) -> None:
     save_all(tmp_path / "before", CheckpointConfig(keep=9))
     event = 0
     while True:
