@@ -123,7 +123,7 @@ def test_layers_that_differ_in_their_heads_are_not_taken_for_one() -> None:
         read_heads(replace(anatomy, heads_differ=True), 2)
     model = build({**TINY, "model_type": "gemma4_text", "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16})
     assert read_anatomy(model).widths is None
-    with pytest.raises(NotImplementedError, match="one number and width of heads for all layers"):
+    with pytest.raises(NotImplementedError, match="one number and size of heads for all layers"):
         model_flops(model)
 
 
