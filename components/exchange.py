@@ -13,6 +13,11 @@ import torch
 import torch.distributed as dist
 
 
+def this_rank() -> int:
+    """Return the global rank; 0 without a process group, whatever the environment contains."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """All-gather a value over `group`, and return the values in rank order as decoded from JSON (tuples become lists).
 

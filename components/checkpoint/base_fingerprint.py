@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from components.checkpoint.tensors import this_rank
 from components.config.errors import ConfigError
+from components.exchange import this_rank
 from components.models.lora import adapted_layers
 from components.models.weights.names import saved_tensors
 from components.models.weights.shards import Block, Index, is_first_holder, local_blocks, local_part

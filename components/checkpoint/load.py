@@ -28,11 +28,10 @@ from components.checkpoint.tensors import (
     model_tensors,
     read_shapes,
     read_tensors,
-    this_rank,
 )
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
-from components.exchange import all_gather_json, broadcast_json
+from components.exchange import all_gather_json, broadcast_json, this_rank
 from components.resilience.faults import fault_point
 
 logger = logging.getLogger(__name__)

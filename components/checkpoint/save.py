@@ -32,11 +32,10 @@ from components.checkpoint.tensors import (
     merge_over_ranks,
     model_tensors,
     optimizer_tensors,
-    this_rank,
     write_tensors,
 )
 from components.config.schema.checkpoint import CheckpointConfig
-from components.exchange import all_gather_json, broadcast_json
+from components.exchange import all_gather_json, broadcast_json, this_rank
 from components.protocol.run_files import CONFIG
 from components.resilience.faults import fault_point
 

@@ -52,11 +52,6 @@ def merge_over_ranks(entries: dict[str, T], group: dist.ProcessGroup | None = No
     return union
 
 
-def this_rank() -> int:
-    """Return the global rank; 0 without a process group, whatever the environment contains."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def model_tensors(model: nn.Module) -> Tensors:
     """Return parameters and persistent buffers as `model/<name>`, tied ones once; with adapters, only the adapters."""
     if isinstance(model, DistributedDataParallel):

@@ -13,10 +13,10 @@ from torch import nn
 from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig
-from components.exchange import broadcast_json
+from components.exchange import broadcast_json, this_rank
 from components.models.lora import ADAPTER_PARAMETERS, quantized_layers, row_norms, scaling_of
 from components.models.meta_copy import meta_copy
-from components.models.weights.gather import WRITER, gathered_tensors, this_rank
+from components.models.weights.gather import WRITER, gathered_tensors
 from components.models.weights.new_folder import NewFolder
 from components.models.weights.nf4 import unpacked_reader
 from components.models.weights.shards import Index

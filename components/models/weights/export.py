@@ -12,10 +12,10 @@ import torch
 
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig, PeftExport
-from components.exchange import broadcast_json
+from components.exchange import broadcast_json, this_rank
 from components.models.meta_copy import meta_copy
 from components.models.weights.adapter_files import Merge, export_adapter
-from components.models.weights.gather import WRITER, gathered_tensors, this_rank
+from components.models.weights.gather import WRITER, gathered_tensors
 from components.models.weights.names import saved_tensors
 from components.models.weights.new_folder import NewFolder
 from components.models.weights.shards import Index

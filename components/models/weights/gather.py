@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from components.dtypes import torch_dtype
-from components.exchange import all_gather_json
+from components.exchange import all_gather_json, this_rank
 from components.models.weights.names import saved_tensors
 from components.models.weights.shards import Block, is_first_holder, local_blocks, local_part, local_shape
 
@@ -71,11 +71,6 @@ def gathered_tensors(
     position = {name: index for index, name in enumerate(order)}
     for name in sorted(sources, key=lambda name: position.get(name, len(position))):
         yield name, _gather(local.get(name), sources[name])
-
-
-def this_rank() -> int:
-    """Return the rank of this process, WRITER without a process group."""
-    return dist.get_rank() if dist.is_initialized() else WRITER
 
 
 def _all_gather_shards(local: dict[str, torch.Tensor]) -> list[dict[str, ShardInfo]]:
