@@ -1,4 +1,4 @@
-"""`make install`: which Python and which build of torch it takes, and that no wheel is built that could not run."""
+"""`make install`: which Python and which build of torch it picks, and that building a wheel is rejected."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from components.launch.slurm.job_checks import torch_built_for_cpus
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("bash", "dirname", "uname", "env")
-A_PYTHON = '#!/bin/sh\ncase "$*" in *urlopen*) exit {reachable};; esac\necho "$0 $*" >> {log}\n'
-"""An interpreter that takes every command and records it: what is installed is not what is tested here."""
+FAKE_PYTHON = '#!/bin/sh\ncase "$*" in *urlopen*) exit {reachable};; esac\necho "$0 $*" >> {log}\n'
+"""Interpreter that accepts and logs every command, since the packages themselves are not under test."""
 
 
 class Machine:
-    """A PATH with nothing but the programs given, and an environment whose Python records its commands."""
+    """A PATH with only the given programs, and a virtual environment whose Python logs its commands."""
 
     def __init__(self, folder: Path, *, reachable: bool = True) -> None:
         self.folder, self.log, self.path = folder, folder / "log", folder / "bin"
-        self.python = A_PYTHON.format(reachable=0 if reachable else 1, log=self.log)
+        self.python = FAKE_PYTHON.format(reachable=0 if reachable else 1, log=self.log)
         self.path.mkdir()
         for name in PROGRAMS:
             (self.path / name).symlink_to(str(shutil.which(name)))
@@ -43,35 +43,37 @@ class Machine:
 
 
 @pytest.mark.parametrize(
-    ("program", "chosen", "build"),
+    ("program", "setting", "build"),
     [(None, "auto", "CPUs"), ("nvidia-smi", "auto", "GPUs"), ("sbatch", "auto", "GPUs"), ("sbatch", "cpu", "CPUs")],
 )
-def test_the_machine_decides_the_build_of_torch(tmp_path: Path, program: str | None, chosen: str, build: str) -> None:
+def test_torch_build_defaults_to_cpu_without_nvidia_smi_or_sbatch(
+    tmp_path: Path, program: str | None, setting: str, build: str
+) -> None:
     machine = Machine(tmp_path)
     machine.add("python3.11")
     if program:
         machine.add(program)
-    done = machine.install(TORCH=chosen)
-    assert done.returncode == 0, done.stderr
-    assert f"torch for {build}" in done.stdout.splitlines()[0]
+    result = machine.install(TORCH=setting)
+    assert result.returncode == 0, result.stderr
+    assert f"torch for {build}" in result.stdout.splitlines()[0]
     assert ("--extra-index-url https://download.pytorch.org/whl/cpu" in machine.log.read_text()) is (build == "CPUs")
 
 
-def test_an_index_that_cannot_be_reached_is_reported_and_not_used(tmp_path: Path) -> None:
+def test_unreachable_wheel_index_is_reported_and_not_used(tmp_path: Path) -> None:
     machine = Machine(tmp_path, reachable=False)
     machine.add("python3.11")
-    done = machine.install()
-    assert done.returncode == 0, done.stderr
-    assert "cannot be reached: torch comes from the configured index" in done.stdout
+    result = machine.install()
+    assert result.returncode == 0, result.stderr
+    assert "cannot be reached: torch comes from the configured index" in result.stdout
     assert "--extra-index-url" not in machine.log.read_text()
 
 
-def test_a_python_that_does_not_run_is_passed_over(tmp_path: Path) -> None:
+def test_broken_python_is_skipped(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.add("python3.11", "#!/bin/sh\necho 'pyenv: command not found' >&2; exit 127\n")
     machine.add("python3.13", machine.python)
-    done = machine.install(VENV=str(tmp_path / "new"))
-    assert f"{machine.path}/python3.13 -m venv {tmp_path}/new" in machine.log.read_text(), done.stderr
+    result = machine.install(VENV=str(tmp_path / "new"))
+    assert f"{machine.path}/python3.13 -m venv {tmp_path}/new" in machine.log.read_text(), result.stderr
 
 
 @pytest.mark.parametrize(
@@ -82,24 +84,24 @@ def test_a_python_that_does_not_run_is_passed_over(tmp_path: Path) -> None:
         ({"TORCH": "rocm", "PYTHON": sys.executable}, "TORCH=rocm: must be auto, cpu or cuda"),
     ],
 )
-def test_what_cannot_be_installed_is_refused_in_a_sentence(
+def test_invalid_install_settings_are_rejected_in_one_line(
     tmp_path: Path, variables: dict[str, str], problem: str
 ) -> None:
-    done = Machine(tmp_path).install(**variables)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert problem in done.stderr
+    result = Machine(tmp_path).install(**variables)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert problem in result.stderr
 
 
-def test_a_wheel_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_wheel_build_is_rejected_with_the_reason(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "components").mkdir()
     (tmp_path / "components" / "__init__.py").touch()
     command = [sys.executable, "-c", "import setuptools.build_meta as build; build.build_wheel('.')"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=dict(os.environ))
-    assert done.returncode != 0
-    assert "a wheel would not contain conf/ and slurm/" in done.stderr
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert result.returncode != 0
+    assert "a wheel would not contain conf/ and slurm/" in result.stderr
     assert not list(tmp_path.glob("*.whl"))
 
 
@@ -112,6 +114,6 @@ def test_a_wheel_is_refused_with_the_reason(tmp_path: Path) -> None:
         ("", None),
     ],
 )
-def test_the_build_of_torch_is_read_without_importing_it(tmp_path: Path, text: str, version: str | None) -> None:
+def test_cpu_build_of_torch_is_detected_without_importing_it(tmp_path: Path, text: str, version: str | None) -> None:
     (tmp_path / "version.py").write_text(text)
     assert torch_built_for_cpus(tmp_path / "version.py") == version

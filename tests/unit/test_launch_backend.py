@@ -1,4 +1,4 @@
-"""The launcher and sweeps use a backend through its interface alone: a cluster made up here is treated like Slurm."""
+"""The launcher and sweeps use a backend only through its interface: this fake cluster is treated like Slurm."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ JOB = "pod-1"
 
 
 class Pods(LocalBackend):
-    """A cluster whose jobs are no numbers, and whose answers a test sets."""
+    """A cluster with non-numeric job ids whose responses the test sets."""
 
     runs_here = False
 
     def __init__(self) -> None:
-        self.answer = Job(JOB, "Pods", JobState.running, "Active", over=False)
-        self.lost: ConfigError | None = None
+        self.current_job = Job(JOB, "Pods", JobState.running, "Active", over=False)
+        self.search_error: ConfigError | None = None
 
     def job(self, run_dir: Path, *, search: bool = False) -> str | None:
-        if search and self.lost is not None:
-            raise self.lost
+        if search and self.search_error is not None:
+            raise self.search_error
         return JOB if (run_dir / "pod").exists() else None
 
     def state(self, jobs: Iterable[str]) -> dict[str, Job]:
-        return {JOB: self.answer} if JOB in jobs else {}
+        return {JOB: self.current_job} if JOB in jobs else {}
 
     def stop_command(self, job: str) -> str | None:
         return f"pods delete {job}" if job.startswith("pod-") else None
@@ -48,13 +48,13 @@ class Pods(LocalBackend):
 @pytest.fixture
 def pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pods:
     monkeypatch.chdir(tmp_path)
-    found = Pods()
-    monkeypatch.setattr(clusters, "_backends", lambda: iter([*map(backend_of, ClusterKind), found]))
-    return found
+    backend = Pods()
+    monkeypatch.setattr(clusters, "_backends", lambda: iter([*map(backend_of, ClusterKind), backend]))
+    return backend
 
 
 @pytest.mark.parametrize("kind", ClusterKind)
-def test_every_kind_has_a_backend_with_the_whole_interface(kind: ClusterKind) -> None:
+def test_every_cluster_kind_has_a_backend_with_the_full_interface(kind: ClusterKind) -> None:
     backend = backend_of(kind)
     names = [name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")]
     assert {"validate", "show", "submit", "job", "state", "stop", "stop_command"} == set(names)
@@ -64,8 +64,8 @@ def test_every_kind_has_a_backend_with_the_whole_interface(kind: ClusterKind) ->
     assert backend.runs_here is (kind == ClusterKind.local)
 
 
-def test_ids_lead_to_the_backend_that_issued_them(pods: Pods) -> None:
-    assert jobs_by_id([JOB]) == {JOB: pods.answer}
+def test_job_ids_resolve_to_the_backend_that_issued_them(pods: Pods) -> None:
+    assert jobs_by_id([JOB]) == {JOB: pods.current_job}
     assert (stop_command(JOB), stop_command("17"), stop_command("nobody's")) == (
         "pods delete pod-1",
         "scancel 17",
@@ -74,7 +74,7 @@ def test_ids_lead_to_the_backend_that_issued_them(pods: Pods) -> None:
     assert LocalBackend().stop(JOB) is False
 
 
-def test_a_run_directory_belongs_to_a_job_of_any_backend(
+def test_run_directory_of_a_live_job_is_rejected_on_any_backend(
     pods: Pods, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = start(config("mine"))
@@ -85,26 +85,26 @@ def test_a_run_directory_belongs_to_a_job_of_any_backend(
         ConfigError, match="belongs to job pod-1, which is Active; .* end the job with pods delete pod-1"
     ):
         open_run_directory(config("mine"), "finetune")
-    pods.answer = Job(JOB, "Pods", JobState.unknown, "", over=False, doubt="no pods here")
+    pods.current_job = Job(JOB, "Pods", JobState.unknown, "", over=False, doubt="no pods here")
     with pytest.raises(ConfigError, match="which may still run: no pods here; retry on a login node"):
         held(directory.path).__enter__()
-    pods.lost = ConfigError("pods hang")
+    pods.search_error = ConfigError("pods hang")
     with pytest.raises(ConfigError, match="unknown whether the cluster took the job .pods hang."):
         held(directory.path).__enter__()
-    pods.lost, pods.answer = None, Job(JOB, "Pods", JobState.ended, "Succeeded", over=True)
+    pods.search_error, pods.current_job = None, Job(JOB, "Pods", JobState.ended, "Succeeded", over=True)
     with held(directory.path):
         pass
     assert capsys.readouterr().err == ""
 
 
-def test_a_lease_of_a_job_that_is_over_is_free_at_once(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_holder_counts_as_ended_once_its_job_has_ended(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_machine", lambda: "")
     me, other = (
         Holder(token=token, host="n1", pid=1, started="", machine="", cluster="c", job=job)
         for token, job in (("a", "pod-2"), ("b", JOB))
     )
     assert not other.has_certainly_ended(me)
-    pods.answer = Job(JOB, "Pods", JobState.ended, "Succeeded", over=True)
+    pods.current_job = Job(JOB, "Pods", JobState.ended, "Succeeded", over=True)
     assert other.has_certainly_ended(me)
 
 
@@ -118,7 +118,7 @@ def test_a_lease_of_a_job_that_is_over_is_free_at_once(pods: Pods, monkeypatch: 
         (JobState.oom, "oom", "job pod-1 ended with the state oom and left no result"),
     ],
 )
-def test_a_sweep_watches_the_job_of_a_point(
+def test_sweep_reports_the_job_state_of_a_point(
     pods: Pods, tmp_path: Path, state: JobState, status: str, reason: str
 ) -> None:
     point = Point(0, "0_ddp", {"parallelism": "ddp"}, [])
@@ -126,6 +126,6 @@ def test_a_sweep_watches_the_job_of_a_point(
     sweep.run_dir(point).mkdir()
     (sweep.run_dir(point) / "pod").touch()
     write_note(sweep, point, Note(0.0, status=0))
-    pods.answer = Job(JOB, "Pods", state, "raw", over=False)
+    pods.current_job = Job(JOB, "Pods", state, "raw", over=False)
     (row,) = read_points(sweep)
     assert (row.state, row.reason) == (status, reason)

@@ -1,4 +1,4 @@
-"""Who a process is, told from its variables: the table of what torchrun, srun, sbatch and salloc set."""
+"""Role of a process, detected from the variables that torchrun, srun, sbatch and salloc set."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ OURS = {"MESHBOOK_WORKER": "1", "MESHBOOK_RUN_DIR": "/run"}
         ),
         pytest.param(SRUN, Role.attached, id="srun -n4"),
         pytest.param({**SRUN, "SLURM_PROCID": "0"}, Role.attached, id="srun -n4, rank 0"),
-        pytest.param({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, Role.attached, id="a step, told by SLURM_NTASKS"),
-        pytest.param({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, Role.attached, id="a task other than 0"),
+        pytest.param({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, Role.attached, id="step size from SLURM_NTASKS"),
+        pytest.param({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, Role.attached, id="task other than 0"),
         pytest.param(TORCHRUN, Role.attached, id="torchrun"),
         pytest.param({**SRUN, **TORCHRUN}, Role.attached, id="srun torchrun"),
-        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, Role.attached, id="torchrun of one"),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, Role.attached, id="torchrun with one rank"),
         pytest.param({**TORCHRUN, **OURS}, Role.worker, id="our worker"),
         pytest.param({**SRUN, **TORCHRUN, **OURS}, Role.worker, id="our worker within srun"),
         pytest.param({**SRUN, **OURS}, Role.worker, id="our srun"),
         pytest.param(
             {**SRUN, **OURS, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
             Role.worker,
-            id="our srun of one task",
+            id="our srun with one task",
         ),
         pytest.param(
             {**OURS, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
             Role.launcher,
             id="our batch shell",
         ),
-        pytest.param(OURS, Role.launcher, id="ours, but no rank"),
-        pytest.param({"RANK": "0"}, Role.launcher, id="a stale RANK alone"),
+        pytest.param(OURS, Role.launcher, id="our variables without a rank"),
+        pytest.param({"RANK": "0"}, Role.launcher, id="stale RANK alone"),
         pytest.param({"RANK": "", "WORLD_SIZE": ""}, Role.launcher, id="set but empty"),
-        pytest.param({"LOCAL_RANK": "0", "MASTER_ADDR": "a"}, Role.launcher, id="stale others"),
-        pytest.param({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "x"}, Role.launcher, id="garbage"),
+        pytest.param({"LOCAL_RANK": "0", "MASTER_ADDR": "a"}, Role.launcher, id="stale LOCAL_RANK and MASTER_ADDR"),
+        pytest.param({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "x"}, Role.launcher, id="invalid task count"),
     ],
 )
-def test_role(environ: dict[str, str], role: Role) -> None:
+def test_role_is_detected_from_the_environment(environ: dict[str, str], role: Role) -> None:
     assert detect_role(environ) is role
 
 
-def test_torchruns_numbers_hold_where_both_number_a_rank() -> None:
+def test_torchrun_rank_takes_precedence_over_the_slurm_rank() -> None:
     assert rank_and_size(TORCHRUN) == (1, 2)
     assert rank_and_size(SRUN) == (3, 4)
     assert rank_and_size({**SRUN, **TORCHRUN}) == (1, 2)
@@ -64,14 +64,14 @@ def test_torchruns_numbers_hold_where_both_number_a_rank() -> None:
     assert rank_and_size({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) == (0, 1)
 
 
-def test_a_rank_that_is_no_number_is_told() -> None:
+def test_rank_that_is_not_an_integer_is_rejected() -> None:
     with pytest.raises(ConfigError, match="RANK='one': must be a whole number"):
         rank_and_size({"RANK": "one", "WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match="SLURM_NTASKS='': must be a whole number"):
         rank_and_size({"SLURM_PROCID": "0"})
 
 
-def test_nothing_that_numbers_ranks_is_left() -> None:
+def test_without_ranks_removes_every_rank_variable() -> None:
     kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "RANKING": "1"}
     everything = {
         **kept,
@@ -85,10 +85,10 @@ def test_nothing_that_numbers_ranks_is_left() -> None:
     assert without_ranks(everything) == kept
 
 
-def test_only_rank_zero_gets_the_socket() -> None:
-    place = {"world_size": 2, "port": 5, "run_dir": Path("/run"), "attempt": 3}
-    zero = LocalRank(0, store_fd=7, **place).variables()
-    one = LocalRank(1, store_fd=None, **place).variables()
+def test_only_rank_zero_gets_the_store_socket() -> None:
+    common = {"world_size": 2, "port": 5, "run_dir": Path("/run"), "attempt": 3}
+    zero = LocalRank(0, store_fd=7, **common).variables()
+    one = LocalRank(1, store_fd=None, **common).variables()
     assert zero == {
         "RANK": "0",
         "LOCAL_RANK": "0",

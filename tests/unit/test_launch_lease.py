@@ -1,4 +1,4 @@
-"""The lease on a run directory: real processes that hold it, stop, are killed, and come back."""
+"""The lease on a run directory: tested with real processes that hold it, are stopped, killed and resumed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from components.launch.run_directory import lease
 from components.launch.run_directory.lease import take_lease
 from components.protocol.failures import RunDirectoryInUse
 
-BEAT, SILENCE, PATIENCE = 0.05, 2.0, 30.0
+BEAT, SILENCE, TIMEOUT = 0.05, 2.0, 30.0
 FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lease, "BEAT", BEAT)
     monkeypatch.setattr(lease, "SILENCE", SILENCE)
     monkeypatch.setattr(lease, "POLL", BEAT / 2)
@@ -30,15 +30,15 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-class Other:
-    """A process of another start, which takes the lease and keeps it."""
+class LeaseHolder:
+    """A process of another launch that takes the lease and holds it."""
 
     def __init__(self, run_dir: Path, machine: str | None, environ: dict[str, str]) -> None:
         self.ours, theirs = FORK.Pipe()
         self.process = FORK.Process(target=_hold, args=(run_dir, machine, environ, theirs))
         self.process.start()
-        assert self.ours.poll(PATIENCE)
-        self.said = self.ours.recv()
+        assert self.ours.poll(TIMEOUT)
+        self.outcome = self.ours.recv()
 
     def send(self, number: int) -> None:
         assert self.process.pid
@@ -49,90 +49,90 @@ class Other:
         self.process.join()
 
 
-def _hold(run_dir: Path, machine: str | None, environ: dict[str, str], answers: Connection) -> None:
+def _hold(run_dir: Path, machine: str | None, environ: dict[str, str], outcomes: Connection) -> None:
     os.environ |= environ
     if machine is not None:
         lease._machine = lambda: machine  # type: ignore[assignment]
     try:
         take_lease(run_dir)
     except RunDirectoryInUse as error:
-        answers.send(str(error))
+        outcomes.send(str(error))
         return
-    answers.send("held")
-    time.sleep(PATIENCE)
+    outcomes.send("held")
+    time.sleep(TIMEOUT)
 
 
-Start = Callable[..., Other]
+Start = Callable[..., LeaseHolder]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    others: list[Other] = []
+    holders: list[LeaseHolder] = []
 
-    def one(machine: str | None = "another", **environ: str) -> Other:
-        others.append(Other(tmp_path, machine, environ))
-        return others[-1]
+    def start_holder(machine: str | None = "another", **environ: str) -> LeaseHolder:
+        holders.append(LeaseHolder(tmp_path, machine, environ))
+        return holders[-1]
 
-    yield one
-    for other in others:
-        other.send(signal.SIGCONT) if other.process.is_alive() else None
-        other.kill()
+    yield start_holder
+    for holder in holders:
+        holder.send(signal.SIGCONT) if holder.process.is_alive() else None
+        holder.kill()
 
 
-def taken_within(run_dir: Path) -> float:
+def seconds_to_take(run_dir: Path) -> float:
     began = time.monotonic()
     take_lease(run_dir).release()
     return time.monotonic() - began
 
 
 @pytest.mark.parametrize("machine", ["another", None])
-def test_a_holder_that_is_alive_is_named(tmp_path: Path, start: Start, machine: str | None) -> None:
-    """On this machine or another one: by its job where it has one."""
-    other = start(machine, SLURM_JOB_ID="17", SLURMD_NODENAME="n3")
-    said = (
-        f"job 17 .process {other.process.pid} on host n3. is training in it; wait for it to finish, end it with "
+def test_live_holder_is_named_in_the_error(tmp_path: Path, start: Start, machine: str | None) -> None:
+    """The holder runs on this machine or another one, and is named by its job if it has one."""
+    holder = start(machine, SLURM_JOB_ID="17", SLURMD_NODENAME="n3")
+    message = (
+        f"job 17 .process {holder.process.pid} on host n3. is training in it; wait for it to finish, end it with "
         "scancel 17"
     )
-    with pytest.raises(RunDirectoryInUse, match=said):
+    with pytest.raises(RunDirectoryInUse, match=message):
         take_lease(tmp_path)
-    other.kill()
-    assert start(machine).said == "held"
+    holder.kill()
+    assert start(machine).outcome == "held"
     with pytest.raises(
         RunDirectoryInUse, match=r": process \d+ on host \S+ is training in it; wait for it to finish, end it, or"
     ):
         take_lease(tmp_path)
 
 
-def test_a_holder_that_was_killed_is_followed_at_once_or_after_its_silence(tmp_path: Path, start: Start) -> None:
+def test_lease_of_a_killed_holder_is_taken_at_once_or_after_the_silence_period(tmp_path: Path, start: Start) -> None:
     start(None).kill()
-    assert taken_within(tmp_path) < SILENCE / 2
+    assert seconds_to_take(tmp_path) < SILENCE / 2
     start("another").kill()
-    assert SILENCE < taken_within(tmp_path) < 3 * SILENCE
-    assert taken_within(tmp_path) < SILENCE / 2  # released
+    assert SILENCE < seconds_to_take(tmp_path) < 3 * SILENCE
+    assert seconds_to_take(tmp_path) < SILENCE / 2  # released
 
 
-def test_a_holder_that_was_stopped_ends_when_it_goes_on(tmp_path: Path, start: Start) -> None:
-    """Its directory has another owner then: it must not write any more."""
-    other = start("another")
-    other.send(signal.SIGSTOP)
+def test_stopped_holder_exits_on_resume_after_losing_its_lease(tmp_path: Path, start: Start) -> None:
+    """The run directory has another owner by then, so the process must not write any more."""
+    holder = start("another")
+    holder.send(signal.SIGSTOP)
     held = take_lease(tmp_path)
-    other.send(signal.SIGCONT)
-    other.process.join(PATIENCE)
-    assert other.process.exitcode == 1
+    holder.send(signal.SIGCONT)
+    holder.process.join(TIMEOUT)
+    assert holder.process.exitcode == 1
     held.release()
 
 
-def test_a_requeued_job_follows_its_own_earlier_attempt_at_once(tmp_path: Path, start: Start) -> None:
-    """Left over on a node that Slurm has lost, it ends itself."""
+def test_requeued_job_takes_the_lease_of_its_earlier_attempt_at_once(tmp_path: Path, start: Start) -> None:
+    """The earlier attempt, still running on a node that Slurm lost, terminates itself."""
     first = start("one", SLURM_JOB_ID="17")
     began = time.monotonic()
-    assert start("two", SLURM_JOB_ID="17", SLURM_RESTART_COUNT="1").said == "held"
+    assert start("two", SLURM_JOB_ID="17", SLURM_RESTART_COUNT="1").outcome == "held"
     assert time.monotonic() - began < SILENCE / 2
-    first.process.join(PATIENCE)
+    first.process.join(TIMEOUT)
     assert first.process.exitcode == 1
 
 
-def test_of_many_that_start_at_once_one_trains(tmp_path: Path) -> None:
+def test_only_one_of_many_concurrent_starts_takes_the_lease(tmp_path: Path) -> None:
     pipes = [FORK.Pipe() for _ in range(8)]
     processes = [
         FORK.Process(target=_hold, args=(tmp_path, f"machine {number}", {}, theirs))
@@ -140,17 +140,17 @@ def test_of_many_that_start_at_once_one_trains(tmp_path: Path) -> None:
     ]
     for process in processes:
         process.start()
-    said = [ours.recv() for ours, _ in pipes]
+    outcomes = [ours.recv() for ours, _ in pipes]
     for process in processes:
         process.kill()
         process.join()
-    assert said.count("held") == 1
-    assert sum("is training in it" in each for each in said) == 7
+    assert outcomes.count("held") == 1
+    assert sum("is training in it" in each for each in outcomes) == 7
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"token": 1}', "[]"])
-def test_a_lease_that_cannot_be_read_is_taken_over_after_its_silence(tmp_path: Path, text: str) -> None:
-    """Its owner was killed while it wrote."""
+def test_unreadable_lease_is_taken_over_after_the_silence_period(tmp_path: Path, text: str) -> None:
+    """Its owner was killed while writing it."""
     (tmp_path / ".lease").mkdir()
     (tmp_path / ".lease" / "1").write_text(text)
-    assert SILENCE < taken_within(tmp_path) < 3 * SILENCE
+    assert SILENCE < seconds_to_take(tmp_path) < 3 * SILENCE

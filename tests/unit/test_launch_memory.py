@@ -1,4 +1,4 @@
-"""How it is told that memory ran out."""
+"""Detection of out-of-memory failures, and the usable memory of a machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALLOCATOR = (
         ("RuntimeError", "std::bad_alloc"),
     ],
 )
-def test_out_of_memory(error_type: str, message: str) -> None:
+def test_out_of_memory_errors_are_recognized(error_type: str, message: str) -> None:
     assert is_out_of_memory(error_type, message)
     assert failure_status(Kind.exception, error_type, message) == "oom"
 
@@ -42,11 +42,11 @@ def test_out_of_memory(error_type: str, message: str) -> None:
         ("OSError", "[Errno 2] No such file or directory"),
     ],
 )
-def test_other_errors(error_type: str, message: str) -> None:
+def test_other_errors_are_not_out_of_memory(error_type: str, message: str) -> None:
     assert failure_status(Kind.exception, error_type, message) == "failed"
 
 
-def written(root: Path, **files: str) -> Path:
+def write_files(root: Path, **files: str) -> Path:
     for name, text in files.items():
         file = root / name.replace("__", "/")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def written(root: Path, **files: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("lines", "place"),
+    ("lines", "counter"),
     [
         ("0::/user/job_7\n", "sys/fs/cgroup/user/job_7/memory.events"),
         ("0::/hidden/by/the/container\n", "sys/fs/cgroup/memory.events"),
@@ -63,15 +63,15 @@ def written(root: Path, **files: str) -> Path:
         ("4:memory:/hidden\n", "sys/fs/cgroup/memory/memory.oom_control"),
     ],
 )
-def test_the_count_of_the_own_group(tmp_path: Path, lines: str, place: str) -> None:
-    written(tmp_path, proc__self__cgroup=lines, proc__vmstat="oom_kill 99\n")
-    assert killed_for_memory(tmp_path) == 99  # nothing nearer counts yet
-    (tmp_path / place).parent.mkdir(parents=True)
-    (tmp_path / place).write_text("max 12\noom 4\noom_kill 3\n")
+def test_out_of_memory_kills_are_read_from_the_cgroup_of_the_process(tmp_path: Path, lines: str, counter: str) -> None:
+    write_files(tmp_path, proc__self__cgroup=lines, proc__vmstat="oom_kill 99\n")
+    assert killed_for_memory(tmp_path) == 99  # the cgroup has no counter yet
+    (tmp_path / counter).parent.mkdir(parents=True)
+    (tmp_path / counter).write_text("max 12\noom 4\noom_kill 3\n")
     assert killed_for_memory(tmp_path) == 3
 
 
-def test_where_nothing_counts(tmp_path: Path) -> None:
+def test_out_of_memory_kills_are_zero_without_any_counter(tmp_path: Path) -> None:
     assert killed_for_memory(tmp_path) == 0
 
 
@@ -85,6 +85,6 @@ def test_where_nothing_counts(tmp_path: Path) -> None:
         ({"proc__self__cgroup": "4:memory:/j\n", "sys__fs__cgroup__memory__memory.limit_in_bytes": str(2**63)}, None),
     ],
 )
-def test_a_control_group_limits_the_memory(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert usable_memory(written(tmp_path, **files)) == (expected or machine)
+def test_usable_memory_is_limited_by_the_cgroup(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert usable_memory(write_files(tmp_path, **files)) == (expected or total)

@@ -1,4 +1,4 @@
-"""How many processes a run has, counted without CUDA."""
+"""Number of processes of a run, determined without initializing CUDA."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def job(nodes: int, procs: str) -> FinetuneConfig:
 @pytest.mark.parametrize(
     ("cfg", "gpus", "processes"),
     [
-        pytest.param(config(), 0, 1, id="a laptop: -1 counts as 1"),
-        pytest.param(config(tp=2), 0, 2, id="the product of what is stated"),
-        pytest.param(config(dp_replicate=2, dp_shard=3, tp=2), 0, 12, id="of all axes"),
+        pytest.param(config(), 0, 1, id="no GPU: -1 counts as 1"),
+        pytest.param(config(tp=2), 0, 2, id="product of the explicit degrees"),
+        pytest.param(config(dp_replicate=2, dp_shard=3, tp=2), 0, 12, id="product over all axes"),
         pytest.param(config(), 8, 8, id="one per GPU"),
         pytest.param(config(tp=2), 8, 8, id="GPUs decide, not the degrees"),
-        pytest.param(config(device=Device.cpu, tp=2), 8, 2, id="GPUs that are not used"),
-        pytest.param(config("3", tp=2), 8, 3, id="stated"),
-        pytest.param(job(nodes=3, procs="8"), 2, 24, id="on nodes whose GPUs are not those of the login node"),
+        pytest.param(config(device=Device.cpu, tp=2), 8, 2, id="unused GPUs"),
+        pytest.param(config("3", tp=2), 8, 3, id="explicit count"),
+        pytest.param(job(nodes=3, procs="8"), 2, 24, id="GPUs of the login node do not count"),
     ],
 )
-def test_processes_of_a_run(cfg: FinetuneConfig, gpus: int, processes: int) -> None:
+def test_process_count_follows_gpus_degrees_and_explicit_counts(cfg: FinetuneConfig, gpus: int, processes: int) -> None:
     assert processes_of(cfg, gpus) == processes
 
 
@@ -55,11 +55,11 @@ def test_processes_of_a_run(cfg: FinetuneConfig, gpus: int, processes: int) -> N
     ("value", "gpus"),
     [("0", 1), ("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-1a,GPU-2b", 2), ("MIG-x", 1), ("NoDevFiles", 0)],
 )
-def test_cuda_visible_devices_decides(tmp_path: Path, value: str, gpus: int) -> None:
+def test_cuda_visible_devices_sets_the_gpu_count(tmp_path: Path, value: str, gpus: int) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, tmp_path) == gpus
 
 
-def test_device_files_count_where_nothing_is_said(tmp_path: Path) -> None:
+def test_gpus_are_counted_by_device_files_without_cuda_visible_devices(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     assert visible_gpus({}, tmp_path) == 0
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
@@ -67,13 +67,13 @@ def test_device_files_count_where_nothing_is_said(tmp_path: Path) -> None:
     assert visible_gpus({}, tmp_path) == 2
 
 
-def test_the_drivers_list_counts_where_there_are_no_device_files(tmp_path: Path) -> None:
+def test_gpus_are_counted_by_the_driver_list_without_device_files(tmp_path: Path) -> None:
     for bus in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
         (tmp_path / "proc/driver/nvidia/gpus" / bus).mkdir(parents=True)
     assert visible_gpus({}, tmp_path) == 3
 
 
-def test_every_process_needs_a_gpu_of_its_own() -> None:
+def test_each_process_requires_its_own_gpu() -> None:
     assert device_problems(config("2"), 2, gpus=2) == []
     assert device_problems(config("2"), 2, gpus=0) == []
     assert device_problems(config("2", Device.cpu), 2, gpus=1) == []
@@ -81,7 +81,7 @@ def test_every_process_needs_a_gpu_of_its_own() -> None:
     assert "no GPU is visible" in device_problems(config(device=Device.cuda), 1, gpus=0)[0]
 
 
-def test_a_machine_of_cpus_runs_four_processes_a_core_and_as_many_as_its_memory_holds() -> None:
+def test_cpu_processes_are_limited_to_four_per_core_and_by_memory() -> None:
     cores = usable_cores()
     assert device_problems(config(str(4 * cores)), 4 * cores, gpus=0, memory=2**50) == []
     (many,) = device_problems(config("99"), 4 * cores + 1, gpus=0, memory=2**50)

@@ -1,4 +1,4 @@
-"""What ranks that the user started do together when the run is refused."""
+"""Ranks started by the user (torchrun, srun) of a run whose config is rejected after launch."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from components.protocol.run_files import attempt_logs
 RANKS, ROUNDS = 4, 25
 
 
-def refuse(cfg: FinetuneConfig) -> None:
+def reject_config(cfg: FinetuneConfig) -> None:
     raise ConfigError("parallelism.tp: no plan")
 
 
-def be_rank(rank: int, folder: Path, together: Any) -> None:
-    os.environ["RANK"] = str(rank + 1)  # rank 0 alone would hold a lease
+def run_rank(rank: int, folder: Path, barrier: Any) -> None:
+    os.environ["RANK"] = str(rank + 1)  # ranks start at 1, because rank 0 would take the lease
     sys.stderr = (folder / f"stderr_{rank}").open("w", buffering=1)
-    recipe = Recipe("finetune", refuse, FinetuneConfig, Path(__file__))
+    recipe = Recipe("finetune", reject_config, FinetuneConfig, Path(__file__))
     for number in range(ROUNDS):
         run = folder / f"run_{number}"
         directory = RunDirectory(run, fresh=True, created=[run], lock=None, attempt=0)
-        together.wait(20)
+        barrier.wait(20)
         assert run_here(recipe, None, directory) == EXIT_INVALID  # type: ignore[arg-type]
 
 
-def test_ranks_that_are_all_refused_say_it_once_and_leave_nothing(tmp_path: Path) -> None:
+def test_config_rejected_on_all_ranks_is_reported_once_and_leaves_no_directory(tmp_path: Path) -> None:
     for number in range(ROUNDS):
         attempt_logs(tmp_path / f"run_{number}", 0).mkdir(parents=True)
     context = multiprocessing.get_context("fork")
-    together = context.Barrier(RANKS)
-    ranks = [context.Process(target=be_rank, args=(rank, tmp_path, together)) for rank in range(RANKS)]
+    barrier = context.Barrier(RANKS)
+    ranks = [context.Process(target=run_rank, args=(rank, tmp_path, barrier)) for rank in range(RANKS)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -57,13 +57,13 @@ def lose_a_peer(cfg: FinetuneConfig) -> None:
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_ranks_that_lose_a_refused_one_end_without_a_traceback(
+def test_ranks_that_lose_a_rejected_peer_exit_without_a_traceback(
     fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only one stage of a pipeline is refused; another, which waits for its hidden states, is not the cause."""
+    """Only one pipeline stage rejects the config; the stage that waits for its hidden states is not the cause."""
     run = tmp_path / "run"
     attempt_logs(run, 0).mkdir(parents=True)
-    for rank, main in ((1, refuse), (2, lose_a_peer)):
+    for rank, main in ((1, reject_config), (2, lose_a_peer)):
         monkeypatch.setenv("RANK", str(rank))
         directory = RunDirectory(run, fresh=fresh, created=[run], lock=None, attempt=0)
         recipe = Recipe("finetune", main, FinetuneConfig, Path(__file__))
@@ -74,7 +74,7 @@ def test_ranks_that_lose_a_refused_one_end_without_a_traceback(
     assert "rank 2: another rank rejected the config" in printed
 
 
-def test_a_lost_peer_that_was_not_refused_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_peer_without_a_rejected_config_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     attempt_logs(run, 0).mkdir(parents=True)
     monkeypatch.setenv("RANK", "2")
@@ -88,8 +88,8 @@ def run_out_of_memory(cfg: FinetuneConfig) -> None:
     raise RuntimeError("can't allocate memory: you tried to allocate 8 bytes")
 
 
-def test_another_failure_beside_a_refused_rank_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the run directory is gone: nothing but a lost peer follows from a refusal."""
+def test_other_failure_besides_a_rejected_config_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the run directory is gone: only a lost peer can be a consequence of a rejected config."""
     monkeypatch.setenv("RANK", "2")
     directory = RunDirectory(tmp_path / "run", fresh=True, created=[], lock=None, attempt=0)
     with pytest.raises(RuntimeError, match="allocate"):

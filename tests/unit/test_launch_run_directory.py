@@ -1,4 +1,4 @@
-"""Where a run lives: chosen, guarded, frozen, continued, and taken back."""
+"""The run directory: chosen, locked, populated, resumed and removed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RECORD = {"recipe": "finetune"}
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -58,12 +58,12 @@ def start(cfg: FinetuneConfig, recipe: str = "finetune") -> RunDirectory:
 
 
 def end(directory: RunDirectory) -> None:
-    """Free the lock, as the end of the process does."""
+    """Release the lock, as the end of the process does."""
     assert directory.lock is not None
     os.close(directory.lock)
 
 
-def test_a_new_directory_is_named_by_recipe_and_time(tmp_path: Path) -> None:
+def test_new_directory_is_named_by_recipe_and_time(tmp_path: Path) -> None:
     cfg = config()
     directory = start(cfg)
     assert directory.path.parent == tmp_path / "outputs" / "finetune"
@@ -73,8 +73,8 @@ def test_a_new_directory_is_named_by_recipe_and_time(tmp_path: Path) -> None:
     assert (directory.path / "logs" / "latest").resolve() == directory.logs == attempt_logs(directory.path, 0)
 
 
-def test_two_starts_of_the_same_moment_get_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second draws the same time and the same hex at first."""
+def test_two_starts_in_the_same_second_get_different_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second start first draws the same timestamp and the same hex suffix."""
     drawn = iter(["aaaa", "aaaa", "bbbb"])
     monkeypatch.setattr(filesystem.time, "strftime", lambda form: "20260101-000000")
     monkeypatch.setattr(filesystem.secrets, "token_hex", lambda count: next(drawn))
@@ -82,12 +82,12 @@ def test_two_starts_of_the_same_moment_get_two(monkeypatch: pytest.MonkeyPatch) 
     assert names == ["20260101-000000-aaaa", "20260101-000000-bbbb"]
 
 
-def test_a_given_directory_is_made_absolute_and_may_be_there(tmp_path: Path) -> None:
+def test_given_directory_is_made_absolute_and_may_exist(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     assert start(config("mine")).path == tmp_path / "mine"
 
 
-def test_the_same_run_goes_on_and_keeps_what_was() -> None:
+def test_resumed_run_keeps_the_files_of_earlier_attempts() -> None:
     first = start(config("mine"))
     first.conclude("failed", "boom")
     end(first)
@@ -102,7 +102,7 @@ def test_the_same_run_goes_on_and_keeps_what_was() -> None:
     assert (second.path / "logs" / "latest").resolve() == second.logs
 
 
-def test_a_result_of_the_recipe_is_kept() -> None:
+def test_result_written_by_the_recipe_is_kept() -> None:
     directory = start(config("mine"))
     (directory.path / "result.json").write_text('{"status": "ok"}')
     directory.conclude("failed", "boom")
@@ -144,7 +144,9 @@ def change_data(cfg: FinetuneConfig) -> None:
         (change_data, "data.max_samples=3"),
     ],
 )
-def test_what_makes_it_another_run_is_refused_by_key(change: Callable[[FinetuneConfig], None], key: str) -> None:
+def test_change_that_makes_a_different_run_is_rejected_by_key(
+    change: Callable[[FinetuneConfig], None], key: str
+) -> None:
     end(start(config("mine")))
     other = config("mine")
     change(other)
@@ -156,7 +158,7 @@ def test_what_makes_it_another_run_is_refused_by_key(change: Callable[[FinetuneC
     start(other)
 
 
-def test_another_weight_in_a_mixture_is_refused_by_its_key() -> None:
+def test_changed_mixture_weight_is_rejected_by_key() -> None:
     before, after = config("mine"), config("mine")
     for cfg, weight in ((before, 0.3), (after, 0.4)):
         cfg.data = MixtureDataConfig(sources={"docs": DocsDataConfig(weight=weight), "more": DocsDataConfig()})
@@ -168,7 +170,7 @@ def test_another_weight_in_a_mixture_is_refused_by_its_key() -> None:
     start(after)
 
 
-def test_a_key_that_an_earlier_version_did_not_write_meant_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_missing_from_an_older_config_counts_as_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     cfg = config("mine")
     before = yaml.safe_load(to_yaml(cfg))
     for section, key in (("data", "overlong"), ("data", "eval_fraction"), ("run", "accept_changes")):
@@ -180,7 +182,7 @@ def test_a_key_that_an_earlier_version_did_not_write_meant_its_default(capsys: p
         check_changes(yaml.safe_dump(before), cfg, "mine")
 
 
-def test_a_section_without_a_kind_was_of_the_kind_that_there_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_section_without_a_kind_in_an_older_config_has_the_original_kind(capsys: pytest.CaptureFixture[str]) -> None:
     cfg = config("mine")
     before = yaml.safe_load(to_yaml(cfg))
     for section in ("cluster", "model", "objective", "optimizer"):
@@ -192,7 +194,7 @@ def test_a_section_without_a_kind_was_of_the_kind_that_there_was(capsys: pytest.
     assert "cluster.kind: local -> slurm" in capsys.readouterr().err
 
 
-def test_every_changed_key_is_told_at_once() -> None:
+def test_all_changed_keys_are_reported_at_once() -> None:
     end(start(config("mine")))
     other = config("mine")
     change_seed(other)
@@ -202,20 +204,22 @@ def test_every_changed_key_is_told_at_once() -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_what_may_change_on_the_way_may_change_and_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_allowed_changes_are_accepted_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     end(start(config("mine")))
     other = config("mine")
     other.optimizer.lr, other.parallelism.tp, other.training.micro_batch_size = 1.0, 2, 1
     end(start(other))
-    told = capsys.readouterr().err
-    assert "mine resumes with changed values: optimizer.lr: " in told
-    assert "-> 1.0; parallelism.tp: 1 -> 2; training.micro_batch_size: " in told
+    report = capsys.readouterr().err
+    assert "mine resumes with changed values: optimizer.lr: " in report
+    assert "-> 1.0; parallelism.tp: 1 -> 2; training.micro_batch_size: " in report
     start(other)
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("accepted", [["run.seed", "data.max_samples"], ["run.seed", "data"]])
-def test_a_change_that_is_accepted_by_its_key_goes_on(accepted: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_resumes_with_changes_listed_in_accept_changes(
+    accepted: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     end(start(config("mine")))
     other = config("mine")
     change_seed(other)
@@ -227,60 +231,64 @@ def test_a_change_that_is_accepted_by_its_key_goes_on(accepted: list[str], capsy
     end(start(other))
     assert "data.max_samples: None -> 3; run.seed: 42 -> 7" in capsys.readouterr().err
     other.run.accept_changes = []
-    start(other)  # accepted once: this is the run now
+    start(other)  # once accepted, the change is part of the frozen config
 
 
-def test_a_checkpoint_of_elsewhere_is_compared_with_the_config_it_was_made_under(
+def test_checkpoint_of_another_run_is_compared_with_its_saved_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = start(config("there"))
-    stored = tmp_path / "step_3"
-    stored.mkdir()
-    made_under = (source.path / "config.yaml").read_text()
-    (stored / "state.json").write_text(json.dumps({"step": 3, "extra": {}, "config": made_under}))
+    checkpoint = tmp_path / "step_3"
+    checkpoint.mkdir()
+    saved_config = (source.path / "config.yaml").read_text()
+    (checkpoint / "state.json").write_text(json.dumps({"step": 3, "extra": {}, "config": saved_config}))
     other = config("here")
-    other.run.resume = str(stored)
+    other.run.resume = str(checkpoint)
     change_batch(other)
-    with pytest.raises(ConfigError, match=rf"training.global_batch_size=32: the run in run.resume={stored} began with"):
+    with pytest.raises(
+        ConfigError, match=rf"training.global_batch_size=32: the run in run.resume={checkpoint} began with"
+    ):
         open_run_directory(other, "finetune")
     assert not (tmp_path / "here").exists()
     other.run.accept_changes = ["training.global_batch_size"]
     start(other)
-    assert f"run.resume={stored} resumes with changed values: training.global_batch_size: " in capsys.readouterr().err
-    (stored / "state.json").write_text("{}")
+    assert (
+        f"run.resume={checkpoint} resumes with changed values: training.global_batch_size: " in capsys.readouterr().err
+    )
+    (checkpoint / "state.json").write_text("{}")
     other.run.dir = "third"
-    with pytest.raises(ConfigError, match=rf"run.resume={stored}: not a complete checkpoint: .*state.json"):
+    with pytest.raises(ConfigError, match=rf"run.resume={checkpoint}: not a complete checkpoint: .*state.json"):
         open_run_directory(other, "finetune")
 
 
-def test_adapters_are_evaluated_as_they_were_trained(tmp_path: Path) -> None:
+def test_evaluation_rejects_peft_settings_that_differ_from_training(tmp_path: Path) -> None:
     trained = config("there")
     trained.peft = PeftConfig(method="lora", alpha=8.0, rslora=True)
-    stored = tmp_path / "step_3"
-    stored.mkdir()
+    checkpoint = tmp_path / "step_3"
+    checkpoint.mkdir()
     text = (start(trained).path / "config.yaml").read_text()
-    (stored / "state.json").write_text(json.dumps({"step": 3, "extra": {}, "config": text}))
+    (checkpoint / "state.json").write_text(json.dumps({"step": 3, "extra": {}, "config": text}))
 
     def evaluation(peft: PeftConfig) -> EvaluateConfig:
         cfg = EvaluateConfig(model=trained.model, data=DocsDataConfig(), peft=peft)
-        cfg.evaluation.checkpoint = str(stored)
+        cfg.evaluation.checkpoint = str(checkpoint)
         return cfg
 
     with pytest.raises(ConfigError) as caught:
         open_run_directory(evaluation(PeftConfig(method="lora")), "evaluate")
     assert caught.value.problems == [
-        f"peft.{key}={now}: evaluation.checkpoint={stored} was trained with {then}; set peft.{key}={then}"
-        for key, now, then in (("alpha", 32.0, 8.0), ("rslora", False, True))
+        f"peft.{key}={value}: evaluation.checkpoint={checkpoint} was trained with {saved}; set peft.{key}={saved}"
+        for key, value, saved in (("alpha", 32.0, 8.0), ("rslora", False, True))
     ]
     open_run_directory(evaluation(replace(trained.peft, export="merged", dropout=0.5)), "evaluate")
 
 
-def test_only_what_could_be_refused_can_be_accepted() -> None:
+def test_accept_changes_rejects_keys_that_may_always_change() -> None:
     with pytest.raises(ConfigError, match=r"run.accept_changes=\[optimizer.lr\]: may name run.seed, .*data"):
         RunConfig(accept_changes=["optimizer.lr", "data.path", "data"])
 
 
-def test_starting_over_where_checkpoints_are_is_refused() -> None:
+def test_restart_in_a_directory_with_checkpoints_is_rejected() -> None:
     directory = start(config("mine"))
     end(directory)
     again = config("mine")
@@ -292,7 +300,7 @@ def test_starting_over_where_checkpoints_are_is_refused() -> None:
         open_run_directory(again, "finetune")
 
 
-def test_a_run_of_another_recipe_is_refused_by_name() -> None:
+def test_run_of_another_recipe_is_rejected_by_name() -> None:
     end(start(config("mine")))
     other = EvaluateConfig(model=config().model, data=DocsDataConfig())
     other.run.dir = "mine"
@@ -300,15 +308,15 @@ def test_a_run_of_another_recipe_is_refused_by_name() -> None:
         open_run_directory(other, "evaluate")
 
 
-def test_a_config_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_config_that_does_not_fit_the_recipe_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.yaml").write_text("lr: 3\n")
     with pytest.raises(ConfigError, match=r"its config.yaml does not fit this recipe \(lr=3: no such key"):
         open_run_directory(config("mine"), "finetune")
 
 
-def test_a_file_that_is_no_config_is_quoted_in_part(tmp_path: Path) -> None:
-    """A link to another file of the run, say: what is in it may be long, and have many lines."""
+def test_invalid_config_file_is_quoted_only_in_part(tmp_path: Path) -> None:
+    """It may be a link to another file of the run, with long content and many lines."""
     (tmp_path / "mine").mkdir()
     other = {"step": 2, "config": "a line\n" * 500, "more": [1]}
     (tmp_path / "mine" / "config.yaml").write_text(yaml.safe_dump(other, sort_keys=False))
@@ -320,7 +328,7 @@ def test_a_file_that_is_no_config_is_quoted_in_part(tmp_path: Path) -> None:
     assert len(problem) < 700
 
 
-def test_files_that_are_no_run_are_not_touched(tmp_path: Path) -> None:
+def test_directory_without_a_run_is_rejected_and_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("x")
     with pytest.raises(ConfigError, match="contains files, but no run"):
@@ -328,14 +336,14 @@ def test_files_that_are_no_run_are_not_touched(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "thesis") == ["chapter.tex"]
 
 
-@pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_place_that_cannot_be_is_told(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("run_dir", ["file", "file/below"])
+def test_unusable_run_dir_is_rejected(tmp_path: Path, run_dir: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=f"run.dir={tmp_path / place}: cannot be used"):
-        open_run_directory(config(place), "finetune")
+    with pytest.raises(ConfigError, match=f"run.dir={tmp_path / run_dir}: cannot be used"):
+        open_run_directory(config(run_dir), "finetune")
 
 
-def test_a_directory_in_use_is_refused_by_name(tmp_path: Path) -> None:
+def test_run_directory_in_use_is_rejected(tmp_path: Path) -> None:
     first = start(config("mine"))
     with pytest.raises(ConfigError, match=f"run.dir={tmp_path / 'mine'}: is in use"):
         open_run_directory(config("mine"), "finetune")
@@ -343,10 +351,10 @@ def test_a_directory_in_use_is_refused_by_name(tmp_path: Path) -> None:
     start(config("mine"))
 
 
-def test_what_a_start_would_refuse_is_told_by_a_look_that_makes_nothing(
+def test_check_run_directory_reports_start_errors_without_writing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(cfg: FinetuneConfig, recipe: str = "finetune") -> str:
+    def error_of(cfg: FinetuneConfig, recipe: str = "finetune") -> str:
         before = sorted(tmp_path.rglob("*"))
         try:
             check_run_directory(cfg, recipe)
@@ -359,31 +367,31 @@ def test_what_a_start_would_refuse_is_told_by_a_look_that_makes_nothing(
     (tmp_path / "file").write_text("")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("x")
-    assert (told(config()), told(config("new/one"))) == ("", "")
-    assert "run.dir=" + str(tmp_path / "file/below") + ": cannot be used: File exists" in told(config("file/below"))
-    assert "contains files, but no run" in told(config("thesis"))
+    assert (error_of(config()), error_of(config("new/one"))) == ("", "")
+    assert "run.dir=" + str(tmp_path / "file/below") + ": cannot be used: File exists" in error_of(config("file/below"))
+    assert "contains files, but no run" in error_of(config("thesis"))
     first = start(config("mine"))
-    assert "is in use by a run that is still going" in told(config("mine"))
+    assert "is in use by a run that is still going" in error_of(config("mine"))
     end(first)
-    assert told(config("mine")) == ""
-    end(start(config("mine")))  # the look has let go of the lock
+    assert error_of(config("mine")) == ""
+    end(start(config("mine")))  # check_run_directory released the lock
     other = config("mine")
     change_seed(other)
-    assert f"run.seed=7: the run in run.dir={tmp_path / 'mine'} began with 42" in told(other)
-    assert "contains a run of the recipe finetune" in told(config("mine"), "pretrain")
+    assert f"run.seed=7: the run in run.dir={tmp_path / 'mine'} began with 42" in error_of(other)
+    assert "contains a run of the recipe finetune" in error_of(config("mine"), "pretrain")
     other.run.dir, other.run.resume = "here", str(tmp_path / "thesis")
-    assert f"run.resume={tmp_path / 'thesis'}: not a complete checkpoint" in told(other)
+    assert f"run.resume={tmp_path / 'thesis'}: not a complete checkpoint" in error_of(other)
     assert capsys.readouterr().err == ""
 
 
-def test_a_place_without_permission_is_told_by_a_look() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # of which others may see the way, unlike that of tmp_path
+def test_check_run_directory_reports_missing_write_permission() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # other users can reach it, unlike tmp_path
         Path(folder).chmod(0o555)
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                if os.getuid() == 0:  # whom no mode keeps out
+                if os.getuid() == 0:  # file modes do not restrict root
                     os.setuid(65534)
                 check_run_directory(config(f"{folder}/run"), "finetune")
             except ConfigError as error:
@@ -394,7 +402,7 @@ def test_a_place_without_permission_is_told_by_a_look() -> None:
         assert os.listdir(folder) == []
 
 
-def test_a_refused_start_frees_the_directory() -> None:
+def test_rejected_start_releases_the_lock() -> None:
     end(start(config("mine")))
     other = config("mine")
     change_seed(other)
@@ -403,16 +411,16 @@ def test_a_refused_start_frees_the_directory() -> None:
     start(config("mine"))
 
 
-def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
+def test_rejected_run_leaves_no_files(tmp_path: Path) -> None:
     for run_dir in (None, "a/b/c"):
         directory = start(config(run_dir))
-        (directory.logs / "rank_1.log").write_text("said something")
+        (directory.logs / "rank_1.log").write_text("some output")
         (directory.path / "metrics.jsonl").touch()
         directory.discard("no data")
     assert os.listdir(tmp_path) == []
 
 
-def test_a_refused_run_leaves_what_was_there_before(tmp_path: Path) -> None:
+def test_rejected_run_keeps_directories_that_existed_before(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     start(config("mine")).discard("no data")
     assert os.listdir(tmp_path / "mine") == []
@@ -421,7 +429,7 @@ def test_a_refused_run_leaves_what_was_there_before(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "outputs" / "finetune") == ["earlier"]
 
 
-def test_a_refused_run_leaves_what_the_recipe_made() -> None:
+def test_rejected_run_keeps_the_output_of_the_recipe() -> None:
     directory = start(config("mine"))
     (directory.path / "export").mkdir()
     directory.discard("no data")
@@ -429,7 +437,7 @@ def test_a_refused_run_leaves_what_the_recipe_made() -> None:
     assert (directory.path / "config.yaml").exists()
 
 
-def test_a_run_that_went_on_is_not_taken_back() -> None:
+def test_rejected_resume_keeps_the_run() -> None:
     end(start(config("mine")))
     directory = start(config("mine"))
     directory.discard("no data")
@@ -437,7 +445,7 @@ def test_a_run_that_went_on_is_not_taken_back() -> None:
     assert json.loads((directory.path / "result.json").read_text())["status"] == "invalid"
 
 
-def test_modes_under_our_umask() -> None:
+def test_files_of_a_run_respect_the_umask() -> None:
     before = os.umask(0o077)
     try:
         directory = start(config())
@@ -448,7 +456,7 @@ def test_modes_under_our_umask() -> None:
             assert stat.S_IMODE(entry.stat().st_mode) == (0o700 if entry.is_dir() else 0o600), entry
 
 
-def test_the_record_tells_versions_git_and_command_but_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_record_contains_versions_git_and_command_but_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_canary")
     monkeypatch.setattr("sys.argv", ["recipes/finetune.py", "run.name=a b"])
     record = start_record("finetune", Path(__file__), 2, 1)
@@ -460,27 +468,27 @@ def test_the_record_tells_versions_git_and_command_but_no_secret(monkeypatch: py
     assert record["git"] is None or len(record["git"]["commit"]) == 40
 
 
-def test_a_recipe_outside_any_repository_has_no_git(tmp_path: Path) -> None:
+def test_start_record_outside_a_repository_has_no_git_entry(tmp_path: Path) -> None:
     assert start_record("finetune", tmp_path / "recipe.py", 1, 0)["git"] is None
 
 
-def slurm_says(folder: Path, **answers: str) -> str:
-    """Write commands of Slurm's that answer like this, and return their folder."""
+def fake_slurm(folder: Path, **scripts: str) -> str:
+    """Write fake Slurm commands with these shell scripts, and return their folder."""
     folder.mkdir(exist_ok=True)
-    for name, answer in answers.items():
-        (folder / name).write_text(f"#!/bin/sh\n{answer}\n")
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
     return str(folder)
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "LAUNCH_FAILED", "OF_A_LATER_SLURM"])
-def test_a_directory_whose_job_has_not_ended_is_refused(
+def test_run_directory_whose_job_has_not_ended_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     directory = start(config("mine"))
     end(directory)
     (directory.path / "job_id").write_text("17\n")
-    monkeypatch.setenv("PATH", slurm_says(tmp_path / "bin", squeue=f"echo 17 {state}"))
+    monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", squeue=f"echo 17 {state}"))
     with pytest.raises(ConfigError, match=f"belongs to job 17, which is {state}; choose another run.dir, or end"):
         open_run_directory(config("mine"), "finetune")
     with pytest.raises(ConfigError, match=f"which is {state}; wait for it to finish, or end"), held(directory.path):
@@ -488,39 +496,39 @@ def test_a_directory_whose_job_has_not_ended_is_refused(
 
 
 @pytest.mark.parametrize(
-    "answers",
+    "scripts",
     [{"squeue": "echo 17 COMPLETED"}, {"squeue": "exit 1", "scontrol": "[ $1 = ping ] && echo Slurmctld is UP"}],
-    ids=["ended", "forgotten"],
+    ids=["ended", "no longer listed"],
 )
-def test_a_directory_whose_job_has_ended_goes_on_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answers: dict[str, str]
+def test_run_directory_whose_job_has_ended_resumes_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scripts: dict[str, str]
 ) -> None:
     directory = start(config("mine"))
     end(directory)
     (directory.path / "job_id").write_text("17\n")
-    monkeypatch.setenv("PATH", slurm_says(tmp_path / "bin", **answers))
+    monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", **scripts))
     with held(directory.path):
         pass
     end(start(config("mine")))
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("answers", [{}, {"squeue": "exit 1", "scontrol": "exit 1"}], ids=["laptop", "no controller"])
-def test_a_job_that_nobody_can_ask_about_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answers: dict[str, str]
+@pytest.mark.parametrize("scripts", [{}, {"squeue": "exit 1", "scontrol": "exit 1"}], ids=["laptop", "no controller"])
+def test_job_of_unknown_state_gives_a_warning_on_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scripts: dict[str, str]
 ) -> None:
-    """A start may be all right, as a person knows; what cannot be taken back is refused."""
-    monkeypatch.setenv("PATH", slurm_says(tmp_path / "bin", **answers))
+    """A start only warns, because the user may know that the job has ended; `held`, for tools, raises."""
+    monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", **scripts))
     directory = start(config("mine"))
     end(directory)
     end(start(config("mine")))
-    assert capsys.readouterr().err == ""  # no job, nothing to tell
+    assert capsys.readouterr().err == ""  # no job, no warning
     (directory.path / "job_id").write_text("17\n")
     end(start(config("mine")))
-    told = capsys.readouterr().err
-    assert len(told.splitlines()) == 1
-    assert f"{directory.path}: belongs to job 17, which may still run: there is no squeue on PATH" in told
-    assert "do not start this run twice at once" in told
+    warning = capsys.readouterr().err
+    assert len(warning.splitlines()) == 1
+    assert f"{directory.path}: belongs to job 17, which may still run: there is no squeue on PATH" in warning
+    assert "do not start this run twice at once" in warning
     with (
         pytest.raises(ConfigError, match="job 17, which may still run.*remove .*job_id if the job has"),
         held(directory.path),

@@ -1,4 +1,4 @@
-"""The loss without logits in one process: what it holds, what it costs nothing for, and where it steps back."""
+"""The chunked loss in one process: its memory, skipped ignored targets, gradients, and fallbacks to logits."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ PLAIN = training.CrossEntropy()
 CPU = torch.device("cpu")
 
 
-class _Sizes(TorchDispatchMode):
-    """Remembers the shape of every tensor that an operation returns."""
+class _ShapeRecorder(TorchDispatchMode):
+    """Record the shape of every tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class _Sizes(TorchDispatchMode):
         return result
 
     @property
-    def most_tokens(self) -> int:
-        """Rows of the largest tensor of logits."""
+    def max_logits_rows(self) -> int:
+        """Rows of the largest logits tensor."""
         return max((shape[0] for shape in self.shapes if len(shape) == 2 and shape[1] == VOCABULARY), default=0)
 
 
@@ -84,14 +84,13 @@ def attach(model: nn.Module, loss: LossMethod = LossMethod.chunked) -> training.
 
 
 def rows(targets: int = 500) -> Batch:
-    """Eight rows of 64 tokens, `targets` of which carry loss."""
+    """Eight rows of 64 tokens, with `targets` non-ignored targets."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, VOCABULARY, (8, 64), generator=generator)
     labels = torch.full((8, 64), -100)
-    places = torch.randperm(8 * 63, generator=generator)[:targets]
-    labels[:, 1:].reshape(-1)[places] = 1  # a copy: only the places count
-    real = torch.zeros(8 * 63, dtype=torch.bool).index_fill(0, places, True).view(8, 63)
-    labels[:, 1:] = torch.where(real, tokens[:, 1:], -100)
+    positions = torch.randperm(8 * 63, generator=generator)[:targets]
+    is_target = torch.zeros(8 * 63, dtype=torch.bool).index_fill(0, positions, True).view(8, 63)
+    labels[:, 1:] = torch.where(is_target, tokens[:, 1:], -100)
     return Batch.from_labels(tokens, labels)
 
 
@@ -103,46 +102,46 @@ def step(model: nn.Module, loss: training.LossHead | None, batch: Batch, **value
 
 
 def gradients(model: Any, loss: training.LossHead | None, batch: Batch, **values: Any) -> dict[str, Any]:
-    """Gradients before the update, and the step's vector."""
-    found: dict[str, Any] = {}
+    """Return the gradients before the update, and the loss of the step."""
+    result: dict[str, Any] = {}
 
-    class Keep(torch.optim.SGD):
+    class CaptureGradients(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
-            found.update({name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None})
+            result.update({name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None})
 
-    optimizer = Keep(model.parameters(), lr=0.0)
+    optimizer = CaptureGradients(model.parameters(), lr=0.0)
     optimizer.param_groups[0]["fused"] = False
     settings = training.StepSettings(device=CPU, loss_head=loss, max_grad_norm=0.0, **values)
-    found["loss"] = training.train_step(training.Prepared(model, settings), [batch], optimizer)["loss"]
-    return found
+    result["loss"] = training.train_step(training.Prepared(model, settings), [batch], optimizer)["loss"]
+    return result
 
 
-def test_no_tensor_of_tokens_x_vocabulary_is_made_and_ignored_targets_cost_nothing() -> None:
+def test_chunked_loss_never_materializes_all_logits_and_skips_ignored_targets() -> None:
     shapes = {}
-    for name, method, targets in (("logits", None, 500), ("all", 1, 500), ("few", 1, 20)):
+    for name, chunked, targets in (("logits", None, 500), ("all", 1, 500), ("few", 1, 20)):
         model = build()
-        loss = attach(model) if method else None
-        with chunks_of(100), _Sizes() as sizes:
+        loss = attach(model) if chunked else None
+        with chunks_of(100), _ShapeRecorder() as recorder:
             step(model, loss, rows(targets))
-        shapes[name] = sizes
+        shapes[name] = recorder
     assert any(shape in ((8, 64, VOCABULARY), (512, VOCABULARY)) for shape in shapes["logits"].shapes)
-    assert 86 <= shapes["all"].most_tokens <= 100
-    products = [shape for shape in shapes["few"].shapes if shape[-1:] == (VOCABULARY,) and len(shape) == 2]
-    assert sum(shape[0] for shape in dict.fromkeys(products)) <= 128  # of 512 tokens
+    assert 86 <= shapes["all"].max_logits_rows <= 100
+    chunks = [shape for shape in shapes["few"].shapes if shape[-1:] == (VOCABULARY,) and len(shape) == 2]
+    assert sum(shape[0] for shape in dict.fromkeys(chunks)) <= 128  # of 512 tokens
 
 
-def test_a_step_on_the_meta_device_with_batches_of_the_host() -> None:
-    """Targets are counted on the host and nothing is asked of the device."""
+def test_chunked_loss_step_on_the_meta_device_with_host_batches() -> None:
+    """Targets are counted on the host, so that the step never synchronizes with the device."""
     model = build("meta")
     batch = rows(20)
-    with chunks_of(50), _Sizes() as sizes:
-        vector = step(model, attach(model), batch)
-    assert vector.vector.shape == (len(training.FIELDS),)
-    assert 0 < sizes.most_tokens <= 50
+    with chunks_of(50), _ShapeRecorder() as recorder:
+        numbers = step(model, attach(model), batch)
+    assert numbers.vector.shape == (len(training.FIELDS),)
+    assert 0 < recorder.max_logits_rows <= 50
 
 
 @pytest.mark.parametrize("values", [{}, {"model_type": "cohere", "logit_scale": 0.25}, {"tie_word_embeddings": True}])
-def test_gradients_are_those_of_logits(values: dict[str, Any]) -> None:
+def test_chunked_gradients_match_those_of_logits(values: dict[str, Any]) -> None:
     batch = rows(300)
     expected = gradients(build(**values).double(), None, batch)
     model = build(**values).double()
@@ -150,25 +149,25 @@ def test_gradients_are_those_of_logits(values: dict[str, Any]) -> None:
         got = gradients(model, attach(model), batch)
     assert got.keys() == expected.keys()
     for name, value in expected.items():
-        assert (got[name] - value).norm() <= 1e-6 * value.norm(), name  # transformers' norms are in float32
+        assert (got[name] - value).norm() <= 1e-6 * value.norm(), name  # transformers computes norms in float32
 
 
-def test_a_frozen_head_costs_no_gradient() -> None:
+def test_gradient_of_a_frozen_head_is_not_computed() -> None:
     batch, shapes = rows(500), {}
     for frozen in (False, True):
         model = build(tie_word_embeddings=False)
         model.lm_head.weight.requires_grad_(not frozen)
         model.model.embed_tokens.weight.requires_grad_(False)
         loss = attach(model)
-        with chunks_of(100), _Sizes() as sizes:
+        with chunks_of(100), _ShapeRecorder() as recorder:
             step(model, loss, batch)
         assert model.lm_head.weight.grad is None
-        shapes[frozen] = sizes.shapes
+        shapes[frozen] = recorder.shapes
     assert (VOCABULARY, HIDDEN) in shapes[False]
     assert (VOCABULARY, HIDDEN) not in shapes[True]
 
 
-def test_autocast_computes_as_logits_do_and_the_loss_is_float32() -> None:
+def test_chunked_loss_under_autocast_matches_logits_and_is_float32() -> None:
     batch = rows(300)
     expected = gradients(build(), None, batch, autocast=torch.bfloat16)
     model = build()
@@ -177,13 +176,13 @@ def test_autocast_computes_as_logits_do_and_the_loss_is_float32() -> None:
     assert abs(got["loss"] - expected["loss"]) <= 1e-6 * expected["loss"]
     for name, value in expected.items():
         assert (got[name] - value).norm() <= 2e-2 * value.norm(), name
-    # What chunks add to the head's gradient is not rounded after each of them.
+    # The head's gradient is accumulated over chunks in float32, so it is not rounded after each chunk.
     exact = gradients(build(), None, batch)["lm_head.weight"]
     error = (got["lm_head.weight"] - exact).norm() / (expected["lm_head.weight"] - exact).norm()
     assert error <= 1.05
 
 
-def test_layers_recomputed_and_compiled() -> None:
+def test_chunked_loss_with_recomputed_and_compiled_layers_matches_logits() -> None:
     batch = rows(300)
     expected = gradients(build(), None, batch)
     model = build()
@@ -195,7 +194,7 @@ def test_layers_recomputed_and_compiled() -> None:
         assert (got[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
-def test_logits_and_evaluation_are_what_they_were() -> None:
+def test_attaching_the_loss_head_changes_neither_logits_nor_evaluation() -> None:
     model = build().eval()
     batch = rows(300)
     expected = model(input_ids=batch.input_ids, use_cache=False).logits
@@ -209,18 +208,18 @@ def test_logits_and_evaluation_are_what_they_were() -> None:
     assert found.count == held_out.count
 
 
-def test_a_count_that_is_too_small_is_never_a_wrong_loss() -> None:
+def test_too_small_bound_on_targets_gives_nan_not_a_wrong_loss() -> None:
     hidden, weight = torch.randn(600, 8), torch.randn(50, 8)
     targets = torch.randint(0, 50, (600,))
     assert linear_token_loss(hidden, weight, None, Targets(targets, 600), Head(), PLAIN).isfinite()
     assert linear_token_loss(hidden, weight, None, Targets(targets, 200), Head(), PLAIN).isnan()
 
 
-def test_gradients_are_given_once_and_no_targets_give_zero() -> None:
+def test_second_backward_raises_and_zero_targets_give_zero_gradients() -> None:
     hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
-    nothing = linear_token_loss(hidden, weight, None, Targets(torch.full((9,), -100), 0), Head(), PLAIN)
-    nothing.backward()
-    assert nothing == 0
+    empty = linear_token_loss(hidden, weight, None, Targets(torch.full((9,), -100), 0), Head(), PLAIN)
+    empty.backward()
+    assert empty == 0
     assert hidden.grad is not None
     assert not hidden.grad.any()
     assert weight.grad is not None
@@ -236,41 +235,41 @@ class _Scaled(nn.Linear):
         return 2 * super().forward(hidden)
 
 
-def test_a_head_of_another_kind_keeps_its_logits_and_says_so() -> None:
+def test_unsupported_head_falls_back_to_logits_and_reports_it() -> None:
     model = build()
     model.lm_head.__class__ = _Scaled
-    told = attach(copy.deepcopy(model), LossMethod.auto)
-    assert (told.method, told.takes_targets) == (LossMethod.logits, False)
-    assert "its LM head is a _Scaled" in str(told)
+    loss_head = attach(copy.deepcopy(model), LossMethod.auto)
+    assert (loss_head.method, loss_head.takes_targets) == (LossMethod.logits, False)
+    assert "its LM head is a _Scaled" in str(loss_head)
     with pytest.raises(ConfigError, match="model.loss=chunked: .*_Scaled.* set model.loss=logits"):
         attach(model)
 
 
-def test_code_after_the_head_that_needs_all_logits_is_left_to_logits() -> None:
-    class Centred(type(build())):  # type: ignore[misc]
+def test_model_code_that_needs_all_logits_falls_back_to_logits() -> None:
+    class Centered(type(build())):  # type: ignore[misc]
         def forward(self, **kwargs: Any) -> Any:
             output = super().forward(**kwargs)
             return replace(output, logits=output.logits - output.logits.mean(-1, keepdim=True))
 
     model = build()
-    model.__class__ = Centred
+    model.__class__ = Centered
     assert "needs all of them at once" in str(attach(model, LossMethod.auto))
 
 
-def test_auto_makes_small_logits() -> None:
-    assert not attach(build(), LossMethod.auto).takes_targets  # 512 tokens x 6,000 words
+def test_auto_keeps_logits_if_they_are_small() -> None:
+    assert not attach(build(), LossMethod.auto).takes_targets  # 512 tokens x vocabulary of 6,000
     with chunks_of(100):
         assert attach(build(), LossMethod.auto).method == LossMethod.chunked
 
 
-def test_liger_is_refused_on_a_cpu() -> None:
+def test_liger_is_rejected_on_cpu() -> None:
     with pytest.raises(ConfigError, match="model.loss=liger: .*GPUs only"):
         attach(build(), LossMethod.liger)
 
 
-@pytest.mark.parametrize("change", [None, lambda logits: 30 * torch.tanh(logits / 30)], ids=["plain", "softcapped"])
-def test_smoothing_and_z_loss_of_chunks_are_those_of_logits(change: Any) -> None:
-    """Values and gradients in float64; ignored targets add neither."""
+@pytest.mark.parametrize("transform", [None, lambda logits: 30 * torch.tanh(logits / 30)], ids=["plain", "softcapped"])
+def test_chunked_label_smoothing_and_z_loss_match_those_of_logits(transform: Any) -> None:
+    """Compare values and gradients in float64; ignored targets contribute to neither term."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((50, 8), (31, 8)))
     targets = torch.randint(0, 31, (50,), generator=generator)
@@ -281,10 +280,10 @@ def test_smoothing_and_z_loss_of_chunks_are_those_of_logits(change: Any) -> None
         leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
         if chunked:
             with chunks_of(11):
-                loss = linear_token_loss(*leaves, None, Targets(targets), Head(logits_transform=change), token_loss)
+                loss = linear_token_loss(*leaves, None, Targets(targets), Head(logits_transform=transform), token_loss)
         else:
             logits = torch.nn.functional.linear(*leaves)
-            loss = token_loss.of_logits((logits if change is None else change(logits))[None], targets[None])
+            loss = token_loss.of_logits((logits if transform is None else transform(logits))[None], targets[None])
         loss.backward()
         found.append([loss.detach(), *(each.grad for each in leaves)])
     for expected, got in zip(*found, strict=True):
@@ -293,7 +292,7 @@ def test_smoothing_and_z_loss_of_chunks_are_those_of_logits(change: Any) -> None
     assert abs(plain - found[0][0]) > 1
 
 
-def test_a_held_out_loss_has_neither_smoothing_nor_z_loss() -> None:
+def test_held_out_loss_excludes_label_smoothing_and_z_loss() -> None:
     model, batch = build(), rows(300)
     prepared = training.Prepared(model, training.StepSettings(device=CPU))
     plain = training.evaluate(prepared, [batch]).loss

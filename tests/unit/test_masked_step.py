@@ -1,4 +1,4 @@
-"""Steps with non-finite gradients leave no trace, whatever the optimizer: compare with one that never saw them."""
+"""Steps with non-finite gradients leave no trace in any optimizer, compared with a run without these steps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from components.training.optimizers.optim import step_if_finite
 Parameters = Iterable[torch.Tensor]
 
 
-class Homemade(torch.optim.Optimizer):
-    """Holds its state in every way that users' optimizers do: numbers, lists, replaced tensors, values of a group."""
+class CustomOptimizer(torch.optim.Optimizer):
+    """Optimizer with state in all forms that users' optimizers have: numbers, lists, new tensors, group values."""
 
     def __init__(self, params: Parameters, lr: float) -> None:
         super().__init__(params, {"lr": lr, "calls": 0, "largest": torch.zeros(())})
@@ -54,7 +54,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
     "muon": lambda p: torch.optim.Muon(p, lr=0.1),
-    "homemade": lambda p: Homemade(p, lr=0.1),
+    "homemade": lambda p: CustomOptimizer(p, lr=0.1),
 }
 FINITE = (False, True, False, False, True, True, False)
 """Which steps have finite gradients."""
@@ -64,17 +64,17 @@ def trained(
     name: str,
     build: Callable[[], nn.Module],
     grad: Callable[[nn.Module, int], None],
-    skips: bool,
+    masked: bool,
     poisoned: bool = True,
 ) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
-    """Take the steps of FINITE with a learning rate of each step's own, or the finite ones alone by a plain step."""
+    """Train for the steps of FINITE with `step_if_finite`, or for the finite ones alone with plain steps."""
     model = build()
     optimizer, skipped = OPTIMIZERS[name](model.parameters()), []
     for step, finite in enumerate(FINITE):
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (step + 1)
         grad(model, step)
-        if skips:
+        if masked:
             if poisoned and not finite:
                 first = local_tensor(next(model.parameters()).grad)
                 first.view(-1)[:1] = math.nan if step else math.inf
@@ -88,7 +88,7 @@ def trained(
 
 
 def flat_state(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The leaves of the optimizer's state dict, tensors as lists of this rank's values."""
+    """Return the leaves of the optimizer's state dict, with tensors as lists of this rank's values."""
     leaves, _ = tree_flatten(optimizer.state_dict())
     return [local_tensor(leaf).tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
@@ -96,9 +96,9 @@ def flat_state(optimizer: torch.optim.Optimizer) -> list[Any]:
 def compare(
     name: str, build: Callable[[], nn.Module], grad: Callable[[nn.Module, int], None], poisoned: bool = True
 ) -> list[str]:
-    """Return what skipped steps left behind; `poisoned`: this rank is the one whose gradients are not finite."""
-    expected, reference, _ = trained(name, build, grad, skips=False)
-    model, optimizer, skipped = trained(name, build, grad, skips=True, poisoned=poisoned)
+    """Return the traces of skipped steps; `poisoned`: the gradients of this rank are the non-finite ones."""
+    expected, reference, _ = trained(name, build, grad, masked=False)
+    model, optimizer, skipped = trained(name, build, grad, masked=True, poisoned=poisoned)
     problems = [] if skipped == [not finite for finite in FINITE] else [f"{name}: skipped {skipped}"]
     for (key, got), want in zip(model.named_parameters(), expected.parameters(), strict=True):
         if not torch.equal(local_tensor(got), local_tensor(want)):
@@ -128,8 +128,8 @@ def test_skipped_steps_leave_no_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd_fused", "adagrad", "homemade"])
-def test_state_that_is_read_after_a_skipped_step_is_that_of_before(name: str) -> None:
-    """A checkpoint reads it there: what a skipped first step created is gone, and a counter is what it was."""
+def test_state_after_a_skipped_step_equals_the_state_before(name: str) -> None:
+    """A checkpoint may read it there: state created by a skipped first step is removed, and counters are restored."""
     model = matrices()
     optimizer = OPTIMIZERS[name](model.parameters())
     fresh = flat_state(optimizer)
@@ -140,7 +140,7 @@ def test_state_that_is_read_after_a_skipped_step_is_that_of_before(name: str) ->
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-def test_state_that_was_loaded_is_not_undone() -> None:
+def test_state_loaded_after_a_skipped_step_is_kept() -> None:
     model, other = matrices(), matrices()
     optimizer, source = (OPTIMIZERS["adagrad"](each.parameters()) for each in (model, other))
     fill_gradients(other, 0)
@@ -154,8 +154,8 @@ def test_state_that_was_loaded_is_not_undone() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd_momentum", "rmsprop", "muon", "adamw_foreach"])
-def test_the_host_does_not_wait(name: str) -> None:
-    """The meta device has no values to wait for: reading one raises."""
+def test_skipping_does_not_synchronize_with_the_device(name: str) -> None:
+    """The meta device holds no values, so any read of one raises."""
     model = matrices().to("meta")
     optimizer = OPTIMIZERS[name](model.parameters())
     for _ in range(2):
@@ -165,7 +165,7 @@ def test_the_host_does_not_wait(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd_momentum", "muon"])
-def test_a_training_step_without_a_fused_kernel_skips(name: str) -> None:
+def test_train_step_skips_nonfinite_gradients_without_a_fused_kernel(name: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -193,8 +193,8 @@ def test_a_training_step_without_a_fused_kernel_skips(name: str) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(weights[1], weights[2], strict=True))
 
 
-def test_the_optimizer_of_recipes_needs_no_copies() -> None:
-    """Its kernel takes the decision on the device."""
+def test_default_optimizer_skips_without_copies_of_its_state() -> None:
+    """Its fused kernel skips the update on the device, depending on `found_inf`."""
     model = matrices()
     optimizer = training.build_optimizer(model, AdamWConfig())
     fill_gradients(model, 0)

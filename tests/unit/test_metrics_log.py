@@ -1,4 +1,4 @@
-"""metrics.jsonl is strict JSON, and damage to it is reported, kept and stepped around, never lost in silence."""
+"""metrics.jsonl is strict JSON; damaged lines are reported, preserved and skipped, never dropped silently."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def steps(report: Reporter) -> list[int]:
 
 
 def strict(path: Path) -> list[dict[str, object]]:
-    def refuse(name: str) -> float:
-        raise AssertionError(f"{name} is no JSON")
+    def reject(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    return [json.loads(line, parse_constant=reject) for line in path.read_text().splitlines()]
 
 
-def test_nan_is_null_with_a_field_that_says_so(tmp_path: Path) -> None:
+def test_nan_is_written_as_null_and_listed_in_nonfinite(tmp_path: Path) -> None:
     report = reporter(tmp_path)
     report.step(step(1, math.nan), lr=1e-3, tokens=64)
     report.evaluation(step=1, eval_loss=-math.inf, count=3)
@@ -61,42 +61,46 @@ def set_line(number: int, content: bytes) -> Callable[[list[bytes]], list[bytes]
 
 DAMAGE: dict[str, tuple[Callable[[list[bytes]], list[bytes]], list[int], str]] = {
     "bad JSON": (set_line(3, b'{"step": 3, "lo'), [3], "holds a damaged line"),
-    "no step": (set_line(3, b'{"loss": 3}'), [3], "holds a damaged line"),
-    "no object": (set_line(3, b"[3]"), [3], "holds a damaged line"),
+    "missing step": (set_line(3, b'{"loss": 3}'), [3], "holds a damaged line"),
+    "not an object": (set_line(3, b"[3]"), [3], "holds a damaged line"),
     "not UTF-8": (set_line(3, b'{"step": 3, "x": "\xff\xfe"}'), [3], "holds a damaged line"),
-    "another number": (lambda lines: [line.replace(b'"loss": 0.3', b'"loss": 0.7') for line in lines], [3], "damaged"),
-    "a lost newline": (lambda lines: [lines[0], lines[1] + lines[2], *lines[3:]], [], ""),
-    "another newline": (lambda lines: [lines[0], lines[1] + b"\x0b" + lines[2], *lines[3:]], [], ""),
-    "no middle": (lambda lines: [*lines[:2], *lines[4:]], [3, 4], "2 lines are missing in metrics.jsonl before step 5"),
-    "no end": (lambda lines: lines[:6], [7, 8], "ends with step 6: the history of the steps up to 8 is lost"),
+    "changed value": (lambda lines: [line.replace(b'"loss": 0.3', b'"loss": 0.7') for line in lines], [3], "damaged"),
+    "missing newline": (lambda lines: [lines[0], lines[1] + lines[2], *lines[3:]], [], ""),
+    "wrong newline": (lambda lines: [lines[0], lines[1] + b"\x0b" + lines[2], *lines[3:]], [], ""),
+    "missing lines": (
+        lambda lines: [*lines[:2], *lines[4:]],
+        [3, 4],
+        "2 lines are missing in metrics.jsonl before step 5",
+    ),
+    "truncated": (lambda lines: lines[:6], [7, 8], "ends with step 6: the history of the steps up to 8 is lost"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_reported_and_kept_and_the_run_goes_on(
+def test_damage_is_reported_and_preserved_and_the_run_continues(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path)
-    damage, lost, told = DAMAGE[kind]
+    damage, lost, message = DAMAGE[kind]
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"".join(line + b"\n" for line in damage(lines)))
     report = reporter(tmp_path)
     capsys.readouterr()
     report.continue_from(STEPS)
-    assert told in capsys.readouterr().out
+    assert message in capsys.readouterr().out
     assert steps(report) == [number for number in range(1, STEPS + 1) if number not in lost]
     report.step(step(STEPS + 1), lr=1e-3, tokens=64)
     assert strict(path)[-1]["step"] == STEPS + 1
-    kept = tmp_path / "metrics.jsonl.damaged"
-    assert kept.exists() == ("damaged" in told)
-    if kept.exists():
-        assert kept.read_bytes() in path.read_bytes() + b"".join(line + b"\n" for line in damage(lines))
+    preserved = tmp_path / "metrics.jsonl.damaged"
+    assert preserved.exists() == ("damaged" in message)
+    if preserved.exists():
+        assert preserved.read_bytes() in path.read_bytes() + b"".join(line + b"\n" for line in damage(lines))
     again = reporter(tmp_path)
     again.continue_from(STEPS + 1)
-    assert "metrics.jsonl" not in capsys.readouterr().out, "what was healed is not reported again"
+    assert "metrics.jsonl" not in capsys.readouterr().out, "repaired damage must not be reported again"
 
 
-def test_lines_of_a_version_without_checksums_are_read(tmp_path: Path) -> None:
+def test_lines_of_older_versions_without_checksums_are_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": NaN}\n')
     report = reporter(tmp_path)
     report.step(step(3), lr=1e-3, tokens=64)
@@ -106,7 +110,7 @@ def test_lines_of_a_version_without_checksums_are_read(tmp_path: Path) -> None:
     strict(tmp_path / "metrics.jsonl")
 
 
-def test_what_is_done_again_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropped_steps_that_the_run_repeats_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path)
     report = reporter(tmp_path)
     report.continue_from(5)
@@ -114,9 +118,9 @@ def test_what_is_done_again_is_reported(tmp_path: Path, capsys: pytest.CaptureFi
     assert steps(report) == [1, 2, 3, 4, 5]
 
 
-def test_a_history_that_is_gone_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_history_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = reporter(tmp_path)
-    report.continue_from(5)  # begun from another run's checkpoint: there never was any
+    report.continue_from(5)  # started from another run's checkpoint, so there is no history yet
     assert capsys.readouterr().out == ""
     (tmp_path / "checkpoints" / "step_5").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "nowhere")
@@ -124,13 +128,13 @@ def test_a_history_that_is_gone_is_reported(tmp_path: Path, capsys: pytest.Captu
     assert "metrics.jsonl is missing or empty: the history of steps 1 to 5 is lost" in capsys.readouterr().out
 
 
-def test_no_flipped_bit_changes_the_history_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_bit_flip_changes_the_history_silently(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path)
-    pristine, before = path.read_bytes(), reporter(tmp_path).read()
-    dice = random.Random(0)
+    original, before = path.read_bytes(), reporter(tmp_path).read()
+    rng = random.Random(0)
     for _ in range(200):
-        data = bytearray(pristine)
-        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        data = bytearray(original)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
         report = reporter(tmp_path)
         capsys.readouterr()

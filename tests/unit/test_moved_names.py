@@ -1,4 +1,4 @@
-"""Names of earlier versions: importing one names the new one, which exists."""
+"""Names of earlier versions: importing one raises an error with the new name, which exists."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from components.moved import MODULES, NAMES
 
 
 @pytest.mark.parametrize("old", MODULES)
-def test_an_old_module_names_the_new_one(old: str) -> None:
+def test_error_of_an_old_module_contains_the_new_name(old: str) -> None:
     with pytest.raises(ModuleNotFoundError, match=MODULES[old].replace(".", r"\.")):
         importlib.import_module(old)
     importlib.import_module(MODULES[old])
 
 
 @pytest.mark.parametrize("old", NAMES)
-def test_an_old_name_names_the_new_one(old: str) -> None:
+def test_error_of_an_old_name_contains_the_new_name(old: str) -> None:
     package, _, name = old.rpartition(".")
     with pytest.raises(ImportError, match=NAMES[old].replace(".", r"\.")):
         getattr(importlib.import_module(package), name)
 
 
-def test_other_modules_that_do_not_exist_are_reported_as_ever() -> None:
-    done = subprocess.run([sys.executable, "-c", "import components.nope"], capture_output=True, text=True, check=False)
-    assert "No module named 'components.nope'" in done.stderr
+def test_other_missing_modules_raise_the_usual_error() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "import components.nope"], capture_output=True, text=True, check=False
+    )
+    assert "No module named 'components.nope'" in result.stderr
