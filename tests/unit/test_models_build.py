@@ -34,9 +34,8 @@ def scratch(**config: Any) -> ModelConfig:
 
 
 def test_model_from_scratch_takes_its_vocab_size_from_the_tokenizer() -> None:
-    assert (
-        build_on_meta(scratch()).config.vocab_size == 264
-    )  # 256 bytes and 4 special tokens, rounded up to a multiple of 8
+    # 256 bytes and 4 special tokens, rounded up to a multiple of 8
+    assert build_on_meta(scratch()).config.vocab_size == 264
     assert build_on_meta(scratch(), vocab_size=300).config.vocab_size == 304
     assert build_on_meta(scratch(vocab_size=301), vocab_size=300).config.vocab_size == 301
 

@@ -165,8 +165,8 @@ def test_adapter_and_merged_export_can_each_be_written_alone(export: str, folder
     model = adapted("llama", peft := replace(LORA, export=export))
     cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"])
     (tmp_path / f"{folders[0]}.tmp-0123abcd").mkdir()  # left by a killed attempt
-    made = models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, peft)
-    assert [path.name for path in made] == [path.name for path in tmp_path.iterdir()] == folders
+    paths = models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, peft)
+    assert [path.name for path in paths] == [path.name for path in tmp_path.iterdir()] == folders
 
 
 def test_adapters_are_float32_with_base_weights_in_bfloat16() -> None:
