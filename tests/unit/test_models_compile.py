@@ -1,4 +1,4 @@
-"""Compiled layers: how often they are compiled, and that rows of many lengths train as they do uncompiled."""
+"""Compiled layers: the number of graphs, and training on rows of many lengths as without compilation."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ GEMMA3: dict[str, Any] = {
 }  # fmt: skip
 LLAMA: dict[str, Any] = {**SIZES, "model_type": "llama"}
 LENGTHS = [12, 24, 10, 32, 14, 20, 40, 15, 17, 9, 48, 36]
-"""Of rows, on both sides of the window."""
+"""Row lengths, some shorter and some longer than the window."""
 
 
 @pytest.fixture(autouse=True)
-def _no_graphs_of_other_tests() -> Iterator[None]:
+def _reset_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-def filled(config: dict[str, Any], peft: str) -> Any:
+def initialized_model(config: dict[str, Any], peft: str) -> Any:
     cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=dict(config))
     model = models.build_on_meta(cfg, VOCAB)
     models.add_adapters(model, PeftConfig(method=peft))
@@ -44,7 +44,7 @@ def filled(config: dict[str, Any], peft: str) -> Any:
 
 
 def losses(model: Any) -> list[float]:
-    """Evaluate and train as a run does: each length in training, and now and then in evaluation."""
+    """Train one step per row length, and evaluate before every fourth step."""
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
     found, prepared = [], training.Prepared(model, training.StepSettings(torch.device("cpu")))
@@ -59,14 +59,16 @@ def losses(model: Any) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "peft", "most"),
+    ("config", "peft", "max_graphs"),
     [(LLAMA, "none", 2), (GEMMA3, "lora", 6), *([(LLAMA, "lora", 3), (GEMMA3, "none", 6)] if TORTURE else [])],
 )
-def test_rows_of_many_lengths_train_compiled_in_few_graphs(config: dict[str, Any], peft: str, most: int) -> None:
-    """All layers share one code object and its limit of graphs, which is 8 by torch's default.
+def test_rows_of_many_lengths_train_with_few_compiled_graphs(
+    config: dict[str, Any], peft: str, max_graphs: int
+) -> None:
+    """All layers share one code object and its recompile limit, which is 8 by default in torch.
 
-    A graph each for evaluation and training; for layers whose input needs no gradient, under adapters; and for windows
-    that rows are shorter or longer than. None for a length.
+    Separate graphs exist for evaluation and training, for layers whose input needs no gradient (under adapters), and
+    for rows shorter or longer than the window. Row lengths as such must not add graphs.
     """
     graphs: list[Any] = []
 
@@ -74,8 +76,8 @@ def test_rows_of_many_lengths_train_compiled_in_few_graphs(config: dict[str, Any
         graphs.append(graph)
         return graph.forward
 
-    plain = filled(config, peft)
+    plain = initialized_model(config, peft)
     compiled = copy.deepcopy(plain)
     models.compile_layers(compiled, backend=backend)
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
-    assert len(graphs) <= most
+    assert len(graphs) <= max_graphs

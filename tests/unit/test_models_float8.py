@@ -1,4 +1,4 @@
-"""Linear layers in float8, emulated: their products are those of rounded operands, on one process and under FSDP2."""
+"""Emulated float8 linear layers: matmuls equal those of rounded operands, in one process and under FSDP2."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config(recipe: Float8 = Float8.tensorwise, **more: Any) -> ModelConfig:
     )  # fmt: skip
 
 
-def filled(cfg: ModelConfig) -> PreTrainedModel:
+def initialized_model(cfg: ModelConfig) -> PreTrainedModel:
     model = models.build_on_meta(cfg)
     models.materialize(model, "cpu")
     models.fill_weights(model, cfg, 0)
@@ -44,7 +44,7 @@ def filled(cfg: ModelConfig) -> PreTrainedModel:
 
 
 def rounded(matrix: torch.Tensor, recipe: Float8, dim: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
-    """What float8 leaves of a matrix, scaled as a whole or along `dim`, the one that a product sums over."""
+    """Round a matrix to float8 and back, with one scale per tensor or per row along `dim`, the reduced dim."""
     largest = matrix.abs().amax() if recipe == Float8.tensorwise else matrix.abs().amax(dim, keepdim=True)
     scale = LARGEST[dtype] / largest.double()
     if recipe == Float8.rowwise:
@@ -53,26 +53,26 @@ def rounded(matrix: torch.Tensor, recipe: Float8, dim: int, dtype: torch.dtype =
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_products_are_those_of_rounded_operands(recipe: Float8) -> None:
+def test_float8_matmuls_equal_those_of_rounded_operands(recipe: Float8) -> None:
     layer: Any = models.build_on_meta(config(recipe)).model.layers[0].mlp.up_proj.to_empty(device="cpu")
     torch.manual_seed(0)
     weight, hidden, grad = torch.randn(48, 32), torch.randn(7, 32, requires_grad=True), torch.randn(7, 48)
     layer.weight.data.copy_(weight)
-    made = layer(hidden)
-    made.backward(grad)
-    of_grad = torch.float8_e5m2 if recipe == Float8.tensorwise else torch.float8_e4m3fn
+    output = layer(hidden)
+    output.backward(grad)
+    grad_dtype = torch.float8_e5m2 if recipe == Float8.tensorwise else torch.float8_e4m3fn
     x = hidden.detach()
     torch.testing.assert_close(
-        made.double(), rounded(x, recipe, 1) @ rounded(weight, recipe, 1).T, rtol=1e-4, atol=1e-4
+        output.double(), rounded(x, recipe, 1) @ rounded(weight, recipe, 1).T, rtol=1e-4, atol=1e-4
     )
-    to_input = rounded(grad, recipe, 1, of_grad) @ rounded(weight, recipe, 0)
-    torch.testing.assert_close(hidden.grad.double(), to_input, rtol=1e-4, atol=1e-4)
-    to_weight = rounded(grad, recipe, 0, of_grad).T @ rounded(x, recipe, 0)
-    torch.testing.assert_close(layer.weight.grad.double(), to_weight, rtol=1e-4, atol=1e-4)
-    assert relative(made, x @ weight.T) > 0.005  # it does round
+    input_grad = rounded(grad, recipe, 1, grad_dtype) @ rounded(weight, recipe, 0)
+    torch.testing.assert_close(hidden.grad.double(), input_grad, rtol=1e-4, atol=1e-4)
+    weight_grad = rounded(grad, recipe, 0, grad_dtype).T @ rounded(x, recipe, 0)
+    torch.testing.assert_close(layer.weight.grad.double(), weight_grad, rtol=1e-4, atol=1e-4)
+    assert relative(output, x @ weight.T) > 0.005  # the rounding has an effect
 
 
-def test_the_head_and_sizes_that_do_not_fit_stay_as_they_are() -> None:
+def test_lm_head_and_layers_of_unsupported_sizes_are_not_converted() -> None:
     cfg = replace(config(), config={**FAMILIES["llama"], "intermediate_size": 40})
     model, plain = models.build_on_meta(cfg), models.build_on_meta(replace(cfg, float8="none", float8_emulate=False))
     layers = {id(each) for each in float8_layers(model)}
@@ -83,15 +83,15 @@ def test_the_head_and_sizes_that_do_not_fit_stay_as_they_are() -> None:
         models.build_on_meta(replace(cfg, config={**FAMILIES["llama"], "hidden_size": 24, "head_dim": 6}))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be float8 products")
-def test_a_machine_without_float8_products_is_refused() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU may support float8 matmuls")
+def test_device_without_float8_matmuls_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"model.float8=tensorwise: needs a CUDA device of .*8.9 or higher, but this is"
     ):
         models.build_on_meta(replace(config(), float8_emulate=False, compute_dtype=DType.auto))
 
 
-def gate(model: Any, bound: float = 0.01, recipe: Float8 = Float8.tensorwise) -> list[str]:
+def check_loss(model: Any, bound: float = 0.01, recipe: Float8 = Float8.tensorwise) -> list[str]:
     cfg = FinetuneConfig(model=config(recipe, float8_bound=bound), data=DocsDataConfig())
     rows = torch.arange(3, 35).reshape(2, 16)
     settings = training.StepSettings(device=torch.device("cpu"))
@@ -100,24 +100,27 @@ def gate(model: Any, bound: float = 0.01, recipe: Float8 = Float8.tensorwise) ->
     )
 
 
-def test_a_run_whose_loss_float8_changes_ends_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = filled(config())
-    attention, told = gate(model)
+def test_float8_that_changes_the_loss_is_rejected_at_startup(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = initialized_model(config())
+    attention, report = check_loss(model)
     assert attention.startswith("attention: sdpa, observed as torch's ")
-    assert told.startswith("float8: tensorwise, emulated, 14 linear layers; the loss is 5.")
-    assert told.endswith("% apart")
+    assert report.startswith("float8: tensorwise, emulated, 14 linear layers; the loss is 5.")
+    assert report.endswith("% apart")
     with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(20)  # which is the head too: the model is sure of what it says
+        model.get_input_embeddings().weight.mul_(20)  # tied to the LM head: makes predictions confident
     kind: Any = type(float8_layers(model)[0])
-    monkeypatch.setattr(kind, "forward", lambda self, hidden: 3 * hidden @ self.weight.T)  # a scale that is wrong
+    monkeypatch.setattr(kind, "forward", lambda self, hidden: 3 * hidden @ self.weight.T)  # a wrong scale
     with pytest.raises(ConfigError, match=r"float8=tensorwise: the loss is .* more than model.float8_bound=0.01; set "):
-        gate(model)
-    assert gate(model, bound=10.0)
+        check_loss(model)
+    assert check_loss(model, bound=10.0)
 
 
-def test_without_float8_layers_are_linear_layers() -> None:
+def test_without_float8_runs_plain_linear_layers() -> None:
     one_layer = replace(config(), config={**FAMILIES["llama"], "num_hidden_layers": 1})
-    model, plain = filled(one_layer), filled(replace(one_layer, float8="none", float8_emulate=False))
+    model, plain = (
+        initialized_model(one_layer),
+        initialized_model(replace(one_layer, float8="none", float8_emulate=False)),
+    )
     models.compile_layers(model, backend="eager")
     before = logits(model)
     with without_float8(model):
@@ -133,13 +136,13 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
 
 
-def test_fsdp_ranks_have_the_gradients_of_one_process() -> None:
-    """Both read the same rows: the scale of activations is that of a micro-batch, so others would round otherwise."""
+def test_fsdp_gradients_match_those_of_one_process() -> None:
+    """Both ranks read the same rows: activations are scaled per micro-batch, so other rows would round differently."""
     policies = {Float8.tensorwise: ActivationCheckpointing.selective, Float8.rowwise: ActivationCheckpointing.none}
-    expected = {recipe: gradients(filled(config(recipe))) for recipe in RECIPES}
+    expected = {recipe: gradients(initialized_model(config(recipe))) for recipe in RECIPES}
 
-    def worst(rank: int) -> float:
-        found = []
+    def max_error(rank: int) -> float:
+        errors = []
         for recipe, policy in policies.items():
             model = models.build_on_meta(config(recipe))
             layout = layout_of("dp_shard2", ParallelismConfig())
@@ -148,14 +151,14 @@ def test_fsdp_ranks_have_the_gradients_of_one_process() -> None:
             models.checkpoint_activations(model, policy)
             models.materialize(model, "cpu")
             models.fill_weights(model, config(recipe), 0)
-            found += [relative(each / 2, expected[recipe][name]) for name, each in gradients(model).items()]
-        return max(found)
+            errors += [relative(each / 2, expected[recipe][name]) for name, each in gradients(model).items()]
+        return max(errors)
 
-    assert max(run_ranks(2, worst)) < 1e-5
+    assert max(run_ranks(2, max_error)) < 1e-5
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_step_never_waits_for_the_device(recipe: Float8) -> None:
+def test_float8_step_does_not_synchronize_with_the_device(recipe: Float8) -> None:
     model = models.build_on_meta(config(recipe))
     optimizer = training.build_optimizer(model, AdamWConfig())
     rows = torch.zeros(2, 16, dtype=torch.int64, device="meta")

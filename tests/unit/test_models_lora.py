@@ -1,4 +1,4 @@
-"""Adapters in one process: how they start, what they refuse, and what peft and transformers make of them."""
+"""LoRA adapters in one process: initialization, rejected targets, and exports for peft and transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LORA = PeftConfig(method="lora", rank=4, alpha=6.0)
 
 
 def adapted(family: str, peft: PeftConfig = LORA, seed: int = 0, **more: object) -> PreTrainedModel:
-    """A model from scratch with adapters, as the recipe makes it."""
+    """Build a model from scratch with adapters, as the recipe does."""
     cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES[family], **more)
     model = models.build_on_meta(cfg)
     models.add_adapters(model, peft)
@@ -37,8 +37,8 @@ def adapted(family: str, peft: PeftConfig = LORA, seed: int = 0, **more: object)
     return model
 
 
-def move(model: PreTrainedModel) -> PreTrainedModel:
-    """Every adapter off its start."""
+def perturb_adapters(model: PreTrainedModel) -> PreTrainedModel:
+    """Move all adapter weights away from their initialization."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -48,7 +48,7 @@ def move(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("peft", [LORA, replace(LORA, dora=True)], ids=["lora", "dora"])
-def test_adapters_start_where_they_change_nothing(peft: PeftConfig) -> None:
+def test_new_adapters_do_not_change_the_logits(peft: PeftConfig) -> None:
     model, plain = adapted("llama", peft).eval(), adapted("llama", PeftConfig()).eval()
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-6)
     layers = adapted_layers(model)
@@ -64,14 +64,14 @@ def test_adapters_start_where_they_change_nothing(peft: PeftConfig) -> None:
     assert not torch.equal(first, other.lora_A)
 
 
-def test_only_adapters_are_trained_and_counted() -> None:
+def test_only_adapters_are_trained_and_counted_as_trainable() -> None:
     model = adapted("llama", replace(LORA, targets=["q_proj", "mlp.up_proj"]))
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     assert trained == {
-        f"model.layers.{index}.{layer}.lora_{side}"
+        f"model.layers.{index}.{layer}.lora_{matrix}"
         for index in (0, 1)
         for layer in ("self_attn.q_proj", "mlp.up_proj")
-        for side in "AB"
+        for matrix in "AB"
     }
     counts = models.count_parameters(model)
     assert counts.trainable == sum(model.get_parameter(name).numel() for name in trained)
@@ -81,7 +81,7 @@ def test_only_adapters_are_trained_and_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "peft", "words"),
+    ("family", "peft", "message"),
     [
         (
             "llama",
@@ -98,21 +98,21 @@ def test_only_adapters_are_trained_and_counted() -> None:
         ("gpt2", {"dora": True}, r"peft.dora=true: GPT2LMHeadModel stores its matrices transposed"),
     ],
 )
-def test_targets_that_cannot_be_are_refused(family: str, peft: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_targets_are_rejected(family: str, peft: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         adapted(family, replace(LORA, **peft))
 
 
-def test_adapters_that_peft_would_take_for_those_of_experts_are_refused_unless_merged() -> None:
-    """GLM-4.5's shared expert has the names that its experts had in transformers 4."""
+def test_adapters_that_peft_mistakes_for_expert_adapters_are_rejected_unless_merged() -> None:
+    """The layers of GLM-4.5's shared expert have the names of its routed experts in transformers 4."""
     experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     values = {**SIZES, "model_type": "glm4_moe", "first_k_dense_replace": 1, **experts}
     cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config={**values, "n_group": 1, "topk_group": 1})
-    words = (
+    message = (
         "mistakes adapters on down_proj, gate_proj, up_proj of Glm4MoeForCausalLM for "
         ".* set peft.export=merged, or remove"
     )
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         models.add_adapters(models.build_on_meta(cfg), LORA)
     with pytest.raises(ConfigError, match="mistakes adapters on gate_proj of Glm4MoeForCausalLM"):
         models.add_adapters(models.build_on_meta(cfg), replace(LORA, targets=["q_proj", "gate_proj"]))
@@ -125,18 +125,18 @@ def test_adapters_that_peft_would_take_for_those_of_experts_are_refused_unless_m
     ("family", "peft"),
     [("llama", replace(LORA, dora=True)), ("gpt2", replace(LORA, rslora=True, targets=["c_attn", "mlp.c_proj"]))],
 )
-def test_the_peft_library_and_transformers_load_what_is_exported(
+def test_peft_and_transformers_load_the_exported_adapter_and_merged_model(
     family: str, peft: PeftConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Base weights of a folder; the adapter over them, and the merged model, give the logits of the adapted one."""
-    monkeypatch.setattr("components.models.weights.weight_files.BLOCK_BYTES", 1500)  # merged in blocks of some rows
+    """The adapter on its base weights and the merged model both give the logits of the adapted model."""
+    monkeypatch.setattr("components.models.weights.weight_files.BLOCK_BYTES", 1500)  # merge a few rows at a time
     folder = tiny_folder(tmp_path / "base", family)
     cfg = ModelConfig(path=str(folder), tokenizer="bytes", config={})
     model = models.build_on_meta(cfg)
     models.add_adapters(model, peft)
     models.materialize(model, "cpu")
     models.fill_weights(model, cfg, 0)
-    expected = logits(move(model))
+    expected = logits(perturb_adapters(model))
     adapter, merged = models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, peft)
     with safe_open(adapter / "adapter_model.safetensors", framework="pt") as stored:
         assert len(list(stored.keys())) == sum(each.requires_grad for each in model.parameters())
@@ -148,7 +148,7 @@ def test_the_peft_library_and_transformers_load_what_is_exported(
     assert (logits(reference(folder)) - expected).abs().max() > 0.1
 
 
-def test_an_adapter_names_a_base_model_that_peft_can_open_or_says_what_it_was(
+def test_adapter_names_a_base_model_that_peft_can_open_or_explains_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "base").mkdir()
@@ -161,26 +161,26 @@ def test_an_adapter_names_a_base_model_that_peft_can_open_or_says_what_it_was(
 
 
 @pytest.mark.parametrize(("export", "folders"), [("adapter", ["adapter"]), ("merged", ["export"])])
-def test_one_of_the_two_exports_can_be_left_out(export: str, folders: list[str], tmp_path: Path) -> None:
+def test_adapter_and_merged_export_can_each_be_written_alone(export: str, folders: list[str], tmp_path: Path) -> None:
     model = adapted("llama", peft := replace(LORA, export=export))
     cfg = ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"])
-    (tmp_path / f"{folders[0]}.tmp-0123abcd").mkdir()  # of an attempt that was killed
-    made = models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, peft)
-    assert [path.name for path in made] == [path.name for path in tmp_path.iterdir()] == folders
+    (tmp_path / f"{folders[0]}.tmp-0123abcd").mkdir()  # left by a killed attempt
+    paths = models.export_run(model, models.load_tokenizer(cfg), tmp_path, cfg, peft)
+    assert [path.name for path in paths] == [path.name for path in tmp_path.iterdir()] == folders
 
 
-def test_adapters_are_float32_beside_weights_in_bfloat16() -> None:
+def test_adapters_are_float32_with_base_weights_in_bfloat16() -> None:
     model = adapted("llama", dtype=DType.bfloat16)
     layer = adapted_layers(model)["model.layers.0.mlp.up_proj"]
     assert (layer.weight.dtype, layer.lora_A.dtype) == (torch.bfloat16, torch.float32)
-    logits_of = model(input_ids=torch.arange(8)[None]).logits
-    logits_of.float().square().mean().backward()
+    output = model(input_ids=torch.arange(8)[None]).logits
+    output.float().square().mean().backward()
     assert layer.lora_B.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("peft", [replace(LORA, dropout=0.1), replace(LORA, dropout=0.1, dora=True)])
-def test_a_step_never_waits_for_the_device(peft: PeftConfig) -> None:
-    """On the meta device whatever would wait raises."""
+def test_lora_step_does_not_synchronize_with_the_device(peft: PeftConfig) -> None:
+    """On the meta device any synchronization raises."""
     model = models.build_on_meta(ModelConfig(init=WeightInit.random, tokenizer="bytes", config=FAMILIES["llama"]))
     models.add_adapters(model, peft)
     optimizer = training.build_optimizer(model, AdamWConfig())

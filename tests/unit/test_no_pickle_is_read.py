@@ -1,7 +1,8 @@
-"""Thirty files that run code when they are unpickled, in the place of every file that a run or a script reads.
+"""No reader unpickles: thirty files that run code when unpickled replace each file that a run or a script reads.
 
-None runs, whatever else becomes of it (almost all are refused by the file's name); and Python's own audit says that
-nothing asked a pickle for a class. Files of a checkpoint are sealed anew: whoever can write there can hash too.
+None of them runs, and Python's audit hook reports that no pickle looked up a class. Other errors are ignored; almost
+all of the files are rejected by name. The manifest of a checkpoint gets the hashes of the replaced files, because an
+attacker who can write files there can also hash them.
 """
 
 from __future__ import annotations
@@ -44,32 +45,32 @@ from tests.unit.test_launch_run_directory import config
 Read = Callable[[Path], Any]
 
 
-def load_everything(run_dir: Path) -> None:
-    """All ways to a checkpoint: a resume, an evaluation, an export, the listing."""
+def read_checkpoint(run_dir: Path) -> None:
+    """Read a checkpoint in every way: resume, evaluation, export, listing."""
     path = run_dir / "checkpoints" / "step_1"
-    ways: list[Callable[[], Any]] = [
+    readers: list[Callable[[], Any]] = [
         lambda: load_checkpoint(find_checkpoint(run_dir, "auto") or path, *start()),
         lambda: load_checkpoint(path, *start()),
         lambda: load_model_weights(path, start()[0]),
         lambda: [StoredWeights(choose_checkpoint(run_dir)).read(name, ()) for name in ("0.bias", "1.bias")],
         lambda: [check_contents(entry) for entry in list_checkpoints(run_dir, CheckpointConfig())],
     ]
-    for way in ways:
+    for reader in readers:
         with contextlib.suppress(Exception):
-            way()
+            reader()
 
 
-def load_model(folder: Path) -> None:
+def read_model(folder: Path) -> None:
     cfg = ModelConfig(path=str(folder))
-    ways: list[Callable[[], Any]] = [
+    readers: list[Callable[[], Any]] = [
         lambda: read_shape(cfg),
         lambda: load_tokenizer(cfg),
         lambda: materialize(build_on_meta(cfg), "cpu"),
         lambda: load_weights(built(cfg), cfg),
     ]
-    for way in ways:
+    for reader in readers:
         with contextlib.suppress(Exception):
-            way()
+            reader()
 
 
 def built(cfg: ModelConfig) -> Any:
@@ -78,10 +79,10 @@ def built(cfg: ModelConfig) -> Any:
     return model
 
 
-def start_again(run_dir: Path) -> None:
+def read_run(run_dir: Path) -> None:
     cfg = config(str(run_dir))
     quiet = LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled))
-    ways: list[Callable[[], Any]] = [
+    readers: list[Callable[[], Any]] = [
         lambda: read_frozen(run_dir / "config.yaml", FinetuneConfig),
         lambda: open_run_directory(cfg, "finetune"),
         lambda: render_model_card(run_dir, {}, "alone"),
@@ -90,9 +91,9 @@ def start_again(run_dir: Path) -> None:
         lambda: read_reports(run_dir),
         lambda: read_sweep(run_dir),
     ]
-    for way in ways:
+    for reader in readers:
         with contextlib.suppress(Exception):
-            way()
+            reader()
 
 
 def read_data(folder: Path) -> None:
@@ -113,16 +114,16 @@ MODEL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_c
          "added_tokens.json", "chat_template.jinja", "model.gguf", "training_args.bin")  # fmt: skip
 DATA = ("train.jsonl", "train.json", "train.csv", "train.tsv", "train.parquet", "cache.pkl", "dataset_info.json",
         "state.json", "train.arrow")  # fmt: skip
-PLACES: list[tuple[str, str, Read]] = [
-    *(("checkpoint", name, load_everything) for name in CHECKPOINT),
-    *(("run", name, start_again) for name in RUN),
-    *(("model", name, load_model) for name in MODEL),
+TARGETS: list[tuple[str, str, Read]] = [
+    *(("checkpoint", name, read_checkpoint) for name in CHECKPOINT),
+    *(("run", name, read_run) for name in RUN),
+    *(("model", name, read_model) for name in MODEL),
     *(("data", name, read_data) for name in DATA),
 ]
 
 
-def make(kind: str, folder: Path) -> None:
-    """What is there before one of its files is replaced."""
+def create_files(kind: str, folder: Path) -> None:
+    """Write the original files, of which one at a time is replaced."""
     if kind == "checkpoint":
         save(folder, 1)
         return
@@ -134,22 +135,22 @@ def make(kind: str, folder: Path) -> None:
         (folder / "config.yaml").write_text(to_yaml(config(str(folder))))
 
 
-def put(kind: str, folder: Path, name: str, payload: bytes) -> None:
-    """Replace a file, or add one."""
-    home = folder / "checkpoints" / "step_1" if kind == "checkpoint" else folder
+def replace_file(kind: str, folder: Path, name: str, payload: bytes) -> None:
+    """Replace or add a file."""
+    parent = folder / "checkpoints" / "step_1" if kind == "checkpoint" else folder
     written: dict[str, FileRecord] = {}
-    (home / name).unlink(missing_ok=True)
-    with HashedFile(home / name, written) as file:
+    (parent / name).unlink(missing_ok=True)
+    with HashedFile(parent / name, written) as file:
         file.write(payload)
     if kind == "checkpoint" and name != "manifest.json":
-        manifest = Manifest.read(home)
+        manifest = Manifest.read(parent)
         manifest.files.update(written)
-        (home / "manifest.json").unlink()
-        manifest.write(home)
+        (parent / "manifest.json").unlink()
+        manifest.write(parent)
 
 
 def in_a_fork(body: Callable[[], Any]) -> Any:
-    """Call it in a process of its own: an audit hook stays for ever."""
+    """Call `body` in a child process, because an audit hook cannot be removed."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
@@ -171,56 +172,56 @@ def in_a_fork(body: Callable[[], Any]) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["checkpoint", "run", "model", "data"])
-def test_no_gadget_runs(kind: str, tmp_path: Path) -> None:
+def test_no_gadget_is_unpickled(kind: str, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
-    made = gadgets(canary)
-    assert len(made) == 30
-    make(kind, tmp_path / "whole")
+    payloads = gadgets(canary)
+    assert len(payloads) == 30
+    create_files(kind, tmp_path / "original")
 
     def body() -> list[str]:
-        asked: list[str] = []
-        sys.addaudithook(lambda event, args: asked.append(str(args)) if event == "pickle.find_class" else None)
-        told = []
-        for number, (_, name, read) in enumerate(place for place in PLACES if place[0] == kind):
+        lookups: list[str] = []
+        sys.addaudithook(lambda event, args: lookups.append(str(args)) if event == "pickle.find_class" else None)
+        problems = []
+        for number, (_, name, read) in enumerate(target for target in TARGETS if target[0] == kind):
             every = 1 if kind == "data" or os.environ.get("MESHBOOK_TORTURE") else 5 if kind == "checkpoint" else 10
-            for gadget, (payload, _) in list(made.items())[number % every :: every]:
-                folder = tmp_path / "now"
-                shutil.copytree(tmp_path / "whole", folder)
-                put(kind, folder, name, payload)
+            for gadget, (payload, _) in list(payloads.items())[number % every :: every]:
+                folder = tmp_path / "copy"
+                shutil.copytree(tmp_path / "original", folder)
+                replace_file(kind, folder, name, payload)
                 read(folder)
-                if asked or canary.exists():
-                    told.append(f"{gadget} in {name}: {asked}{' ran' if canary.exists() else ''}")
-                    asked.clear()
+                if lookups or canary.exists():
+                    problems.append(f"{gadget} in {name}: {lookups}{' ran' if canary.exists() else ''}")
+                    lookups.clear()
                     canary.unlink(missing_ok=True)
                 shutil.rmtree(folder)
-        return told
+        return problems
 
     assert in_a_fork(body) == []
 
 
-def test_each_gadget_would_run(tmp_path: Path) -> None:
-    """In the hands of something that unpickles it, and the audit would tell."""
+def test_every_gadget_runs_and_is_detected_when_unpickled(tmp_path: Path) -> None:
+    """Control for the test above: unpickling runs every gadget, and the audit hook reports it."""
     canary = tmp_path / "canary"
-    made = gadgets(canary)
+    payloads = gadgets(canary)
 
     def body() -> list[str]:
-        asked: list[str] = []
-        sys.addaudithook(lambda event, args: asked.append(str(args)) if event == "pickle.find_class" else None)
+        lookups: list[str] = []
+        sys.addaudithook(lambda event, args: lookups.append(str(args)) if event == "pickle.find_class" else None)
         harmless = []
-        for gadget, (payload, run) in made.items():
-            asked.clear()
+        for gadget, (payload, run) in payloads.items():
+            lookups.clear()
             with contextlib.suppress(Exception):
                 run(payload)
-            if not canary.exists() or not asked:
-                harmless.append(f"{gadget}: canary {canary.exists()}, audit {asked}")
+            if not canary.exists() or not lookups:
+                harmless.append(f"{gadget}: canary {canary.exists()}, audit {lookups}")
             canary.unlink(missing_ok=True)
         return harmless
 
     assert in_a_fork(body) == []
 
 
-def test_what_is_not_replaced_is_read(tmp_path: Path) -> None:
-    """The readers above do come as far as the files: undisturbed, they load."""
+def test_readers_load_unmodified_files(tmp_path: Path) -> None:
+    """Control: the readers above do reach the files, because unmodified ones load."""
     save(tmp_path, 1)
     path = find_checkpoint(tmp_path, "auto")
     assert path is not None
