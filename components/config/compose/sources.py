@@ -65,12 +65,12 @@ def register_schemas(name: str, schema: type[RecipeConfig]) -> None:
     If a recipe's config uses a subclass of a kind, the subclass is registered, so that the kind's options apply to it.
     """
     store = ConfigStore.instance()
-    store.store(group="schema", name=name, node=OmegaConf.structured(schema), package="_global_")
+    store.store(group="schema", name=name, node=schema, package="_global_")
     annotations = [hint for hint in get_type_hints(schema).values() if isinstance(hint, type)]
     for section, kinds in KINDS.items():
         for kind, each in kinds.items():
             registered = next((hint for hint in annotations if issubclass(hint, each)), each)
-            store.store(group=f"schema/{section}", name=str(kind), node=OmegaConf.structured(registered))
+            store.store(group=f"schema/{section}", name=str(kind), node=registered)
 
 
 @contextmanager
