@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -50,7 +50,16 @@ class RunDirectoryInUse(ConfigError):
 
 
 class HungRun(RuntimeError):
-    """Run without progress; the message names the missing rank, whichever rank reports it."""
+    """Run without progress; the message names the missing rank, whichever rank reports it.
+
+    Args:
+        message: Text for the user.
+        hosts: Hosts of the ranks that the run waits for, if they are known.
+    """
+
+    def __init__(self, message: str, hosts: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.hosts = tuple(hosts)
 
 
 class LostPeer(RuntimeError):
@@ -111,6 +120,8 @@ class RankReport:
     """Seconds since the epoch."""
     node: str = ""
     """The scheduler's name of the rank's node; empty outside a job."""
+    hung_hosts: list[str] = field(default_factory=list)
+    """Hosts of the ranks that a hung run waits for; a requeued job is moved away from them."""
 
     @property
     def is_config(self) -> bool:
@@ -170,6 +181,7 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         traceback="" if isinstance(error, ConfigError) else "".join(traceback.format_exception(error)),
         time=time.time(),
         node=scheduler_node(os.environ),
+        hung_hosts=[*error.hosts] if isinstance(error, HungRun) else [],
     )
     target = error_file(logs, rank)
     try:

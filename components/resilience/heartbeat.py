@@ -32,6 +32,15 @@ NO_BEAT, FIRST_BEAT_SECONDS = -1, 60.0
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a run ends as hung."""
+
+    message: str
+    hosts: tuple[str, ...] = ()
+    """Hosts of the ranks that the run waits for, sorted; empty if none is known."""
+
+
+@dataclass(frozen=True, slots=True)
 class Post:
     """Status of a rank, posted with every beat."""
 
@@ -86,13 +95,13 @@ class Heartbeat:
             texts = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
         return {rank: Post(**json.loads(text)) for rank, text in texts.items()}
 
-    def publish_verdict(self, message: str) -> str:
-        """Publish why the run ends unless another rank already has; return the published message."""
-        return self._sync.set_once("verdict", message)
+    def publish_verdict(self, verdict: Verdict) -> Verdict:
+        """Publish why the run ends unless another rank already has; return the published verdict."""
+        return _from_text(self._sync.set_once("verdict", json.dumps(asdict(verdict))))
 
-    def verdict(self) -> str | None:
+    def verdict(self) -> Verdict | None:
         """Return the published reason why the run ends, None if there is none."""
-        return self._sync.read("verdict") if self._sync.has("verdict") else None
+        return _from_text(self._sync.read("verdict")) if self._sync.has("verdict") else None
 
     def await_others(self, timeout: timedelta) -> None:
         """Wait until all ranks are about to exit, since one of them may serve the store that the others still read."""
@@ -164,24 +173,35 @@ def late_ranks(posts: dict[int, Post]) -> list[int]:
     return sorted(late - waiting or late)
 
 
-def blame(silent: list[int], posts: dict[int, Post]) -> str:
-    """Describe the ranks that a hung run waits for: silent ones, else late ones, else the location of every rank."""
+def blame(silent: list[int], posts: dict[int, Post]) -> Verdict:
+    """Return the ranks that a hung run waits for: silent ones, else late ones, else the location of every rank."""
     if silent:
-        return _describe_ranks(silent, posts, "{who} is missing (last seen {post.phase})")
+        form = "{who} is missing (last seen {post.phase})"
+        return Verdict(_describe_ranks(silent, posts, form), _hosts(silent, posts))
     if late := late_ranks(posts):
-        return _describe_ranks(
-            late, posts, "{who} has not joined a collective that others wait in: it is {post.phase}, at {post.location}"
-        )
+        form = "{who} has not joined a collective that others wait in: it is {post.phase}, at {post.location}"
+        return Verdict(_describe_ranks(late, posts, form), _hosts(late, posts))
     positions = _describe_ranks(sorted(posts), posts, "{who} is {post.phase}, at {post.location}")
-    return f"every rank posts heartbeats and none is behind the others: {positions}"
+    return Verdict(f"every rank posts heartbeats and none is behind the others: {positions}")
 
 
-def describe_silent_store() -> str:
-    """Describe the process that is missing when the store does not respond: the one that serves it."""
-    server = "torchrun's agent" if agent_serves_store() else "rank 0"
+def silent_store() -> Verdict:
+    """Return the process that is missing when the store does not respond: the one that serves it."""
     host = os.environ.get("MASTER_ADDR", "")
     on_host = f" on host {host}" if host else ""
-    return f"{server}{on_host} is missing (the rendezvous store, which it serves, does not respond)"
+    reason = "is missing (the rendezvous store, which it serves, does not respond)"
+    if agent_serves_store():
+        return Verdict(f"torchrun's agent{on_host} {reason}")
+    return Verdict(f"rank 0{on_host} {reason}", (host,) if host else ())
+
+
+def _from_text(text: str) -> Verdict:
+    values = json.loads(text)
+    return Verdict(values["message"], tuple(values["hosts"]))
+
+
+def _hosts(ranks: Iterable[int], posts: dict[int, Post]) -> tuple[str, ...]:
+    return tuple(sorted({posts[rank].node for rank in ranks if rank in posts}))
 
 
 def _describe_ranks(ranks: Iterable[int], posts: dict[int, Post], form: str) -> str:

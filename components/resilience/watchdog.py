@@ -39,7 +39,7 @@ from components.housekeeping import bytes_moved
 from components.protocol.exit_codes import EXIT_HUNG
 from components.protocol.failures import HungRun
 from components.resilience.frames import package_of, thread_frames
-from components.resilience.heartbeat import BeatTracker, Heartbeat, blame, describe_silent_store
+from components.resilience.heartbeat import BeatTracker, Heartbeat, Verdict, blame, silent_store
 
 SLOW_STEPS = 2
 """Steps that get twice the timeout. Not 1, because the host may be a step ahead of the device and of other ranks."""
@@ -180,12 +180,10 @@ class Watchdog:
                     self.mark()
             unanswered = 0.0 if single else time.monotonic() - self._last_answer
             if self._in_loop and self._seconds_idle() > self._limit and (single or unanswered > self._silent_after):
-                self._end_run(
-                    f"it is at {self._location()}" if single else describe_silent_store(),
-                    self._seconds_idle(),
-                )
+                verdict = Verdict(f"it is at {self._location()}") if single else silent_store()
+                self._end_run(verdict, self._seconds_idle())
             elif not self._in_loop and unanswered > self._timeout:
-                self._end_run(describe_silent_store(), unanswered)
+                self._end_run(silent_store(), unanswered)
 
     def _watch_peers(self, heartbeat: Heartbeat) -> None:
         """Post heartbeats, and detect a hang from the posts of the other ranks."""
@@ -244,20 +242,22 @@ class Watchdog:
         if not self._in_step and (through_disk or through_calls > PROGRESS_BYTES):
             self.mark()
 
-    def _end_run(self, reason: str, seconds: float, heartbeat: Heartbeat | None = None) -> None:
-        """End this process after `seconds` without progress, with the message of the first rank that found the hang."""
+    def _end_run(self, verdict: Verdict, seconds: float, heartbeat: Heartbeat | None = None) -> None:
+        """End this process after `seconds` without progress, with the verdict of the first rank that found the hang."""
         if not self._firing.acquire(blocking=False):
             return
         faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)
-        message = reason if reason.startswith(MESSAGE_PREFIX) else (
-            f"{MESSAGE_PREFIX} {seconds:.0f} s {self._phase}: {reason}; "
-            "the stacks and last collectives are in the logs of the ranks; "
-            f"{self._section}.step_timeout_seconds={self._timeout:g} is the limit (0: none)"
-        )  # fmt: skip
+        if not verdict.message.startswith(MESSAGE_PREFIX):
+            message = (
+                f"{MESSAGE_PREFIX} {seconds:.0f} s {self._phase}: {verdict.message}; "
+                "the stacks and last collectives are in the logs of the ranks; "
+                f"{self._section}.step_timeout_seconds={self._timeout:g} is the limit (0: none)"
+            )
+            verdict = Verdict(message, verdict.hosts)
         with contextlib.suppress(dist.DistError, PeerFailure):
-            message = heartbeat.publish_verdict(message) if heartbeat else message
+            verdict = heartbeat.publish_verdict(verdict) if heartbeat else verdict
         with contextlib.suppress(OSError):
-            self._report(StepTimeout(message))
+            self._report(StepTimeout(verdict.message, verdict.hosts))
         write_collectives(EXIT_GRACE_SECONDS)
         with contextlib.suppress(dist.DistError, PeerFailure):
             if heartbeat is None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from components.resilience.heartbeat import BeatTracker, Heartbeat, blame, late_ranks
+from components.resilience.heartbeat import BeatTracker, Heartbeat, Verdict, blame, late_ranks
 from tests.harness import run_ranks
 
 
@@ -20,7 +20,7 @@ def _wait_for_all(name: str) -> None:
         time.sleep(0.01)
 
 
-def _wait_on_rank_2(rank: int) -> tuple[list[int], list[int], str, int, str]:
+def _wait_on_rank_2(rank: int) -> tuple[list[int], list[int], str, int, Verdict | None]:
     """Rank 2 blocks rank 1 in a collective of their group, so that rank 1 does not join that of all ranks."""
     heartbeat = Heartbeat.join()
     pair = dist.new_group([1, 2])
@@ -46,8 +46,8 @@ def _wait_on_rank_2(rank: int) -> tuple[list[int], list[int], str, int, str]:
     heartbeat.excluded_group = pair.group_name if rank else ""
     progress = heartbeat.beat("in step 3", "", progressed=False)
     assert len(heartbeat.posts()[rank].collectives) == len(now[rank].collectives) - (rank != 0)
-    verdict = heartbeat.publish_verdict(f"reported by rank {rank}")
-    late, reason = late_ranks(before), blame([], before)
+    verdict = heartbeat.publish_verdict(Verdict(f"reported by rank {rank}", (f"n{rank}", "n7")))
+    late, reason = late_ranks(before), blame([], before).message
     agreed = heartbeat.verdict()
     # Complete the collectives so that the ranks can exit.
     if rank != 0:
@@ -57,7 +57,7 @@ def _wait_on_rank_2(rank: int) -> tuple[list[int], list[int], str, int, str]:
     if rank != 2:
         waiting.wait()
     dist.barrier()
-    return silent, late, reason, progress, verdict if verdict == agreed else ""
+    return silent, late, reason, progress, verdict if verdict == agreed else None
 
 
 def test_three_ranks_agree_on_the_late_rank() -> None:
@@ -69,4 +69,5 @@ def test_three_ranks_agree_on_the_late_rank() -> None:
         assert reason.endswith(" has not joined a collective that others wait in: it is in step 3, at line of rank 2")
         assert progress == 3 + 2
         assert verdict == results[0][4]
-        assert verdict.startswith("reported by rank ")
+        reporter = verdict.message.removeprefix("reported by rank ")
+        assert verdict == Verdict(f"reported by rank {reporter}", (f"n{reporter}", "n7"))

@@ -10,8 +10,10 @@ from components.resilience.watchdog import _SuspensionDetector
 from components.training import NonFiniteGradients, StepMetrics, TrainState
 
 
-def post(beat: int = 1, phase: str = "in step 4", *, finished: bool = False, **collectives: int) -> Post:
-    return Post(beat, phase, "forward (model.py:7)", "n2", collectives, finished)
+def post(
+    beat: int = 1, phase: str = "in step 4", *, host: str = "n2", finished: bool = False, **collectives: int
+) -> Post:
+    return Post(beat, phase, "forward (model.py:7)", host, collectives, finished)
 
 
 @pytest.fixture
@@ -67,19 +69,30 @@ def test_rank_that_waits_for_another_rank_is_not_blamed() -> None:
 
 def test_silent_ranks_are_blamed_first_then_late_ranks_then_all_are_listed() -> None:
     late = {0: post(world=7), 1: post(phase="in step 3", world=6)}
-    assert blame([1], late) == "rank 1 on host n2 is missing (last seen in step 3)"
-    assert blame([1], {0: post(world=7)}) == "rank 1 is missing (never seen)"
-    assert blame([], late) == (
+    assert blame([1], late).message == "rank 1 on host n2 is missing (last seen in step 3)"
+    assert blame([1], {0: post(world=7)}).message == "rank 1 is missing (never seen)"
+    assert blame([], late).message == (
         "rank 1 on host n2 has not joined a collective that others wait in: it is in step 3, at forward (model.py:7)"
     )
-    message = blame([], {0: post(world=7), 1: post(world=7)})
+    message = blame([], {0: post(world=7), 1: post(world=7)}).message
     common = "every rank posts heartbeats and none is behind the others"
     assert message.startswith(f"{common}: rank 0 on host n2 is in step 4, at forward")
     assert "rank 1 on host n2 is in step 4" in message
 
 
+def test_verdict_has_the_hosts_of_the_blamed_ranks_that_were_seen() -> None:
+    """All of them, also beyond the ranks that the message names; none if no rank is to blame."""
+    posts = {rank: post(host=f"n{rank}", world=7 - rank % 2) for rank in range(4)}
+    assert blame([2], posts).hosts == ("n2",)
+    assert blame([2, 9], posts).hosts == ("n2",)
+    assert blame([], posts).hosts == ("n1", "n3")
+    assert blame([], {rank: posts[rank] for rank in (0, 2)}).hosts == ()
+    many = {rank: post(host=f"n{rank:02}") for rank in range(2 * MAX_NAMED_RANKS)}
+    assert len(blame([*many], many).hosts) == 2 * MAX_NAMED_RANKS
+
+
 def test_blame_message_names_a_limited_number_of_ranks() -> None:
-    message = blame(list(range(3 * MAX_NAMED_RANKS)), {})
+    message = blame(list(range(3 * MAX_NAMED_RANKS)), {}).message
     assert message.count("never seen") == MAX_NAMED_RANKS
     assert message.endswith(f"; and {2 * MAX_NAMED_RANKS} ranks more")
 

@@ -17,9 +17,7 @@ from components.config.errors import ConfigError
 from components.launch.slurm import conclude as conclude_module
 from components.launch.slurm.commands import Answer, clean_environment, run_slurm
 from components.launch.slurm.conclude import conclude
-from components.launch.slurm.requeue import hung_nodes
 from components.protocol.failures import HungRun, write_report
-from components.resilience.heartbeat import Post, blame
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +37,7 @@ def out_of_memory() -> Exception:
     return type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")
 
 
-HUNG = type("StepTimeout", (HungRun,), {})("no progress for 12 s in step 3: rank 1 on host n2 is missing")
+HUNG = HungRun("no progress for 12 s in step 3: rank 1 on host n2 is missing", ("n2",))
 LOST = RuntimeError("[gloo] Connection closed by peer [10.0.0.2]:41")
 RAISED, REFUSED = ValueError("boom"), ConfigError("data.path=x: gone")
 STOPPED = {"status": "preempted", "steps": 9}
@@ -163,14 +161,12 @@ def test_hung_run_is_requeued_only_while_it_makes_progress(run_dir: Path, name: 
     assert (marker.read_text() if marker.exists() else None) == ("n2\n" if requeued else None)
 
 
-def test_nodes_of_missing_and_late_ranks_are_parsed_from_hang_message() -> None:
-    """The requeued job excludes the nodes in the message; if no rank is to blame, it excludes none."""
-    posts = {
-        rank: Post(9, "in step 3", "forward (model.py:7)", f"n{rank}", {"world": 7 - rank % 2}) for rank in range(4)
-    }
-    assert hung_nodes(f"no progress for 12 s in step 3: {blame([2], posts)}") == ["n2"]
-    assert hung_nodes(blame([], posts)) == ["n1", "n3"]
-    assert hung_nodes(blame([], {rank: posts[rank] for rank in (0, 2)})) == []
+def test_nodes_of_a_hang_come_from_the_report_and_not_from_its_message(run_dir: Path) -> None:
+    """A message that names hosts, but a report without hung_hosts: the requeued job excludes no node."""
+    last = job_of_attempts(run_dir, PUBLISHED)
+    write_report(run_dir / "logs" / f"attempt_{last}", 0, HungRun(str(HUNG)))
+    assert conclude(run_dir, last, 137, cancelled=False) == 75
+    assert (run_dir / "requeue").read_text() == ""
 
 
 def test_cancelled_file_of_batch_script_prevents_requeue(run_dir: Path) -> None:

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from components.launch.slurm.requeue import attempts_of_job, hung_nodes, reason_not_after_hang, reason_to_stop
+from components.launch.slurm.requeue import attempts_of_job, reason_not_after_hang, reason_to_stop
 from components.protocol.exit_codes import EXIT_HUNG, EXIT_INVALID
 from components.protocol.failures import Failure, Kind, RankExit, first_failure, print_failure, read_reports
 from components.protocol.run_files import (
@@ -105,7 +105,7 @@ def _failed(run_dir: Path, attempt: int, failure: Failure, status: int, *, cance
         return status or 1
     reason = reason_not_after_hang(run_dir, attempts_of_job(run_dir, attempt), os.environ)
     if reason is None and not cancelled:
-        atomic_write(run_dir / REQUEUE, "".join(f"{node}\n" for node in hung_nodes(report.message)))
+        atomic_write(run_dir / REQUEUE, "".join(f"{node}\n" for node in report.hung_hosts))
         print_text("the run hung: requeuing the job", flush=True)
     elif not cancelled:
         print_text(f"the run hung and is not requeued: {reason}", flush=True)

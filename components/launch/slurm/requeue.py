@@ -32,7 +32,6 @@ JOB, CHECKPOINTS_BEFORE = "job", "checkpoints"
 """Files that the batch script writes to an attempt's logs: the job id, and the entries of checkpoints/ at the start."""
 
 _PUBLISHED = re.compile(r"step_\d+(\.\d+)?")
-_HUNG_RANK = re.compile(r"rank \d+ on host (\S+) (?:is missing|(?:does|has) not )")  # messages of resilience.heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +110,6 @@ def attempts_of_job(run_dir: Path, attempt: int) -> list[JobAttempt]:
         for number, before, after in zip(numbers, starts[:-1], starts[1:], strict=True)
         for logs in [attempt_logs(run_dir, number)]
     ]
-
-
-def hung_nodes(message: str) -> list[str]:
-    """Return the nodes of the ranks that a hung run waited for, parsed from the error message of the hang."""
-    return sorted(set(_HUNG_RANK.findall(message)))
 
 
 def check_requeue() -> int:
