@@ -173,6 +173,13 @@ class HashedFile(io.BufferedWriter):
             self._size += len(chunk)
             data = data[len(chunk) :]
 
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        """Close the file; after an error without flushing, which would often raise a second error."""
+        if error is None:
+            self.close()
+        else:
+            self.raw.close()
+
     def close(self) -> None:
         """Close the file and add its record."""
         super().close()

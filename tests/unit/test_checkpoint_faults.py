@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from components.checkpoint.manifest import write_json
 from components.config.errors import ConfigError
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.observability import Reporter
@@ -116,3 +117,11 @@ def test_failed_write_of_the_result_is_printed(tmp_path: Path, capsys: pytest.Ca
     stderr = capsys.readouterr().err
     assert stderr.startswith(f"{directory.path}/result.json could not be written: File too large (")
     end(directory)
+
+
+def test_json_file_on_a_full_disk_raises_one_error(tmp_path: Path) -> None:
+    """The file is closed after the error without a second attempt to write, whose error would follow the first."""
+    with full_disk(), pytest.raises(OSError, match="File too large") as caught:
+        write_json(tmp_path / "state.json", {"step": 3})
+    assert caught.value.__context__ is None
+    assert (tmp_path / "state.json").read_bytes() == b""
