@@ -111,11 +111,11 @@ class Batch:
         shard = self._map(select, lambda bounds: bounds, lambda values: values)
         return shard if shard.position_ids is not None else replace(shard, position_ids=positions.expand(rows, -1))
 
-    def first_rows(self, count: int) -> Batch:
-        """Return the first `count` rows."""
+    def select_rows(self, rows: slice) -> Batch:
+        """Return some of the rows; host-side bounds remain."""
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[:count]
+            return tensor[rows]
 
         return self._map(cut, cut, cut)
 

@@ -26,18 +26,15 @@ def main(cfg: DpoConfig) -> None:
     with training.Run(cfg) as run:
         tokenizer = models.load_tokenizer(cfg.model)
         model = training.prepare(cfg, run, len(tokenizer))
+        preference = training.build_preference(cfg, run, model, len(tokenizer))
 
-        # Pairs of answers, with their log-probabilities under the reference: the model before training
-        seq_len = cfg.training.seq_len
-        pairs = {
-            split: training.with_reference(
-                model, data.build_pairs(cfg.data, tokenizer, seq_len=seq_len, split=split), run
-            )
-            for split in ("train", "eval")
-        }
+        # Pairs of answers, with their log-probabilities under the reference, the model before training, if it has one
+        pairs = {}
+        for split in ("train", "eval"):
+            read = data.build_pairs(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split=split)
+            pairs[split] = training.with_reference(model, read, preference, run)
         batches = data.TrainBatches(pairs["train"], run.plan, seed=cfg.run.seed, fingerprint=pairs["train"].fingerprint)
         held_out = data.EvalBatches(pairs["eval"], run.plan)
-        preference = training.Preference(cfg.objective)
         optimizer = training.build_optimizer(model.module, cfg.optimizer)
 
         run.begin(model, optimizer, batches, held_out)

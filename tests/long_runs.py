@@ -64,7 +64,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
             *(
                 "tests/distributed/test_packing.py",
                 "tests/distributed/test_token_loss.py",
-                "tests/distributed/test_dpo.py",
+                "tests/distributed/test_preferences.py",
             ),
             *("tests/distributed/test_expert.py", "tests/distributed/test_router_loss.py"),
             *("tests/distributed/test_pipeline.py", "tests/recipes/test_benchmark_compare.py"),

@@ -28,7 +28,14 @@ from components.config.schema.data import (
     TextDataConfig,
 )
 from components.config.schema.model import CausalLMConfig, ModelKind
-from components.config.schema.objective import NextTokenConfig, ObjectiveKind, PreferenceConfig
+from components.config.schema.objective import (
+    DPOConfig,
+    KTOConfig,
+    NextTokenConfig,
+    ObjectiveKind,
+    ORPOConfig,
+    SimPOConfig,
+)
 from components.config.schema.optimizer import AdamWConfig, OptimizerKind
 
 KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
@@ -46,7 +53,13 @@ KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
         DataKind.preferences: PreferencesDataConfig,
     },
     "model": {ModelKind.causal_lm: CausalLMConfig},
-    "objective": {ObjectiveKind.next_token: NextTokenConfig, ObjectiveKind.dpo: PreferenceConfig},
+    "objective": {
+        ObjectiveKind.next_token: NextTokenConfig,
+        ObjectiveKind.dpo: DPOConfig,
+        ObjectiveKind.simpo: SimPOConfig,
+        ObjectiveKind.orpo: ORPOConfig,
+        ObjectiveKind.kto: KTOConfig,
+    },
     "optimizer": {OptimizerKind.adamw: AdamWConfig},
 }
 """Section -> kind -> dataclass."""

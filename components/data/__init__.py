@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from components.data.mixture import MixtureDataset, MixtureOrder, sources_of
     from components.data.order import SampleOrder
     from components.data.packing import PackedDataset
-    from components.data.pairs import Pair, PairDataset, build_pairs
+    from components.data.pairs import PairDataset, PairedRows, RowPair, build_pairs
     from components.data.preflight import check_files
     from components.data.sources.rows import Conversation, Message
 else:

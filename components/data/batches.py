@@ -13,15 +13,15 @@ from components.data.examples import IGNORED, Example, PackedRow
 from components.data.mixture import MixtureDataset, MixtureFacts, MixtureOrder
 from components.data.order import SampleOrder
 from components.data.packing import PackedDataset
-from components.data.pairs import EMPTY_EXAMPLE, Pair, PairDataset
+from components.data.pairs import EMPTY_EXAMPLE, PairedRows, RowPair
 
 if TYPE_CHECKING:
     import torch
 
     from components.batch import Batch
 
-Row = Example | PackedRow | Pair
-Rows = Dataset | PackedDataset | MixtureDataset | PairDataset
+Row = Example | PackedRow | RowPair
+Rows = Dataset | PackedDataset | MixtureDataset | PairedRows
 
 CUDA_ROUNDING = 128
 """Multiple to which the length of unpacked rows is rounded up on a GPU."""
@@ -268,7 +268,7 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         dataset, plan, size = self.dataset, self._plan, self._plan.micro_batch_size
         padding = plan.padding.of(dataset)
-        empty = dataset.empty if isinstance(dataset, PairDataset) else EMPTY_EXAMPLE
+        empty = dataset.empty if isinstance(dataset, PairedRows) else EMPTY_EXAMPLE
         rows_at_once = size * plan.dp_size
         for number in range(-(-len(dataset) // rows_at_once)):
             start = number * rows_at_once + plan.dp_rank * size
@@ -277,16 +277,16 @@ class EvalBatches:
 
 
 def collate(rows: Sequence[Row], padding: Padding) -> Batch:
-    """Return rows as a batch on the CPU, padded on the right; a pair becomes two rows: chosen, rejected.
+    """Return rows as a batch on the CPU, padded on the right; a pair becomes two rows.
 
     Raises ConfigError if a row is longer than `padding.length`.
     """
-    pairs = [row for row in rows if isinstance(row, Pair)]
+    pairs = [row for row in rows if isinstance(row, RowPair)]
     if not pairs:
-        return _collate_rows([row for row in rows if not isinstance(row, Pair)], padding)
+        return _collate_rows([row for row in rows if not isinstance(row, RowPair)], padding)
     import torch
 
-    batch = _collate_rows([answer for pair in pairs for answer in (pair.chosen, pair.rejected)], padding)
+    batch = _collate_rows([answer for pair in pairs for answer in (pair.first, pair.second)], padding)
     names = pairs[0].values
     values = {name: [value for pair in pairs for value in pair.values[name]] for name in names}
     return replace(batch, rows={name: torch.tensor(each, dtype=torch.float64) for name, each in values.items()})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import xxhash
 
@@ -20,53 +22,99 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Pair(NamedTuple):
-    """One preference sample: two rows that are always in the same batch."""
+class RowPair(NamedTuple):
+    """Two rows that are always in the same batch."""
 
-    chosen: Example
-    rejected: Example
+    first: Example
+    """The chosen answer, or a labeled answer."""
+    second: Example
+    """The rejected answer, or the prompt of a labeled answer with the answer of another sample."""
     values: Mapping[str, tuple[float, float]]
-    """Values of the (chosen, rejected) rows by name; they become `Batch.rows`."""
+    """Values of the two rows by name; they become `Batch.rows`."""
 
 
 EMPTY_EXAMPLE = Example([], [])
 
 
-@dataclass(frozen=True)
-class PairDataset(ItemSequence[Pair]):
-    """Preference pairs in the order of their source."""
+class PairedRows(ItemSequence[RowPair]):
+    """Base of the data sets of recipes/dpo.py."""
 
     item_name = "pair"
-    chosen: Dataset
-    rejected: Dataset
-    indices: Sequence[tuple[int, int]]
-    """Indices of each pair's samples in `chosen` and in `rejected`."""
-    values: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each (pairs, 2) float64
-    """Values of the chosen and rejected rows by name, such as log-probabilities under a reference model."""
+    values: Mapping[str, torch.Tensor]  # each (pairs, 2) float64
+    """Values of both rows by name, such as log-probabilities under a reference model."""
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def item(self, index: int) -> Pair:
-        """Return the pair at `index`."""
-        chosen, rejected = self.indices[index]
-        values = {name: (float(each[index, 0]), float(each[index, 1])) for name, each in self.values.items()}
-        return Pair(self.chosen[chosen], self.rejected[rejected], values)
+    @abstractmethod
+    def rows_of(self, index: int) -> tuple[Example, Example]:
+        """Return the two rows of the pair at `index`."""
 
     @property
-    def empty(self) -> Pair:
+    @abstractmethod
+    def answers(self) -> Dataset:
+        """The answers of the first rows."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> Facts:
+        """Statistics of the pairs, for the banner."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Hash of all token ids and labels of both rows, and of their pairing."""
+
+    @abstractmethod
+    def show(self, index: int) -> str:
+        """Return the texts of a pair, with the spans that contribute to the loss in [[ ]]."""
+
+    def item(self, index: int) -> RowPair:
+        """Return the pair at `index`."""
+        values = {name: (float(each[index, 0]), float(each[index, 1])) for name, each in self.values.items()}
+        return RowPair(*self.rows_of(index), values)
+
+    @property
+    def empty(self) -> RowPair:
         """Pair of two padding rows, with zero for every named value."""
-        return Pair(EMPTY_EXAMPLE, EMPTY_EXAMPLE, dict.fromkeys(self.values, (0.0, 0.0)))
+        return RowPair(EMPTY_EXAMPLE, EMPTY_EXAMPLE, dict.fromkeys(self.values, (0.0, 0.0)))
 
     @property
     def prompts(self) -> Sequence[str]:
         """Raw prompts of the source."""
-        return self.chosen.prompts
+        return self.answers.prompts
 
     @property
     def pad_token_id(self) -> int | None:
         """Input id at padded positions."""
-        return self.chosen.pad_token_id
+        return self.answers.pad_token_id
+
+    def with_values(self, name: str, values: torch.Tensor) -> Self:
+        """Return a copy with additional values (pairs, 2) of the two rows."""
+        copied = copy.copy(self)
+        object.__setattr__(copied, "values", {**self.values, name: values})
+        return copied
+
+
+@dataclass(frozen=True)
+class PairDataset(PairedRows):
+    """Preference pairs in the order of their source."""
+
+    chosen: Dataset
+    rejected: Dataset
+    indices: Sequence[tuple[int, int]]
+    """Indices of each pair's samples in `chosen` and in `rejected`."""
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def rows_of(self, index: int) -> tuple[Example, Example]:
+        """Return the chosen and the rejected answer."""
+        chosen, rejected = self.indices[index]
+        return self.chosen[chosen], self.rejected[rejected]
+
+    @property
+    def answers(self) -> Dataset:
+        """The chosen answers."""
+        return self.chosen
 
     @property
     def facts(self) -> Facts:
@@ -88,10 +136,6 @@ class PairDataset(ItemSequence[Pair]):
         """Hash of all token ids and labels of both answers, and of their pairing."""
         parts = f"{self.chosen.fingerprint} {self.rejected.fingerprint} {list(self.indices)}"
         return xxhash.xxh3_128(parts.encode()).hexdigest()
-
-    def with_values(self, name: str, values: torch.Tensor) -> PairDataset:
-        """Return a copy with additional values (pairs, 2) of the chosen and rejected rows."""
-        return replace(self, values={**self.values, name: values})
 
     def show(self, index: int) -> str:
         """Return the texts of a pair, with the spans that contribute to the loss in [[ ]]."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from components.training.metrics import FIELDS, StepMetrics, StepNumbers, StepReader
     from components.training.objectives import PLAIN, CrossEntropy, NextToken, Objective
     from components.training.objectives.loss_head import LossHead, attach_loss_head
-    from components.training.objectives.preference import Preference
-    from components.training.objectives.reference_model import with_reference
+    from components.training.objectives.preference import DPO, KTO, ORPO, Preference, SimPO
+    from components.training.objectives.reference_model import build_preference, with_reference
     from components.training.optimizers.gradients import clip_gradients, gradient_norm
     from components.training.optimizers.optim import build_optimizer, learning_rate, set_learning_rate
     from components.training.run import Run, Step
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from components.training.setup.attention_report import check_kernels
     from components.training.setup.flops import StepFlops, step_flops
     from components.training.setup.precision import autocast_dtype, compute_dtype
-    from components.training.setup.prepare import prepare, prepare_built
+    from components.training.setup.prepare import prepare, prepare_built, prepare_frozen
     from components.training.setup.prepared import Prepared, StepSettings
     from components.training.setup.recompute_policy import RecomputePolicy, StepLoad, choose_recompute_policy
     from components.training.setup.router_loss import RouterLoss, attach_router_loss

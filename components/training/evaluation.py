@@ -11,11 +11,10 @@ import torch
 
 from components.batch import Batch
 from components.distributed.mesh import Mesh
-from components.training.forward import forward_loss, local_batch, score_rows
-from components.training.loss import reduce_loss
-from components.training.objectives import PLAIN, Objective
+from components.training.forward import forward_loss, local_batch, score_for, weights_of_rows
+from components.training.loss import all_ranks, reduce_loss, sum_over_ranks
+from components.training.objectives import PLAIN, Objective, RowScores
 from components.training.setup.prepared import Prepared
-from components.training.step import all_ranks, sum_over_ranks
 
 
 class Interruptible(Protocol):
@@ -82,16 +81,20 @@ def _sums(
     """Return this rank's sums (loss, units, *metrics) in float64, and whether the pass was stopped."""
     settings = model.settings
     sums = torch.zeros(2 + len(objective.metrics), dtype=torch.float64, device=settings.device)
+    scores: list[RowScores] = []  # three float64 values per row
     for host_batch in batches:
         if run is not None and run.agreed_to_stop():
             return sums, True
         batch = host_batch.to(settings.device)
         local = local_batch(batch, settings)
         if objective.needs_row_scores:
-            weighted = objective.weights(score_rows(model, [local]))
-            measured = [weighted.metrics[name] for name in objective.metrics]
-            sums += torch.stack([weighted.loss_sum, objective.count(batch), *measured]) * settings.counts_rows
+            scores.append(score_for(model, [local], objective))
+            sums[1] += objective.count(batch) * settings.counts_rows
         else:
             loss = forward_loss(model, local, objective.token_loss).double() * settings.counts_tokens
-            sums += torch.stack([loss, objective.count(batch) * settings.counts_rows])
+            sums[:2] += torch.stack([loss, objective.count(batch) * settings.counts_rows])
+    if scores:
+        weighted = weights_of_rows(model, RowScores.joined(scores), objective)
+        measured = [weighted.metrics[name] for name in objective.metrics]
+        sums += torch.stack([weighted.loss_sum, sums.new_zeros(()), *measured]) * settings.counts_rows
     return sums, False

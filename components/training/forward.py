@@ -13,6 +13,7 @@ import torch.distributed as dist
 from components.batch import Batch
 from components.config.schema.data import IGNORED
 from components.distributed.context_parallel import shard_rows
+from components.training.loss import sum_over_ranks
 from components.training.objectives import PLAIN, Objective, RowScores, RowWeights, TokenLoss
 from components.training.setup.prepared import Prepared, StepSettings
 from components.training.setup.router_loss import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
@@ -90,14 +91,27 @@ def weigh_rows(
 
     For objectives with `needs_row_scores`. A collective.
     """
-    scores = score_rows(model, batches)
-    row_weights = objective.weights(scores)
+    scores = score_for(model, batches, objective)
+    row_weights = weights_of_rows(model, scores, objective)
     factors = row_weights.factors.split([batch.shape[0] for batch in batches])
-    weighted = [
-        replace(batch, token_weights=factor[:, None].expand(batch.shape).contiguous())
-        for batch, factor in zip(batches, factors, strict=True)
-    ]
+    trained = slice(None, None, row_weights.every)
+    weighted = []
+    for batch, factor in zip(batches, factors, strict=True):
+        token_weights = factor[:, None].expand(batch.shape).contiguous()
+        weighted.append(replace(batch, token_weights=token_weights).select_rows(trained))
     return weighted, scores, row_weights
+
+
+def score_for(model: Prepared, batches: Sequence[Batch], objective: Objective) -> RowScores:
+    """Return the scores of the rows of micro-batches, with the values that the objective adds. A collective."""
+    scores = score_rows(model, batches)
+    return replace(scores, values={**scores.values, **objective.row_values(model, batches)})
+
+
+def weights_of_rows(model: Prepared, scores: RowScores, objective: Objective) -> RowWeights:
+    """Return the objective's row weights, with its statistics over the rows of all ranks. A collective."""
+    sums = objective.step_sums(scores)
+    return objective.weights(scores, None if sums is None else sum_over_ranks(sums * model.settings.counts_rows))
 
 
 def head_keywords(target_count: int | None, token_loss: TokenLoss, *, per_token: bool = False) -> dict[str, Any]:

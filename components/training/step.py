@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from components.batch import Batch
 from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.distributed.pipeline.schedule import Pipeline, pad_to_longest
 from components.training.forward import head_keywords, local_batch, training_loss, weigh_rows
-from components.training.loss import reduce_loss
+from components.training.loss import all_ranks, reduce_loss, sum_over_ranks
 from components.training.metrics import FIELDS, StepNumbers
 from components.training.objectives import PLAIN, Objective
 from components.training.optimizers.gradients import clip_gradients, equalize_replicas, gradient_norm
@@ -86,18 +85,6 @@ def train_step(
         tokens, metrics = measured[:1], measured[1:] / count.clamp(min=1)
     vector = torch.cat([loss / count.clamp(min=1), norm, tokens, skipped, totals[1:], metrics])
     return StepNumbers(vector, (*FIELDS, *objective.metrics))
-
-
-def sum_over_ranks(vector: torch.Tensor) -> torch.Tensor:
-    """All-reduce a vector over all ranks in place, and return it."""
-    if (ranks := all_ranks()) is not None:
-        dist.all_reduce(vector, group=ranks)
-    return vector
-
-
-def all_ranks() -> dist.ProcessGroup | None:
-    """Return the process group of all ranks, or None for a single process."""
-    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def _forward_backward(model: Prepared, batches: list[Batch], objective: Objective, units: torch.Tensor) -> torch.Tensor:

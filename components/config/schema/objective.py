@@ -9,10 +9,13 @@ from components.config.schema.checks import above, at_least, own_kind, raise_all
 
 
 class ObjectiveKind(StrEnum):
-    """next_token: cross-entropy of the next token; dpo: direct preference optimization."""
+    """next_token: cross-entropy of the next token; dpo, simpo and orpo: preference pairs; kto: labeled answers."""
 
     next_token = "next_token"
     dpo = "dpo"
+    simpo = "simpo"
+    orpo = "orpo"
+    kto = "kto"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,18 +53,116 @@ class NextTokenConfig(ObjectiveConfig):
 
 @dataclass(kw_only=True, slots=True)
 class PreferenceConfig(ObjectiveConfig):
-    """Direct preference optimization (Rafailov et al. 2023) on pairs of a chosen and a rejected answer."""
+    """Base of the objectives of recipes/dpo.py, which compare answers."""
+
+    beta: float = 0.1
+    """Scale of the rewards, greater than 0. Its meaning differs between the kinds: see each of them."""
+
+    def _problems(self) -> list[str]:
+        return [*ObjectiveConfig._problems(self), *above("objective.beta", self.beta, 0)]
+
+
+@dataclass(kw_only=True, slots=True)
+class PairConfig(PreferenceConfig):
+    """Base of the objectives on pairs of a chosen and a rejected answer."""
+
+    sft_weight: float = 0.0
+    """Weight of the mean negative log-probability per token of the chosen answer, added to the loss of each pair."""
+
+    def _problems(self) -> list[str]:
+        return [*PreferenceConfig._problems(self), *at_least("objective.sft_weight", self.sft_weight, 0)]
+
+
+class Reference(StrEnum):
+    """How rows get their log-probabilities under the reference model, the model before training."""
+
+    precomputed = "precomputed"
+    adapters_off = "adapters_off"
+    frozen_copy = "frozen_copy"
+
+
+class PairLoss(StrEnum):
+    """Losses of a DPO pair as a function of the margin between its rewards."""
+
+    sigmoid = "sigmoid"
+    hinge = "hinge"
+    ipo = "ipo"
+
+
+@dataclass(kw_only=True, slots=True)
+class DPOConfig(PairConfig):
+    """Direct preference optimization (Rafailov et al. 2023). beta is the strength of the implicit KL penalty towards
+    the reference model; smaller values let the policy move further away."""
 
     kind: ObjectiveKind = ObjectiveKind.dpo
     """dpo."""
-    beta: float = 0.1
-    """Strength of the implicit KL penalty towards the reference model, greater than 0; smaller values let the policy
-    move further away."""
+    reference: Reference = Reference.precomputed
+    """Log-probabilities under the reference model. precomputed: one pass over all data before training, saved in the
+    run directory (8 bytes per row); adapters_off: at every step, by the model without its adapters; frozen_copy: at
+    every step, by a second copy of the weights on the same mesh."""
+    loss: PairLoss = PairLoss.sigmoid
+    """sigmoid: the paper's; hinge (SLiC); ipo: squared distance of the per-token margin from 1 / (2 beta)."""
     label_smoothing: float = 0.0
-    """Assumed share of pairs whose preference label is flipped (conservative DPO), in [0, 0.5)."""
+    """Assumed share of pairs whose preference label is flipped (conservative DPO), in [0, 0.5); sigmoid only."""
 
     def _problems(self) -> list[str]:
-        problems = [*ObjectiveConfig._problems(self), *above("objective.beta", self.beta, 0)]
+        problems = PairConfig._problems(self)
         if not 0 <= self.label_smoothing < 0.5:
             problems.append(f"objective.label_smoothing={self.label_smoothing}: must be in [0, 0.5)")
+        elif self.label_smoothing and self.loss is not PairLoss.sigmoid:
+            problems.append(
+                f"objective.label_smoothing={self.label_smoothing}: objective.loss={self.loss} has no label smoothing; "
+                "set it to 0, or set objective.loss=sigmoid"
+            )
         return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class SimPOConfig(PairConfig):
+    """Simple preference optimization (Meng et al. 2024): mean log-probabilities per token, without a reference model.
+    beta scales them."""
+
+    kind: ObjectiveKind = ObjectiveKind.simpo
+    """simpo."""
+    beta: float = 2.0
+    """Scale of the rewards, greater than 0; the paper uses 2 to 10."""
+    gamma: float = 1.0
+    """Margin between the rewards that the loss aims for, at least 0; the paper uses 0.3 to 1.6."""
+
+    def _problems(self) -> list[str]:
+        return [*PairConfig._problems(self), *at_least("objective.gamma", self.gamma, 0)]
+
+
+@dataclass(kw_only=True, slots=True)
+class ORPOConfig(PairConfig):
+    """Odds-ratio preference optimization (Hong et al. 2024): supervised fine-tuning on the chosen answers plus beta
+    (the paper's lambda) times the odds-ratio loss, without a reference model."""
+
+    kind: ObjectiveKind = ObjectiveKind.orpo
+    """orpo."""
+    sft_weight: float = 1.0
+    """Weight of the mean negative log-probability per token of the chosen answer; 1 in the paper."""
+
+
+@dataclass(kw_only=True, slots=True)
+class KTOConfig(PreferenceConfig):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024) on single answers with a label (data.label_column)."""
+
+    kind: ObjectiveKind = ObjectiveKind.kto
+    """kto."""
+    reference: Reference = Reference.precomputed
+    """Log-probabilities under the reference model. precomputed: one pass over all data before training, saved in the
+    run directory (8 bytes per row); adapters_off: at every step, by the model without its adapters; frozen_copy: at
+    every step, by a second copy of the weights on the same mesh."""
+    desirable_weight: float = 1.0
+    """Weight of the losses of desirable answers, greater than 0. The paper recommends a ratio of desirable_weight x
+    desirable answers to undesirable_weight x undesirable answers between 1 and 3/2."""
+    undesirable_weight: float = 1.0
+    """Weight of the losses of undesirable answers, greater than 0."""
+
+    def _problems(self) -> list[str]:
+        return [
+            *PreferenceConfig._problems(self),
+            *above("objective.desirable_weight", self.desirable_weight, 0),
+            *above("objective.undesirable_weight", self.undesirable_weight, 0),
+        ]

@@ -11,7 +11,7 @@ from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
 from components.config.schema.data import DataConfig, PreferencesDataConfig
 from components.config.schema.logging import LoggingConfig
 from components.config.schema.model import ModelConfig
-from components.config.schema.objective import NextTokenConfig, PreferenceConfig
+from components.config.schema.objective import DPOConfig, NextTokenConfig, PreferenceConfig
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.peft import PeftConfig
@@ -69,8 +69,8 @@ class DpoConfig(TrainConfig):
     """Config of `recipes/dpo.py`."""
 
     data: PreferencesDataConfig
-    """Preference pairs."""
-    objective: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Preference pairs, or labeled answers for objective=kto."""
+    objective: PreferenceConfig = field(default_factory=DPOConfig)
     """Training loss."""
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,15 @@ class RowScores:
     values: Mapping[str, torch.Tensor]  # each (rows, ...)
     """Per-row values of the data set, by name: see `Batch.rows`."""
 
+    @classmethod
+    def joined(cls, parts: Sequence[RowScores]) -> RowScores:
+        """Return the scores of several passes as one."""
+        return cls(
+            torch.cat([part.log_probs for part in parts]),
+            torch.cat([part.lengths for part in parts]),
+            {name: torch.cat([part.values[name] for part in parts]) for name in parts[0].values},
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RowWeights:
@@ -90,6 +99,9 @@ class RowWeights:
     """Factor of each row's token losses: minus the derivative of `loss_sum` by the row's log-probability."""
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)  # scalars, float64
     """Sums over this rank's units, by name; their means over all units are logged."""
+    every: int = 1
+    """2: only every second row of a micro-batch, beginning with the first, is trained on; the factors of the others are
+    0, and the second pass leaves them out."""
 
 
 class Objective(Protocol):
@@ -121,5 +133,21 @@ class Objective(Protocol):
     def count(self, batch: Batch) -> torch.Tensor:
         """Return the number of units of a micro-batch of whole rows, a float64 scalar on its device."""
 
-    def weights(self, scores: RowScores) -> RowWeights:
-        """Return the loss of a step's rows on one rank, and the factor of each row's token losses."""
+    def row_values(self, model: Any, batches: Sequence[Batch]) -> Mapping[str, torch.Tensor]:
+        """Return additional `RowScores.values` of micro-batches, computed at every step. A collective.
+
+        Args:
+            model: The trained model, a `Prepared`.
+            batches: This rank's parts of the micro-batches, under cp a shard of each row.
+        """
+
+    def step_sums(self, scores: RowScores) -> torch.Tensor | None:
+        """Return sums over a rank's rows, (n,) float64, whose totals over all ranks `weights` needs; None: none."""
+
+    def weights(self, scores: RowScores, step_sums: torch.Tensor | None = None) -> RowWeights:
+        """Return the loss of a step's rows on one rank, and the factor of each row's token losses.
+
+        Args:
+            scores: Rows of one rank, of all micro-batches of the step (in an evaluation, of all batches).
+            step_sums: `step_sums` of the rows of all ranks.
+        """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from components.batch import Batch
@@ -29,7 +32,14 @@ class NextToken:
         """Return the number of targets that are not ignored, a float64 scalar."""
         return count_targets(batch.targets)
 
-    def weights(self, scores: RowScores) -> RowWeights:
+    def row_values(self, model: Any, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
+        """Return no values: rows are not scored."""
+        return {}
+
+    def step_sums(self, scores: RowScores) -> None:
+        """Return None: there are no row weights."""
+
+    def weights(self, scores: RowScores, step_sums: torch.Tensor | None = None) -> RowWeights:
         """Raise NotImplementedError: a sum of token losses has no row weights."""
         raise NotImplementedError("NextToken is a sum of token losses and has no row weights")
 

@@ -1,9 +1,9 @@
-"""Log-probabilities of pairs under the reference model, which is the trained model before its first step."""
+"""Objectives of recipes/dpo.py with their reference model, which is the trained model before its first step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,18 +12,38 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from components import data, models
+from components.batch import Batch
 from components.config.errors import ConfigError
+from components.config.schema.objective import (
+    DPOConfig,
+    KTOConfig,
+    ObjectiveKind,
+    ORPOConfig,
+    Reference,
+    SimPOConfig,
+)
+from components.config.schema.recipes import DpoConfig
 from components.distributed.fsdp import fsdp_units
+from components.distributed.mesh import Mesh
 from components.exchange import all_gather_json
 from components.protocol.run_files import atomic_write
 from components.training.forward import local_batch, score_rows
-from components.training.objectives.preference import REFERENCE
+from components.training.loss import sum_over_ranks
+from components.training.objectives.preference import (
+    DPO,
+    KTO,
+    ORPO,
+    REFERENCE,
+    Preference,
+    ReferenceScorer,
+    SimPO,
+)
+from components.training.setup.prepare import prepare_frozen
 from components.training.setup.prepared import Prepared
-from components.training.step import sum_over_ranks
 
 
 class ReferenceRun(Protocol):
-    """Attributes of a run that `with_reference` uses."""
+    """Attributes of a run that the functions below use."""
 
     dir: str
     """The run directory."""
@@ -31,23 +51,78 @@ class ReferenceRun(Protocol):
     """Checkpoint whose weights are loaded afterwards; None for a new run."""
     rank: int
     """Global rank."""
+    device: torch.device
+    """This rank's device."""
+    mesh: Mesh
+    """The device mesh."""
 
     @property
     def plan(self) -> data.BatchPlan:
         """Assignment of rows to dp ranks."""
 
 
-def with_reference(model: Prepared, pairs: data.PairDataset, run: ReferenceRun) -> data.PairDataset:
+def build_preference(cfg: DpoConfig, run: ReferenceRun, model: Prepared, vocabulary: int) -> Preference:
+    """Return the objective of a config. A collective if objective.reference=frozen_copy, which loads a second model.
+
+    Args:
+        model: The model to be trained.
+        vocabulary: Vocabulary size of the tokenizer, as for `prepare`.
+
+    Raises ConfigError for a model with dropout, and TypeError for a config that is none of the kinds.
+    """
+    _check_dropout(model.module, cfg.objective.kind)
+    match cfg.objective:
+        case SimPOConfig() as objective:
+            return SimPO(objective)
+        case ORPOConfig() as objective:
+            return ORPO(objective)
+        case DPOConfig() as objective:
+            return DPO(objective, _scorer(objective.reference, cfg, run, vocabulary))
+        case KTOConfig() as objective:
+            return KTO(objective, _scorer(objective.reference, cfg, run, vocabulary))
+    raise TypeError(f"build_preference: there is no objective for {type(cfg.objective).__name__}")
+
+
+def _scorer(method: Reference, cfg: DpoConfig, run: ReferenceRun, vocabulary: int) -> ReferenceScorer | None:
+    """Return the function that scores each step's rows; None if the log-probabilities are computed before training."""
+    match method:
+        case Reference.precomputed:
+            return None
+        case Reference.adapters_off:
+            return _score_without_adapters
+        case Reference.frozen_copy:
+            copy = prepare_frozen(cfg, run, vocabulary)
+            return lambda trained, batches: score_and_reshard(copy, batches)
+
+
+def _score_without_adapters(trained: Prepared, batches: Sequence[Batch]) -> torch.Tensor:
+    with models.adapters_off(trained.module):
+        return score_rows(trained, batches).log_probs
+
+
+def score_and_reshard(model: Prepared, batches: Sequence[Batch]) -> torch.Tensor:
+    """Return the log-probabilities (rows,) of micro-batches under a model that is not trained. A collective."""
+    log_probs = score_rows(model, batches).log_probs
+    _reshard(model)
+    return log_probs
+
+
+def with_reference(
+    model: Prepared, pairs: data.PairedRows, preference: Preference, run: ReferenceRun
+) -> data.PairedRows:
     """Return pairs with the log-probabilities of both answers under the reference model. A collective.
+
+    Returns them unchanged if the objective does not need that: it has no reference, or scores it at every step.
 
     Call it before a checkpoint is loaded: the reference is the model at that time, or with adapters the model without
     them. The log-probabilities (16 bytes per pair) are computed once, in one pass over the pairs, and saved in the run
     directory, from which a resume on any mesh reads them.
 
-    Raises ConfigError for a model with dropout, and if a resumed run without adapters has no file of log-probabilities,
-    because the reference weights are not loaded then.
+    Raises ConfigError if a resumed run without adapters has no file of log-probabilities, because the reference weights
+    are not loaded then.
     """
-    _check_dropout(model.module)
+    if not preference.needs_stored_reference:
+        return pairs
     file = Path(run.dir) / f"reference-{pairs.fingerprint[:16]}.safetensors"
     saved = _read(file)
     if all(all_gather_json(saved is not None)) and saved is not None:  # all ranks read the file, or all compute
@@ -66,7 +141,7 @@ def with_reference(model: Prepared, pairs: data.PairDataset, run: ReferenceRun) 
     return pairs.with_values(REFERENCE, log_probs)
 
 
-def score_pairs(model: Prepared, pairs: data.PairDataset, plan: data.BatchPlan) -> torch.Tensor:
+def score_pairs(model: Prepared, pairs: data.PairedRows, plan: data.BatchPlan) -> torch.Tensor:
     """Return the log-probabilities of the chosen and the rejected answers, (pairs, 2) float64 on the host.
 
     A collective. Each dp rank scores a part of the pairs; the result is the same on every rank.
@@ -75,27 +150,34 @@ def score_pairs(model: Prepared, pairs: data.PairDataset, plan: data.BatchPlan) 
     was_training = model.module.training
     model.module.eval()
     log_probs = torch.zeros(len(pairs) + size * plan.dp_size, 2, dtype=torch.float64, device=settings.device)
-    for number, batch in enumerate(data.EvalBatches(replace(pairs, values={}), plan)):
+    for number, batch in enumerate(data.EvalBatches(pairs, plan)):
         scores = score_rows(model, [local_batch(batch.to(settings.device), settings)])
         start = (number * plan.dp_size + plan.dp_rank) * size
         log_probs[start : start + size] = scores.log_probs.view(-1, 2) * settings.counts_rows
     model.module.train(was_training)
-    # A forward leaves FSDP's root unsharded, and an optimizer built afterwards would hold the unsharded parameters.
-    for root in [model.module] if model.pipeline is None else model.pipeline.stage_modules:
-        for unit in fsdp_units(root):
-            unit.reshard()
+    _reshard(model)
     return sum_over_ranks(log_probs)[: len(pairs)].cpu()
 
 
-def _check_dropout(model: Any) -> None:
+def _reshard(model: Prepared) -> None:
+    """Shard the root units of FSDP again, which a forward without a backward leaves unsharded.
+
+    An optimizer that is built afterwards would hold the unsharded parameters.
+    """
+    for root in [model.module] if model.pipeline is None else model.pipeline.stage_modules:
+        for unit in fsdp_units(root):
+            unit.reshard()
+
+
+def _check_dropout(model: Any, kind: ObjectiveKind) -> None:
     """Raise ConfigError for a model with dropout, whose two passes would use different dropout masks."""
     config = model.config.get_text_config().to_dict()
     rates = {key: value for key, value in config.items() if "drop" in key and isinstance(value, float) and value > 0}
     if rates:
         raise ConfigError(
             f"model.path: the model's config has {', '.join(f'{key}={value}' for key, value in rates.items())}, but "
-            "objective.kind=dpo needs a model without dropout, as its two passes would use different dropout masks; "
-            "set these values to 0 in its config.json, or use another model"
+            f"objective.kind={kind} needs a model without dropout, as its two passes would use different dropout "
+            "masks; set these values to 0 in its config.json, or use another model"
         )
 
 

@@ -65,7 +65,7 @@ def _observe_attention(model: Prepared, cfg: ModelConfig, batch: Batch) -> str:
     )
 
     settings, pipeline = model.settings, model.pipeline
-    row = local_batch(batch.first_rows(1).to(settings.device), settings)
+    row = local_batch(batch.select_rows(slice(1)).to(settings.device), settings)
     devices = [settings.device] if settings.device.type == "cuda" else []
     stages_apart = nullcontext() if pipeline is None else pipeline.stages_apart()
     problems: list[str] = []

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from components import distributed, models
+from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig
-from components.config.schema.recipes import RecipeConfig, section
+from components.config.schema.recipes import EvaluateConfig, RecipeConfig, TrainConfig, section
 from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.models.anatomy import Anatomy
@@ -106,6 +108,38 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
         summary=f"{counts}, {cfg.model.dtype}, {dtype_note}",
         notes=[*layout.notes, router_loss, loss_head, recompute, flops],
     )
+
+
+def prepare_frozen(cfg: TrainConfig, run: MeshRun, vocabulary: int, model: ModelConfig | None = None) -> Prepared:
+    """Build a model that is not trained on the mesh of a training run: a reference or a teacher. A collective.
+
+    It has the weights of its own config, also in a run that resumes.
+
+    Args:
+        model: Config of the model; None: that of the trained model.
+    """
+    sizes = EvaluationConfig(seq_len=cfg.training.seq_len, micro_batch_size=cfg.training.micro_batch_size)
+    frozen = EvaluateConfig(
+        run=cfg.run,
+        cluster=cfg.cluster,
+        parallelism=cfg.parallelism,
+        model=model or cfg.model,
+        data=cfg.data,
+        logging=cfg.logging,
+        evaluation=sizes,
+    )
+    prepared = prepare(frozen, _NewRun(run.mesh, run.device), vocabulary)
+    prepared.module.requires_grad_(False).eval()
+    return prepared
+
+
+@dataclass(frozen=True, slots=True)
+class _NewRun:
+    """A run that does not resume."""
+
+    mesh: Mesh
+    device: torch.device
+    resume_from: None = None
 
 
 def _adapters(cfg: RecipeConfig) -> PeftConfig:

@@ -1,0 +1,289 @@
+"""Preference objectives have the same curve on every mesh as the papers' formulas in plain PyTorch in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from components import data, distributed, models, training
+from components.config.schema import AdamWConfig
+from components.config.schema.objective import DPOConfig, KTOConfig, ORPOConfig, PairLoss, PreferenceConfig, SimPOConfig
+from components.data.dataset import Facts
+from components.training.objectives.preference import DESIRABLE, REFERENCE
+from components.training.objectives.reference_model import score_pairs
+from tests.distributed.parity import MODELS, Case, build, recipe_config
+from tests.distributed.test_parity import EVERYTHING
+from tests.harness import run_ranks
+
+PAIRS, STEPS, LR, CLIP = 4, 3, 5e-3, 1.0
+CPU = torch.device("cpu")
+
+
+class PadOnlyTokenizer:
+    """The only attribute of a tokenizer that a dataset reads."""
+
+    pad_token_id = 0
+
+
+def pairs() -> data.PairDataset:
+    """Pairs of one prompt and two answers of unequal lengths."""
+    generator = torch.Generator().manual_seed(3)
+    chosen, rejected = [], []
+    for index in range(PAIRS * STEPS + 1):
+        prompt = torch.randint(3, 97, (4 + index % 3,), generator=generator).tolist()
+        for answers, length in ((chosen, 5 + index % 4), (rejected, 9 - index % 5)):
+            answer = torch.randint(3, 97, (length,), generator=generator).tolist()
+            answers.append(data.Example(prompt + answer, [-100] * len(prompt) + answer))
+    sets = [
+        data.Dataset(each, PadOnlyTokenizer(), facts=Facts("here"), seq_len=32)  # type: ignore[arg-type]
+        for each in (chosen, rejected)
+    ]
+    numbers = range(len(chosen))
+    labels = torch.tensor([[index % 3 > 0] * 2 for index in numbers], dtype=torch.float64)
+    return data.PairDataset(*sets, [(i, i) for i in numbers]).with_values(DESIRABLE, labels)
+
+
+@dataclass
+class Answers:
+    """Log-probabilities of the two answers of each pair under the policy and the reference, and their lengths."""
+
+    policy: torch.Tensor  # (pairs, 2)
+    reference: torch.Tensor  # (pairs, 2)
+    lengths: torch.Tensor  # (pairs, 2)
+    desirable: torch.Tensor  # (pairs,) bool
+
+    def log_ratios(self, per_token: bool = False) -> torch.Tensor:
+        return (self.policy - self.reference) / (self.lengths if per_token else 1)
+
+
+def margin(rewards: torch.Tensor) -> torch.Tensor:
+    return rewards[:, 0] - rewards[:, 1]
+
+
+def cdpo(answers: Answers) -> torch.Tensor:
+    """Mitchell 2023, equation 3: the labels are flipped with probability 0.1."""
+    margins = 0.3 * margin(answers.log_ratios())
+    return -0.9 * F.logsigmoid(margins) - 0.1 * F.logsigmoid(-margins)
+
+
+def hinge(answers: Answers) -> torch.Tensor:
+    """Liu et al. 2023, equation 10, plus half the mean negative log-probability per chosen token."""
+    supervised = -answers.policy[:, 0] / answers.lengths[:, 0]
+    return (1 - 2.0 * margin(answers.log_ratios())).clamp(min=0) + 0.5 * supervised
+
+
+def ipo(answers: Answers) -> torch.Tensor:
+    """Azar et al. 2023, equation 17, on means per token."""
+    return (margin(answers.log_ratios(per_token=True)) - 1 / (2 * 0.4)) ** 2
+
+
+def simpo(answers: Answers) -> torch.Tensor:
+    """Meng et al. 2024, equation 6."""
+    return -torch.log(torch.sigmoid(2.5 * margin(answers.policy / answers.lengths) - 0.8))
+
+
+def orpo(answers: Answers) -> torch.Tensor:
+    """Hong et al. 2024, equations 4, 6 and 7."""
+    probability = torch.exp(answers.policy / answers.lengths)
+    odds = probability / (1 - probability)
+    supervised = -answers.policy[:, 0] / answers.lengths[:, 0]
+    return supervised - 0.25 * torch.log(torch.sigmoid(torch.log(odds[:, 0] / odds[:, 1])))
+
+
+def kto(answers: Answers) -> torch.Tensor:
+    """Ethayarajh et al. 2024, equation 8; the second answer of a pair is the mismatched one."""
+    ratios = answers.log_ratios()
+    point = ratios[:, 1].mean().clamp(min=0).detach()
+    desirable = 1.2 * (1 - torch.sigmoid(0.5 * (ratios[:, 0] - point)))
+    return torch.where(answers.desirable, desirable, 0.9 * (1 - torch.sigmoid(0.5 * (point - ratios[:, 0]))))
+
+
+OBJECTIVES: dict[str, tuple[PreferenceConfig, Callable[[Answers], torch.Tensor]]] = {
+    "dpo": (DPOConfig(beta=0.3, label_smoothing=0.1), cdpo),
+    "hinge": (DPOConfig(beta=2.0, loss=PairLoss.hinge, sft_weight=0.5), hinge),
+    "ipo": (DPOConfig(beta=0.4, loss=PairLoss.ipo), ipo),
+    "simpo": (SimPOConfig(beta=2.5, gamma=0.8), simpo),
+    "orpo": (ORPOConfig(beta=0.25), orpo),
+    "kto": (KTOConfig(beta=0.5, desirable_weight=1.2, undesirable_weight=0.9), kto),
+}
+
+
+def build_objective(cfg: PreferenceConfig, reference: Any = None) -> training.Preference:
+    match cfg:
+        case SimPOConfig():
+            return training.SimPO(cfg)
+        case ORPOConfig():
+            return training.ORPO(cfg)
+        case KTOConfig():
+            return training.KTO(cfg, reference)
+        case DPOConfig():
+            return training.DPO(cfg, reference)
+    raise TypeError(cfg)
+
+
+@dataclass
+class Curve:
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    held_out: float
+
+
+def log_prob(model: Any, example: data.Example) -> torch.Tensor:
+    """Sum of the log-probabilities of an answer, computed for one row without padding."""
+    logits = model(input_ids=torch.tensor([example.input_ids]), use_cache=False).logits[0, :-1]
+    targets = torch.tensor(example.labels[1:])
+    return -F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+
+
+def score(model: Any, sampled: Sequence[data.RowPair], reference: torch.Tensor) -> Answers:
+    """Score pairs in one process; `reference` is (pairs, 2)."""
+    policy = torch.stack([torch.stack([log_prob(model, row) for row in pair[:2]]) for pair in sampled])
+    lengths = torch.tensor([[sum(label >= 0 for label in row.labels) for row in pair[:2]] for pair in sampled])
+    return Answers(policy, reference, lengths, torch.tensor([pair.values[DESIRABLE][0] > 0 for pair in sampled]))
+
+
+def expected(plain: Any, formula: Callable[[Answers], torch.Tensor]) -> Curve:
+    model, everything = copy.deepcopy(plain).train(), pairs()
+    with torch.no_grad():
+        reference = score(model, everything, torch.zeros(len(everything), 2)).policy
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
+    )
+    curve = Curve([], [], {}, 0.0)
+    order = data.SampleOrder(len(everything), 5)
+    for step in range(STEPS):
+        indices = order.indices(step * PAIRS, PAIRS)
+        loss = formula(score(model, [everything[i] for i in indices], reference[indices])).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            curve.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
+        optimizer.step()
+        curve.losses.append(loss.item())
+        curve.norms.append(float(norm))
+    with torch.no_grad():
+        curve.held_out = float(formula(score(model, everything, reference)).mean())
+    return curve
+
+
+def train(rank_model: Any, axes: dict[str, Any], loss: str, objective_cfg: PreferenceConfig) -> Curve:
+    cfg = recipe_config(Case("llama", axes, loss=loss))
+    mesh = distributed.build_mesh(cfg.parallelism, "cpu")
+    model = copy.deepcopy(rank_model).train()
+    models.use_causal_sdpa(model)
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, torch.float64)
+    head = training.attach_loss_head(model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
+    called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+    settings = training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh, loss_head=head)
+    prepared = training.Prepared(model, settings, called)
+    plan = data.BatchPlan(
+        global_batch_size=PAIRS,
+        micro_batch_size=1,
+        dp_rank=mesh.rank("dp"),
+        dp_size=mesh.size("dp"),
+        padding=data.Padding(multiple=mesh.sequence_multiple),
+    )
+    scored = pairs()
+    scored = scored.with_values(REFERENCE, score_pairs(prepared, scored, plan))
+    objective = build_objective(objective_cfg)
+    optimizer = training.build_optimizer(model, AdamWConfig(lr=LR, weight_decay=0.1, betas=[0.9, 0.95]))
+    curve = Curve([], [], {}, 0.0)
+
+    def keep(*_: Any) -> None:
+        if not curve.gradients:
+            for name, parameter in model.named_parameters():
+                if (grad := parameter.grad) is not None:
+                    curve.gradients[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+
+    optimizer.register_step_pre_hook(keep)
+    batches = data.TrainBatches(scored, plan, seed=5)
+    for step in range(STEPS):
+        numbers = training.train_step(prepared, batches.at(step), optimizer, objective)
+        curve.losses.append(numbers["loss"].item())
+        curve.norms.append(numbers["grad_norm"].item())
+    held_out = training.evaluate(prepared, data.EvalBatches(scored, plan), objective)
+    assert (held_out.count, held_out.unit) == (len(scored), objective.unit)
+    curve.held_out = held_out.loss
+    scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
+    curve.gradients = {name: gradient / scale for name, gradient in curve.gradients.items()}
+    return curve
+
+
+FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
+TP = {"strategy": "fsdp2", "dp_shard": 1, "tp": 2}
+CP = {"strategy": "fsdp2", "dp_shard": 1, "cp": 2}
+PP = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2}
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [{"strategy": "single", "dp_shard": 1}],
+    2: [
+        {"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2},
+        FSDP2,
+        TP,
+        {**TP, "sequence_parallel": True},
+        CP,
+        {**CP, "cp_attention": "all_gather"},
+        PP,
+        {**PP, "pp_schedule": "Interleaved1F1B"},
+        {**PP, "pp_schedule": "ZBVZeroBubble"},
+    ],
+    4: [
+        {**FSDP2, "tp": 2, "sequence_parallel": True},
+        {**PP, "cp": 2},
+        {**PP, "dp_shard": 2},
+        *([{**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "tp": 2}] if EVERYTHING else []),
+    ],
+}
+
+
+def loss_methods(axes: dict[str, Any]) -> list[str]:
+    """Loss methods to test on a mesh."""
+    return ["logits", "chunked"] if EVERYTHING or axes.get("strategy") == "single" or axes == PP else ["chunked"]
+
+
+def objectives_on(axes: dict[str, Any], number: int) -> list[str]:
+    """Objectives to test on a mesh: DPO and one other, in turn; all in one process."""
+    if EVERYTHING or axes["strategy"] == "single":
+        return [*OBJECTIVES]
+    return ["dpo", [*OBJECTIVES][1 + number % (len(OBJECTIVES) - 1)]]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_mesh_has_the_curve_of_the_papers_formulas(world: int) -> None:
+    plain = build("llama", torch.float64, {**MODELS["llama"], "num_hidden_layers": 4})
+    curves = {name: expected(plain, formula) for name, (_, formula) in OBJECTIVES.items()}
+
+    def body(rank: int) -> list[str]:
+        problems = []
+        for number, axes in enumerate(CASES[world]):
+            for name in objectives_on(axes, number + world):
+                for loss in loss_methods(axes):
+                    got, where = train(plain, axes, loss, OBJECTIVES[name][0]), f"{name} {axes} {loss}"
+                    problems += [f"{where}: {problem}" for problem in differences(got, curves[name])]
+        return problems
+
+    problems = [line for lines in run_ranks(world, body, timeout=400) for line in lines]
+    assert not problems, "\n".join(sorted(set(problems)))
+
+
+def differences(got: Curve, reference: Curve) -> list[str]:
+    problems = []
+    for name in ("losses", "norms", "held_out"):
+        if getattr(got, name) != pytest.approx(getattr(reference, name), rel=1e-10):
+            problems.append(f"{name} {getattr(got, name)}, not {getattr(reference, name)}")
+    for name, gradient in got.gradients.items():
+        error = (gradient - reference.gradients[name]).norm() / reference.norms[0]
+        if not error < 1e-10:
+            problems.append(f"gradient of {name} is off by {error:.1e}")
+    return problems
