@@ -60,7 +60,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
             problems += adapter_problems(peft, evaluation)
     problems += data_problems(cfg.data, takes_pairs=preference is not None)
     if preference is not None:
-        problems += preference_problems(model, peft)
+        problems += preference_problems(preference, cfg.data, model, peft)
     problems += compile_problems(model, parallelism, mesh, shape)
     problems += loss_problems(model, parallelism, mesh, device)
     problems += recompute_problems(model, parallelism, mesh)

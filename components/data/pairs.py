@@ -1,4 +1,4 @@
-"""Preference pairs: a chosen and a rejected answer to the same prompt."""
+"""Preference pairs, a chosen and a rejected answer to the same prompt, and labeled answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 import xxhash
 
 from components.config.errors import ConfigError
-from components.config.schema.data import PreferencesDataConfig, SftDataConfig, UnusedKeys
+from components.config.schema.data import PreferencesDataConfig
 from components.data.dataset import Dataset, Facts, ItemSequence
-from components.data.examples import Example
+from components.data.examples import IGNORED, Example
 from components.data.loading import build_dataset
-from components.data.sources.rows import unused_problem
+from components.data.sources.rows import AnswerConfig, Conversation
+from components.data.sources.split import SourceSplit
 
 if TYPE_CHECKING:
     import torch
@@ -143,31 +144,88 @@ class PairDataset(PairedRows):
         return f"chosen: {self.chosen.show(chosen)}\nrejected: {self.rejected.show(rejected)}"
 
 
+DESIRABLE = "desirable"
+"""Name in `Batch.rows` of the label of each row's answer: 1 if it is desirable, else 0."""
+
+
+@dataclass(frozen=True)
+class LabeledDataset(PairedRows):
+    """Labeled answers in the order of their source, each paired with the answer of the next sample to the same prompt.
+
+    KTO estimates the KL divergence from these mismatched answers.
+    """
+
+    item_name = "answer"
+    labeled: Dataset
+    values: Mapping[str, torch.Tensor]
+    """Contains `DESIRABLE`."""
+    seq_len: int
+    """Mismatched answers are cut to this number of tokens with their prompts."""
+
+    def __len__(self) -> int:
+        return len(self.labeled)
+
+    def rows_of(self, index: int) -> tuple[Example, Example]:
+        """Return the labeled answer, and its prompt with the next sample's answer."""
+        own, other = self.labeled[index], self.labeled[(index + 1) % len(self.labeled)]
+        prompt, answer = _answer_start(own), _answer_start(other)
+        mismatched = Example(
+            (own.input_ids[:prompt] + other.input_ids[answer:])[: self.seq_len],
+            ([IGNORED] * prompt + other.labels[answer:])[: self.seq_len],
+        )
+        return own, mismatched
+
+    @property
+    def answers(self) -> Dataset:
+        """The labeled answers."""
+        return self.labeled
+
+    @property
+    def facts(self) -> Facts:
+        """Statistics of the labeled answers, for the banner."""
+        share = float(self.values[DESIRABLE][:, 0].mean())
+        return replace(
+            self.labeled.facts, source=f"answers, {share:.0%} of them desirable, of {self.labeled.facts.source}"
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all token ids and labels."""
+        labels = self.values[DESIRABLE][:, 0].int().tolist()
+        return xxhash.xxh3_128(f"{self.labeled.fingerprint} {labels}".encode()).hexdigest()
+
+    def show(self, index: int) -> str:
+        """Return the text of an answer, with the spans that contribute to the loss in [[ ]]."""
+        label = "desirable" if self.values[DESIRABLE][index, 0] else "undesirable"
+        return f"{label}: {self.labeled.show(index)}"
+
+
+def _answer_start(example: Example) -> int:
+    return next(i for i, label in enumerate(example.labels) if label != IGNORED)
+
+
 def build_pairs(
     cfg: PreferencesDataConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     seq_len: int,
     split: Literal["train", "eval"],
-) -> PairDataset:
-    """Read and tokenize the pairs of the train split or the held-out split.
+) -> PairedRows:
+    """Read and tokenize the preference pairs, or the labeled answers, of the train split or the held-out split.
 
-    Each answer becomes a sample of `build_dataset`, with the prompt and the answer as response: the held-out prompts,
-    chat template, cache and truncation to `seq_len` are the same. A pair is dropped if either sample is dropped.
+    Each answer becomes a sample of `build_dataset` with its prompt: the held-out prompts, chat template, cache and
+    truncation to `seq_len` are the same. A pair is dropped if either sample is dropped.
 
     Raises ConfigError if a file, column, row or split is invalid, or if no pair remains.
     """
+    if cfg.label_column is not None:
+        return _build_labeled(cfg, tokenizer, seq_len, split)
     chosen, rejected = (
-        build_dataset(_sft(cfg, column), tokenizer, seq_len=seq_len, split=split)
+        _build_answers(AnswerConfig.of(cfg, column), tokenizer, seq_len, split)
         for column in (cfg.chosen_column, cfg.rejected_column)
     )
-    if not (isinstance(chosen, Dataset) and isinstance(rejected, Dataset)):
-        raise TypeError("expected unpacked datasets of the chosen and rejected answers")
-    answer_columns = {f"column {cfg.chosen_column}", f"column {cfg.rejected_column}"}
-    for dataset in (chosen, rejected):
-        dataset.facts.unused = [name for name in dataset.facts.unused if name not in answer_columns]
-    if chosen.facts.unused and cfg.unused_keys is UnusedKeys.refuse:
-        raise ConfigError(unused_problem(chosen.facts.source, chosen.facts.unused))
+    before = chosen.facts.samples + chosen.facts.dropped_overlong + chosen.facts.dropped_without_target
+    _check_count(cfg, rejected, before)
     index_of = {source: index for index, source in enumerate(rejected.sources.tolist())}
     indices = [(i, index_of[source]) for i, source in enumerate(chosen.sources.tolist()) if source in index_of]
     if not indices:
@@ -177,21 +235,40 @@ def build_pairs(
     return PairDataset(chosen, rejected, indices)
 
 
-def _sft(cfg: PreferencesDataConfig, column: str) -> SftDataConfig:
-    """Return the config that reads the prompts and one column of answers."""
-    return SftDataConfig(
-        path=cfg.path,
-        split=cfg.split,
-        eval_path=cfg.eval_path,
-        eval_split=cfg.eval_split,
-        eval_fraction=cfg.eval_fraction,
-        max_samples=cfg.max_samples,
-        max_eval_samples=cfg.max_eval_samples,
-        overlong=cfg.overlong,
-        cache=cfg.cache,
-        subset=cfg.subset,
-        revision=cfg.revision,
-        prompt_column=cfg.prompt_column,
-        response_column=column,
-        system_prompt=cfg.system_prompt,
-    )
+def _build_labeled(
+    cfg: PreferencesDataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Literal["train", "eval"]
+) -> LabeledDataset:
+    import torch
+
+    answers = AnswerConfig.of(cfg, cfg.completion_column)
+    labeled = _build_answers(answers, tokenizer, seq_len, split)
+    if len(labeled) < 2:
+        raise ConfigError(
+            f"data.label_column={cfg.label_column}: {labeled.facts.source} has 1 answer; objective=kto compares each "
+            "answer with that of another sample, add samples or raise data.eval_fraction"
+        )
+    rows = SourceSplit(answers, split == "eval")
+    labels = [float(bool(row.is_desirable)) for row in rows if isinstance(row, Conversation)]
+    _check_count(cfg, labeled, len(labels))
+    kept = torch.tensor(labels, dtype=torch.float64)[torch.from_numpy(labeled.sources)]
+    return LabeledDataset(labeled, {DESIRABLE: kept[:, None].expand(-1, 2)}, seq_len)
+
+
+def _build_answers(
+    cfg: AnswerConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Literal["train", "eval"]
+) -> Dataset:
+    dataset = build_dataset(cfg, tokenizer, seq_len=seq_len, split=split)
+    if not isinstance(dataset, Dataset):
+        raise TypeError("expected an unpacked dataset of answers")
+    return dataset
+
+
+def _check_count(cfg: PreferencesDataConfig, answers: Dataset, rows: int) -> None:
+    """Require one sample for each of the `rows` rows, before any were dropped."""
+    facts = answers.facts
+    if facts.samples + facts.dropped_overlong + facts.dropped_without_target != rows:
+        raise ConfigError(
+            f"data.path={cfg.path}: the chat template renders an earlier turn of some answer differently from its last "
+            "turn, so that no single sample contains the answer; use answers of one turn, or set model.tokenizer to "
+            "one with another chat template"
+        )

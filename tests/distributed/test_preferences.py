@@ -16,7 +16,8 @@ from components import data, distributed, models, training
 from components.config.schema import AdamWConfig
 from components.config.schema.objective import DPOConfig, KTOConfig, ORPOConfig, PairLoss, PreferenceConfig, SimPOConfig
 from components.data.dataset import Facts
-from components.training.objectives.preference import DESIRABLE, REFERENCE
+from components.data.pairs import DESIRABLE
+from components.training.objectives.preference import REFERENCE
 from components.training.objectives.reference_model import score_pairs
 from tests.distributed.parity import MODELS, Case, build, recipe_config
 from tests.distributed.test_parity import EVERYTHING

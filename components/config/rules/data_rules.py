@@ -15,7 +15,7 @@ from components.config.schema.data import (
     RowsDataConfig,
 )
 from components.config.schema.model import LossMethod, ModelConfig
-from components.config.schema.objective import PreferenceConfig
+from components.config.schema.objective import DPOConfig, KTOConfig, PreferenceConfig, Reference
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import RecipeConfig
 
@@ -28,7 +28,7 @@ def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEn
     hints = get_type_hints(recipe)
     kinds = set(kinds_of(hints.get(section)) or KINDS[section])
     objective = hints.get("objective", object)
-    if not (issubclass(objective, PreferenceConfig) or PreferenceConfig in kinds_of(objective).values()):
+    if not any(issubclass(each, PreferenceConfig) for each in (objective, *kinds_of(objective).values())):
         kinds.discard(DataKind.preferences)
     return kinds
 
@@ -65,13 +65,38 @@ def data_problems(data: DataConfig, *, takes_pairs: bool) -> list[str]:
     return problems
 
 
-def preference_problems(model: ModelConfig, peft: PeftConfig | None) -> list[str]:
-    """Require what DPO with its two forward passes needs: no dropout, and a loss kernel that supports row weights."""
-    problems = []
+def preference_problems(
+    objective: PreferenceConfig, data: DataConfig, model: ModelConfig, peft: PeftConfig | None
+) -> list[str]:
+    """Require the data that a preference objective compares, and what its two forward passes and its reference need."""
+    kind, problems = objective.kind, []
+    label = data.label_column if isinstance(data, PreferencesDataConfig) else None
+    if isinstance(objective, KTOConfig) and label is None:
+        problems.append(
+            f"objective.kind={kind}: needs answers with a label; set data.label_column to the column with true and "
+            "false, and data.completion_column to that with the answers"
+        )
+    if not isinstance(objective, KTOConfig) and label is not None:
+        problems.append(
+            f"data.label_column={label}: objective.kind={kind} compares pairs of answers; remove it, or set "
+            "objective=kto"
+        )
+    adapts = peft is not None and peft.adapts
+    reference = objective.reference if isinstance(objective, DPOConfig | KTOConfig) else None
+    if reference is Reference.adapters_off and not adapts:
+        problems.append(
+            f"objective.reference={reference}: the model has no adapters; set objective.reference to precomputed or "
+            "frozen_copy, or peft=lora"
+        )
+    if reference is Reference.frozen_copy and adapts:
+        problems.append(
+            f"objective.reference={reference}: the model without its adapters already is the reference, without a "
+            "second copy; set objective.reference to adapters_off or precomputed"
+        )
     if peft is not None and peft.adapts and peft.dropout:
         problems.append(
-            f"peft.dropout={peft.dropout}: the two forward passes of objective.kind=dpo would drop different values; "
-            "set peft.dropout=0"
+            f"peft.dropout={peft.dropout}: the two forward passes of objective.kind={kind} would drop different "
+            "values; set peft.dropout=0"
         )
     if model.loss == LossMethod.liger:
         problems.append("model.loss=liger: liger-kernel does not support per-row weights; set model.loss=chunked")

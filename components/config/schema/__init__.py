@@ -10,7 +10,15 @@ from components.config.schema.cluster import ClusterConfig, ClusterKind, Device,
 from components.config.schema.data import DataConfig
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
 from components.config.schema.model import Attention, CausalLMConfig, DType, ModelConfig, WeightInit
-from components.config.schema.objective import NextTokenConfig, ObjectiveConfig, PreferenceConfig
+from components.config.schema.objective import (
+    DPOConfig,
+    KTOConfig,
+    NextTokenConfig,
+    ObjectiveConfig,
+    ORPOConfig,
+    PreferenceConfig,
+    SimPOConfig,
+)
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig, Schedule
 from components.config.schema.parallelism import (
     ActivationCheckpointing,
@@ -42,6 +50,7 @@ __all__ = [
     "ClusterKind",
     "ContainerConfig",
     "ContainerRuntime",
+    "DPOConfig",
     "DType",
     "DataConfig",
     "Device",
@@ -51,12 +60,14 @@ __all__ = [
     "FinetuneConfig",
     "GenerationConfig",
     "GpuRequest",
+    "KTOConfig",
     "Launcher",
     "LocalClusterConfig",
     "LoggingConfig",
     "MeshShape",
     "ModelConfig",
     "NextTokenConfig",
+    "ORPOConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelismConfig",
@@ -69,6 +80,7 @@ __all__ = [
     "RequeueConfig",
     "RunConfig",
     "Schedule",
+    "SimPOConfig",
     "SlurmClusterConfig",
     "Strategy",
     "TrainConfig",

@@ -173,25 +173,31 @@ class SftDataConfig(RowsDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class PreferencesDataConfig(RowsDataConfig):
-    """One prompt with a chosen and a rejected answer per row, for recipes/dpo.py. Batch sizes count pairs."""
+    """A chosen and a rejected answer to one prompt per row, for recipes/dpo.py; or one labeled answer per row, for
+    objective=kto. Prompts and answers are texts or lists of messages. Batch sizes count rows."""
 
     kind: DataKind = DataKind.preferences
     """preferences."""
-    prompt_column: str = "prompt"
-    """Column that holds the prompt."""
+    prompt_column: str | None = "prompt"
+    """Column that holds the prompt, ignored for answers that are whole conversations; null: all of them are."""
     chosen_column: str = "chosen"
-    """Column that holds the preferred answer."""
+    """Column that holds the preferred answer, or the whole conversation with it."""
     rejected_column: str = "rejected"
-    """Column that holds the rejected answer."""
+    """Column that holds the rejected answer, or the whole conversation with it."""
+    label_column: str | None = None
+    """Column that holds true for a desirable answer and false for an undesirable one; null: rows are pairs."""
+    completion_column: str = "completion"
+    """Column that holds the labeled answer; used instead of chosen_column and rejected_column if label_column is
+    set."""
     system_prompt: str | None = None
-    """System message inserted before every prompt; null: the default of the chat template."""
+    """System message inserted before prompts without one; null: the default of the chat template."""
 
     def _problems(self) -> list[str]:
-        columns = {
-            "prompt_column": self.prompt_column,
-            "chosen_column": self.chosen_column,
-            "rejected_column": self.rejected_column,
-        }
+        columns = {"prompt_column": self.prompt_column}
+        if self.label_column is None:
+            columns |= {"chosen_column": self.chosen_column, "rejected_column": self.rejected_column}
+        else:
+            columns |= {"label_column": self.label_column, "completion_column": self.completion_column}
         problems = RowsDataConfig._problems(self) + _name_problems(columns)
         if self.pack:
             problems.append("data.pack=true: preference pairs cannot be packed; set data.pack=false")

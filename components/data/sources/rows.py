@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +29,8 @@ Message = dict[str, Any]
 
 ASSISTANT = "assistant"
 TOOL = "tool"
+_ASKING = ("user", "system")
+"""Roles of messages that belong to a prompt."""
 _OTHER_ROLES = ("developer", "function", "ipython")
 """Roles of some chat templates, passed through unchanged."""
 _FLAGS = ("train", "weight")
@@ -55,6 +57,8 @@ class Conversation(NamedTuple):
     """Further template variables, such as enable_thinking."""
     untrained: frozenset[int] = frozenset()
     """Indices of assistant messages without loss."""
+    is_desirable: bool | None = None
+    """Label of the answer; None: it has none."""
 
     @property
     def trained(self) -> list[int]:
@@ -69,6 +73,19 @@ class Document(NamedTuple):
     where: str
     """Origin of the text for error messages, such as `train.jsonl:17`."""
     text: str
+
+
+@dataclass(kw_only=True, slots=True)
+class AnswerConfig(PreferencesDataConfig):
+    """Preference data of which the answers in one column are read."""
+
+    answer_column: str
+    """One of the columns with answers."""
+
+    @classmethod
+    def of(cls, cfg: PreferencesDataConfig, answer_column: str) -> AnswerConfig:
+        """Return the config for one of the columns of `cfg`."""
+        return cls(answer_column=answer_column, **{each.name: getattr(cfg, each.name) for each in fields(cfg)})
 
 
 class _BadRowError(ValueError):
@@ -96,8 +113,10 @@ def columns_wanted(cfg: RowsDataConfig) -> dict[str, str]:
             columns = {"prompt_column": cfg.prompt_column, "response_column": cfg.response_column}
             return columns if cfg.input_column is None else {**columns, "input_column": cfg.input_column}
         case PreferencesDataConfig():
-            names = ("prompt_column", "chosen_column", "rejected_column")
-            return dict(zip(names, (cfg.prompt_column, cfg.chosen_column, cfg.rejected_column), strict=True))
+            columns = {"chosen_column": cfg.chosen_column, "rejected_column": cfg.rejected_column}
+            if cfg.label_column is not None:
+                columns = {"completion_column": cfg.completion_column, "label_column": cfg.label_column}
+            return columns if cfg.prompt_column is None else {"prompt_column": cfg.prompt_column, **columns}
         case ChatDataConfig():
             return {"messages_column": cfg.messages_column}
         case TextDataConfig():
@@ -134,7 +153,11 @@ def each_conversation(cfg: RowsDataConfig, rows: Iterable[Row], bad: BadRowsSeen
 
     Raises ConfigError after the last row if there were bad rows and `data.bad_rows=refuse`; it lists the first ones.
     """
-    convert: Callable[..., Conversation] = _sft_conversation if isinstance(cfg, SftDataConfig) else _chat_conversation
+    convert: Callable[..., Conversation] = _chat_conversation
+    if isinstance(cfg, SftDataConfig):
+        convert = _sft_conversation
+    elif isinstance(cfg, AnswerConfig):
+        convert = _answer_conversation
     return _each(rows, lambda row: convert(cfg, row), cfg.bad_rows, bad)
 
 
@@ -176,6 +199,74 @@ def _sft_conversation(cfg: SftDataConfig, row: Row) -> Conversation:
     messages.append({"role": "user", "content": prompt})
     messages.append({"role": "assistant", "content": response})
     return Conversation(row.where, messages)
+
+
+def _answer_conversation(cfg: AnswerConfig, row: Row) -> Conversation:
+    """Return a prompt with one of its answers, which alone has a loss.
+
+    The prompt is the prompt column and the answer the answer column. If the answer is a whole conversation, the answer
+    is what follows the messages that it shares with the other answer of the row, or its last turn if there is no other.
+    """
+    label = None if cfg.label_column is None else _label(row.values, cfg.label_column)
+    answer = _answer(cfg, row.values, cfg.answer_column)
+    if cfg.label_column is None:
+        column = cfg.rejected_column if cfg.answer_column == cfg.chosen_column else cfg.chosen_column
+        other = _answer(cfg, row.values, column)
+        if other == answer:
+            raise _BadRowError(f"data.chosen_column={cfg.chosen_column}: is equal to {cfg.rejected_column!r}")
+        pairs = zip(answer, other, strict=False)
+        start = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(answer), len(other)))
+    else:
+        start = 1 + max((i for i, message in enumerate(answer) if message["role"] in _ASKING), default=-1)
+    rest = answer[start:]
+    if start == 0 or not rest or rest[0]["role"] != ASSISTANT or rest[-1]["role"] != ASSISTANT:
+        raise _BadRowError(
+            f"{cfg.answer_column!r} needs an answer of the assistant to a prompt, in this column or in "
+            f"data.prompt_column={cfg.prompt_column}, that the answers of the row share"
+        )
+    if cfg.system_prompt is not None and answer[0]["role"] != "system":
+        answer, start = [{"role": "system", "content": cfg.system_prompt}, *answer], start + 1
+    untrained = frozenset(i for i, message in enumerate(answer[:start]) if message["role"] == ASSISTANT)
+    return Conversation(row.where, answer, untrained=untrained, is_desirable=label)
+
+
+def _answer(cfg: AnswerConfig, values: dict[str, Any], column: str) -> list[Message]:
+    """Return the conversation with the answer of a column."""
+    key = "completion_column" if cfg.label_column is not None else f"{column!r}"
+    if isinstance(values.get(column), list):
+        answer = _messages(values[column], column)
+        if any(message["role"] in _ASKING for message in answer):
+            return answer
+    else:
+        answer = [{"role": ASSISTANT, "content": _text(values, key, column)}]
+    if cfg.prompt_column is None:
+        raise _BadRowError(f"data.prompt_column=null: {column!r} holds no whole conversation; set data.prompt_column")
+    prompt = values.get(cfg.prompt_column)
+    if isinstance(prompt, list):
+        return [*_messages(prompt, cfg.prompt_column), *answer]
+    return [{"role": "user", "content": _text(values, "prompt_column", cfg.prompt_column)}, *answer]
+
+
+def _messages(turns: list[Any], column: str) -> list[Message]:
+    """Return a list of messages with the keys role and content."""
+    keys, messages = ChatDataConfig(path=column), []
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, dict):
+            raise _BadRowError(f"message {number} of {column!r} is {_kind(turn)}, not an object")
+        try:
+            messages.append(_message(keys, turn))
+        except _BadRowError as error:
+            raise _BadRowError(f"message {number} of {column!r} {error}") from error
+    return messages
+
+
+def _label(values: dict[str, Any], column: str) -> bool:
+    value = values.get(column)
+    if isinstance(value, str):  # CSV has text only
+        value = {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
+    if value not in (True, False):  # 1 and 0 are equal to these
+        raise _BadRowError(f"data.label_column={column}: holds {_kind(value)}; must be true, false, 1 or 0")
+    return bool(value)
 
 
 def _chat_conversation(cfg: ChatDataConfig, row: Row) -> Conversation:

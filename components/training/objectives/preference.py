@@ -24,13 +24,12 @@ from components.config.schema.objective import (
     PairLoss,
     SimPOConfig,
 )
+from components.data.pairs import DESIRABLE
 from components.training.objectives.contract import RowScores, RowWeights
 from components.training.objectives.cross_entropy import CrossEntropy
 
 REFERENCE = "reference_log_probs"
 """Name in `Batch.rows` of the log-probability of each row's targets under the reference model."""
-DESIRABLE = "desirable"
-"""Name in `Batch.rows` of the label of each row's answer: 1 if it is desirable, else 0."""
 
 
 class PairLosses(NamedTuple):
