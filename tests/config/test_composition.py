@@ -41,12 +41,12 @@ def sections(name: str) -> set[str]:
 def choices(name: str) -> list[str]:
     """Return every option of every group of a recipe, and every experiment for sections that it has."""
     if name == "dpo":  # differs from finetune in these two sections
-        return ["data=preferences", "objective=dpo"]
+        return ["data=preferences", *(f"objective={each}" for each in GROUPS["objective"] if each != "next_token")]
     groups = {*sections(name), "network"}
     if name == "pretrain":  # finetune, with the same sections, covers every option
         groups = {"data", "model", "optimizer"}
     found = [f"{group}={option}" for group, options in GROUPS.items() if group in groups for option in options]
-    found = [each for each in found if each != "objective=dpo"]
+    found = [each for each in found if not each.startswith("objective=") or each == "objective=next_token"]
     for option in GROUPS["experiment"]:
         keys = yaml.safe_load((CONF / "experiment" / f"{option}.yaml").read_text())
         if set(keys) - {"defaults"} <= sections(name):

@@ -223,7 +223,7 @@ def test_help_and_cfg_print_the_kinds(commands: Commands, tmp_path: Path) -> Non
         "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None: ...\nmain()\n"
     )
     shown = commands.run(recipe, ["--help"], tmp_path).output
-    assert "\nobjective: dpo, next_token\n" in shown
+    assert "\nobjective: dpo, kto, next_token, orpo, simpo\n" in shown
     printed = yaml.safe_load(commands.run(recipe, ["model=tiny", "--cfg", "job"], tmp_path).output)
     kinds = {section: values["kind"] for section, values in printed.items() if "kind" in values}
     assert kinds == {

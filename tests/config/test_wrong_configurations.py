@@ -160,6 +160,33 @@ def model_folders(folder: Path) -> None:
     (folder / "fake.gguf").write_bytes(b"not a model at all, really not")
 
 
+PREFERENCES = [
+    ("objective=kto", "objective.kind=kto", "needs answers with a label", "data.label_column"),
+    ("data.label_column=good", "data.label_column=good", "objective.kind=dpo compares pairs", "objective=kto"),
+    ("data.label_column=nope objective=kto", "data.label_column=nope", "no such column"),
+    ("data.rejected_column=worse", "data.rejected_column=worse", "no such column", "rejected"),
+    ("objective.loss=ipo objective.label_smoothing=0.1", "objective.label_smoothing=0.1", "objective.loss=sigmoid"),
+    ("objective.loss=rank", "objective.loss=rank", "sigmoid, hinge, ipo"),
+    ("objective=simpo objective.gamma=-1", "objective.gamma=-1", "at least 0"),
+    ("objective=orpo objective.reference=frozen_copy", "objective.reference", "no such key"),
+    ("objective.reference=adapters_off", "objective.reference=adapters_off", "no adapters", "peft=lora"),
+    ("objective.reference=frozen_copy peft=lora", "objective.reference=frozen_copy", "adapters_off"),
+    ("objective=kto data.label_column=good peft=lora peft.dropout=0.1", "peft.dropout=0.1", "objective.kind=kto"),
+    ("objective=next_token", "objective", "next_token"),
+]
+
+
+@pytest.mark.parametrize(("line", "parts"), [pytest.param(line, parts, id=line) for line, *parts in PREFERENCES])
+def test_invalid_preference_objective_is_rejected_in_one_sentence(
+    commands: Commands, tmp_path: Path, line: str, parts: list[str]
+) -> None:
+    dpo = stand_in(tmp_path, "dpo", "DpoConfig")
+    values = {"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "good": True}
+    write_rows(tmp_path / "rows.jsonl", values)
+    arguments = ["model=tiny", "data.path=rows.jsonl", *line.split(" ")]
+    assert_rejected(commands.run(dpo, arguments, tmp_path), parts, tmp_path)
+
+
 MODEL = [
     ("model.path=no_weights", "model.path=no_weights: the folder has no weights", "model.init=random"),
     ("model.path=bare", "model.path=bare: the folder has no config.json"),

@@ -62,6 +62,21 @@ def test_resumed_run_logs_the_metrics_of_an_uninterrupted_run(dpo: Bench, peft: 
     assert resumed == [line for line in expected if "loss" in line]
 
 
+def test_every_way_to_score_the_reference_logs_the_same_metrics(dpo: Bench) -> None:
+    """By a pass before training, by a second copy of the weights, and by the model without its adapters."""
+    for adapters, methods in (("none", ["precomputed", "frozen_copy"]), ("lora", ["precomputed", "adapters_off"])):
+        logged = []
+        for method in methods:
+            run = f"{adapters}-{method}"
+            arguments = (f"peft={adapters}", f"objective.reference={method}", "training.max_steps=3", f"run.dir={run}")
+            done = dpo.start(*SHORT, *arguments, "parallelism=single").wait()
+            assert done.status == 0, done.errors
+            logged.append(lines_of(dpo.folder / run))
+            assert bool([*(dpo.folder / run).glob("reference-*")]) == (method == "precomputed")
+        for one, other in zip(*logged, strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-6), adapters
+
+
 def test_resume_without_reference_log_probs_is_rejected(dpo: Bench) -> None:
     common = (*SHORT, "run.dir=mine", "parallelism=single")
     assert dpo.start(*common, "training.max_steps=2").wait().status == 0

@@ -232,7 +232,8 @@ def _answer_conversation(cfg: AnswerConfig, row: Row) -> Conversation:
 
 def _answer(cfg: AnswerConfig, values: dict[str, Any], column: str) -> list[Message]:
     """Return the conversation with the answer of a column."""
-    key = "completion_column" if cfg.label_column is not None else f"{column!r}"
+    key = "chosen_column" if column == cfg.chosen_column else "rejected_column"
+    key = key if cfg.label_column is None else "completion_column"
     if isinstance(values.get(column), list):
         answer = _messages(values[column], column)
         if any(message["role"] in _ASKING for message in answer):

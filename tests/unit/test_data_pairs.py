@@ -1,0 +1,173 @@
+"""Preference data: pairs and labeled answers, as texts, lists of messages or whole conversations."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.config.errors import ConfigError
+from components.config.schema.data import Overlong, PreferencesDataConfig
+from components.data import EvalBatches, build_pairs
+from components.data.batches import BatchPlan
+from components.data.pairs import DESIRABLE, PairedRows
+from tests.unit.test_data_examples import byte_tokenizer
+from tests.unit.test_data_files import write
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A chat template without {% generation %} blocks."""
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def read(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl", **keys: Any) -> PairedRows:
+    """Return the pairs of all rows."""
+    seq_len = keys.pop("seq_len", 1000)
+    file = write(folder / name, rows)
+    cfg = PreferencesDataConfig(path=str(file), eval_fraction=0.0, cache=None, **keys)
+    return build_pairs(cfg, byte_tokenizer(CHATML), seq_len=seq_len, split="train")
+
+
+def texts(pairs: PairedRows) -> list[list[str]]:
+    """Return the text of both rows of each pair, with the answers in [[ ]]."""
+    return [[marked(row.input_ids, row.labels) for row in pair[:2]] for pair in pairs]
+
+
+def marked(ids: list[int], labels: list[int]) -> str:
+    groups = itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] >= 0)
+    parts = [(has_loss, byte_tokenizer().decode([token for token, _ in group])) for has_loss, group in groups]
+    return "".join(f"[[{part}]]" if has_loss else part for has_loss, part in parts)
+
+
+PROMPT = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+EXPECTED = [[f"{PROMPT}[[yes<|im_end|>]]", f"{PROMPT}[[no<|im_end|>]]"]]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"prompt": "why?", "chosen": "yes", "rejected": "no"}, {}),
+        ({"prompt": [user("why?")], "chosen": [assistant("yes")], "rejected": [assistant("no")]}, {}),
+        ({"prompt": [user("why?")], "chosen": "yes", "rejected": [assistant("no")]}, {}),
+        (
+            {
+                "prompt": "ignored",
+                "chosen": [user("why?"), assistant("yes")],
+                "rejected": [user("why?"), assistant("no")],
+            },
+            {},
+        ),
+        (
+            {"chosen": [user("why?"), assistant("yes")], "rejected": [user("why?"), assistant("no")]},
+            {"prompt_column": None},
+        ),
+    ],
+    ids=["texts", "messages", "mixed", "conversations and a prompt", "conversations"],
+)
+def test_every_form_of_a_pair_becomes_the_same_tokens(
+    tmp_path: Path, row: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    assert texts(read(tmp_path, [row], **keys)) == EXPECTED
+
+
+def test_only_turns_after_the_shared_messages_have_a_loss(tmp_path: Path) -> None:
+    """The first answer is part of the prompt; both conversations then differ in all later turns."""
+    shared = [user("a"), assistant("b"), user("c")]
+    row = {"chosen": [*shared, assistant("d"), user("e"), assistant("f")], "rejected": [*shared, assistant("g")]}
+    ((chosen, rejected),) = texts(read(tmp_path, [row], prompt_column=None, system_prompt="s"))
+    assert chosen.startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb")
+    assert [part.partition("]]")[0] for part in chosen.split("[[")[1:]] == ["d<|im_end|>", "f<|im_end|>"]
+    assert [part.partition("]]")[0] for part in rejected.split("[[")[1:]] == ["g<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "data.chosen_column=chosen: is equal to 'rejected'"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "data.rejected_column=rejected: holds null, not text"),
+        ({"prompt": None, "chosen": "b", "rejected": "c"}, "data.prompt_column=prompt: holds null, not text"),
+        (
+            {"prompt": "x", "chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("b")]},
+            "'chosen' needs an answer of the assistant to a prompt",
+        ),
+        (
+            {"prompt": "x", "chosen": [user("a"), assistant("b"), user("d")], "rejected": [user("a"), assistant("c")]},
+            "'chosen' needs an answer of the assistant",
+        ),
+        (
+            {"prompt": "x", "chosen": [{"role": "bot", "content": "a"}], "rejected": "c"},
+            "message 1 of 'chosen' has the role 'bot'",
+        ),
+        ({"prompt": "x", "chosen": ["a"], "rejected": "c"}, "message 1 of 'chosen' is str 'a', not an object"),
+    ],
+)
+def test_row_that_is_no_pair_is_rejected_with_its_line(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, [good, row])
+    heading, line = str(caught.value.problems[0]).splitlines()
+    assert heading.startswith("data.bad_rows=refuse: 1 row cannot become a sample")
+    assert line.strip().startswith(f"{tmp_path}/rows.jsonl:2: {message}")
+
+
+LABELED = [
+    {"prompt": "one", "completion": "A", "label": True},
+    {"prompt": "two", "completion": "B", "label": False},
+    {"prompt": [user("three")], "completion": [assistant("C")], "label": 1},
+]
+
+
+def test_labeled_answer_is_paired_with_the_answer_of_the_next_sample(tmp_path: Path) -> None:
+    pairs = read(tmp_path, LABELED, label_column="label")
+    answers = [
+        tuple(text.rpartition("user\n")[2].replace("<|im_end|>\n<|im_start|>assistant\n", " ") for text in rows)
+        for rows in texts(pairs)
+    ]
+    end = "<|im_end|>]]"
+    assert answers == [
+        (f"one [[A{end}", f"one [[B{end}"),
+        (f"two [[B{end}", f"two [[C{end}"),
+        (f"three [[C{end}", f"three [[A{end}"),
+    ]
+    plan = BatchPlan(global_batch_size=2, micro_batch_size=2, dp_rank=0, dp_size=1)
+    labels = [batch.rows[DESIRABLE].tolist() for batch in EvalBatches(pairs, plan)]
+    assert labels == [[1, 1, 0, 0], [1, 1, 0, 0]]
+    assert str(pairs.facts).startswith("answers, 67% of them desirable, of ")
+    assert pairs.show(1).startswith("undesirable: ")
+
+
+def test_labels_change_the_fingerprint_and_follow_dropped_rows(tmp_path: Path) -> None:
+    pairs = read(tmp_path, LABELED, label_column="label")
+    changed = read(tmp_path, [LABELED[0], {**LABELED[1], "label": True}, LABELED[2]], label_column="label")
+    assert pairs.fingerprint != changed.fingerprint
+    long = {"prompt": "x", "completion": "y" * 200, "label": True}
+    rows = [LABELED[1], long, LABELED[0], LABELED[1]]
+    kept = read(tmp_path, rows, label_column="label", overlong=Overlong.drop, seq_len=60)
+    assert kept.values[DESIRABLE][:, 0].tolist() == [0, 1, 0]
+
+
+def test_labels_of_a_csv_file_are_read_from_text(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b", "label": label} for label in ("True", "false", "0", "1")]
+    assert read(tmp_path, rows, "rows.csv", label_column="label").values[DESIRABLE][:, 0].tolist() == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("label", [None, "good", 2, 0.5])
+def test_label_other_than_true_or_false_is_rejected(tmp_path: Path, label: object) -> None:
+    with pytest.raises(ConfigError, match="data.label_column=label: holds .*; must be true, false, 1 or 0"):
+        read(tmp_path, [LABELED[0], {**LABELED[1], "label": label}], label_column="label")
+
+
+def test_single_labeled_answer_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="objective=kto compares each answer with that of another sample"):
+        read(tmp_path, LABELED[:1], label_column="label")
