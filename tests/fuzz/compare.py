@@ -181,7 +181,7 @@ def _arguments(case: Case, folder: Path, run: int) -> list[str]:
 
 
 def _run(arguments: Sequence[str], folder: Path) -> None:
-    """Run a recipe. Raises _Ended if it does not end with status 0."""
+    """Run a recipe. Raises _RunFailed unless the exit status is 0."""
     (size,) = (int(each.partition("=")[2]) for each in arguments if each.startswith("cluster.procs_per_node="))
     status, output = run_ranks(arguments, size, folder, TIMEOUT)
     if status is None:
