@@ -63,7 +63,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
             *("tests/distributed/test_parity_script.py", "tests/distributed/test_parity_smollm2.py"),
             *(
                 "tests/distributed/test_packing.py",
-                "tests/distributed/test_token_loss.py",
+                "tests/distributed/test_loss_head_on_meshes.py",
                 "tests/distributed/test_dpo.py",
             ),
             *("tests/distributed/test_expert.py", "tests/distributed/test_router_loss.py"),

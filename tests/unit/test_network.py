@@ -1,6 +1,6 @@
 """Network variables, seeds and eval shards, compared with NeMo AutoModel's utils and KempnerForge's setup.
 
-Each docstring cites the defect in SEED_NOTES that the test covers, as section.item or section (function).
+Each docstring names the published function and the weakness that the test covers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _fake_ip(folder: Path, output: str, status: int = 0) -> str:
 
 @both_sides
 def test_ib_child_interface_is_returned_without_parent_suffix(side: str, tmp_path: Path) -> None:
-    """SEED_NOTES 4 (_detect_ib_interface): ib0.8001@ib0 was returned with its suffix."""
+    """KempnerForge _detect_ib_interface: ib0.8001@ib0 was returned with its suffix."""
     path = _fake_ip(
         tmp_path, "lo UNKNOWN 127.0.0.1/8\nib1 DOWN\nib2 UP\nib0.8001@ib0 UP 10.0.0.1/24\neth0 UP 10.1.0.1/24"
     )
@@ -65,7 +65,7 @@ def test_ib_child_interface_is_returned_without_parent_suffix(side: str, tmp_pat
 
 
 def test_roce_interface_is_detected() -> None:
-    """SEED_NOTES 4 (_detect_ib_interface): RoCE interfaces were missed."""
+    """KempnerForge _detect_ib_interface: RoCE interfaces were missed."""
     output = "lo UNKNOWN 127.0.0.1/8\neth0 UP 10.1.0.1/24\nens9 UP 10.2.0.1/24\n\n"
     assert network.first_rdma_interface(output, {"ens9"}) == "ens9"
     assert network.first_rdma_interface(output + "ibp3 UP 10.3.0.1/24\n", {"ens9"}) == "ibp3"
@@ -75,7 +75,7 @@ def test_roce_interface_is_detected() -> None:
 def test_failing_ip_command_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SEED_NOTES 4 (_detect_ib_interface): all errors were swallowed."""
+    """KempnerForge _detect_ib_interface: all errors were swallowed."""
     monkeypatch.setenv("PATH", _fake_ip(tmp_path, "ib0 UP 10.0.0.1/24", status=2))
     assert init._detect_ib_interface() is None
     assert "`ip -br addr` failed" in caplog.text
@@ -84,7 +84,7 @@ def test_failing_ip_command_is_logged(
 @both_sides
 @pytest.mark.parametrize("interface", ["^lo,docker", "=lo"])
 def test_nccl_interface_syntax_is_not_passed_to_gloo(side: str, interface: str) -> None:
-    """SEED_NOTES 4 (_set_nccl_env), 7 (15), 8.9: gloo failed with "Unable to find address for: ^lo"."""
+    """KempnerForge _set_nccl_env: gloo failed with "Unable to find address for: ^lo"."""
 
     def check(set_nccl_env: Callable[[], None]) -> None:
         set_nccl_env()
@@ -111,7 +111,7 @@ def test_nccl_interface_syntax_is_not_passed_to_gloo(side: str, interface: str) 
 
 @both_sides
 def test_rdma_settings_require_an_rdma_interface(side: str, tmp_path: Path) -> None:
-    """SEED_NOTES 4 (_set_nccl_env): NCCL_NET_GDR_LEVEL was set even without InfiniBand."""
+    """KempnerForge _set_nccl_env: NCCL_NET_GDR_LEVEL was set even without InfiniBand."""
     without_ib = _fake_ip(tmp_path, "lo UNKNOWN 127.0.0.1/8\neth0 UP 10.0.0.1/24")
 
     def check(set_nccl_env: Callable[[], None]) -> None:
@@ -173,7 +173,7 @@ def test_recipe_ranks_get_nccl_settings_only_for_network_rendezvous(over_the_net
 @both_sides
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_seed_invalid_for_numpy_leaves_torch_unseeded(side: str, seed: int) -> None:
-    """SEED_NOTES 4 (_set_seed): numpy raised ValueError after torch had already been seeded."""
+    """KempnerForge _set_seed: numpy raised ValueError after torch had already been seeded."""
 
     def check(set_seed: Callable[..., None]) -> None:
         torch.manual_seed(5)
@@ -204,7 +204,7 @@ def test_generators_agree_within_a_pipeline_stage_and_differ_between_stages() ->
 
 
 def test_random_streams_differ_per_rank_coordinates() -> None:
-    """SEED_NOTES 4 (_set_seed): no distinct stream per rank, e.g. for augmentation over dp, dropout over tp."""
+    """KempnerForge _set_seed: no distinct stream per rank, e.g. for augmentation over dp, dropout over tp."""
 
     def draw(*coordinates: int) -> tuple[float, ...]:
         return tuple(torch.rand(4, generator=stream(42, *coordinates)).tolist())
@@ -217,7 +217,7 @@ def test_random_streams_differ_per_rank_coordinates() -> None:
 
 @both_sides
 def test_eval_shard_depends_on_strategy_not_on_config_class(side: str) -> None:
-    """SEED_NOTES 2 (dp_eval_sample_shard): the decision was an isinstance check of a config class."""
+    """NeMo AutoModel dp_eval_sample_shard: the decision was an isinstance check of a config class."""
 
     @dataclass
     class Foreign:
