@@ -40,16 +40,16 @@ ROWS = [
 @pytest.fixture(scope="module")
 def finetune(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A placeholder recipe with the config of recipes/finetune.py."""
-    return stand_in(tmp_path_factory.mktemp("recipes"), "finetune", "FinetuneConfig")
+    return placeholder_recipe(tmp_path_factory.mktemp("recipes"), "finetune", "FinetuneConfig")
 
 
 @pytest.fixture(scope="module")
 def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A placeholder recipe with the config of recipes/evaluate.py."""
-    return stand_in(tmp_path_factory.mktemp("recipes"), "evaluate", "EvaluateConfig")
+    return placeholder_recipe(tmp_path_factory.mktemp("recipes"), "evaluate", "EvaluateConfig")
 
 
-def stand_in(folder: Path, name: str, schema: str) -> Path:
+def placeholder_recipe(folder: Path, name: str, schema: str) -> Path:
     file = folder / f"{name}.py"
     file.write_text(PLACEHOLDER.format(name=name, schema=schema))
     return file

@@ -15,7 +15,7 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.launch.slurm import conclude as conclude_module
-from components.launch.slurm.commands import Answer, clean_environment, run_slurm
+from components.launch.slurm.commands import CommandResult, clean_environment, run_slurm
 from components.launch.slurm.conclude import conclude
 from components.protocol.failures import HungRun, write_report
 
@@ -297,7 +297,7 @@ def test_variables_of_an_enclosing_job_are_not_inherited() -> None:
 
 
 def test_missing_or_failing_slurm_command_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_slurm(["sh", "-c", "cat; echo no >&2; exit 3"], script="said\n") == Answer(3, "said", "no")
+    assert run_slurm(["sh", "-c", "cat; echo no >&2; exit 3"], script="said\n") == CommandResult(3, "said", "no")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no sbatch on PATH; submit from a login node"):
         run_slurm(["sbatch"])
@@ -305,7 +305,7 @@ def test_missing_or_failing_slurm_command_is_reported(tmp_path: Path, monkeypatc
 
 def test_sigpipe_does_not_kill_a_slurm_command() -> None:
     """With SIGPIPE ignored the command gets a write error and can retry; otherwise it would be killed."""
-    assert run_slurm(["sh", "-c", "kill -s PIPE $$; echo alive"]) == Answer(0, "alive", "")
+    assert run_slurm(["sh", "-c", "kill -s PIPE $$; echo alive"]) == CommandResult(0, "alive", "")
 
 
 def test_stop_signal_does_not_end_the_node_check(run_dir: Path) -> None:

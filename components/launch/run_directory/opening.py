@@ -126,7 +126,7 @@ def _stored_config(path: Path) -> _StoredConfig:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
+def exclude_starts(path: Path) -> Iterator[None]:
     """Exclude every start from a run directory while a tool changes it.
 
     Raises ConfigError if a run uses it, or if it belongs to a job that has not ended or whose state is unknown.

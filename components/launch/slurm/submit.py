@@ -16,7 +16,7 @@ from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import CheckedRun, Job, Recipe
 from components.launch.run_checks import affects
-from components.launch.slurm.commands import NoAnswer, run_slurm
+from components.launch.slurm.commands import NoResponse, run_slurm
 from components.launch.slurm.job_checks import job_problems, refusal
 from components.launch.slurm.jobs import (
     adopt_submission,
@@ -143,7 +143,7 @@ def _submit_script(script: Path, cluster: ClusterConfig, notes: list[str]) -> st
             if lost
             else refusal(answer.errors.splitlines(), cluster)
         )
-    except NoAnswer as error:
+    except NoResponse as error:
         lost, failure = True, error
     except KeyboardInterrupt:
         _cancel(tag, script)
