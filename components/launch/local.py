@@ -1,7 +1,7 @@
 """The local backend: start and monitor ranks on this machine, and terminate all of them when the run ends.
 
 Used instead of torch.distributed.run, which imports torch in the launcher (seconds, and hundreds of megabytes for the
-duration of the run), turns every exit status into 1, dies of SIGUSR2 without forwarding it to its ranks, and leaves
+duration of the run), turns every exit status into 1, is killed by SIGUSR2 without forwarding it to its ranks, and leaves
 its port unbound between choosing and using it.
 """
 

@@ -282,7 +282,7 @@ def first_to_report(logs: Path) -> bool:
 def report_hang(error: BaseException) -> None:
     """Record that the run hangs; the calling thread then exits this rank, since the main thread cannot raise.
 
-    The stacks of all threads go to the rank's log, and `error` to its report. Without a launcher of ours, `error` is
+    The stacks of all threads go to the rank's log, and `error` to its report. Without Meshbook's launcher, `error` is
     also printed and written to result.json.
     """
     run_dir, rank = Path(os.environ[RUN_DIR]), current_rank(os.environ)

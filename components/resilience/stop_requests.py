@@ -129,7 +129,7 @@ class _CtrlCResponder:
     """Thread that acknowledges Ctrl-C on the terminal at once.
 
     Python runs signal handlers only between two bytecodes of the main thread, so a handler would print after the
-    current backward or collective. A rank with a launcher of ours does not respond, since the launcher does.
+    current backward or collective. A rank under Meshbook's launcher does not respond, since the launcher does.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class _CtrlCResponder:
         self._thread = threading.Thread(target=self._respond, name="ctrl-c", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, on rank 0 of a run without a launcher of ours."""
+        """Start the thread, on rank 0 of a run without Meshbook's launcher."""
         if LAUNCHER_PID in os.environ or current_rank(os.environ):
             return
         self._pipe = os.pipe()

@@ -231,7 +231,7 @@ def test_removed_working_directory_is_reported(tmp_path: Path, monkeypatch: pyte
 
 
 def test_user_conf_folders_are_searched(commands: Commands, tmp_path: Path) -> None:
-    """./conf and the conf/ beside the recipe add options; their paths may contain any characters."""
+    """./conf and the conf/ next to the recipe add options; their paths may contain any characters."""
     here, there = tmp_path / "it's, here", tmp_path / "there"
     for folder, option, lr in ((here, "mine", 0.5), (there, "theirs", 0.25)):
         (folder / "conf" / "optimizer").mkdir(parents=True)

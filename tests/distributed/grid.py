@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 IDLE_EXPERTS = 2
 """Number of experts in the first layer of qwen3_moe that no token is routed to; with ep=8, all experts of one rank."""
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
-ROUTER_AUX = 0.1  # large, so that errors in it are visible beside the token loss
+ROUTER_AUX = 0.1  # large, so that errors in it are visible next to the token loss
 STEPS = {torch.float64: 1, torch.float32: 5}
 
 

@@ -207,7 +207,7 @@ def test_run_directory_in_use_is_rejected(bench: Bench) -> None:
     bench.await_notes("up", 1)
     refused = bench.run("run.dir=mine")
     assert (refused.status, refused.output) == (2, "")
-    assert re.fullmatch(r"run.dir=.*/mine: is in use by a run that is still going; .*\n", refused.errors)
+    assert re.fullmatch(r"run.dir=.*/mine: is in use by another run; .*\n", refused.errors)
     (bench.folder / "go").touch()
     assert first.wait().status == 0
     again = bench.run("run.dir=mine")

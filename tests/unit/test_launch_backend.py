@@ -89,7 +89,7 @@ def test_run_directory_of_a_live_job_is_rejected_on_any_backend(
     with pytest.raises(ConfigError, match="which may still run: no pods here; retry on a login node"):
         exclude_starts(directory.path).__enter__()
     pods.search_error = ConfigError("pods hang")
-    with pytest.raises(ConfigError, match="unknown whether the cluster took the job .pods hang."):
+    with pytest.raises(ConfigError, match="unknown whether the cluster accepted the job .pods hang."):
         exclude_starts(directory.path).__enter__()
     pods.search_error, pods.current_job = None, Job(JOB, "Pods", JobState.ended, "Succeeded", over=True)
     with exclude_starts(directory.path):

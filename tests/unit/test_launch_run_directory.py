@@ -371,7 +371,7 @@ def test_check_run_directory_reports_start_errors_without_writing(
     assert "run.dir=" + str(tmp_path / "file/below") + ": cannot be used: File exists" in error_of(config("file/below"))
     assert "contains files, but no run" in error_of(config("thesis"))
     first = start(config("mine"))
-    assert "is in use by a run that is still going" in error_of(config("mine"))
+    assert "is in use by another run" in error_of(config("mine"))
     end(first)
     assert error_of(config("mine")) == ""
     end(start(config("mine")))  # check_run_directory released the lock

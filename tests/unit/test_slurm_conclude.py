@@ -243,7 +243,7 @@ def test_node_without_the_run_directory_fails_the_node_check(tmp_path: Path) -> 
     checked = node_check(tmp_path / "gone")
     assert checked.returncode == 1
     assert checked.stderr.startswith(
-        f"node {os.uname().nodename}: does not see the run directory {tmp_path / 'gone'}; "
+        f"node {os.uname().nodename}: cannot access the run directory {tmp_path / 'gone'}; "
     )
 
 
@@ -259,7 +259,7 @@ def test_node_that_cannot_write_fails_the_node_check(run_dir: Path) -> None:
 def test_node_with_too_few_gpus_fails_the_node_check(run_dir: Path) -> None:
     checked = node_check(run_dir, gpus=4, CUDA_VISIBLE_DEVICES="0,1")
     assert checked.returncode == 1
-    assert "sees 2 GPUs where cluster.procs_per_node=4 processes need one each" in checked.stderr
+    assert "has 2 visible GPUs, but cluster.procs_per_node=4 requires one per process" in checked.stderr
 
 
 def test_node_with_failing_nvidia_smi_fails_the_node_check(run_dir: Path, tmp_path: Path) -> None:

@@ -288,7 +288,7 @@ def test_job_states_are_unknown_without_slurm_commands(tmp_path: Path, monkeypat
     files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2", "tp2", "tp4"))
     files.finish(0, job="12")
     files.finish(1, job="13", status="ok", wall_seconds=8.0)
-    files.finish(2, job="14", record=PointRecord(1.0, 2, 1.0, "sbatch refuses it"))  # resubmission failed
+    files.finish(2, job="14", record=PointRecord(1.0, 2, 1.0, "sbatch rejects it"))  # resubmission failed
     files.finish(3, job="15", record=PointRecord(1.0, 1, 1.0, "OSError: disk full"))
     rows = files.rows()
     assert [(row.state, row.seconds) for row in rows] == [

@@ -26,7 +26,7 @@ from components.protocol.run_files import (
 from components.terminal import print_text
 
 STOPPED_EARLY = 128 + signal.SIGUSR2
-"""srun's exit status if a rank died of SIGUSR2, the stop request, before it had installed its handler."""
+"""srun's exit status if a rank was killed by SIGUSR2, the stop request, before it had installed its handler."""
 
 
 def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> int:
