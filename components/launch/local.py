@@ -1,8 +1,8 @@
 """The local backend: start and monitor ranks on this machine, and terminate all of them when the run ends.
 
 Used instead of torch.distributed.run, which imports torch in the launcher (seconds, and hundreds of megabytes for the
-duration of the run), turns every exit status into 1, is killed by SIGUSR2 without forwarding it to its ranks, and leaves
-its port unbound between choosing and using it.
+duration of the run), turns every exit status into 1, is killed by SIGUSR2 without forwarding it to its ranks, and
+leaves its port unbound between choosing and using it.
 """
 
 from __future__ import annotations

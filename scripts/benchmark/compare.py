@@ -14,10 +14,10 @@ round each arm trains once, in a process of its own; its first steps are warm-up
 medians over the rounds, and ratios of arms in the same round. Time is wall time on CUDA, and processor time on a CPU,
 which other processes may use too.
 
-The script verifies that all arms train the same. An arm is VOID if its losses differ from those of a bare PyTorch loop by more
-than the bound in the first 50 steps of any round (later, rounding has grown too much for a comparison), or if its
-optimizer trains a different number of parameters, in another dtype, or with other settings. The bounds are relative:
-1e-5 in float32, 5e-3 in bfloat16. Verify a new arm in float32 first.
+The script verifies that all arms train the same. An arm is VOID if its losses differ from those of a bare PyTorch loop
+by more than the bound in the first 50 steps of any round (later, rounding has grown too much for a comparison), or if
+its optimizer trains a different number of parameters, in another dtype, or with other settings. The bounds are
+relative: 1e-5 in float32, 5e-3 in bfloat16. Verify a new arm in float32 first.
 
 Targets on a 141 GB GPU (not measured yet): full_packed 1.10 x the best peer and 57,000 tokens/s;
 sft_packed_vs_padded 3 x the padded Trainer; lora 16,500 and full_bf16 13,000 tokens/s; 0.9 x the best peer's memory.

@@ -1,7 +1,7 @@
 """A private run of two ranks is accessible to its owner only: no secrets in files, file modes, listening sockets.
 
-The run is started by Meshbook's launcher and by torchrun with umask 000. It uses wandb offline, loses a rank, has one disk
-error, resumes, and exports.
+The run is started by Meshbook's launcher and by torchrun with umask 000. It uses wandb offline, loses a rank, has one
+disk error, resumes, and exports.
 """
 
 from __future__ import annotations

@@ -170,9 +170,9 @@ def _find_job(tag: str, script: Path, failure: ConfigError, *, retry: bool) -> s
                 return None  # sbatch's error implies that nothing was submitted
             search = f"squeue --me -o '%A %k' | grep {tag}" if tag else f"squeue --me -o '%A %o' | grep {script}"
             raise UnknownSubmission(
-                f"{failure}\nIt is unknown whether Slurm accepted the job, since squeue does not respond either: {error}\n"
-                f"The run directory {script.parent} is kept. Once Slurm responds, find the job with {search}, or run "
-                "the command again with this run.dir: it looks for the job first"
+                f"{failure}\nIt is unknown whether Slurm accepted the job, since squeue does not respond either: "
+                f"{error}\nThe run directory {script.parent} is kept. Once Slurm responds, find the job with {search}, "
+                "or run the command again with this run.dir: it looks for the job first"
             ) from error
         if job is not None:
             return job
