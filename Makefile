@@ -35,8 +35,8 @@ PYTEST = $(BIN)/python -m pytest
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 WORKERS ?= $(shell expr $(CORES) '&' $(CORES) '<' 8 '|' 8)
 MORE := $(shell expr $(WORKERS) + 1)
-QUICK = tests/distributed/test_parity.py::test_both_ways_to_attend_over_cp \
-    tests/recipes/test_finetune.py::test_a_run_leaves_what_the_readme_says
+QUICK = tests/distributed/test_parity.py::test_cp_attention_methods_match_one_process \
+    tests/recipes/test_finetune.py::test_run_directory_has_the_documented_files
 lap = @began=$$(date +%s); $(1) || exit $$?; echo "=== $(2): $$(($$(date +%s) - began)) s"
 
 ifeq ($(ARGS),)

@@ -31,7 +31,7 @@ GRID = "tests/distributed/test_parity.py"
 
 
 def _grid(world: int, *models: str) -> list[str]:
-    return [f"{GRID}::test_the_whole_grid[{world}-{model}]" for model in models]
+    return [f"{GRID}::test_full_grid_matches_one_process[{world}-{model}]" for model in models]
 
 
 PARTS: dict[str, dict[str, list[str]]] = {
@@ -59,7 +59,11 @@ PARTS: dict[str, dict[str, list[str]]] = {
     },
     "parity": {
         "small": [
-            *(GRID, f"--deselect={GRID}::test_the_whole_grid", "tests/distributed/test_parity_planted.py"),
+            *(
+                GRID,
+                f"--deselect={GRID}::test_full_grid_matches_one_process",
+                "tests/distributed/test_parity_planted.py",
+            ),
             *("tests/distributed/test_parity_script.py", "tests/distributed/test_parity_smollm2.py"),
             *(
                 "tests/distributed/test_packing.py",
@@ -72,7 +76,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
         ],
         "adapters": ["tests/distributed/test_lora.py"],
         "vocabulary": ["tests/distributed/test_odd_vocabulary.py"],
-        "grid_2_4": [GRID, "-k", "whole_grid and not [8-"],
+        "grid_2_4": [GRID, "-k", "full_grid and not [8-"],
         "grid_8_llama": _grid(8, "llama", "llama_tied"),
         "grid_8_qwen3": _grid(8, "qwen3", "gpt2", "phi3"),
         "grid_8_gemma": _grid(8, "gemma", "gemma3"),

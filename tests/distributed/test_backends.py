@@ -66,7 +66,7 @@ def test_registered_custom_backends_are_recognized(implementation: str) -> None:
     )
 
 
-def test_backend_device_support() -> None:
+def test_backends_report_supported_devices() -> None:
     table = {"gloo": (True, False), "nccl": (False, True), "cpu:gloo,cuda:nccl": (True, True), "mpi": (True, False)}
     for name, expected in table.items():
         assert (utils.backend_supports_cpu(name), utils.backend_supports_cuda(name)) == expected

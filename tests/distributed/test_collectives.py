@@ -111,7 +111,7 @@ def test_source_rank_determines_type_shape_and_dtype(implementation: str) -> Non
     )
 
 
-def test_explicit_source_and_unsupported_values() -> None:
+def test_unsupported_values_are_rejected() -> None:
     """Only a bool, int, float or tensor is accepted; other values raise before any communication."""
 
     def check(rank: int) -> tuple[float, str]:
@@ -188,7 +188,7 @@ def test_mismatched_values_raise_on_every_rank(implementation: str) -> None:
     )
 
 
-def test_every_reduction_operation_of_numbers() -> None:
+def test_numbers_support_every_reduction() -> None:
     """A NaN on any rank propagates, also through MIN."""
     ops = dist.ReduceOp
 

@@ -199,7 +199,7 @@ def test_every_pipeline_schedule_matches_one_process(world: int) -> None:
     assert not problems, problems
 
 
-def test_both_ways_to_attend_over_cp() -> None:
+def test_cp_attention_methods_match_one_process() -> None:
     """all_gather where auto selects ulysses, with full and sliding attention; ulysses with grouped kv heads."""
     work = []
     for method in (ContextAttention.all_gather, ContextAttention.ulysses):
@@ -235,7 +235,7 @@ def test_parity_samples_leave_some_experts_idle() -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("model", grid.MODELS)
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_the_whole_grid(world: int, model: str) -> None:
+def test_full_grid_matches_one_process(world: int, model: str) -> None:
     found = cells(world, model, RECOMPUTE)
     record(
         [Finding(world, model, each.name, "float64", rejected=list(each.rejected)) for each in found if each.rejected]

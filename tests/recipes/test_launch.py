@@ -161,7 +161,7 @@ def test_copied_recipe_runs_from_any_folder(bench: Bench, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("package", [True, False])
 @pytest.mark.parametrize("safe_path", ["", "1"])
-def test_second_components_folder_beside_the_recipe_is_rejected(bench: Bench, package: bool, safe_path: str) -> None:
+def test_second_components_folder_next_to_the_recipe_is_rejected(bench: Bench, package: bool, safe_path: str) -> None:
     """Whether it is a package or a plain folder, and whether or not Python adds the script's folder to sys.path."""
     bench.write("note('ran')")
     (bench.folder / "components").mkdir()
