@@ -2,10 +2,11 @@
 # make test       install what is missing, then run every test, with a worker per core; ARGS="tests/unit -k loss": a selection
 # make test-quick the fast unit tests, composition, one mesh and one recipe
 # make parity     every model on every mesh of 2, 4 and 8 processes against one: outputs/parity/grid.md
-# make torture    the tests that take hours: twenty stops of Slurm's, 500 kills of whole runs and 500 inside a save, disks
-#                 that fail, 1,000 corruptions of checkpoints, 300 of run directories, any mesh to any mesh, 20 hangs,
-#                 half an hour of chaos (root); both run in parts of at most two hours, PART=kills runs one of them, and
-#                 record what they found on which commit in tests/long_runs.csv
+# make torture    the tests that take hours: 20 Slurm stops, 500 kills of whole runs and 500 inside a save, failing disks,
+#                 1,000 corruptions of checkpoints, 300 of run directories, any mesh to any mesh, 20 hangs, half an hour
+#                 of faults (root)
+#                 parity and torture run in parts of at most two hours (PART=kills runs one), and record each result and
+#                 its commit in tests/long_runs.csv
 # make fuzz       random configurations through the recipes, each against plain transformers: SEED=7 CASES=300 MINUTES=110;
 #                 CASE=12 repeats one of them
 # make lint       formatting, lint, types, import contracts, size budgets
@@ -20,7 +21,7 @@ ARGS ?=
 
 .PHONY: finetune test test-quick test-unit test-distributed test-gpu-ready test-recipes test-slurm parity torture fuzz lint install clean
 
-# A CPU without bfloat16 instructions computes in float32, several times slower: fewer steps there, and it says so.
+# A CPU without bfloat16 instructions computes in float32, several times slower: fewer steps there, and prints a message.
 finetune: install
 	@if nvidia-smi -L >/dev/null 2>&1 || grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null; then \
 	    $(BIN)/python recipes/finetune.py $(ARGS); \
@@ -29,13 +30,13 @@ finetune: install
 	    $(BIN)/python recipes/finetune.py experiment=short $(ARGS); \
 	fi
 
-# Tests of processes start and wait more than they compute: those tiers have a worker more than there are cores.
+# Tests that start processes mostly wait, so those tiers use one worker more than there are cores.
 PYTEST = $(BIN)/python -m pytest
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 WORKERS ?= $(shell expr $(CORES) '&' $(CORES) '<' 8 '|' 8)
 MORE := $(shell expr $(WORKERS) + 1)
-QUICK = tests/distributed/test_parity.py::test_both_ways_to_attend_over_cp \
-    tests/recipes/test_finetune.py::test_a_run_leaves_what_the_readme_says
+QUICK = tests/distributed/test_parity.py::test_cp_attention_methods_match_one_process \
+    tests/recipes/test_finetune.py::test_run_directory_has_the_documented_files
 lap = @began=$$(date +%s); $(1) || exit $$?; echo "=== $(2): $$(($$(date +%s) - began)) s"
 
 ifeq ($(ARGS),)

@@ -12,6 +12,17 @@ checkpoint     save, resume, retention
 training       the optimizer step, and everything around a recipe's loop
 parity         comparison of a mesh with a single process
 
+batch               micro-batch of a rank
+console             rich console for untrusted text
+cpu_limit           CPU time limit for code that comes with a model
+dtypes              torch dtypes by name
+exchange            collectives on JSON values
+housekeeping        bytes read and written by this process, as a measure of progress
+lazy                packages that import a name when it is first used
+moved               modules and names of earlier versions
+safetensors_writer  streaming writer of safetensors files
+terminal            escaping of control characters
+
 `from components import data, distributed, training` imports no torch: these packages import a name when it is first
 used (lazy.py).
 """

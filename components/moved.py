@@ -120,6 +120,7 @@ NAMES = {
     "components.training.next_tokens": "components.batch.Batch.from_labels",
     "components.training.step_work": "components.training.step_flops",
     "components.training.token_loss_sum": "components.training.CrossEntropy.of_logits",
+    "components.distributed.whole_rows": "components.distributed.unsharded_rows",
     "components.observability.Facts": "components.observability.BannerFacts",
     "components.data.MicroBatch": "components.batch.Batch",
     "components.data.eval_batches": "components.data.EvalBatches",

@@ -33,11 +33,11 @@ def main(cfg: EvaluateConfig) -> None:
         measured = training.evaluate(model, data.EvalBatches(eval_set, run.plan), run=run)
         run.report_eval(measured)
         if measured.count:
-            run.say(f"perplexity {math.exp(measured.loss):.3f} per target token")
+            run.print(f"perplexity {math.exp(measured.loss):.3f} per target token")
         for name, source in data.sources_of(eval_set).items():
             of_source = training.evaluate(model, data.EvalBatches(source, run.plan), run=run)
             if not run.stopped:
-                run.say(f"{name}: held-out loss {of_source.loss:.4f} over {of_source.count:,} target tokens")
+                run.print(f"{name}: held-out loss {of_source.loss:.4f} over {of_source.count:,} target tokens")
         training.show_generations(model, tokenizer, eval_set, cfg.generation, run)
 
 

@@ -23,7 +23,7 @@ from components.checkpoint.retention import remove
 from components.config.compose.frozen import read_section
 from components.config.errors import ConfigError
 from components.config.schema.checkpoint import CheckpointConfig
-from components.launch.run_directory.opening import held
+from components.launch.run_directory.opening import exclude_starts
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import print_problems
 from components.protocol.run_files import CONFIG
@@ -91,7 +91,7 @@ def prune(run_dir: Path, policy: CheckpointConfig, confirmed: bool) -> int:
     if not confirmed:
         _print_removals("would remove", *removable(run_dir, policy))
         return 0
-    with held(run_dir):
+    with exclude_starts(run_dir):
         entries, leftovers = removable(run_dir, policy)
         remove([*(entry.path for entry in entries), *leftovers])
     _print_removals("removed", entries, leftovers)

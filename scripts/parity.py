@@ -57,7 +57,7 @@ def main() -> int:
         print_problems(error.problems)
         return EXIT_INVALID
     status = report.finish()
-    return EXIT_INVALID if options.meshes != "all" and report.refused else status
+    return EXIT_INVALID if options.meshes != "all" and report.rejected else status
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ GRID = "tests/distributed/test_parity.py"
 
 
 def _grid(world: int, *models: str) -> list[str]:
-    return [f"{GRID}::test_the_whole_grid[{world}-{model}]" for model in models]
+    return [f"{GRID}::test_full_grid_matches_one_process[{world}-{model}]" for model in models]
 
 
 PARTS: dict[str, dict[str, list[str]]] = {
@@ -59,11 +59,15 @@ PARTS: dict[str, dict[str, list[str]]] = {
     },
     "parity": {
         "small": [
-            *(GRID, f"--deselect={GRID}::test_the_whole_grid", "tests/distributed/test_parity_planted.py"),
+            *(
+                GRID,
+                f"--deselect={GRID}::test_full_grid_matches_one_process",
+                "tests/distributed/test_parity_planted.py",
+            ),
             *("tests/distributed/test_parity_script.py", "tests/distributed/test_parity_smollm2.py"),
             *(
                 "tests/distributed/test_packing.py",
-                "tests/distributed/test_token_loss.py",
+                "tests/distributed/test_loss_head_on_meshes.py",
                 "tests/distributed/test_preferences.py",
             ),
             *("tests/distributed/test_expert.py", "tests/distributed/test_router_loss.py"),
@@ -72,7 +76,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
         ],
         "adapters": ["tests/distributed/test_lora.py"],
         "vocabulary": ["tests/distributed/test_odd_vocabulary.py"],
-        "grid_2_4": [GRID, "-k", "whole_grid and not [8-"],
+        "grid_2_4": [GRID, "-k", "full_grid and not [8-"],
         "grid_8_llama": _grid(8, "llama", "llama_tied"),
         "grid_8_qwen3": _grid(8, "qwen3", "gpt2", "phi3"),
         "grid_8_gemma": _grid(8, "gemma", "gemma3"),
@@ -104,15 +108,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("suite", choices=[*PARTS, "status"])
     parser.add_argument("--part", default="", help="run only this part")
-    asked, arguments = parser.parse_known_args()
-    if asked.suite == "status":
-        return _tell_status()
-    parts = PARTS[asked.suite]
-    if asked.part and asked.part not in parts:
-        parser.error(f"--part={asked.part}: no such part of {asked.suite}; choose one of {', '.join(parts)}")
-    results = [_run(asked.suite, part, arguments) for part in parts if asked.part in ("", part)]
+    options, arguments = parser.parse_known_args()
+    if options.suite == "status":
+        return _print_status()
+    parts = PARTS[options.suite]
+    if options.part and options.part not in parts:
+        parser.error(f"--part={options.part}: no such part of {options.suite}; choose one of {', '.join(parts)}")
+    results = [_run(options.suite, part, arguments) for part in parts if options.part in ("", part)]
     for result in results:
-        print(_sentence(result))
+        print(_describe(result))
     return int(any(result.result != "passed" for result in results))
 
 
@@ -126,10 +130,10 @@ def _run(suite: str, part: str, arguments: list[str]) -> Result:
         command = [sys.executable, "-m", "pytest", "-s", f"--junitxml={report}", *PARTS[suite][part], *arguments]
         with subprocess.Popen(command, env=environ, cwd=PROJECT) as tests:
             try:
-                status, word = tests.wait(LIMIT_MINUTES * 60), ""
+                status, outcome = tests.wait(LIMIT_MINUTES * 60), ""
             except subprocess.TimeoutExpired:
                 tests.send_signal(signal.SIGINT)  # pytest then tears down its fixtures and writes the report
-                status, word = tests.wait(), "over time"
+                status, outcome = tests.wait(), "over time"
         suites = ElementTree.parse(report).getroot().iter("testsuite") if report.exists() else []
         counts = [
             {name: int(each.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")} for each in suites
@@ -145,7 +149,7 @@ def _run(suite: str, part: str, arguments: list[str]) -> Result:
         passed=sum(each["tests"] for each in counts) - failed - skipped,
         failed=failed,
         skipped=skipped,
-        result=word or ("failed" if status else "passed"),
+        result=outcome or ("failed" if status else "passed"),
     )
     if not arguments:  # with extra pytest arguments, only a part of the tests may have run
         _record(result)
@@ -171,7 +175,7 @@ def _recorded() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _tell_status() -> int:
+def _print_status() -> int:
     rows = {(row["suite"], row["part"]): row for row in _recorded()}
     for suite, parts in PARTS.items():
         for part in parts:
@@ -183,11 +187,11 @@ def _tell_status() -> int:
             later = _git(
                 "log", "--oneline", f"{commit}..HEAD", "--", "components", "recipes", "conf", "scripts", "tests"
             )
-            print(_sentence(Result(**row)) + f"; {len(later.splitlines())} commits since")  # type: ignore[arg-type]
+            print(_describe(Result(**row)) + f"; {len(later.splitlines())} commits since")  # type: ignore[arg-type]
     return 0
 
 
-def _sentence(result: Result) -> str:
+def _describe(result: Result) -> str:
     return (
         f"{result.suite} {result.part}: {result.result} on {result.commit} ({result.date}, {result.minutes} min): "
         f"{result.passed} passed, {result.failed} failed, {result.skipped} skipped"

@@ -118,7 +118,7 @@ REMEDY = "remove it, and export it in the shell before you start the run, which 
 def secret_problems(cfg: object, arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> list[str]:
     """Return one message, without the value, for each key of `cfg` whose value looks like a secret.
 
-    Rejected are credentials with a well-known format, values with a secret name (api_key; HF_TOKEN=... in a shell
+    Rejects credentials with a well-known format, values with a secret name (api_key; HF_TOKEN=... in a shell
     line), and values that contain the value of a secret environment variable, since interpolations such as
     ${oc.env:HF_TOKEN} are resolved before a config is typed. A reference ($HF_TOKEN) is allowed.
 

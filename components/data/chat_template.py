@@ -185,8 +185,8 @@ def is_fast(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[PreTrainedTokenizer
 
 def _name(key: str, message: Message) -> str:
     shape = " as a list" if isinstance(message[key], list) and key == "content" else ""
-    beside = " with tool_calls" if message.get("tool_calls") and key != "tool_calls" else ""
-    return f"{key}{shape} (role {message['role']}{beside})"
+    suffix = " with tool_calls" if message.get("tool_calls") and key != "tool_calls" else ""
+    return f"{key}{shape} (role {message['role']}{suffix})"
 
 
 def _traced(source: str, messages: list[Message], given: dict[str, Any]) -> Rendering:

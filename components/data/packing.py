@@ -1,7 +1,7 @@
 """Packing: the assignment of samples to rows, and the dataset of packed rows.
 
 Rows are planned from the lengths of samples alone: the same on every rank and for every seed. The planners work on the
-number of documents of each length and emit patterns of lengths, each for as many rows as there are documents, so their
+number of documents of each length and emit patterns (lengths of one row) with a repeat count, so their
 cost grows with the number of distinct lengths rather than documents. Best fit is nearly optimal if lengths spread over
 the whole row or a row holds two or three documents. If it leaves more than 0.1 % of the tokens empty, minimum slack,
 which is better with many documents per row, runs too and the plan with fewer rows is used.

@@ -83,5 +83,5 @@ def _check_content(file: Path, location: Location) -> list[str]:
 def _check_factory(factory: str) -> list[str]:
     package = factory.partition(":")[0].partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        return [f"data.factory={factory}: no module named {package!r}; install it, or put it beside the recipe"]
+        return [f"data.factory={factory}: no module named {package!r}; install it, or put it next to the recipe"]
     return []

@@ -11,7 +11,7 @@ Folders
 One axis or concern each
     mesh.py            build_mesh: six axes, a process group per axis larger than 1, flattened views on first use;
                        groups_of_mesh: the process groups and their purposes, for the banner
-    replicas.py        wrap_replicas, whole_rows: the callables for training and generation
+    replicas.py        wrap_replicas, unsharded_rows: the callables for training and generation
     context_parallel.py  sequences sharded over cp, attention over full sequences
     expert.py          expert parallelism: sharded experts, tokens exchanged by all-to-all
     fsdp.py            FSDP2 units, precision, prefetching; megatron.py: Megatron-FSDP
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from components.distributed.process.ranks import is_rank_zero
     from components.distributed.process.seeding import stream
     from components.distributed.process.shutdown import destroy_global_state
-    from components.distributed.replicas import whole_rows, wrap_replicas
+    from components.distributed.replicas import unsharded_rows, wrap_replicas
     from components.distributed.traffic import StepTraffic, record_traffic
     from components.distributed.utils import (
         FirstRankPerNode,

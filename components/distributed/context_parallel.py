@@ -76,7 +76,7 @@ def use_context_parallel(
             f"parallelism.cp={mesh.size()}: {type(model).__name__} uses attention={implementation}, and cp requires "
             "sdpa; set model.attention=sdpa or parallelism.cp=1"
         )
-    reason = anatomy.needs_whole_rows or ("" if implementation == CAUSAL_SDPA else "builds its own attention masks")
+    reason = anatomy.needs_unsharded_rows or ("" if implementation == CAUSAL_SDPA else "builds its own attention masks")
     if reason:
         raise ConfigError(
             f"parallelism.cp={mesh.size()}: {type(model).__name__} {reason}, so its sequences cannot be sharded; set "
@@ -111,7 +111,7 @@ def choose_attention(method: ContextAttention, cp: int, heads: tuple[int, int]) 
 
 
 @contextmanager
-def whole_rows_attention(model: nn.Module) -> Iterator[None]:
+def unsharded_attention(model: nn.Module) -> Iterator[None]:
     """Within the context the model takes unsharded sequences, the same ones on every cp rank, for generation."""
     config: Any = model.config
     cp_attention = config._attn_implementation

@@ -167,7 +167,7 @@ def build_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh:
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
     for name in names:
         share_timeout(device_mesh.get_group(name))
-    return Mesh(device_mesh, shape, parallelism.sequence_multiple(shape), parallelism.stage_places(shape.pp)[-1])
+    return Mesh(device_mesh, shape, parallelism.sequence_multiple(shape), parallelism.stage_ranks(shape.pp)[-1])
 
 
 def share_timeout(group: dist.ProcessGroup) -> None:

@@ -109,7 +109,7 @@ def parallelize(
     notes: tuple[str, ...] = ()
     fraction, stages = 0.0, None
     param_dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())  # skips packed 4-bit
-    pp_ranks = parallelism.stage_places(mesh.size("pp"))
+    pp_ranks = parallelism.stage_ranks(mesh.size("pp"))
     if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and anatomy.experts):
         axes = tuple(axis for axis in ("ep", "tp") if mesh.size(axis) > 1)
         notes += apply_expert_parallel(model, mesh.device_mesh[axes], anatomy)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from components.config.schema.parallelism import ParallelismConfig, Strategy
-from components.distributed.context_parallel import whole_rows_attention
+from components.distributed.context_parallel import unsharded_attention
 from components.distributed.mesh import Mesh
 from components.distributed.parallelizer import Layout
 from components.distributed.pipeline.schedule import Pipeline
@@ -34,7 +34,7 @@ def wrap_replicas(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig, 
 
 
 @dataclass(frozen=True, slots=True)
-class WholeRows:
+class UnshardedForward:
     """A forward for generation, called like a Hugging Face model with the same unsharded sequences on every rank."""
 
     call: Callable[..., Any]
@@ -45,16 +45,18 @@ class WholeRows:
 
 
 @contextmanager
-def whole_rows(replica: nn.Module | Pipeline, mesh: Mesh, parallelism: ParallelismConfig) -> Iterator[WholeRows]:
+def unsharded_rows(
+    replica: nn.Module | Pipeline, mesh: Mesh, parallelism: ParallelismConfig
+) -> Iterator[UnshardedForward]:
     """Yield a forward over unsharded sequences for the result of `wrap_replicas`; valid within the context."""
     multiple = mesh.size("tp") if parallelism.sequence_parallel else 1
     if isinstance(replica, Pipeline):
-        with whole_rows_attention(replica.module):
-            yield WholeRows(replica.logits, multiple, keeps_cache=False)
+        with unsharded_attention(replica.module):
+            yield UnshardedForward(replica.logits, multiple, keeps_cache=False)
         return
     model = replica.module if isinstance(replica, DistributedDataParallel) else replica
-    with whole_rows_attention(model):
-        yield WholeRows(model, multiple, keeps_cache=multiple == 1)
+    with unsharded_attention(model):
+        yield UnshardedForward(model, multiple, keeps_cache=multiple == 1)
 
 
 def _sum_gradients(group, bucket):

@@ -1,8 +1,8 @@
 """The local backend: start and monitor ranks on this machine, and terminate all of them when the run ends.
 
 Used instead of torch.distributed.run, which imports torch in the launcher (seconds, and hundreds of megabytes for the
-duration of the run), turns every exit status into 1, dies of SIGUSR2 without forwarding it to its ranks, and leaves
-its port unbound between choosing and using it.
+duration of the run), turns every exit status into 1, is killed by SIGUSR2 without forwarding it to its ranks, and
+leaves its port unbound between choosing and using it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from components.protocol.failures import (
 )
 from components.protocol.role import LAUNCHER_PID, WORKER, LocalRank, without_ranks
 from components.protocol.run_files import PRIVATE, log_file, open_append
-from components.protocol.signals import CTRL_C_ANSWER, collected_signals
+from components.protocol.signals import CTRL_C_MESSAGE, collected_signals
 from components.terminal import print_text
 
 POLL = 0.05
@@ -196,7 +196,7 @@ class _Ranks:
             self._set_plan((0.0, signal.SIGKILL))
             return
         if number == signal.SIGINT:
-            print_text(f"\n{CTRL_C_ANSWER}", file=sys.stderr, flush=True)
+            print_text(f"\n{CTRL_C_MESSAGE}", file=sys.stderr, flush=True)
         self.stops.append(number)
         self._send(signal.Signals(number))
 
@@ -206,7 +206,7 @@ class _Ranks:
             if status is None:
                 continue
             stopped = -status in self.stops or (status == EXIT_INTERRUPTED and signal.SIGINT in self.stops)
-            self.exits[rank] = RankExit(rank, status, time.time(), asked=self.end_requested or stopped)
+            self.exits[rank] = RankExit(rank, status, time.time(), terminated=self.end_requested or stopped)
             if status != 0:
                 self._plan_termination()
         if time.monotonic() >= self.next_report_check:

@@ -47,7 +47,7 @@ from components.protocol.run_files import (
     read_result,
     record_result,
 )
-from components.protocol.signals import STOP_SIGNALS, keep_stop_signals
+from components.protocol.signals import STOP_SIGNALS, record_stop_signals
 from components.terminal import print_text, printable
 
 FLIGHT_RECORDER = "flight_recorder_rank_"
@@ -79,7 +79,7 @@ def run_worker(recipe: Recipe) -> int:
     if by_launcher:
         die_with(int(os.environ[LAUNCHER_PID]))
     else:
-        keep_stop_signals()
+        record_stop_signals()
     rank, run_dir = rank_and_size(os.environ)[0], Path(os.environ[RUN_DIR])
     logs = attempt_logs(run_dir, int(os.environ[ATTEMPT]))
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -85,12 +85,12 @@ def _run(described: Recipe) -> int:
         from components.launch.rank import end_rank
 
         end_rank(run_attached(described))
-    from components.config.compose.command_line import asks_for_sweep
+    from components.config.compose.command_line import is_sweep_requested
     from components.launch.clusters import backend_of
     from components.launch.open_run import open_run
     from components.launch.rank import run_here
 
-    if asks_for_sweep():
+    if is_sweep_requested():
         from components.launch.sweep.command import run_sweep
 
         return run_sweep(described)

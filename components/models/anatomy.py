@@ -94,7 +94,7 @@ class Anatomy:
     """Coefficient of the routers' auxiliary loss; None if the config states none."""
 
     @property
-    def needs_whole_rows(self) -> str:
+    def needs_unsharded_rows(self) -> str:
         """Why a row cannot be split over ranks (cp); empty if it can."""
         return self.needs_masks or (self.convolution and f"mixes neighboring tokens by {self.convolution}")
 

@@ -173,7 +173,7 @@ class Reporter:
         if self._wandb is not None:
             self._wandb.finish(failed=error is not None)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print one line."""
         self.console.print(text, markup=False)
 
@@ -181,7 +181,7 @@ class Reporter:
         """Remove lines of later steps, which will run again, from metrics.jsonl, and report damaged lines."""
         if self.enabled:
             for problem in self._metrics.continue_from(step):
-                self.say(problem)
+                self.print(problem)
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
@@ -235,9 +235,9 @@ class Reporter:
             *(f"{name} {value:.4g}" for name, value in metrics.others.items()),
             *([f"tokens {tokens:,}"] if self.console.width >= WIDE else []),
         ]
-        self.say("  ".join(values))
+        self.print("  ".join(values))
         if metrics.skipped:
-            self.say(f"step {metrics.step:>6}  update skipped: gradients are not finite")
+            self.print(f"step {metrics.step:>6}  update skipped: gradients are not finite")
         if self._plot is not None:
             self._plot.update()
 
@@ -269,19 +269,19 @@ class Reporter:
             metrics: Metrics besides the loss, by name; logged with the prefix `eval_`.
         """
         if not count:
-            self.say(f"step {step:>6}  no eval_loss: the evaluation was stopped, or the samples have no {unit}s")
+            self.print(f"step {step:>6}  no eval_loss: the evaluation was stopped, or the samples have no {unit}s")
             return
         others = {f"eval_{name}": value for name, value in (metrics or {}).items()}
         self._write(step=step, eval_loss=eval_loss, **others)
         values = [f"eval_loss {eval_loss:.4f}", *(f"{name} {value:.4g}" for name, value in others.items())]
-        self.say(f"step {step:>6}  {'  '.join(values)}  over {count:,} held-out {unit}s")
+        self.print(f"step {step:>6}  {'  '.join(values)}  over {count:,} held-out {unit}s")
         if self._plot is not None:
             self._plot.update()
 
     def traffic(self, rows: Sequence[TrafficNumbers]) -> None:
         """Print a table of the collectives of one optimizer step."""
         if not rows:
-            self.say("collectives of one optimizer step: none")
+            self.print("collectives of one optimizer step: none")
             return
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         for column in ("group", "purpose", "operation"):
@@ -290,7 +290,7 @@ class Reporter:
         table.add_column("MiB", justify="right")
         for row in rows:
             table.add_row(row.group, row.purpose, row.operation, f"{row.calls:,}", f"{row.bytes / 2**20:,.3f}")
-        self.say("\ncollectives of one optimizer step, input bytes of rank 0:")
+        self.print("\ncollectives of one optimizer step, input bytes of rank 0:")
         self.console.print(table)
 
     def generations(self, prompts: list[str], answers: list[str], *, when: str) -> None:
@@ -298,7 +298,7 @@ class Reporter:
         if not answers:
             return
         for prompt, answer in zip(prompts, answers, strict=True):
-            self.say(f"\nprompt: {prompt}\nanswer {when}: {answer}")
+            self.print(f"\nprompt: {prompt}\nanswer {when}: {answer}")
 
     def finish(self, result: Result) -> None:
         """Add the throughput to `result`, write result.json and loss.png, and print the summary."""
@@ -314,8 +314,8 @@ class Reporter:
             result.seconds_to_first_step = round(self._second_batch_at - started, 1)
         atomic_write_json(self._run_dir / RESULT, asdict(result))
         if self._plot is not None and (why_not := self._plot.finish()):
-            self.say(why_not)
-        self.say(summary(result, self._run_dir))
+            self.print(why_not)
+        self.print(summary(result, self._run_dir))
 
     def read(self) -> list[dict[str, Any]]:
         """Return the objects in metrics.jsonl."""

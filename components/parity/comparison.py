@@ -87,7 +87,7 @@ class MeshResult:
     missing: list[str] = field(default_factory=list)
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
     failed: str = ""
 
     def wrong(self, bounds: Bounds) -> list[str]:
@@ -159,7 +159,7 @@ def mesh_rank(send: Callable[[str, Any], None], comparison: Comparison, plans: l
             row = _run_mesh(comparison, plan, (len(tokenizer), tokenizer.pad_token_id, dataset), expected, folder)
             row.seconds = time.perf_counter() - started
         except ConfigError as error:  # raised on every rank, before the first collective of training
-            row = MeshResult(plan.name, refused=error.problems)
+            row = MeshResult(plan.name, rejected=error.problems)
         if dist.get_rank() == 0:
             send(plan.name, row)
 

@@ -50,7 +50,7 @@ def compare(comparison: Comparison, plans: list[MeshPlan], log: Callable[[str], 
             if isinstance(outcome, str):
                 raise RuntimeError(f"the reference failed: {outcome}")
         yield Bounds(**json.loads((folder / "bounds.json").read_text()))
-        yield from (MeshResult(each.name, refused=list(each.problems)) for each in plans if each.problems)
+        yield from (MeshResult(each.name, rejected=list(each.problems)) for each in plans if each.problems)
         pending = [each for each in plans if each.is_legal]
         while pending:
             started = pending[:MESHES_PER_START]

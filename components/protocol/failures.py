@@ -143,7 +143,7 @@ class RankExit:
     """Exit status as in subprocess: negative for a signal."""
     time: float
     """Seconds since the epoch at which the launcher detected it."""
-    asked: bool
+    terminated: bool
     """Whether the launcher had sent it a signal to end."""
 
 
@@ -214,9 +214,9 @@ def first_failure(exits: Iterable[RankExit], reports: dict[int, RankReport]) -> 
     found = []
     for ended in exits:
         report = reports.get(ended.rank)
-        if ended.status == 0 or (ended.asked and report is None):
+        if ended.status == 0 or (ended.terminated and report is None):
             continue
-        killed = ended.status == -signal.SIGKILL and not ended.asked
+        killed = ended.status == -signal.SIGKILL and not ended.terminated
         order = 0 if killed else 2 if report and report.kind == Kind.lost_peer else 1
         when = report.time if report else ended.time
         found.append((order, when, Failure(ended.rank, describe_exit(ended.status), report)))
@@ -282,7 +282,7 @@ def first_to_report(logs: Path) -> bool:
 def report_hang(error: BaseException) -> None:
     """Record that the run hangs; the calling thread then exits this rank, since the main thread cannot raise.
 
-    The stacks of all threads go to the rank's log, and `error` to its report. Without a launcher of ours, `error` is
+    The stacks of all threads go to the rank's log, and `error` to its report. Without Meshbook's launcher, `error` is
     also printed and written to result.json.
     """
     run_dir, rank = Path(os.environ[RUN_DIR]), current_rank(os.environ)

@@ -11,7 +11,7 @@ from pathlib import Path
 from components.config.errors import ConfigError
 
 WORKER = "MESHBOOK_WORKER"
-"""Set in ranks started by our launcher or our sbatch script."""
+"""Set in ranks started by Meshbook's launcher or sbatch script."""
 RUN_DIR = "MESHBOOK_RUN_DIR"
 """The run directory, absolute."""
 ATTEMPT = "MESHBOOK_ATTEMPT"
@@ -21,7 +21,7 @@ STORE_FD = "MESHBOOK_STORE_FD"
 STORE_FILE = "MESHBOOK_STORE_FILE"
 """File in which rank 0 of a batch job publishes address and secret of the rendezvous store."""
 LAUNCHER_PID = "MESHBOOK_LAUNCHER_PID"
-"""Process of the launcher; a rank exits when it does."""
+"""Process id of the launcher; ranks exit when it exits."""
 EXPORTED = "MESHBOOK_EXPORTED"
 """JSON record of the rank variables that this process has set, with their previous values."""
 

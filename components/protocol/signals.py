@@ -12,11 +12,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """Signals that request a save and an exit with status 0: a preemption or a time limit."""
 FORWARDED_SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
 """Signals that a launcher forwards to its processes. Ctrl-C also saves and stops; a second one aborts."""
-CTRL_C_ANSWER = "Ctrl-C: stopping after this step; again to abort"
+CTRL_C_MESSAGE = "Ctrl-C: stopping after this step; again to abort"
 """Printed at once on Ctrl-C, by the launcher or by a rank without one."""
 
 
-class KeptSignals:
+class RecordedSignals:
     """Handler that records signals until the training loop installs its own handler and processes the recorded ones."""
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class KeptSignals:
         self.arrived.append(number)
 
 
-def keep_stop_signals() -> None:
+def record_stop_signals() -> None:
     """Record stop signals for the training loop instead of letting them end this process."""
-    kept = KeptSignals()
+    recorded = RecordedSignals()
     for number in STOP_SIGNALS:
-        signal.signal(number, kept)
+        signal.signal(number, recorded)
 
 
 @contextmanager

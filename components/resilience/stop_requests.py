@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from components.protocol.role import LAUNCHER_PID, current_rank
-from components.protocol.signals import CTRL_C_ANSWER, STOP_SIGNALS, KeptSignals
+from components.protocol.signals import CTRL_C_MESSAGE, STOP_SIGNALS, RecordedSignals
 from components.training.metrics import StepMetrics
 
 
@@ -23,7 +23,7 @@ class StopRequest:
 
     SIGTERM and SIGUSR2 request preemption, the first Ctrl-C an interruption; a second Ctrl-C aborts at once. The
     previous handlers are restored on exit. Training steps reduce the request together with their numbers (`flags`,
-    `heed`); evaluation and generation call `agreed` before each batch or token.
+    `update`); evaluation and generation call `agreed` before each batch or token.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -40,7 +40,9 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         for signal_number in (*STOP_SIGNALS, signal.SIGINT):
             previous = self._previous[signal_number] = signal.signal(signal_number, self._handle)
-            for arrived in previous.arrived if isinstance(previous, KeptSignals) else ():  # signals before this context
+            for arrived in (
+                previous.arrived if isinstance(previous, RecordedSignals) else ()
+            ):  # signals before this context
                 if arrived == signal_number:
                     self._handle(signal_number, None)
         self._ctrl_c.start()
@@ -62,8 +64,8 @@ class StopRequest:
         """Return this rank's (preempt, interrupt) as numbers, for the all-reduce of every training step."""
         return float(self.preempt), float(self.interrupt)
 
-    def heed(self, steps: Iterable[StepMetrics]) -> bool:
-        """Return whether the run stops, after taking over the requests in the reduced numbers of `steps`."""
+    def update(self, steps: Iterable[StepMetrics]) -> bool:
+        """Record the requests reduced over all ranks in `steps`; return whether the run stops."""
         for step in steps:
             self._record(step.preempt, step.interrupt)
         return self.stopped
@@ -127,7 +129,7 @@ class _CtrlCResponder:
     """Thread that acknowledges Ctrl-C on the terminal at once.
 
     Python runs signal handlers only between two bytecodes of the main thread, so a handler would print after the
-    current backward or collective. A rank with a launcher of ours does not respond, since the launcher does.
+    current backward or collective. A rank under Meshbook's launcher does not respond, since the launcher does.
     """
 
     def __init__(self) -> None:
@@ -136,7 +138,7 @@ class _CtrlCResponder:
         self._thread = threading.Thread(target=self._respond, name="ctrl-c", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, on rank 0 of a run without a launcher of ours."""
+        """Start the thread, on rank 0 of a run without Meshbook's launcher."""
         if LAUNCHER_PID in os.environ or current_rank(os.environ):
             return
         self._pipe = os.pipe()
@@ -160,4 +162,4 @@ class _CtrlCResponder:
             if signal_number[0] == signal.SIGINT and not printed:
                 printed = True
                 with contextlib.suppress(OSError):  # the terminal may be gone
-                    os.write(2, f"\n{CTRL_C_ANSWER}\n".encode())
+                    os.write(2, f"\n{CTRL_C_MESSAGE}\n".encode())

@@ -52,7 +52,7 @@ READS_PER_TIMEOUT = 4
 EXIT_GRACE_SECONDS = 1.0
 """Seconds that a rank waits at the end for the others to write their reports."""
 EXIT_TIMEOUT_SECONDS = 10.0
-"""Limit of the whole end, which may hang in a file system; afterwards the process exits without a report."""
+"""Time limit in seconds for writing reports and stacks, which may hang in a file system; then the process exits."""
 PROGRESS_BYTES = 2**20
 """Bytes through system calls between two checks that count as progress; of bytes to or from a disk any number does."""
 MESSAGE_PREFIX = "no progress for"

@@ -91,10 +91,10 @@ class Attempt:
         """Return a context in which the progress bar shows `activity`, such as "evaluating"."""
         return self._report.status(activity)
 
-    def say(self, *lines: str) -> None:
+    def print(self, *lines: str) -> None:
         """Print lines on rank 0."""
         for line in lines:
-            self._report.say(line)
+            self._report.print(line)
 
     def report_generations(self, generations: list[tuple[str, str]]) -> None:
         """Print (prompt, answer) pairs on rank 0."""

@@ -20,10 +20,10 @@ from components.training.setup.router_loss import SEQUENCE_WEIGHTS, RouterLoss, 
 
 
 def local_batch(batch: Batch, settings: StepSettings, router_loss: RouterLoss | None = None) -> Batch:
-    """Return this rank's part of a micro-batch: under cp a shard of each row, else the batch itself.
+    """Return this rank's shard of a micro-batch: under cp a shard of each row, else the batch itself.
 
     Args:
-        batch: Whole rows, on the device.
+        batch: Unsharded rows, on the device.
         router_loss: If given, the layer inputs include the sequence weights that the routers' loss needs.
     """
     if router_loss is not None:
@@ -39,7 +39,7 @@ def forward_loss(model: Prepared, batch: Batch, token_loss: TokenLoss = PLAIN.to
     zero.
 
     Args:
-        batch: This rank's part, from `local_batch`.
+        batch: This rank's shard, from `local_batch`.
     """
     output = _forward(model, batch, token_loss, per_token=False)
     if output is None:
@@ -67,7 +67,7 @@ def score_rows(model: Prepared, batches: Sequence[Batch]) -> RowScores:
     Under pp, ranks without the last stage return zeros.
 
     Args:
-        batches: This rank's parts, from `local_batch`.
+        batches: This rank's shards, from `local_batch`.
     """
     log_probs, lengths = [], []
     for batch in batches:

@@ -91,8 +91,8 @@ class Run(Attempt):
         self._report.continue_from(self.state.step)
         self._reader, self._clock = StepReader(LAG), SaveClock(cfg.checkpoint.every_minutes)
         self._traffic = distributed.StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
-        self._profile = observability.StepProfile(cfg.logging.profile, self.dir, self.say)
-        self._saver = checkpoint.Saver(self.dir, model.module, optimizer, cfg.checkpoint, self.say)
+        self._profile = observability.StepProfile(cfg.logging.profile, self.dir, self.print)
+        self._saver = checkpoint.Saver(self.dir, model.module, optimizer, cfg.checkpoint, self.print)
         self._gc = GarbageCollection(cfg.training.gc_every)
         self._enter(self._report, self._stop, self._watch, self._saver, self._gc)
 
@@ -102,9 +102,9 @@ class Run(Attempt):
         facts = [self.plan.facts(train_set), *([] if held_out is None else [held_out.facts])]
         self._print_banner(model, cfg.model.path or "from scratch", batch, [*facts, *model.notes])
         for index in range(min(cfg.logging.examples, len(train_set))):
-            self.say(f"\nexample {index}, target tokens in [[ ]]:\n{train_set.show(index)}")
+            self.print(f"\nexample {index}, target tokens in [[ ]]:\n{train_set.show(index)}")
         if self.resume_from is not None:
-            self.say(f"resumed from {self.resume_from}")
+            self.print(f"resumed from {self.resume_from}")
 
     def steps(self) -> Iterator[Step]:
         """Yield the remaining steps, until training.max_steps or a stop request."""
@@ -164,7 +164,7 @@ class Run(Attempt):
             return
         card = observability.render_model_card(self.dir, self.state.to_dict(), str(self.mesh.shape))
         for folder in models.export_run(self._model.module, tokenizer, self.dir, cfg.model, cfg.peft, card):
-            self.say(f"exported {folder}")
+            self.print(f"exported {folder}")
 
     def _save(self, mark: checkpoint.Mark, last: bool = False) -> None:
         extra = {"state": self.state.to_dict(), "data": self._batches.state_dict()}
@@ -179,7 +179,7 @@ class Run(Attempt):
         saves = bool(cfg.checkpoint.every) and step.number % cfg.checkpoint.every == 0
         arrived = self._reader.push(step.number, numbers, step.began, drain=evaluates or saves)
         self._record(arrived)
-        if self._stop.heed(arrived):
+        if self._stop.update(arrived):
             return
         by_time = any(each.must_save for each in arrived)
         if by_time:

@@ -25,6 +25,6 @@ def show_generations(
     Nothing is printed once a stop request arrives.
     """
     prompts = [*data.sample_prompts(held_out, cfg.samples), *cfg.prompts]
-    with run.status("generating"), distributed.whole_rows(model.called, run.mesh, model.parallelism) as forward:
+    with run.status("generating"), distributed.unsharded_rows(model.called, run.mesh, model.parallelism) as forward:
         answers = models.generate(model.module, tokenizer, prompts, cfg.max_new_tokens, forward, run.agreed_to_stop)
     run.report_generations(list(zip(prompts, answers, strict=True)) if answers else [])

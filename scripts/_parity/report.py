@@ -43,27 +43,27 @@ class Report:
             self.bounds = result
             return
         self.rows.append(result)
-        if not result.refused:
+        if not result.rejected:
             self.log("  ".join(self._cells(result)))
 
     def finish(self) -> int:
         """Print the table and write the files; return 0 if meshes ran and all of them agree, else 1."""
-        ran = [row for row in self.rows if not row.refused]
+        ran = [row for row in self.rows if not row.rejected]
         table = Table(title=self._title())
         for column in COLUMNS:
             table.add_column(column, overflow="fold")
         for row in ran:
             table.add_row(*self._cells(row), style="" if self._is_good(row) else "red")
         self.console.print(table)
-        for line in self.refused:
-            self.log(f"refused: {line}")
+        for line in self.rejected:
+            self.log(f"rejected: {line}")
         self._write_markdown(ran)
         self._write_csv()
         if problem := self._plot(ran):
             self.log(problem)
         good = sum(self._is_good(row) for row in ran)
         folder = self.comparison.out
-        self.log(f"{good} of {len(ran)} meshes agree with one process, {len(self.rows) - len(ran)} refused: {folder}")
+        self.log(f"{good} of {len(ran)} meshes agree with one process, {len(self.rows) - len(ran)} rejected: {folder}")
         return 0 if ran and good == len(ran) else 1
 
     def _title(self) -> str:
@@ -89,9 +89,9 @@ class Report:
         ]
 
     @property
-    def refused(self) -> list[str]:
-        """One line for each refused mesh, with the reasons."""
-        return [f"{row.mesh}: {'; '.join(row.refused)}" for row in self.rows if row.refused]
+    def rejected(self) -> list[str]:
+        """One line for each rejected mesh, with the reasons."""
+        return [f"{row.mesh}: {'; '.join(row.rejected)}" for row in self.rows if row.rejected]
 
     def _write_markdown(self, ran: list[MeshResult]) -> None:
         bounds = self.bounds
@@ -107,7 +107,7 @@ class Report:
             f"Bounds: loss {bounds.loss:.1e}, norm {bounds.norm:.1e}, gradients {bounds.gradient:.1e}."
             if bounds
             else "",
-            *(["", "Refused:", "", *(f"- {line}" for line in self.refused)] if self.refused else []),
+            *(["", "Rejected:", "", *(f"- {line}" for line in self.rejected)] if self.rejected else []),
         ]
         (self.comparison.out / "parity.md").write_text("\n".join(lines) + "\n")
 
@@ -119,7 +119,7 @@ class Report:
                 values = {
                     key: "; ".join(value) if isinstance(value, list) else value for key, value in asdict(row).items()
                 }
-                verdict = "refused" if row.refused else "ok" if self._is_good(row) else "wrong"
+                verdict = "rejected" if row.rejected else "ok" if self._is_good(row) else "wrong"
                 writer.writerow({**values, "verdict": verdict})
 
     def _plot(self, ran: list[MeshResult]) -> str | None:

@@ -10,16 +10,16 @@ python scripts/benchmark/compare.py full_packed -- model.compile=true # options 
 
 An arm is one framework. Every arm trains the same model from the same random weights on the same micro-batches, which
 are written to a folder once, without network access. Clipping, AdamW, learning rate and dtypes are the same. In every
-round each arm trains once, in a process of its own; its first steps are warm-up and not measured. Reported are medians
-over the rounds, and ratios of arms in the same round. Time is wall time on CUDA, and processor time on a CPU, which
-other processes may use too.
+round each arm trains once, in a process of its own; its first steps are warm-up and not measured. The report has
+medians over the rounds, and ratios of arms in the same round. Time is wall time on CUDA, and processor time on a CPU,
+which other processes may use too.
 
-That the training is the same is verified. An arm is VOID if its losses differ from those of a bare PyTorch loop by more
-than the bound in the first 50 steps of any round (later, rounding has grown too much for a comparison), or if its
-optimizer trains a different number of parameters, in another dtype, or with other settings. The bounds are relative:
-1e-5 in float32, 5e-3 in bfloat16. Verify a new arm in float32 first.
+The script verifies that all arms train the same. An arm is VOID if its losses differ from those of a bare PyTorch loop
+by more than the bound in the first 50 steps of any round (later, rounding has grown too much for a comparison), or if
+its optimizer trains a different number of parameters, in another dtype, or with other settings. The bounds are
+relative: 1e-5 in float32, 5e-3 in bfloat16. Verify a new arm in float32 first.
 
-Goals on a GPU with 141 GB, none of them a claim: full_packed 1.10 x the best peer and 57,000 tokens/s;
+Targets on a 141 GB GPU (not measured yet): full_packed 1.10 x the best peer and 57,000 tokens/s;
 sft_packed_vs_padded 3 x the padded Trainer; lora 16,500 and full_bf16 13,000 tokens/s; 0.9 x the best peer's memory.
 
 There are no arms for torchtitan 0.3.0, whose models import triton, and for nemo_automodel 0.7.0, whose from_pretrained

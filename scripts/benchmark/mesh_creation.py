@@ -4,9 +4,9 @@ python scripts/benchmark/mesh_creation.py
 python scripts/benchmark/mesh_creation.py --worlds 8 1024 --repeats 9
 
 torch's fake backend creates every process group of a real run without communication, so one process can run rank 0 of
-any world size. Compared are `distributed.build_mesh` with the views that training uses, and torch's `init_device_mesh`
-with the same dims and `_flatten` for the same views. Both run alternately, each time in a new process; reported are
-medians.
+any world size. Compares `distributed.build_mesh` with the views that training uses, with torch's `init_device_mesh`,
+with the same dims and `_flatten` for the same views. Both run alternately, each time in a new process; the
+report has medians.
 """
 
 from __future__ import annotations

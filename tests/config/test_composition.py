@@ -204,7 +204,7 @@ def flat(values: dict, prefix: str) -> list[str]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_cfg_job_prints_the_config_and_starts_nothing(commands: Commands, tmp_path: Path, name: str) -> None:
     schema = RECIPES[name].__name__
-    recipe = tmp_path / "stand_in.py"
+    recipe = tmp_path / "placeholder.py"
     recipe.write_text(
         f"from components.config.schema import {schema}\nfrom components.launch import recipe\n"
         f"@recipe('{name}')\ndef main(cfg: {schema}) -> None:\n    raise SystemExit(9)\nmain()\n"
@@ -218,7 +218,7 @@ def test_cfg_job_prints_the_config_and_starts_nothing(commands: Commands, tmp_pa
     printed_help = commands.run(recipe, ["--help"], tmp_path)
     assert (printed_help.status, printed_help.imported_torch) == (0, False)
     assert "fsdp2_tp2" in printed_help.output
-    assert [entry.name for entry in tmp_path.iterdir()] == ["stand_in.py"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["placeholder.py"]
 
 
 def test_removed_working_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_removed_working_directory_is_reported(tmp_path: Path, monkeypatch: pyte
 
 
 def test_user_conf_folders_are_searched(commands: Commands, tmp_path: Path) -> None:
-    """./conf and the conf/ beside the recipe add options; their paths may contain any characters."""
+    """./conf and the conf/ next to the recipe add options; their paths may contain any characters."""
     here, there = tmp_path / "it's, here", tmp_path / "there"
     for folder, option, lr in ((here, "mine", 0.5), (there, "theirs", 0.25)):
         (folder / "conf" / "optimizer").mkdir(parents=True)

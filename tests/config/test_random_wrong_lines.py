@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.config.commands import Commands
 from tests.config.random_lines import ENVIRONMENT, SECRET, wrong_line
-from tests.config.test_wrong_configurations import stand_in
+from tests.config.test_wrong_configurations import placeholder_recipe
 
 LINES = 300 if os.environ.get("MESHBOOK_TORTURE") else 12
 FIRST = int(os.environ.get("MESHBOOK_SEED", "1")) * 1000
@@ -19,7 +19,7 @@ SECONDS = 1.0 if os.environ.get("MESHBOOK_TORTURE") else 2.0
 
 
 def test_random_invalid_command_lines_are_rejected_with_all_errors(commands: Commands, tmp_path: Path) -> None:
-    recipe = stand_in(tmp_path, "finetune", "FinetuneConfig")
+    recipe = placeholder_recipe(tmp_path, "finetune", "FinetuneConfig")
     empty = tmp_path / "empty"
     empty.mkdir()
     failed = []

@@ -40,16 +40,16 @@ ROWS = [
 @pytest.fixture(scope="module")
 def finetune(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A placeholder recipe with the config of recipes/finetune.py."""
-    return stand_in(tmp_path_factory.mktemp("recipes"), "finetune", "FinetuneConfig")
+    return placeholder_recipe(tmp_path_factory.mktemp("recipes"), "finetune", "FinetuneConfig")
 
 
 @pytest.fixture(scope="module")
 def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A placeholder recipe with the config of recipes/evaluate.py."""
-    return stand_in(tmp_path_factory.mktemp("recipes"), "evaluate", "EvaluateConfig")
+    return placeholder_recipe(tmp_path_factory.mktemp("recipes"), "evaluate", "EvaluateConfig")
 
 
-def stand_in(folder: Path, name: str, schema: str) -> Path:
+def placeholder_recipe(folder: Path, name: str, schema: str) -> Path:
     file = folder / f"{name}.py"
     file.write_text(PLACEHOLDER.format(name=name, schema=schema))
     return file
@@ -180,7 +180,7 @@ PREFERENCES = [
 def test_invalid_preference_objective_is_rejected_in_one_sentence(
     commands: Commands, tmp_path: Path, line: str, parts: list[str]
 ) -> None:
-    dpo = stand_in(tmp_path, "dpo", "DpoConfig")
+    dpo = placeholder_recipe(tmp_path, "dpo", "DpoConfig")
     values = {"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "good": True}
     write_rows(tmp_path / "rows.jsonl", values)
     arguments = ["model=tiny", "data.path=rows.jsonl", *line.split(" ")]

@@ -160,5 +160,5 @@ def run_adapted(
 
 
 def problems_of(findings: list[grid.Finding]) -> str:
-    refused = [f"{each.model} on {each.mesh} was rejected: {text}" for each in findings for text in each.refused]
-    return "\n".join([*refused, *(text for each in findings for text in each.problems)])
+    rejected = [f"{each.model} on {each.mesh} was rejected: {text}" for each in findings for text in each.rejected]
+    return "\n".join([*rejected, *(text for each in findings for text in each.problems)])

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from tests.harness import RankEnvironment, run_ranks, start_ranks
 
-SIDES = ("ours", "published")
+IMPLEMENTATIONS = ("ours", "published")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-both_sides = pytest.mark.parametrize("side", SIDES)
+both_implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def contrast(
-    side: str,
+    implementation: str,
     check: Callable[[int, Any], Any],
     ours: Any,
     published: Any,
@@ -34,14 +34,14 @@ def contrast(
     init: bool = True,
     published_timeout: float = 10.0,
 ) -> None:
-    """Run `check(rank, implementation)` on real ranks for one of the two implementations.
+    """Run `check(rank, functions)` on real ranks for one of the two implementations.
 
     Args:
-        side: the implementation, one of SIDES.
+        implementation: "ours" or "published".
         symptom: pattern that the reports of the published implementation's ranks must contain.
         published_timeout: seconds after which a hanging published implementation is killed ("still running").
     """
-    if side == "ours":
+    if implementation == "ours":
         run_ranks(world_size, check, ours, env=env, init=init)
         return
     outcomes = start_ranks(world_size, check, published, env=env, init=init, timeout=published_timeout)
@@ -50,14 +50,14 @@ def contrast(
     assert re.search(symptom, report), f"the published behavior fails in another way:\n{report}"
 
 
-def tell(news: str) -> None:
-    """Release the ranks that wait for this event in `hear`."""
-    dist.distributed_c10d._get_default_store().set(f"news/{news}", "")
+def signal_event(event: str) -> None:
+    """Release the ranks that wait for this event in `wait_for_event`."""
+    dist.distributed_c10d._get_default_store().set(f"event/{event}", "")
 
 
-def hear(news: str, seconds: float = 30) -> None:
-    """Wait until a rank calls `tell` with this event: orders ranks in time without sleeps that may be too short."""
-    dist.distributed_c10d._get_default_store().wait([f"news/{news}"], timedelta(seconds=seconds))
+def wait_for_event(event: str, seconds: float = 30) -> None:
+    """Wait until a rank signals this event: orders ranks in time without sleeps that may be too short."""
+    dist.distributed_c10d._get_default_store().wait([f"event/{event}"], timedelta(seconds=seconds))
 
 
 def nodes_of_two(rank: int) -> dict[str, str | None]:

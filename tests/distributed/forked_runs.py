@@ -171,7 +171,7 @@ class Attempt:
 
     def wait(self, seconds: float) -> int:
         """Wait for the end, at most `seconds`, and return the exit status."""
-        until(lambda: self.poll() is not None, seconds, self.said)
+        until(lambda: self.poll() is not None, seconds, self.output)
         assert self.status is not None
         return self.status
 
@@ -187,7 +187,7 @@ class Attempt:
                 os.kill(victim, signal.SIGKILL)
         return list(ranks.values())
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return the output of the launcher and rank 0."""
         return self.log.read_text(errors="replace")
 

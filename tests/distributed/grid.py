@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 IDLE_EXPERTS = 2
 """Number of experts in the first layer of qwen3_moe that no token is routed to; with ep=8, all experts of one rank."""
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
-ROUTER_AUX = 0.1  # large, so that errors in it are visible beside the token loss
+ROUTER_AUX = 0.1  # large, so that errors in it are visible next to the token loss
 STEPS = {torch.float64: 1, torch.float32: 5}
 
 
@@ -62,7 +62,7 @@ class Cell:
     parallelism: ParallelismConfig
     accumulation: int
     layers: int
-    refused: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
 
     def case(self, dtype: torch.dtype) -> Case:
         return replace(case_of(self.model, dtype), parallelism=asdict(self.parallelism), accumulation=self.accumulation)
@@ -81,7 +81,7 @@ class Finding:
     gradient: float = 0.0
     worst_gradient: str = ""
     wrong: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
 
     @property
     def problems(self) -> list[str]:
@@ -131,7 +131,7 @@ def cells(world: int, model: str, recompute: Sequence[ActivationCheckpointing] |
 def cell(model: str, world: int, layout: ParallelismConfig, layers: int | None = None) -> Cell:
     """One model on one mesh; by default an uneven number of layers per stage where possible."""
     mesh = layout.resolve(world)
-    stages = len(layout.stage_places(mesh.pp))
+    stages = len(layout.stage_ranks(mesh.pp))
     layers = layers or (stages + 1 if 1 < stages < 8 else max(2, stages))
     shape = ModelShape(**{"experts": 0, **shape_of_config(values_of(model, layers))})
     accumulation = max(2, mesh.pp * (2 if str(layout.pp_schedule) == "DualPipeV" else 1))
@@ -155,7 +155,7 @@ def run_cells(
     Args:
         sabotage: Called on every rank before the first cell, to plant a bug.
     """
-    needed = {(cell.model, cell.layers, dtype) for cell, dtype in planned if not cell.refused}
+    needed = {(cell.model, cell.layers, dtype) for cell, dtype in planned if not cell.rejected}
     models = {key: build_model(*key) for key in needed}
     expected = {key: expected_curve(*key) for key in needed}
 
@@ -189,13 +189,13 @@ def case_of(model: str, dtype: torch.dtype) -> Case:
 
 def run_cell(world: int, cell: Cell, dtype: torch.dtype, model: Any, expected: Curve | None) -> Finding:
     """Run a cell on this rank and compare it with the expected curve."""
-    finding = Finding(world, cell.model, cell.name, str(dtype)[6:], refused=list(cell.refused))
-    if finding.refused or expected is None:
+    finding = Finding(world, cell.model, cell.name, str(dtype)[6:], rejected=list(cell.rejected))
+    if finding.rejected or expected is None:
         return finding
     try:
         curve, different = run_case(cell.case(dtype), model)
     except ConfigError as error:
-        finding.refused = error.problems
+        finding.rejected = error.problems
         return finding
     except Exception as error:
         raise RuntimeError(f"{cell.model} on {cell.name} in {dtype}: {error}") from error
@@ -224,5 +224,5 @@ def merge(of_ranks: Iterable[Finding]) -> Finding:
         loss=max(finding.loss for finding in ranks),
         norm=max(finding.norm for finding in ranks),
         wrong=sorted({text for finding in ranks for text in finding.wrong}),
-        refused=sorted({text for finding in ranks for text in finding.refused}),
+        rejected=sorted({text for finding in ranks for text in finding.rejected}),
     )

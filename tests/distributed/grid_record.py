@@ -30,7 +30,7 @@ def summary(findings: list[Finding]) -> str:
     """Format the worst differences by dtype, model and world size, and every rejected mesh with its reason."""
     lines = ["# The grid", ""]
     for dtype in ("float64", "float32"):
-        completed = [each for each in findings if each.dtype == dtype and not each.refused]
+        completed = [each for each in findings if each.dtype == dtype and not each.rejected]
         lines += _worst(completed, dtype)
         lines += ["| model | processes | meshes | worst loss | worst norm | worst gradient | wrong |", "|---" * 7 + "|"]
         for key in dict.fromkeys((each.model, each.world) for each in sorted(completed, key=lambda each: each.world)):
@@ -42,10 +42,10 @@ def summary(findings: list[Finding]) -> str:
         lines.append("")
     reasons: dict[str, list[str]] = {}
     for each in findings:
-        for text in each.refused:
+        for text in each.rejected:
             reasons.setdefault(text, []).append(f"{each.model} {each.mesh}")
     lines += [
-        "## Refused",
+        "## Rejected",
         "",
         *(f"- {text} ({len(names)}: {', '.join(names)})" for text, names in reasons.items()),
         "",

@@ -108,7 +108,7 @@ def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -
 
 def _float64_router(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The router of Mixtral, Qwen3-MoE and OLMoE in the dtype of its input: the original casts to float32."""
-    logits = F.linear(hidden.reshape(-1, self.hidden_dim), self.weight) + getattr(self, "favoured", 0.0)
+    logits = F.linear(hidden.reshape(-1, self.hidden_dim), self.weight) + getattr(self, "favored", 0.0)
     scores, chosen = torch.topk(torch.softmax(logits, dim=-1), self.top_k, dim=-1)
     if getattr(self, "norm_topk_prob", True):
         scores = scores / scores.sum(dim=-1, keepdim=True)

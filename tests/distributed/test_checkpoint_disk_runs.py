@@ -37,14 +37,14 @@ ERRORS = {"full": "No space left on device", "read-only": "Read-only file system
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = saving_run(tmp_path_factory.mktemp("quiet"), "run")
     attempt = command.start()
-    assert attempt.wait(120) == 0, attempt.said()
+    assert attempt.wait(120) == 0, attempt.output()
     return final_state(command.run_dir)
 
 
 def killed_after_first_save(command: Command) -> Command:
     """Run the command until its first checkpoint is published, then kill it."""
     attempt = command.start({VARIABLE: "kill:after_rename:rank0"})
-    assert attempt.wait(60) == 1, attempt.said()
+    assert attempt.wait(60) == 1, attempt.output()
     return command
 
 
@@ -70,8 +70,8 @@ def start_with_disk_fault(command: Command, disk: Disk | None, kind: str, point:
     if disk is None:
         return command.start({VARIABLE: f"{kind}:{point}:rank0"})
     attempt = command.start({VARIABLE: f"stop:{point}:rank0"})
-    until(lambda: stopped(attempt.ranks().get("rank0", 0)) or attempt.poll() is not None, 60, attempt.said)
-    assert attempt.poll() is None, attempt.said()
+    until(lambda: stopped(attempt.ranks().get("rank0", 0)) or attempt.poll() is not None, 60, attempt.output)
+    assert attempt.poll() is None, attempt.output()
     ranks = attempt.ranks()
     if kind == "full":
         disk.fill()
@@ -98,16 +98,16 @@ def test_run_with_a_disk_fault_fails_cleanly_and_resumes(
         assert [problem for entry in entries for problem in check_contents(entry)] == []
         assert entries, "the last complete checkpoint is gone"
         if (kind, point) in HARMLESS:
-            assert status == 0, attempt.said()
+            assert status == 0, attempt.output()
         else:
-            assert status == 1, attempt.said()
-            assert_error_is_reported(command.run_dir, attempt.said(), kind)
+            assert status == 1, attempt.output()
+            assert_error_is_reported(command.run_dir, attempt.output(), kind)
         if disk is not None:
             disk.remount("rw")
             disk.empty()
         again = command.start()
-        assert again.wait(120) == 0, again.said()
-        assert status == 0 or f"resumed from {entries[-1].path}" in again.said()
+        assert again.wait(120) == 0, again.output()
+        assert status == 0 or f"resumed from {entries[-1].path}" in again.output()
         differing = [name for name, value in final_state(command.run_dir).items() if value != reference.get(name)]
         assert differing == []
     print(f"\n{kind} at {point}: ended with {status} after {seconds:.1f} s")
@@ -134,17 +134,17 @@ def test_start_on_a_full_disk_is_rejected_and_leaves_the_run_resumable(tmp_path:
         disk.fill()
         attempt = command.start()
         assert attempt.wait(60) == 2
-        output = attempt.said().strip()
+        output = attempt.output().strip()
         assert re.fullmatch(
             rf"run.dir={command.run_dir}: cannot be written: No space left on device \(0 bytes are free\); .*", output
         )
         disk.empty()
         again = command.start()
-        assert again.wait(120) == 0, again.said()
+        assert again.wait(120) == 0, again.output()
 
 
 def test_slow_disk_does_not_change_the_result(reference: dict[str, Any], tmp_path: Path) -> None:
     command = saving_run(tmp_path, "run")
     attempt = command.start({VARIABLE: "slow=1:after_shards:rank1:2,slow=1:before_rename:rank0:3"})
-    assert attempt.wait(120) == 0, attempt.said()
+    assert attempt.wait(120) == 0, attempt.output()
     assert final_state(command.run_dir) == reference

@@ -104,7 +104,7 @@ class KillSequence:
         """Record the final state and the duration of an uninterrupted run."""
         command = saving_run(self.folder, "quiet")
         attempt = command.start()
-        assert attempt.wait(120) == 0, attempt.said()
+        assert attempt.wait(120) == 0, attempt.output()
         self.duration = time.monotonic() - attempt.began
         self.reference = final_state(command.run_dir)
 
@@ -125,10 +125,10 @@ class KillSequence:
             attempt = command.start({VARIABLE: f"stop:{kill.point}:rank0:1"} if kill and armed else None)
             killed = kill is not None and self._kill_at(attempt, kill)
             if not killed:
-                assert attempt.wait(120) == 0, f"did not resume without help:\n{attempt.said()}"
-            resumed = re.findall(r"resumed from (\S+)", attempt.said())
+                assert attempt.wait(120) == 0, f"did not resume without help:\n{attempt.output()}"
+            resumed = re.findall(r"resumed from (\S+)", attempt.output())
             assert resumed == [str(newest)] if resumed or (newest and not killed) else True, (
-                f"{newest}:\n{attempt.said()}"
+                f"{newest}:\n{attempt.output()}"
             )
             if not killed:
                 if newest is None:  # an uninterrupted run: update the duration
@@ -156,7 +156,7 @@ class KillSequence:
                 return True
             return time.monotonic() >= moment if kill.point is None else stopped(attempt.ranks().get("rank0", 0))
 
-        until(due, 120, attempt.said)
+        until(due, 120, attempt.output)
         if attempt.poll() is not None:
             return False
         ranks = attempt.kill(kill.target)
@@ -165,7 +165,7 @@ class KillSequence:
                 os.kill(rank, signal.SIGCONT)
         began = time.monotonic()
         status = attempt.wait(ENDS_WITHIN)
-        assert status in (0, 1, -signal.SIGKILL), f"status {status}\n{attempt.said()}"  # 0: it had already ended
+        assert status in (0, 1, -signal.SIGKILL), f"status {status}\n{attempt.output()}"  # 0: it had already ended
         until(lambda: not any(map(alive, ranks)), ENDS_WITHIN, lambda: f"orphans of {ranks}")
         self.slowest_exit = max(self.slowest_exit, time.monotonic() - began)
         return True

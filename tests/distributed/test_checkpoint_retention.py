@@ -248,7 +248,7 @@ def test_prune_rejects_a_run_directory_in_use(
         fcntl.flock(lock, fcntl.LOCK_EX)
         status, output = call("prune", "--yes")
         assert status == 2
-        assert "is in use by a run that is still going; wait for it to finish" in output
+        assert "is in use by another run; wait for it to finish" in output
     (run_dir / "job_id").write_text("17\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     status, output = call("prune", "--yes")

@@ -19,7 +19,7 @@ from tests.harness import run_ranks, start_ranks
 
 
 def test_text_of_rank_zero_reaches_all_ranks_before_any_process_group() -> None:
-    """DESIGN 5: under the user's own torchrun or srun; start-up works afterwards, even if rank 0 exits at once."""
+    """Under the user's own torchrun or srun; start-up works afterwards, even if rank 0 exits at once."""
 
     def check(rank: int) -> tuple[str, str, float]:
         texts = [exchange_text_from_rank_zero(text if rank == 0 else None) for text in ("run:\n  seed: 1\n", "")]
@@ -43,7 +43,7 @@ def test_text_of_rank_zero_reaches_all_ranks_before_any_process_group() -> None:
 
 
 def test_start_up_under_torchrun_uses_the_agent_store(tmp_path: Path) -> None:
-    """DESIGN 5: TORCHELASTIC_USE_AGENT_STORE works before and after start-up, and the ranks exit without errors."""
+    """TORCHELASTIC_USE_AGENT_STORE works before and after start-up, and the ranks exit without errors."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import sys, torch, torch.distributed as dist\n"

@@ -50,11 +50,11 @@ def cases(world_size: int, dtype: torch.dtype) -> list[Case]:
     ]
 
 
-def run_cases(world_size: int, selected: list[Case], favoured: tuple[int, ...] = ()) -> list[str]:
-    """Return the problems of the cases, one line each; the router sends every token to the favoured experts, if any."""
+def run_cases(world_size: int, selected: list[Case], favored: tuple[int, ...] = ()) -> list[str]:
+    """Return the problems of the cases, one line each; the router sends every token to the favored experts, if any."""
     built = {case.model: build(case.model, case.dtype) for case in selected}
     for model in built.values():
-        favour(model, favoured)
+        favor_experts(model, favored)
     expected = {case.model: reference(case, copy.deepcopy(built[case.model])) for case in selected}
 
     def on_rank(rank: int) -> list[str]:
@@ -67,12 +67,12 @@ def run_cases(world_size: int, selected: list[Case], favoured: tuple[int, ...] =
     return sorted({line for lines in run_ranks(world_size, on_rank, timeout=240) for line in lines})
 
 
-def favour(model: torch.nn.Module, experts: tuple[int, ...]) -> None:
+def favor_experts(model: torch.nn.Module, experts: tuple[int, ...]) -> None:
     """Add a constant to the logits of `experts`; the probabilities still depend on the token."""
     for module in model.modules():
         if experts and type(module).__name__.endswith("TopKRouter"):
-            module.favoured = torch.zeros(module.num_experts, dtype=torch.float64)
-            module.favoured[list(experts)] = 50.0
+            module.favored = torch.zeros(module.num_experts, dtype=torch.float64)
+            module.favored[list(experts)] = 50.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
@@ -82,10 +82,10 @@ def test_every_mesh_has_the_curve_of_one_process(world_size: int, dtype: torch.d
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("favoured", [(0, 1), (0, 2)], ids=["a rank gets no token", "experts get no token"])
-def test_experts_without_tokens_have_the_curve_of_one_process(favoured: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("favored", [(0, 1), (0, 2)], ids=["a rank gets no token", "experts get no token"])
+def test_experts_without_tokens_have_the_curve_of_one_process(favored: tuple[int, ...]) -> None:
     shapes = [EP, FSDP2_EP2, EP2_TP2, {**TP, **SP}]
-    problems = run_cases(4, [Case("mixtral", shape, 2, 1) for shape in shapes], favoured)
+    problems = run_cases(4, [Case("mixtral", shape, 2, 1) for shape in shapes], favored)
     assert not problems, "\n".join(problems)
 
 

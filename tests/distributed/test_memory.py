@@ -120,9 +120,9 @@ def test_memory_table_reports_rejected_meshes() -> None:
     loads = {each.name: (each.parallelism, Load(64), each.world) for each in shapes}
     ratios = r" \| [0-9.]+ \(0.50\)" * 3 + r" \| [0-9.]+ \(1.00\) \| [0-9.]+ \(0.[0-9]+\)"
     for _ in range(5):  # gloo may still hold a buffer at the peak, so one of five attempts must match
-        single, sharded, refused = table(shapes, measure_all(cfg, loads))[2:]
+        single, sharded, rejected = table(shapes, measure_all(cfg, loads))[2:]
         assert re.fullmatch(r"\| single( \| [0-9.]+){5} \|", single)
-        assert refused.startswith("| ep 2 | refused: parallelism.ep=2: ")
+        assert rejected.startswith("| ep 2 | rejected: parallelism.ep=2: ")
         if re.fullmatch(rf"\| dp_shard 2{ratios} \|", sharded):
             return
     pytest.fail(sharded)

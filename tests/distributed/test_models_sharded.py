@@ -226,8 +226,8 @@ def test_generation_on_shards_matches_one_process(world: int, layout: str, tmp_p
     def body(rank: int) -> None:
         model = sharded(cfg, layout)
         assert generate(model, tokenizer, prompts, 8) == expected
-        whole_rows = SimpleNamespace(call=model, multiple=4, keeps_cache=False)
-        assert generate(model, tokenizer, prompts, 8, whole_rows) == expected
+        unsharded_rows = SimpleNamespace(call=model, multiple=4, keeps_cache=False)
+        assert generate(model, tokenizer, prompts, 8, unsharded_rows) == expected
 
     run_ranks(world, body)
     assert len(set(expected)) == 2

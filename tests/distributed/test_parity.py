@@ -100,7 +100,7 @@ def check(case: Case, expected: Curve, got: Curve, different: list[str]) -> list
 
 def problems_of(findings: list[Finding]) -> str:
     record(findings)
-    unexpected = [f"{each.model} on {each.mesh} was rejected: {text}" for each in findings for text in each.refused]
+    unexpected = [f"{each.model} on {each.mesh} was rejected: {text}" for each in findings for text in each.rejected]
     return "\n".join([*unexpected, *(text for each in findings for text in each.problems)])
 
 
@@ -159,7 +159,7 @@ def test_grid_contains_every_mesh_and_rejects_only_impossible_ones(world: int) -
         assert len(found) == len(products) + sum(shape.tp > 1 for shape in products) + 1  # sp, ddp
         assert len({each.name for each in found}) == len(found)
         experts = {"mixtral": 6, "qwen3_moe": 16}.get(model, 1)
-        assert {each.name for each in found if each.refused} == {
+        assert {each.name for each in found if each.rejected} == {
             each.name for each in found if experts % each.parallelism.ep
         }
 
@@ -167,8 +167,8 @@ def test_grid_contains_every_mesh_and_rejects_only_impossible_ones(world: int) -
 def test_gpt2_under_tp_without_a_plan_is_rejected() -> None:
     work = [(cell("gpt2", 2, layout), torch.float64) for layout in all_layouts(2, ParallelismConfig())]
     findings = run_cells(2, work, timeout=60)
-    assert {each.mesh for each in findings if each.refused} == {"tp2", "tp2_sp", "ep2"}
-    assert all("parallelism.tp_plan" in text for each in findings if "tp" in each.mesh for text in each.refused)
+    assert {each.mesh for each in findings if each.rejected} == {"tp2", "tp2_sp", "ep2"}
+    assert all("parallelism.tp_plan" in text for each in findings if "tp" in each.mesh for text in each.rejected)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_every_pipeline_schedule_matches_one_process(world: int) -> None:
     assert not problems, problems
 
 
-def test_both_ways_to_attend_over_cp() -> None:
+def test_cp_attention_methods_match_one_process() -> None:
     """all_gather where auto selects ulysses, with full and sliding attention; ulysses with grouped kv heads."""
     work = []
     for method in (ContextAttention.all_gather, ContextAttention.ulysses):
@@ -235,10 +235,12 @@ def test_parity_samples_leave_some_experts_idle() -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("model", grid.MODELS)
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_the_whole_grid(world: int, model: str) -> None:
+def test_full_grid_matches_one_process(world: int, model: str) -> None:
     found = cells(world, model, RECOMPUTE)
-    record([Finding(world, model, each.name, "float64", refused=list(each.refused)) for each in found if each.refused])
-    legal = [each for each in found if not each.refused]
+    record(
+        [Finding(world, model, each.name, "float64", rejected=list(each.rejected)) for each in found if each.rejected]
+    )
+    legal = [each for each in found if not each.rejected]
     problems = []
     for start in range(0, len(legal), MAX_MESHES):
         batch = legal[start : start + MAX_MESHES]

@@ -175,5 +175,5 @@ def test_parity_check_passes_without_planted_bugs(world: int) -> None:
     unmodified = [cell_of(model, mesh) for model, mesh in dict.fromkeys((model, mesh) for _, model, mesh, _ in BUGS)]
     work = [(each, torch.float64) for each in unmodified if world_of(each) == world]
     for finding in run_cells(world, work, timeout=100):
-        assert not finding.refused
+        assert not finding.rejected
         assert not finding.problems

@@ -101,7 +101,7 @@ def test_pipeline_stage_holds_only_its_own_parameters(
 ) -> None:
     """Checked by name, by value, and by the bytes allocated while the model is built and loaded."""
     expected_model = reference(saved[family])
-    stage_ranks = ParallelismConfig(pp=pp, **axes).stage_places(pp)
+    stage_ranks = ParallelismConfig(pp=pp, **axes).stage_ranks(pp)
     ranges = stage_layers(LAYERS, len(stage_ranks))
     mapped = (Path(str(saved[family].path)) / "model.safetensors").stat().st_size
     assert sorted(layer for each in ranges for layer in each) == list(range(LAYERS))
@@ -199,7 +199,7 @@ def results_on(run: Run, cfg: ModelConfig) -> Results:
         held_out = local_batches(samples_of_step(50), run.mesh, accumulation)
         loss = training.evaluate(training.Prepared(run.model, run.settings, run.replica), held_out).loss
         results.losses.append(loss)
-        with distributed.whole_rows(run.replica, run.mesh, run.config) as forward:
+        with distributed.unsharded_rows(run.replica, run.mesh, run.config) as forward:
             results.answers.append(models.generate(run.model, tokenizer, PROMPTS, NEW_TOKENS, forward))
         if step == 0:
             batches = local_batches(samples_of_step(0), run.mesh, accumulation)

@@ -83,12 +83,12 @@ def must_be_reported(path: Path, run: Path) -> bool:
 @pytest.mark.timeout(600 + 60 * CASES)
 def test_damaged_run_directory_is_rejected_with_a_message_or_repaired(tmp_path: Path) -> None:
     undisturbed = one_process(tmp_path, "undisturbed")
-    assert (attempt := undisturbed.start()).wait(TIMEOUT) == 0, attempt.said()
+    assert (attempt := undisturbed.start()).wait(TIMEOUT) == 0, attempt.output()
     expected_weights, expected_losses = weights(undisturbed.run_dir), losses(undisturbed.run_dir)
     assert sorted(expected_losses) == list(range(1, STEPS + 1))
     killed = one_process(tmp_path, "killed")
     attempt = killed.start({"MESHBOOK_FAULT": f"eio:before_manifest:rank0:{SAVED + 1}"})
-    assert attempt.wait(TIMEOUT) == 1, attempt.said()
+    assert attempt.wait(TIMEOUT) == 1, attempt.output()
     assert sorted(os.listdir(killed.run_dir / "checkpoints"))[-1] == f"step_{SAVED}"
     assert (killed.run_dir / "result.json").exists()
 
@@ -100,7 +100,7 @@ def test_damaged_run_directory_is_rejected_with_a_message_or_repaired(tmp_path: 
         shutil.copytree(killed.run_dir, command.run_dir, symlinks=True)
         path = damage(command.run_dir, kind, rng)
         attempt = command.start()
-        status, output = attempt.wait(TIMEOUT), attempt.said()
+        status, output = attempt.wait(TIMEOUT), attempt.output()
         outcomes["rejected" if status == 2 else "repaired"] += 1
         if problem := problem_of(status, output, path, command.run_dir, (expected_weights, expected_losses)):
             failures.append(f"case {number} of seed {SEED}: {path} {kind}: {problem}\n{output}")

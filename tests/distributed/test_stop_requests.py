@@ -41,7 +41,7 @@ def started(command: Command) -> Iterator[Attempt]:
 
 def wait_for_result(attempt: Attempt, command: Command) -> dict[str, object]:
     """Wait for a run to exit after a stop request and return its result.json."""
-    assert attempt.wait(EXIT_TIMEOUT) == 0, attempt.said()
+    assert attempt.wait(EXIT_TIMEOUT) == 0, attempt.output()
     return json.loads((command.run_dir / "result.json").read_text())
 
 
@@ -50,25 +50,25 @@ def test_ctrl_c_is_acknowledged_immediately_and_ends_evaluation(tmp_path: Path) 
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = small_run(tmp_path, "run", "data.eval_fraction=0.9", "data.max_eval_samples=18000", "logging.examples=1")
     with started(command) as attempt:
-        until(lambda: "example 0" in attempt.said(), 120, attempt.said)
+        until(lambda: "example 0" in attempt.output(), 120, attempt.output)
         time.sleep(1)
         os.kill(attempt.pid, signal.SIGINT)
-        until(lambda: ACKNOWLEDGMENT in attempt.said(), 10, attempt.said)
+        until(lambda: ACKNOWLEDGMENT in attempt.output(), 10, attempt.output)
         result = wait_for_result(attempt, command)
         assert (result["status"], result["steps"], result["eval_loss"]) == ("interrupted", 0, None)
-        assert "held-out target tokens" not in attempt.said()
+        assert "held-out target tokens" not in attempt.output()
 
 
 @pytest.mark.parametrize("mesh", ["fsdp2", "pp2_1f1b"])
 def test_stop_request_to_one_rank_ends_generation_on_all_ranks(mesh: str, tmp_path: Path) -> None:
     command = small_run(tmp_path, "run", f"parallelism={mesh}", *LONG_GENERATION)
     with started(command) as attempt:
-        until(lambda: "held-out target tokens" in attempt.said(), 120, attempt.said)
+        until(lambda: "held-out target tokens" in attempt.output(), 120, attempt.output)
         time.sleep(1)
         os.kill(attempt.ranks()["rank1"], signal.SIGUSR2)
         result = wait_for_result(attempt, command)
         assert (result["status"], result["steps"]) == ("preempted", 0)
-        assert "answer after" not in attempt.said()
+        assert "answer after" not in attempt.output()
 
 
 BUSY = """

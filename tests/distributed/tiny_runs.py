@@ -93,7 +93,7 @@ def cell_named(model: str, name: str, world: int) -> Cell:
     if schedule:
         layout = replace(layout, pp_schedule=PipelineSchedule(schedule))
     result = cell(model, world, layout, LAYERS.get(model, 2))
-    assert not result.refused, (model, name, result.refused)
+    assert not result.rejected, (model, name, result.rejected)
     return result
 
 

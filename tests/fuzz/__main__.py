@@ -92,9 +92,9 @@ def _summarize(findings: Iterable[Finding], cases: int) -> int:
             worst = max(equal, key=lambda finding: finding.differences[name])
             print(f"worst relative difference of {name}: {worst.differences[name]:.1e} ({worst.name})")
     for reason, count in Counter(
-        f.detail.splitlines()[-1][:110] for f in findings if f.outcome == "refused"
+        f.detail.splitlines()[-1][:110] for f in findings if f.outcome == "rejected"
     ).most_common():
-        print(f"refused {count} x: {reason}")
+        print(f"rejected {count} x: {reason}")
     failures = [finding for finding in findings if finding.is_failure]
     for finding in failures:
         seed, _, index = finding.name.partition("/")

@@ -38,7 +38,7 @@ class Finding:
 
     name: str
     outcome: str
-    """equal, refused, different, crashed, hung, or reference failed."""
+    """equal, rejected, different, crashed, hung, or reference failed."""
     detail: str = ""
     """The error, if any."""
     commands: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Finding:
     @property
     def is_failure(self) -> bool:
         """Whether the outcome is a failure of the project."""
-        return self.outcome not in ("equal", "refused")
+        return self.outcome not in ("equal", "rejected")
 
     def __str__(self) -> str:
         worst = ", ".join(f"{name} {value:.0e}" for name, value in self.differences.items())
@@ -181,13 +181,13 @@ def _arguments(case: Case, folder: Path, run: int) -> list[str]:
 
 
 def _run(arguments: Sequence[str], folder: Path) -> None:
-    """Run a recipe. Raises _Ended if it does not end with status 0."""
+    """Run a recipe. Raises _RunFailed unless the exit status is 0."""
     (size,) = (int(each.partition("=")[2]) for each in arguments if each.startswith("cluster.procs_per_node="))
     status, output = run_ranks(arguments, size, folder, TIMEOUT)
     if status is None:
         raise _RunFailed("hung", output[-2000:])
     if status == EXIT_INVALID and "Traceback" not in output:
         reasons = [line for line in output.splitlines() if not line.startswith("run /")]
-        raise _RunFailed("refused", "\n".join(reasons).strip())
+        raise _RunFailed("rejected", "\n".join(reasons).strip())
     if status != 0:
         raise _RunFailed("crashed", f"status {status}: {output[-3000:]}")

@@ -105,7 +105,7 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[Fak
 
 @contextmanager
 def static_pipeline_shapes() -> Iterator[None]:
-    """Skip the vote of pipeline stages on shape inference in the first step: no other rank exists to answer."""
+    """Skip the exchange of shapes between stages: there are no other ranks."""
 
     def use_static(schedule: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
         for stage in stages:

@@ -28,7 +28,7 @@ import torch
 from safetensors import safe_open
 
 from tests.config.commands import served
-from tests.config.test_wrong_configurations import stand_in
+from tests.config.test_wrong_configurations import placeholder_recipe
 from tests.fuzz.ranks import run_ranks
 from tests.guard.lines import wrong_lines
 from tests.guard.runs import DOUBLE, RUNS, Run, write_data
@@ -163,7 +163,7 @@ def refusals(lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """Run command lines of a recipe with an empty main; return their exit status and the keys of their problems."""
     found = []
     with tempfile.TemporaryDirectory(prefix="meshbook-guard-") as name, served() as commands:
-        recipe, empty = stand_in(Path(name), "finetune", "FinetuneConfig"), Path(name) / "empty"
+        recipe, empty = placeholder_recipe(Path(name), "finetune", "FinetuneConfig"), Path(name) / "empty"
         empty.mkdir()
         for line in lines:
             ended = commands.run(recipe, line, empty, FUZZ_VALUE="x")

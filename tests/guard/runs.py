@@ -25,7 +25,7 @@ class Run:
     commands: tuple[str, ...]
     """Additional overrides of each command: its mesh and last step."""
     resumes_from: str = ""
-    """Folder beside this file with a run directory, written by older code, that the first command resumes."""
+    """Folder next to this file with a run directory, written by older code, that the first command resumes."""
 
     def arguments(self, command: int) -> list[str]:
         """Return the arguments of a command; its working directory contains the data and run directories."""

@@ -56,7 +56,7 @@ def single_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]
     return folder / "run", output
 
 
-def test_a_run_leaves_what_the_readme_says(single_process: tuple[Path, str]) -> None:
+def test_run_directory_has_the_documented_files(single_process: tuple[Path, str]) -> None:
     run_dir, output = single_process
     for name in ("config.yaml", "environment.json", "metrics.jsonl", "loss.png", "result.json", "export/config.json",
                  "checkpoints/step_3", "checkpoints/step_6", "profile/rank_0.json", "profile/rank_0.txt"):  # fmt: skip

@@ -161,7 +161,7 @@ def test_copied_recipe_runs_from_any_folder(bench: Bench, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("package", [True, False])
 @pytest.mark.parametrize("safe_path", ["", "1"])
-def test_second_components_folder_beside_the_recipe_is_rejected(bench: Bench, package: bool, safe_path: str) -> None:
+def test_second_components_folder_next_to_the_recipe_is_rejected(bench: Bench, package: bool, safe_path: str) -> None:
     """Whether it is a package or a plain folder, and whether or not Python adds the script's folder to sys.path."""
     bench.write("note('ran')")
     (bench.folder / "components").mkdir()
@@ -207,7 +207,7 @@ def test_run_directory_in_use_is_rejected(bench: Bench) -> None:
     bench.await_notes("up", 1)
     refused = bench.run("run.dir=mine")
     assert (refused.status, refused.output) == (2, "")
-    assert re.fullmatch(r"run.dir=.*/mine: is in use by a run that is still going; .*\n", refused.errors)
+    assert re.fullmatch(r"run.dir=.*/mine: is in use by another run; .*\n", refused.errors)
     (bench.folder / "go").touch()
     assert first.wait().status == 0
     again = bench.run("run.dir=mine")

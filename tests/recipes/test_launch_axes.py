@@ -20,13 +20,13 @@ PLANTED = """
         import time
         from pathlib import Path
 
-        def strike(*_: object) -> None:
+        def fault_point(*_: object) -> None:
             if run.rank == {rank} and model.module.training and run.state.step == 2:
-                (Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))
-                {act}
+                (Path(__file__).parent / "fault_time_{rank}").write_text(str(time.time()))
+                {action}
 
         for layer in models.decoder_layers(model.module):
-            layer.register_forward_pre_hook(strike)
+            layer.register_forward_pre_hook(fault_point)
 
 """
 KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -40,15 +40,15 @@ TIMEOUT = 10
 AXES = {"pp2": ("tiny", "parallelism=pp2_1f1b"), "ep2": ("tiny_moe", "parallelism=fsdp2_ep2")}
 
 
-def run_with_fault(bench: Bench, axis: str, rank: int, act: str, *arguments: str) -> tuple[str, float]:
+def run_with_fault(bench: Bench, axis: str, rank: int, action: str, *arguments: str) -> tuple[str, float]:
     """Run to the end; return stderr, and the seconds from the fault to the end."""
     text = RECIPE.read_text()
     assert BEFORE in text
-    bench.recipe.write_text(text.replace(BEFORE, PLANTED.format(rank=rank, act=act) + BEFORE))
+    bench.recipe.write_text(text.replace(BEFORE, PLANTED.format(rank=rank, action=action) + BEFORE))
     model, mesh = AXES[axis]
     done = bench.start(mesh, TWO, *SHORT, *arguments, model=model).wait()
     assert done.status == 1, done.errors
-    (when,) = bench.notes("struck")
+    (when,) = bench.notes("fault_time")
     seconds = time.time() - float(when)
     assert bench.result()["status"] == "failed"
     bench.assert_no_process_left()

@@ -27,28 +27,28 @@ PLANTED = """
         import time
         from pathlib import Path
 
-        struck = []
+        moments = []
 
-        def strike(moment: str) -> None:
-            struck.append(moment)
-            if run.rank == {rank} and moment == "{moment}" and struck.count(moment) == {after}:
-                {act}
+        def fault_point(moment: str) -> None:
+            moments.append(moment)
+            if run.rank == {rank} and moment == "{moment}" and moments.count(moment) == {after}:
+                {action}
 
-        def hit() -> None:
-            (Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))
+        def stop_rank() -> None:
+            (Path(__file__).parent / "fault_time_{rank}").write_text(str(time.time()))
             import os, signal
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        strike("start")
+        fault_point("start")
 
 """
 HOOKS = """
         for layer in models.decoder_layers(model.module):
-            layer.register_forward_pre_hook(lambda *_: strike("step" if model.module.training else "evaluation"))
+            layer.register_forward_pre_hook(lambda *_: fault_point("step" if model.module.training else "evaluation"))
 
 """
-STOP = "import threading; threading.Timer({delay:.3f}, hit).start()"
-NOTE = '(Path(__file__).parent / "struck_{rank}").write_text(str(time.time()))'
+STOP = "import threading; threading.Timer({delay:.3f}, stop_rank).start()"
+NOTE = '(Path(__file__).parent / "fault_time_{rank}").write_text(str(time.time()))'
 SPIN = NOTE + "\n                while True: pass"
 HOLD_THE_GIL = NOTE + "; import ctypes; ctypes.PyDLL(None).pause()"
 SHORT = (
@@ -60,7 +60,7 @@ TIMEOUT = 6
 """Seconds; more than the tiny model needs for a step on a busy machine."""
 BOUND = 2 * TIMEOUT + 5
 AFTER = {"start": 1, "step": 9, "evaluation": 7, "save": 2}
-"""The call of `strike` at which the fault is injected, by moment."""
+"""The call of `fault_point` at which the fault is injected, by moment."""
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,20 @@ class Hung:
     logs: Path
 
 
-def plant(bench: Bench, rank: int, moment: str, act: str) -> None:
+def inject_fault(bench: Bench, rank: int, moment: str, action: str) -> None:
     """Copy the recipe with the fault injected."""
     text = RECIPE.read_text()
     for anchor in (MODEL, OPTIMIZER, SAVE):
         assert text.count(anchor) == 1
-    act = act.format(rank=rank)
-    planted = PLANTED.format(rank=rank, moment=moment, after=AFTER[moment], act=act)
+    action = action.format(rank=rank)
+    planted = PLANTED.format(rank=rank, moment=moment, after=AFTER[moment], action=action)
     text = text.replace(MODEL, planted + MODEL).replace(OPTIMIZER, HOOKS + OPTIMIZER)
-    bench.recipe.write_text(text.replace(SAVE, f'                strike("save")\n{SAVE}'))
+    bench.recipe.write_text(text.replace(SAVE, f'                fault_point("save")\n{SAVE}'))
 
 
-def hang(bench: Bench, rank: int, moment: str, act: str, *arguments: str) -> Hung:
+def hang(bench: Bench, rank: int, moment: str, action: str, *arguments: str) -> Hung:
     """Run until the watchdog ends the run; no process may be left."""
-    plant(bench, rank, moment, act)
+    inject_fault(bench, rank, moment, action)
     done = bench.start(*SHORT, f"training.step_timeout_seconds={TIMEOUT}", *arguments).wait()
     ended = time.time()
     assert done.status == EXIT_HUNG, done.errors
@@ -96,7 +96,7 @@ def hang(bench: Bench, rank: int, moment: str, act: str, *arguments: str) -> Hun
     assert log_line.startswith("logs: ")
     assert bench.result() == {"status": "hung", "error": message}
     bench.assert_no_process_left()
-    return Hung(done, ended - float(bench.notes("struck")[0]), message, Path(log_line.removeprefix("logs: ")))
+    return Hung(done, ended - float(bench.notes("fault_time")[0]), message, Path(log_line.removeprefix("logs: ")))
 
 
 def assert_reported_missing(hung: Hung, rank: int, moment: str) -> None:
@@ -126,7 +126,7 @@ def test_rank_in_an_endless_loop_is_named_with_its_source_line(bench: Bench) -> 
     hung = hang(bench, 0, "evaluation", SPIN, TWO)
     assert hung.seconds < BOUND
     assert re.search(r"rank 0 on host \S+ has not joined a collective that others wait in: it is", hung.message)
-    assert re.search(r"at evaluate, strike \(tried.py:\d+\)", hung.message)
+    assert re.search(r"at evaluate, fault_point \(tried.py:\d+\)", hung.message)
     assert "rank 1" not in hung.message
     # The flight recorder is written too: rank 1 has started a collective that rank 0, in its loop, has not.
     entries = [
@@ -140,14 +140,14 @@ def test_rank_that_holds_the_gil_is_reported_missing(bench: Bench) -> None:
     """None of its threads can run, so it sends no heartbeats; its stack is dumped nevertheless."""
     hung = hang(bench, 1, "step", HOLD_THE_GIL, TWO)
     assert_reported_missing(hung, 1, "step")
-    assert "in strike" in (hung.logs / "rank_1.log").read_text()
+    assert "in fault_point" in (hung.logs / "rank_1.log").read_text()
 
 
 @pytest.mark.skipif(not TORTURE, reason="tested with two processes above: make torture")
 def test_single_process_in_an_endless_loop_is_ended(bench: Bench) -> None:
     hung = hang(bench, 0, "step", SPIN, "parallelism=single")
     assert hung.seconds < BOUND
-    assert re.search(r"in step \d+: it is at train_step, strike \(tried.py:\d+\)", hung.message)
+    assert re.search(r"in step \d+: it is at train_step, fault_point \(tried.py:\d+\)", hung.message)
 
 
 @pytest.mark.skipif(not TORTURE, reason="takes half a minute: make torture")
@@ -172,12 +172,12 @@ def test_hanging_evaluation_is_ended(bench: Bench) -> None:
 
 def test_slow_run_that_makes_progress_is_not_ended(bench: Bench) -> None:
     """The start, a step, an evaluation and a save each take longer than the timeout, but make progress throughout."""
-    plant(bench, 1, "step", "pass")
-    slow = """struck.append(moment)
+    inject_fault(bench, 1, "step", "pass")
+    slow = """moments.append(moment)
             if moment in ("step", "evaluation") and run.state.step >= 2: time.sleep(0.6)"""
-    text = bench.recipe.read_text().replace("struck.append(moment)", slow)
+    text = bench.recipe.read_text().replace("moments.append(moment)", slow)
     writes = "for _ in range(10): time.sleep(0.5); (Path(__file__).parent / 'bulk').write_bytes(bytes(2**21))"
-    text = text.replace('strike("save")\n', f"{writes} if run.rank == 1 else None\n")
+    text = text.replace('fault_point("save")\n', f"{writes} if run.rank == 1 else None\n")
     assert text.count(LOOP) == 1
     bench.recipe.write_text(text.replace(LOOP, f"        if run.rank == 1: time.sleep(6)\n{LOOP}"))
     done = bench.start(

@@ -24,7 +24,7 @@ from tests.recipes.test_pretrain import (
     mean_loss,
     plain_loop,
 )
-from tests.unit.test_data_mixture import walked
+from tests.unit.test_data_mixture import reference_order
 
 ALL_PARITY = os.environ.get("MESHBOOK_ALL_PARITY") == "1"
 WEIGHTS = {"long": 0.25, "short": 0.75}
@@ -51,7 +51,7 @@ def test_mixture_run_matches_a_plain_loop(tmp_path: Path) -> None:
     )
     train, held_out = zip(*(documents(tmp_path / f"{name}.txt") for name in WEIGHTS), strict=True)
     rows = dict(zip(WEIGHTS, train, strict=True))
-    order = walked(WEIGHTS, SEED, STEPS * BATCH, {name: len(each) for name, each in rows.items()})
+    order = reference_order(WEIGHTS, SEED, STEPS * BATCH, {name: len(each) for name, each in rows.items()})
     losses, _, evaluations = plain_loop(
         tmp_path / "model", [rows[name][index] for name, index in order], [*held_out[0], *held_out[1]]
     )

@@ -1,7 +1,7 @@
 """A private run of two ranks is accessible to its owner only: no secrets in files, file modes, listening sockets.
 
-The run is started by our launcher and by torchrun with umask 000. It uses wandb offline, loses a rank, has one disk
-error, resumes, and exports.
+The run is started by Meshbook's launcher and by torchrun with umask 000. It uses wandb offline, loses a rank, has one
+disk error, resumes, and exports.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def test_private_run_exposes_nothing_to_other_users(elastic: bool, tmp_path: Pat
         for fault, status in STARTS:
             attempt = command.start(SECRETS | {"MESHBOOK_FAULT": fault})
             listening |= watch_listening_addresses(attempt, elastic)
-            assert attempt.status == status, attempt.said()
-            assert not any(secret in attempt.said() for secret in (CANARY, *SECRETS.values()))
+            assert attempt.status == status, attempt.output()
+            assert not any(secret in attempt.output() for secret in (CANARY, *SECRETS.values()))
     finally:
         os.umask(before)
 
@@ -80,7 +80,7 @@ def watch_listening_addresses(attempt: Attempt, elastic: bool) -> set[str]:
         listening.update({each: addresses[each] for pid in pids for each in open_files(pid) & addresses.keys()})
         return attempt.poll() is not None
 
-    until(ended, 120, attempt.said)
+    until(ended, 120, attempt.output)
     return {address for socket, address in listening.items() if socket not in agent}
 
 

@@ -16,14 +16,14 @@ SHORT = (
 )
 
 
-def plant(bench: Bench, before: str, after: str) -> None:
+def change_recipe(bench: Bench, before: str, after: str) -> None:
     text = (RECIPES / "finetune.py").read_text()
     assert text.count(before) == 1
     bench.recipe.write_text(text.replace(before, after))
 
 
 def test_loop_that_breaks_early_saves_and_writes_a_result(bench: Bench) -> None:
-    plant(bench, STEP, f"{STEP}            if step.number == 3:\n                break\n")
+    change_recipe(bench, STEP, f"{STEP}            if step.number == 3:\n                break\n")
     done = bench.start(*SHORT).wait()
     assert done.status == 0, done.errors
     result = json.loads((bench.folder / "mine" / "result.json").read_text())
@@ -47,7 +47,7 @@ def test_exception_handled_by_the_recipe_still_leaves_a_result(bench: Bench) -> 
         "                step.done(",
         "                if step.number == 3:\n                    1 / 0\n                step.done(",
     )
-    handled = f"        try:\n{planted}        except ZeroDivisionError:\n            run.say('stopped at a zero')\n"
+    handled = f"        try:\n{planted}        except ZeroDivisionError:\n            run.print('stopped at a zero')\n"
     bench.recipe.write_text(text.replace(loop, handled))
     done = bench.start(*SHORT).wait()
     assert done.status == 0, done.errors
@@ -58,7 +58,7 @@ def test_exception_handled_by_the_recipe_still_leaves_a_result(bench: Bench) -> 
 
 
 def test_unhandled_exception_ends_the_run_as_failed(bench: Bench) -> None:
-    plant(bench, STEP, f"{STEP}            if step.number == 3:\n                1 / 0\n")
+    change_recipe(bench, STEP, f"{STEP}            if step.number == 3:\n                1 / 0\n")
     done = bench.start(*SHORT).wait()
     assert done.status == 1
     assert "ZeroDivisionError" in done.errors
@@ -67,7 +67,7 @@ def test_unhandled_exception_ends_the_run_as_failed(bench: Bench) -> None:
 
 
 def test_step_that_is_not_ended_is_rejected(bench: Bench) -> None:
-    plant(bench, STEP, "")
+    change_recipe(bench, STEP, "")
     done = bench.start(*SHORT).wait()
     assert done.status == 1
     assert "step 1 of run.steps() was not ended: call step.done(train_step(...)) in it" in done.errors

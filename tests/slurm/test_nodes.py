@@ -60,8 +60,8 @@ def test_node_without_enough_gpus_is_named_before_the_ranks_start(login: Login) 
     )
     login.wait_for_end(submission, "FAILED")
     log = (submission.run_dir / "logs" / "job.log").read_text()
-    assert "node n1: sees 0 GPUs where cluster.procs_per_node=2" in log
-    assert "node n2: sees 0 GPUs where cluster.procs_per_node=2" in log
+    assert "node n1: has 0 visible GPUs, but cluster.procs_per_node=2" in log
+    assert "node n2: has 0 visible GPUs, but cluster.procs_per_node=2" in log
     assert not (submission.run_dir / "started").exists()
     assert result_of(submission.run_dir)["status"] == "failed"
 

@@ -1,4 +1,4 @@
-"""A disk that takes nothing, without root: the kernel refuses every byte this process writes to a file."""
+"""Simulation of a full disk without root: the kernel rejects each write of this process to a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Fail each write to a file with EFBIG; pipes and terminals go on."""
+    """Simulate a full disk: writes to files fail with EFBIG, pipes and terminals still work."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:

@@ -1,4 +1,4 @@
-"""Files that run code when something unpickles them: each makes a canary file. Written for these tests alone."""
+"""Malicious pickles for tests: each creates a canary file if it is unpickled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Calls:
 
 
 class _CallsLater(_Calls):
-    """As above, in the items of a dict, when it is filled."""
+    """The same call, nested in a dict item."""
 
     def __reduce__(self) -> Any:
         return dict, (), None, None, iter([("weights", _Calls(self.function, *self.arguments))])
@@ -60,7 +60,7 @@ def _numpy(value: Any, *, many: bool) -> bytes:
 
 
 def gadgets(canary: Path) -> dict[str, tuple[bytes, Callable[[bytes], Any]]]:
-    """Thirty of them: name -> the file, and what would run it."""
+    """Return thirty malicious pickles by name: (file content, function that would execute it)."""
     import os
     import runpy
     import subprocess

@@ -83,7 +83,7 @@ def test_arm_with_different_training_is_void() -> None:
     assert why_void([half], reference, 1e-4) == ""
 
 
-def test_report_table_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_lists_void_arms_and_returns_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arms = [
         arm("loop", 2.0, 2.0),
         arm("meshbook", 1.0, 4.0),
@@ -138,7 +138,7 @@ def test_packed_and_padded_micro_batches_contain_the_same_documents(tmp_path: Pa
     assert Workload.read(tmp_path / "workload.json") == padded
 
 
-def test_command_line_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     options = parse(
         ["sft_packed_vs_padded", "--arms", "meshbook,trainer", "--device", "cpu", "--", "model.compile=true"]
     )

@@ -66,7 +66,9 @@ def key(seed: int, label: str) -> int:
     return int.from_bytes(blake2b(f"{seed}:{label}".encode(), digest_size=8).digest(), "big")
 
 
-def walked(weights: dict[str, float], seed: int, count: int, sizes: Mapping[str, int] = SIZES) -> list[tuple[str, int]]:
+def reference_order(
+    weights: dict[str, float], seed: int, count: int, sizes: Mapping[str, int] = SIZES
+) -> list[tuple[str, int]]:
     """Compute the order position by position: split positions between two halves of the sources by a running credit."""
     names = sorted(weights)
     integer_weight = [round(weights[name] * 1000) for name in names]
@@ -97,7 +99,7 @@ def walked(weights: dict[str, float], seed: int, count: int, sizes: Mapping[str,
 @pytest.mark.parametrize("seed", [0, 3])
 def test_order_equals_the_position_by_position_reference(weights: dict[str, float], seed: int) -> None:
     dataset = mixture_of(weights)
-    expected = walked(weights, seed, 600)
+    expected = reference_order(weights, seed, 600)
     assert stream(dataset, 0, 600, seed) == expected
     assert stream(dataset, 543, 21, seed) == expected[543:564]
     assert [stream(dataset, position, 1, seed)[0] for position in (599, 1, 300)] == [expected[i] for i in (599, 1, 300)]

@@ -7,7 +7,7 @@ import pytest
 from components.config.schema.data import BadRows, ChatDataConfig, RowsDataConfig
 from components.data.loading import build_dataset
 from components.data.sources.files import read_rows
-from components.data.sources.rows import BadRowsSeen, each_conversation
+from components.data.sources.rows import BadRowReport, each_conversation
 from tests.unit.test_data_examples import byte_tokenizer
 from tests.unit.test_data_files import ROWS, problems, same_problems, sample_texts, sft_config, write
 
@@ -140,6 +140,6 @@ def test_invalid_conversations_are_bad_rows(tmp_path, messages, problem):
     file = write(tmp_path / "x.jsonl", [{"messages": messages}])
     assert bad_row_lines(ChatDataConfig(path=str(file)))[1] == f"  {file}:1: {problem}"
     cfg = ChatDataConfig(path=str(file), bad_rows=BadRows.drop)
-    bad = BadRowsSeen()
+    bad = BadRowReport()
     assert list(each_conversation(cfg, read_rows(file), bad)) == []
     assert bad.count == 1

@@ -16,8 +16,8 @@ from components.launch.clusters import backend_of, job_of, jobs_by_id, stop_comm
 from components.launch.local import LocalBackend
 from components.launch.run_directory import lease
 from components.launch.run_directory.lease import Holder
-from components.launch.run_directory.opening import held, open_run_directory
-from components.launch.sweep.plan import Note, Point, Sweep, write_note
+from components.launch.run_directory.opening import exclude_starts, open_run_directory
+from components.launch.sweep.plan import Point, PointRecord, Sweep, write_record
 from components.launch.sweep.point_rows import read_points
 from tests.unit.test_launch_run_directory import config, end, start
 
@@ -87,12 +87,12 @@ def test_run_directory_of_a_live_job_is_rejected_on_any_backend(
         open_run_directory(config("mine"), "finetune")
     pods.current_job = Job(JOB, "Pods", JobState.unknown, "", over=False, doubt="no pods here")
     with pytest.raises(ConfigError, match="which may still run: no pods here; retry on a login node"):
-        held(directory.path).__enter__()
+        exclude_starts(directory.path).__enter__()
     pods.search_error = ConfigError("pods hang")
-    with pytest.raises(ConfigError, match="unknown whether the cluster took the job .pods hang."):
-        held(directory.path).__enter__()
+    with pytest.raises(ConfigError, match="unknown whether the cluster accepted the job .pods hang."):
+        exclude_starts(directory.path).__enter__()
     pods.search_error, pods.current_job = None, Job(JOB, "Pods", JobState.ended, "Succeeded", over=True)
-    with held(directory.path):
+    with exclude_starts(directory.path):
         pass
     assert capsys.readouterr().err == ""
 
@@ -125,7 +125,7 @@ def test_sweep_reports_the_job_state_of_a_point(
     sweep = Sweep(tmp_path, "s", "finetune", tmp_path / "f.py", tmp_path, "f.py -m", [], ["parallelism"], [point])
     sweep.run_dir(point).mkdir()
     (sweep.run_dir(point) / "pod").touch()
-    write_note(sweep, point, Note(0.0, status=0))
+    write_record(sweep, point, PointRecord(0.0, status=0))
     pods.current_job = Job(JOB, "Pods", state, "raw", over=False)
     (row,) = read_points(sweep)
     assert (row.state, row.reason) == (status, reason)

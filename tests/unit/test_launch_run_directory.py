@@ -29,7 +29,7 @@ from components.config.schema.data import DocsDataConfig, MixtureDataConfig
 from components.config.schema.run import RunConfig
 from components.launch.run_directory import filesystem
 from components.launch.run_directory.directory import RunDirectory
-from components.launch.run_directory.opening import check_run_directory, held, open_run_directory
+from components.launch.run_directory.opening import check_run_directory, exclude_starts, open_run_directory
 from components.launch.run_directory.provenance import start_record
 from components.launch.run_directory.resume_check import check_changes
 from components.protocol.run_files import attempt_logs
@@ -371,7 +371,7 @@ def test_check_run_directory_reports_start_errors_without_writing(
     assert "run.dir=" + str(tmp_path / "file/below") + ": cannot be used: File exists" in error_of(config("file/below"))
     assert "contains files, but no run" in error_of(config("thesis"))
     first = start(config("mine"))
-    assert "is in use by a run that is still going" in error_of(config("mine"))
+    assert "is in use by another run" in error_of(config("mine"))
     end(first)
     assert error_of(config("mine")) == ""
     end(start(config("mine")))  # check_run_directory released the lock
@@ -491,7 +491,10 @@ def test_run_directory_whose_job_has_not_ended_is_rejected(
     monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", squeue=f"echo 17 {state}"))
     with pytest.raises(ConfigError, match=f"belongs to job 17, which is {state}; choose another run.dir, or end"):
         open_run_directory(config("mine"), "finetune")
-    with pytest.raises(ConfigError, match=f"which is {state}; wait for it to finish, or end"), held(directory.path):
+    with (
+        pytest.raises(ConfigError, match=f"which is {state}; wait for it to finish, or end"),
+        exclude_starts(directory.path),
+    ):
         pass
 
 
@@ -507,7 +510,7 @@ def test_run_directory_whose_job_has_ended_resumes_silently(
     end(directory)
     (directory.path / "job_id").write_text("17\n")
     monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", **scripts))
-    with held(directory.path):
+    with exclude_starts(directory.path):
         pass
     end(start(config("mine")))
     assert capsys.readouterr().err == ""
@@ -517,7 +520,7 @@ def test_run_directory_whose_job_has_ended_resumes_silently(
 def test_job_of_unknown_state_gives_a_warning_on_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scripts: dict[str, str]
 ) -> None:
-    """A start only warns, because the user may know that the job has ended; `held`, for tools, raises."""
+    """A start only warns, because the user may know that the job has ended; `exclude_starts`, for tools, raises."""
     monkeypatch.setenv("PATH", fake_slurm(tmp_path / "bin", **scripts))
     directory = start(config("mine"))
     end(directory)
@@ -531,6 +534,6 @@ def test_job_of_unknown_state_gives_a_warning_on_start(
     assert "do not start this run twice at once" in warning
     with (
         pytest.raises(ConfigError, match="job 17, which may still run.*remove .*job_id if the job has"),
-        held(directory.path),
+        exclude_starts(directory.path),
     ):
         pass

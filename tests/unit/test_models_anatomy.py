@@ -99,7 +99,7 @@ def test_layers_are_found_where_num_hidden_layers_does_not_count_them(model_type
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_reason_why_a_model_needs_masks(values: dict[str, Any], reason: str) -> None:
+def test_models_that_need_masks_report_why(values: dict[str, Any], reason: str) -> None:
     anatomy = read_anatomy(build({**TINY, **values}))
     assert anatomy.needs_masks.startswith(reason)
     assert bool(anatomy.needs_masks) == bool(reason)

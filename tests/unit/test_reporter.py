@@ -27,7 +27,7 @@ def test_closed_output_pipe_does_not_end_the_run(
         monkeypatch.setattr(sys, "stderr", streams[1])
     report = Reporter(LoggingConfig(plot=False), str(tmp_path), enabled=True)
     for step in (0, 1):
-        report.say("a line for the closed pipe")
+        report.print("a line for the closed pipe")
         report.evaluation(step=step, eval_loss=2.0, count=3)
     for stream in streams:
         print("another line", file=stream, flush=True)

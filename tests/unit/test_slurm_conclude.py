@@ -15,7 +15,7 @@ import pytest
 
 from components.config.errors import ConfigError
 from components.launch.slurm import conclude as conclude_module
-from components.launch.slurm.commands import Answer, clean_environment, run_slurm
+from components.launch.slurm.commands import CommandResult, clean_environment, run_slurm
 from components.launch.slurm.conclude import conclude
 from components.protocol.failures import HungRun, write_report
 
@@ -243,7 +243,7 @@ def test_node_without_the_run_directory_fails_the_node_check(tmp_path: Path) -> 
     checked = node_check(tmp_path / "gone")
     assert checked.returncode == 1
     assert checked.stderr.startswith(
-        f"node {os.uname().nodename}: does not see the run directory {tmp_path / 'gone'}; "
+        f"node {os.uname().nodename}: cannot access the run directory {tmp_path / 'gone'}; "
     )
 
 
@@ -259,7 +259,7 @@ def test_node_that_cannot_write_fails_the_node_check(run_dir: Path) -> None:
 def test_node_with_too_few_gpus_fails_the_node_check(run_dir: Path) -> None:
     checked = node_check(run_dir, gpus=4, CUDA_VISIBLE_DEVICES="0,1")
     assert checked.returncode == 1
-    assert "sees 2 GPUs where cluster.procs_per_node=4 processes need one each" in checked.stderr
+    assert "has 2 visible GPUs, but cluster.procs_per_node=4 requires one per process" in checked.stderr
 
 
 def test_node_with_failing_nvidia_smi_fails_the_node_check(run_dir: Path, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_variables_of_an_enclosing_job_are_not_inherited() -> None:
 
 
 def test_missing_or_failing_slurm_command_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_slurm(["sh", "-c", "cat; echo no >&2; exit 3"], script="said\n") == Answer(3, "said", "no")
+    assert run_slurm(["sh", "-c", "cat; echo no >&2; exit 3"], script="said\n") == CommandResult(3, "said", "no")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no sbatch on PATH; submit from a login node"):
         run_slurm(["sbatch"])
@@ -305,7 +305,7 @@ def test_missing_or_failing_slurm_command_is_reported(tmp_path: Path, monkeypatc
 
 def test_sigpipe_does_not_kill_a_slurm_command() -> None:
     """With SIGPIPE ignored the command gets a write error and can retry; otherwise it would be killed."""
-    assert run_slurm(["sh", "-c", "kill -s PIPE $$; echo alive"]) == Answer(0, "alive", "")
+    assert run_slurm(["sh", "-c", "kill -s PIPE $$; echo alive"]) == CommandResult(0, "alive", "")
 
 
 def test_stop_signal_does_not_end_the_node_check(run_dir: Path) -> None:

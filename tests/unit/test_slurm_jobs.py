@@ -139,7 +139,7 @@ def test_submission_that_never_reached_slurm_is_rejected(script: Path) -> None:
 def test_rejected_submission_is_queried_once(script: Path) -> None:
     refusing = "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1"
     _write_commands(script.parent, sbatch=refusing, squeue="echo x >> asked")
-    with pytest.raises(ConfigError, match="sbatch refuses"):
+    with pytest.raises(ConfigError, match="sbatch rejects"):
         _submit_script(script, CLUSTER, [])
     assert len(Path("asked").read_text().split()) == 1
 

@@ -13,16 +13,16 @@ from components.config.errors import ConfigError
 from components.config.schema import FinetuneConfig
 from components.config.schema.data import MixtureDataConfig
 from components.launch.sweep.plan import (
-    Note,
     Point,
+    PointRecord,
     Sweep,
     is_running,
     locked,
     new_directory,
     point_name,
-    read_note,
+    read_record,
     read_sweep,
-    write_note,
+    write_record,
 )
 from components.launch.sweep.points import point_command, retry
 
@@ -130,13 +130,13 @@ def write_sweep(directory: Path) -> Sweep:
 
 def test_sweep_can_be_read_after_its_folder_moved(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "a")
-    write_note(sweep, sweep.points[1], Note(5.0, 1, 2.5, "boom", True))
+    write_record(sweep, sweep.points[1], PointRecord(5.0, 1, 2.5, "boom", True))
     (tmp_path / "a").rename(tmp_path / "b")
     reread = read_sweep(tmp_path / "b")
     assert reread.run_dir(reread.points[1]) == tmp_path / "b" / "1_1"
     assert [point.overrides for point in reread.points] == [["run.seed=0"], ["run.seed=1"]]
-    assert read_note(reread, reread.points[1]) == Note(5.0, 1, 2.5, "boom", True)
-    assert read_note(reread, reread.points[0]) is None
+    assert read_record(reread, reread.points[1]) == PointRecord(5.0, 1, 2.5, "boom", True)
+    assert read_record(reread, reread.points[0]) is None
     assert point_command(reread, reread.points[0])[1:] == ["/r.py", "-x", "run.seed=0", f"run.dir='{tmp_path}/b/0_0'"]
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from components.config.metrics_log import MetricsLog
 from components.launch.slurm.jobs import GONE, UNKNOWN
-from components.launch.sweep.plan import Note, Point, Sweep, locked, write_note
+from components.launch.sweep.plan import Point, PointRecord, Sweep, locked, write_record
 from components.launch.sweep.point_rows import SweepRow, read_points, state_with_job
 from components.launch.sweep.report import exit_status, report_now
 from components.launch.sweep.table import print_table, read_report, to_csv, to_markdown
@@ -44,7 +44,7 @@ class SweepFiles:
         self,
         number: int,
         *,
-        note: Note | None = None,
+        record: PointRecord | None = None,
         lr: float = 1e-4,
         job: str | None = None,
         **result: Any,
@@ -59,7 +59,7 @@ class SweepFiles:
             (run_dir / "result.json").write_text(json.dumps(result))
         if job:
             (run_dir / "job_id").write_text(f"{job}\n")
-        write_note(self.sweep, point, note or Note(time.time(), 0, 4.0))
+        write_record(self.sweep, point, record or PointRecord(time.time(), 0, 4.0))
 
     def finish_ok(self, number: int, speed: float, loss: float, **more: Any) -> None:
         """Write the files of a successful point."""
@@ -84,7 +84,7 @@ def test_fastest_point_comes_first_and_is_marked_best(tmp_path: Path) -> None:
     files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2", "tp2", "tp3"))
     files.finish_ok(0, 1000.0, 4.0)
     files.finish_ok(1, 2000.0, 4.0001)
-    files.finish(2, note=Note(1.0, 1, 2.0), status="oom", error="rank 1: MemoryError: no more\nand more of it")
+    files.finish(2, record=PointRecord(1.0, 1, 2.0), status="oom", error="rank 1: MemoryError: no more\nand more of it")
     report = read_report(files.sweep)
     assert [row.point.name for row in report.rows] == ["1_fsdp2", "0_ddp", "2_tp2", "3_tp3"]
     lines = [" ".join(line.split()) for line in files.printed().splitlines()]
@@ -204,40 +204,45 @@ def test_losses_are_compared_only_between_points_with_equal_training_config(tmp_
 
 
 @pytest.mark.parametrize(
-    ("note", "result", "state", "reason"),
+    ("record", "result", "state", "reason"),
     [
-        (Note(1.0, 2, 1.0, "training.max_steps=0: must be ..."), {}, "invalid", "training.max_steps=0"),
-        (Note(1.0, 2, 1.0, "wrong"), {"status": "failed"}, "invalid", "wrong"),
-        (Note(1.0, 2, 1.0, "mesh ...\n2 problems with this run:\na=1: x\nb=2: y"), {}, "invalid", "a=1: x; b=2: y"),
-        (Note(1.0, 1, 1.0, "Traceback\nValueError: no"), {}, "failed", "ValueError: no"),
-        (Note(1.0, 1, 1.0, "Traceback\nMemoryError: x"), {}, "oom", "MemoryError"),
-        (Note(1.0, -9, 1.0, "", killed_for_memory=True), {}, "oom", "memory ran out"),
-        (Note(1.0, -9, 1.0, "prompt: Why?", killed_for_memory=True), {}, "oom", "memory ran out"),
-        (Note(1.0, -9, 1.0, ""), {}, "failed", "was ended by SIGKILL"),
-        (Note(1.0, -9, 1.0, "step 7  loss 2.0718"), {}, "failed", "was ended by SIGKILL"),
-        (Note(1.0, 3, 1.0, ""), {}, "failed", "exited with status 3 without output"),
-        (Note(1.0, 130, 1.0, "interrupted"), {}, "interrupted", "interrupted"),
-        (Note(1.0), {}, "interrupted", "the sweep ended while"),
-        (Note(1.0), {"status": "ok"}, "ok", ""),
-        (Note(1.0, 0, 1.0), {}, "ok", ""),
-        (Note(1.0, 0, 1.0), {"status": "preempted"}, "preempted", ""),
-        (Note(1.0, 1, 1.0), {"status": "failed", "error": "rank 0: x"}, "failed", "rank 0: x"),
-        (Note(1.0, 75, 1.0), {"status": "hung", "error": "no progress for 9 s"}, "hung", "no progress for 9 s"),
-        (Note(1.0, 0, 1.0), {"status": "what?"}, "failed", "what?"),
+        (PointRecord(1.0, 2, 1.0, "training.max_steps=0: must be ..."), {}, "invalid", "training.max_steps=0"),
+        (PointRecord(1.0, 2, 1.0, "wrong"), {"status": "failed"}, "invalid", "wrong"),
+        (
+            PointRecord(1.0, 2, 1.0, "mesh ...\n2 problems with this run:\na=1: x\nb=2: y"),
+            {},
+            "invalid",
+            "a=1: x; b=2: y",
+        ),
+        (PointRecord(1.0, 1, 1.0, "Traceback\nValueError: no"), {}, "failed", "ValueError: no"),
+        (PointRecord(1.0, 1, 1.0, "Traceback\nMemoryError: x"), {}, "oom", "MemoryError"),
+        (PointRecord(1.0, -9, 1.0, "", killed_for_memory=True), {}, "oom", "memory ran out"),
+        (PointRecord(1.0, -9, 1.0, "prompt: Why?", killed_for_memory=True), {}, "oom", "memory ran out"),
+        (PointRecord(1.0, -9, 1.0, ""), {}, "failed", "was ended by SIGKILL"),
+        (PointRecord(1.0, -9, 1.0, "step 7  loss 2.0718"), {}, "failed", "was ended by SIGKILL"),
+        (PointRecord(1.0, 3, 1.0, ""), {}, "failed", "exited with status 3 without output"),
+        (PointRecord(1.0, 130, 1.0, "interrupted"), {}, "interrupted", "interrupted"),
+        (PointRecord(1.0), {}, "interrupted", "the sweep ended while"),
+        (PointRecord(1.0), {"status": "ok"}, "ok", ""),
+        (PointRecord(1.0, 0, 1.0), {}, "ok", ""),
+        (PointRecord(1.0, 0, 1.0), {"status": "preempted"}, "preempted", ""),
+        (PointRecord(1.0, 1, 1.0), {"status": "failed", "error": "rank 0: x"}, "failed", "rank 0: x"),
+        (PointRecord(1.0, 75, 1.0), {"status": "hung", "error": "no progress for 9 s"}, "hung", "no progress for 9 s"),
+        (PointRecord(1.0, 0, 1.0), {"status": "what?"}, "failed", "what?"),
     ],
 )
 def test_state_of_local_point_combines_note_and_result(
-    tmp_path: Path, note: Note, result: dict[str, Any], state: str, reason: str
+    tmp_path: Path, record: PointRecord, result: dict[str, Any], state: str, reason: str
 ) -> None:
     files = SweepFiles(tmp_path / "s", ("ddp",))
-    files.finish(0, note=note, **result)
+    files.finish(0, record=record, **result)
     (row,) = files.rows()
     assert (row.state, reason in row.reason) == (state, True), row.reason
 
 
 def test_running_point_reports_its_progress(tmp_path: Path) -> None:
     files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2"))
-    files.finish(0, note=Note(time.time() + 60), status="failed")  # result of an earlier start
+    files.finish(0, record=PointRecord(time.time() + 60), status="failed")  # result of an earlier start
     metrics = files.sweep.run_dir(files.sweep.points[0]) / "metrics.jsonl"
     metrics.write_text('{"step": 7, "loss": 3.25, "tokens_per_second": 1234.5}\n{"step": 7, "eval_loss": 3}\n{"st')
     with locked(files.sweep.directory):
@@ -283,8 +288,8 @@ def test_job_states_are_unknown_without_slurm_commands(tmp_path: Path, monkeypat
     files = SweepFiles(tmp_path / "s", ("ddp", "fsdp2", "tp2", "tp4"))
     files.finish(0, job="12")
     files.finish(1, job="13", status="ok", wall_seconds=8.0)
-    files.finish(2, job="14", note=Note(1.0, 2, 1.0, "sbatch refuses it"))  # resubmission failed
-    files.finish(3, job="15", note=Note(1.0, 1, 1.0, "OSError: disk full"))
+    files.finish(2, job="14", record=PointRecord(1.0, 2, 1.0, "sbatch rejects it"))  # resubmission failed
+    files.finish(3, job="15", record=PointRecord(1.0, 1, 1.0, "OSError: disk full"))
     rows = files.rows()
     assert [(row.state, row.seconds) for row in rows] == [
         ("submitted", None),

@@ -61,7 +61,7 @@ def test_printable_escapes_control_characters_and_keeps_text() -> None:
 def test_samples_and_generations_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = LoggingConfig(wandb=WandbConfig(mode=WandbMode.disabled))
     with Reporter(cfg, str(tmp_path), enabled=True) as reporter:
-        reporter.say(f"sample: {EVIL} [bold]:smile:[/bold] [/]")
+        reporter.print(f"sample: {EVIL} [bold]:smile:[/bold] [/]")
         reporter.generations([EVIL], [EVIL], when="after")
     text = escaped_output(capsys.readouterr())
     assert text.count("\\u202e") == 3
@@ -74,12 +74,12 @@ def test_config_errors_and_rank_failures_are_escaped(tmp_path: Path, capsys: pyt
     error: BaseException = ValueError(EVIL)
     write_report(tmp_path, 1, error)
     report = RankReport(**{**json.loads(error_file(tmp_path, 1).read_text()), "kind": Kind.exception})
-    failure = first_failure([RankExit(rank=1, status=1, time=0.0, asked=False)], {1: report})
+    failure = first_failure([RankExit(rank=1, status=1, time=0.0, terminated=False)], {1: report})
     assert failure is not None
     print_failure(failure, tmp_path)
     escaped_output(capsys.readouterr())
     (tmp_path / "rank_2.log").write_text(EVIL, errors="surrogatepass")
-    failure = first_failure([RankExit(rank=2, status=1, time=0.0, asked=False)], {})
+    failure = first_failure([RankExit(rank=2, status=1, time=0.0, terminated=False)], {})
     assert failure is not None
     print_failure(failure, tmp_path)
     escaped_output(capsys.readouterr())

@@ -58,7 +58,7 @@ def compose_from_command_line(name: str, schema: type[Config], recipe_dir: Path,
     return cfg
 
 
-def asks_for_sweep() -> bool:
+def is_sweep_requested() -> bool:
     """Return whether the command line (`sys.argv`) requests a sweep (-m), and not `--help` or the like."""
     arguments = get_args_parser().parse_known_intermixed_args()[0]
     return arguments.multirun and not _answered_without_config(arguments)

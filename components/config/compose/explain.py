@@ -117,7 +117,7 @@ def nearest(name: str, existing: Iterable[str], cutoff: float = 0.6) -> str | No
 def nearest_key(key: str, existing: list[str]) -> str | None:
     """Return the dotted key that was probably intended.
 
-    In this order: the key that another tool calls so (learning_rate: optimizer.lr), a sibling with a similar name
+    In this order: the key with this name in another tool (learning_rate: optimizer.lr), a sibling with a similar name
     (model.head: model.heads), a similar path (trainig.max_steps), a key with that name in another section (training.lr:
     optimizer.lr).
     """

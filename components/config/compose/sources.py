@@ -122,7 +122,7 @@ def config_folders(
 ) -> tuple[Path, ...]:
     """Return the config folders in search order, with the folder that holds <name>.yaml first.
 
-    They are `before`, conf/ of this project, ./conf, conf/ beside the recipe, and `after`. Raises ConfigError if none
+    They are `before`, conf/ of this project, ./conf, conf/ next to the recipe, and `after`. Raises ConfigError if none
     holds <name>.yaml, or if the aliases of a YAML file exceed the limits of safe_yaml.py.
     """
     nearby = [path.resolve() for path in (Path.cwd() / "conf", recipe_dir / "conf") if path.is_dir()]

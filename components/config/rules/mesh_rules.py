@@ -24,7 +24,7 @@ def model_problems(parallelism: ParallelismConfig, mesh: MeshShape, shape: Model
             f"parallelism.tp={mesh.tp}: does not divide the {shape.mlp} features of the model's MLPs; change "
             "parallelism.tp"
         )
-    stages = len(parallelism.stage_places(mesh.pp))
+    stages = len(parallelism.stage_ranks(mesh.pp))
     if shape.layers is not None and shape.layers < stages:
         fewer = ", or parallelism.pp_schedule=1F1B (one stage per rank)" if stages > mesh.pp else ""
         problems.append(

@@ -3,6 +3,20 @@
 `recipes.py` combines the sections into one class per recipe; a recipe selects its class by the annotation of
 `main(cfg: FinetuneConfig)`. Each field is documented by the docstring below it. The YAML files in `conf/` only set
 values of these fields.
+
+checkpoint.py   save intervals, retention policy, export
+checks.py       range checks that the sections share
+cluster.py      nodes, processes, devices, timeouts
+data.py         sources, splits, columns; one class per kind
+logging.py      console, plot, profiler, wandb
+model.py        model, precision, kernels
+objective.py    training loss; one class per kind
+optimizer.py    update rule and learning-rate schedule
+parallelism.py  device mesh and sharding
+peft.py         adapters
+run.py          directory, seed, resume policy
+slurm.py        parts of `cluster` for Slurm jobs
+training.py     `training`, `evaluation`, `generation`: batch sizes, intervals, limits
 """
 
 from components.config.schema.checkpoint import CheckpointConfig

@@ -12,12 +12,12 @@ class CheckpointConfig:
     """When to save, which checkpoints to keep, and whether to export the model at the end."""
 
     every: int = 0
-    """Optimizer steps between checkpoints; 0: save only at the end of the run or when it is asked to stop."""
+    """Optimizer steps between checkpoints; 0: save only at the end of the run or when a stop is requested."""
     every_minutes: float = 0
     """Additionally save when this many minutes have passed since the last save; such a checkpoint is deleted once a
     newer one is complete. 0: never."""
     last: bool = True
-    """Save after the last step. A run that is asked to stop earlier always saves."""
+    """Save after the last step. A run that receives a stop request earlier always saves."""
     keep: int = 2
     """Number of newest complete checkpoints to keep, at least 1; older ones are deleted after a newer one is
     complete."""

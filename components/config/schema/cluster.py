@@ -108,8 +108,8 @@ class ClusterConfig:
     container: ContainerConfig = field(default_factory=ContainerConfig)
     """Container that the ranks run in."""
     signal_lead_seconds: int = 300
-    """Seconds before the time limit at which the run receives the signal to save and stop; must cover one step, one
-    evaluation and one save."""
+    """Seconds before the time limit at which the run receives the signal to save and stop; must cover one step and one
+    save. A running evaluation ends at its next batch."""
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     """When the job is requeued automatically."""
     health_check: bool = True

@@ -242,7 +242,7 @@ class ParallelismConfig:
         """
         return mesh.cp * math.lcm(2 if mesh.cp > 1 else 1, mesh.tp if self.sequence_parallel else 1)
 
-    def stage_places(self, pp: int) -> list[int]:
+    def stage_ranks(self, pp: int) -> list[int]:
         """Return the pp rank of each pipeline stage, in the order of the stages."""
         if pp == 1 or self.pp_schedule in SINGLE_STAGE:
             return list(range(pp))

@@ -11,7 +11,7 @@ DEFINING_KEYS = (
     "run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data",
     "peft.method", "peft.rank", "peft.alpha", "peft.targets", "peft.rslora", "peft.dora",
 )  # fmt: skip
-"""Keys, and one whole section, whose change would make a resumed run a different experiment. Resuming rejects it."""
+"""Keys, and the section `data`, that define the experiment; a resume that changes one is rejected."""
 HARMLESS_KEYS = ("data.cache", "data.unused_keys")
 """Keys within `data` that may change on resume."""
 

@@ -88,8 +88,8 @@ class RequeueConfig:
     """When a job is requeued; it resumes in the same run directory from the last checkpoint."""
 
     max: int = 20
-    """Maximum number of times that a job is requeued after it was asked to stop (time limit, preemption) and has saved;
-    0: never."""
+    """Maximum number of times that a job is requeued after it received a stop request (time limit, preemption) and
+    saved; 0: never."""
     node_failure: bool = True
     """Let Slurm requeue the job when a node fails, or when a preempted job exceeds its grace time (sbatch
     --requeue)."""

@@ -125,7 +125,7 @@ def columns_wanted(cfg: RowsDataConfig) -> dict[str, str]:
 
 
 @dataclass(slots=True)
-class BadRowsSeen:
+class BadRowReport:
     """Rows that could not become samples."""
 
     count: int = 0
@@ -148,7 +148,7 @@ def unused_problem(where: str, names: list[str]) -> str:
     )
 
 
-def each_conversation(cfg: RowsDataConfig, rows: Iterable[Row], bad: BadRowsSeen) -> Iterator[Conversation]:
+def each_conversation(cfg: RowsDataConfig, rows: Iterable[Row], bad: BadRowReport) -> Iterator[Conversation]:
     """Convert rows to conversations, lazily; bad rows are recorded in `bad`.
 
     Raises ConfigError after the last row if there were bad rows and `data.bad_rows=refuse`; it lists the first ones.
@@ -161,14 +161,14 @@ def each_conversation(cfg: RowsDataConfig, rows: Iterable[Row], bad: BadRowsSeen
     return _each(rows, lambda row: convert(cfg, row), cfg.bad_rows, bad)
 
 
-def each_document(cfg: TextDataConfig, rows: Iterable[Row], bad: BadRowsSeen) -> Iterator[Document]:
+def each_document(cfg: TextDataConfig, rows: Iterable[Row], bad: BadRowReport) -> Iterator[Document]:
     """Convert rows to documents, like `each_conversation`."""
     column = cfg.text_column
     return _each(rows, lambda row: Document(row.where, _text(row.values, "text_column", column)), cfg.bad_rows, bad)
 
 
 def _each(
-    rows: Iterable[Row], convert: Callable[[Row], Sample], bad_rows: BadRows, bad: BadRowsSeen
+    rows: Iterable[Row], convert: Callable[[Row], Sample], bad_rows: BadRows, bad: BadRowReport
 ) -> Iterator[Sample]:
     for row in rows:
         try:

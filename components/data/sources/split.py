@@ -32,7 +32,7 @@ from components.data.sources.files import (
 from components.data.sources.hub_rows import hub_columns, hub_files, hub_rows
 from components.data.sources.rows import (
     ASSISTANT,
-    BadRowsSeen,
+    BadRowReport,
     Conversation,
     Document,
     Message,
@@ -131,7 +131,7 @@ class SourceSplit:
         if self._cached_records is not None:
             yield from self._cached_records
             return
-        bad, cached, size = BadRowsSeen(), list[Record](), 0
+        bad, cached, size = BadRowReport(), list[Record](), 0
         for record in self._read(bad):
             size += characters_of(record)
             if size < _CACHED_CHARACTERS:
@@ -142,7 +142,7 @@ class SourceSplit:
         self.bad_rows, self.characters = bad.count, size
         self._cached_records = cached if size < _CACHED_CHARACTERS else None
 
-    def _read(self, bad: BadRowsSeen) -> Iterator[Record]:
+    def _read(self, bad: BadRowReport) -> Iterator[Record]:
         if isinstance(self._cfg, TextDataConfig):
             return each_document(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, RowsDataConfig):

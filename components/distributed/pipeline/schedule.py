@@ -174,7 +174,7 @@ class Pipeline:
                 scale_grads=False,
             )
             if self._cached[0]:
-                _skip_shape_vote(schedule)
+                _skip_shape_exchange(schedule)
             self._cached = (key, schedule)
         return self._cached[1]
 
@@ -265,7 +265,7 @@ def pad_to_longest(batches: Sequence[Batch]) -> list[Batch]:
     return [batch.pad_to(longest) for batch in batches]
 
 
-def _skip_shape_vote(schedule: Any) -> None:
+def _skip_shape_exchange(schedule: Any) -> None:
     """Patch a schedule to use the given shapes without communication between the stages.
 
     Before its first step, a schedule of torch 2.13 exchanges between stages whether all shapes are given, which also

@@ -50,9 +50,9 @@ def missing_after(timeout: timedelta, group: dist.ProcessGroup | None = None) ->
 def barrier_until(timeout: timedelta, group: dist.ProcessGroup | None = None) -> bool:
     """Wait for all ranks, and return whether they arrived within `timeout`.
 
-    `_barrier_with_timeout` of NeMo AutoModel (components/distributed/utils.py). The result is the same on all ranks;
-    False logs the missing ranks. The wait goes through the store, so a timeout leaves the process groups usable. After
-    False the work of the missing ranks is not done: a caller must not rely on it.
+    `_barrier_with_timeout` of NeMo AutoModel (nemo_automodel/components/distributed/utils.py). The result is the same
+    on all ranks; False logs the missing ranks. The wait goes through the store, so a timeout leaves the process groups
+    usable. After False the work of the missing ranks is not done: a caller must not rely on it.
 
     Args:
         timeout: Maximum time to wait.
@@ -102,9 +102,9 @@ def barrier_within(seconds: float, reason: str) -> None:
 def create_gloo_group() -> dist.ProcessGroup | None:
     """Create a gloo process group of all ranks, for instance for `monitored_barrier` in a run on nccl.
 
-    `_create_gloo_group` of NeMo AutoModel (components/distributed/utils.py). A collective: all ranks must call it. The
-    group has the timeout of the default group's store. Return None without a process group. A failure raises instead
-    of returning None, since a rank without the group would hang the others.
+    `_create_gloo_group` of NeMo AutoModel (nemo_automodel/components/distributed/utils.py). A collective: all ranks
+    must call it. The group has the timeout of the default group's store. Return None without a process group. A failure
+    raises instead of returning None, since a rank without the group would hang the others.
     """
     if not is_distributed():
         return None

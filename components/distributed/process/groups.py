@@ -85,7 +85,7 @@ def find_members(group: dist.ProcessGroup | None) -> Members | None:
         variables = read_rank_variables()
         if variables.world_size == 1:
             return None
-        store = dist.PrefixStore("uninitialised", open_store(variables, REACH_TIMEOUT))
+        store = dist.PrefixStore("uninitialized", open_store(variables, REACH_TIMEOUT))
         return Members(store, tuple(range(variables.world_size)), variables.rank, variables.node)
     require_member(group)
     ranks = tuple(dist.get_process_group_ranks(group))

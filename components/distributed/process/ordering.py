@@ -1,6 +1,6 @@
 """Sections that ranks run one after another: the first rank of each node before the others, or n ranks at a time.
 
-`FirstRankPerNode` follows NeMo AutoModel (components/distributed/utils.py), `do_n_at_a_time` OLMo-core
+`FirstRankPerNode` follows NeMo AutoModel (nemo_automodel/components/distributed/utils.py), `do_n_at_a_time` OLMo-core
 (distributed/utils.py).
 """
 

@@ -45,7 +45,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True)
 class DistInfo:
-    """Process group, rank and device of this process (NeMo AutoModel, components/distributed/init_utils.py)."""
+    """Process group, rank and device of this process (nemo_automodel/components/distributed/init_utils.py)."""
 
     backend: str
     """The actual backend of the process group, such as gloo or cpu:gloo,cuda:nccl."""

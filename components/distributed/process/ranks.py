@@ -1,7 +1,7 @@
 """Rank, world size, local rank and node count of this process: before, with and after a process group.
 
-Each function follows the one of the same name in NeMo AutoModel (components/distributed/init_utils.py), KempnerForge
-(distributed/setup.py) or OLMo-core (distributed/utils.py), as its docstring states.
+Each function follows the one of the same name in NeMo AutoModel (nemo_automodel/components/distributed/init_utils.py),
+KempnerForge (distributed/setup.py) or OLMo-core (distributed/utils.py), as its docstring states.
 """
 
 from __future__ import annotations

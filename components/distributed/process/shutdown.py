@@ -26,7 +26,7 @@ DRAIN_TIMEOUT = timedelta(seconds=30)
 
 
 def destroy_global_state() -> None:
-    """Destroy the process group during cleanup (NeMo AutoModel, components/distributed/init_utils.py).
+    """Destroy the process group during cleanup (nemo_automodel/components/distributed/init_utils.py).
 
     Registered to run at exit; a no-op without a process group. SIGINT is ignored meanwhile, and its handler restored
     afterwards. DeepEP buffers, if any, are freed first, since destroying the group would hang on their pending

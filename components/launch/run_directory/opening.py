@@ -55,7 +55,9 @@ def open_run_directory(cfg: RecipeConfig, recipe: str) -> RunDirectory:
             stored = _stored_config(path)
             _validate_resume(path, stored, cfg, recipe)
             with reported_by_path(path):
-                take_lease(path).release()  # fails if rank 0 of another run holds it; our rank 0 acquires it again
+                take_lease(
+                    path
+                ).release()  # fails if rank 0 of another run holds it; this run's rank 0 acquires it again
                 stored.restore(path)
         except ConfigError:
             _unlock(lock)
@@ -126,7 +128,7 @@ def _stored_config(path: Path) -> _StoredConfig:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
+def exclude_starts(path: Path) -> Iterator[None]:
     """Exclude every start from a run directory while a tool changes it.
 
     Raises ConfigError if a run uses it, or if it belongs to a job that has not ended or whose state is unknown.
@@ -164,7 +166,7 @@ def _lock(path: Path, advice: str = "choose another run.dir") -> int | None:
         has_locks = take_lock(descriptor)
     except OSError as error:
         os.close(descriptor)
-        raise ConfigError(f"run.dir={path}: is in use by a run that is still going; {advice}") from error
+        raise ConfigError(f"run.dir={path}: is in use by another run; {advice}") from error
     if not has_locks:
         os.close(descriptor)
         print_text(f"{path}: no locks on this file system; do not start this run twice at once", file=sys.stderr)
@@ -188,7 +190,7 @@ def _reject_live_job(path: Path, advice: str = "choose another run.dir") -> str 
     try:
         job = job_of(path, search=True)
     except ConfigError as error:
-        return f"was submitted, but it is unknown whether the cluster took the job ({error})"
+        return f"was submitted, but it is unknown whether the cluster accepted the job ({error})"
     if job is None:
         return None
     found = jobs_by_id([job]).get(job)

@@ -14,12 +14,12 @@ TIMEOUT = 75.0
 """Timeout of a command in seconds."""
 
 
-class NoAnswer(ConfigError):
+class NoResponse(ConfigError):
     """The controller did not respond in time; it may still carry out the request."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandResult:
     """Exit status, stdout and stderr of a command."""
 
     status: int
@@ -36,11 +36,11 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def run_slurm(command: Sequence[str], script: str = "") -> Answer:
+def run_slurm(command: Sequence[str], script: str = "") -> CommandResult:
     """Run a Slurm command with `script` as its stdin.
 
     Raises ConfigError if the command is not installed or SLURM_CONF is not a file (Slurm would retry for a minute), and
-    NoAnswer if the controller does not respond in time.
+    NoResponse if the controller does not respond in time.
     """
     conf = os.environ.get("SLURM_CONF")
     if conf and not os.path.isfile(conf):
@@ -62,7 +62,7 @@ def run_slurm(command: Sequence[str], script: str = "") -> Answer:
             "cluster=local"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise NoAnswer(
+        raise NoResponse(
             f"cluster.kind=slurm: {command[0]} did not respond within {TIMEOUT:g} s; check the controller with sinfo"
         ) from error
-    return Answer(done.returncode, done.stdout.strip(), done.stderr.strip())
+    return CommandResult(done.returncode, done.stdout.strip(), done.stderr.strip())

@@ -26,14 +26,14 @@ from components.protocol.run_files import (
 from components.terminal import print_text
 
 STOPPED_EARLY = 128 + signal.SIGUSR2
-"""srun's exit status if a rank died of SIGUSR2, the stop request, before it had installed its handler."""
+"""srun's exit status if a rank was killed by SIGUSR2, the stop request, before it had installed its handler."""
 
 
 def conclude(run_dir: Path, attempt: int, status: int, *, cancelled: bool) -> int:
     """Print and record the outcome of an attempt, and return the exit status of the job."""
     logs, result = attempt_logs(run_dir, attempt), read_result(run_dir)
     reports = read_reports(logs)
-    exits = [RankExit(rank, 1, report.time, asked=False) for rank, report in reports.items()]
+    exits = [RankExit(rank, 1, report.time, terminated=False) for rank, report in reports.items()]
     failure = first_failure(exits, reports)
     cancelled = cancelled or (logs / CANCELLED).exists()
     if cancelled and result.get("status") != "ok" and (failure is None or _lost_peer(failure)):

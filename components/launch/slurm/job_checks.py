@@ -81,7 +81,7 @@ def refusal(lines: list[str], cluster: ClusterConfig) -> str:
         return f"cluster.kind=slurm: Slurm cannot be reached from here: {why}; {advice}"
     why = "; ".join(dict.fromkeys(reasons)) or "no reason given"
     requested = " ".join(as_argument(option) for option in resource_options(cluster))
-    return f"cluster.kind=slurm: sbatch refuses {requested}: {why}; change these keys of cluster (see sinfo)"
+    return f"cluster.kind=slurm: sbatch rejects {requested}: {why}; change these keys of cluster (see sinfo)"
 
 
 def _script_problems(cluster: ClusterConfig) -> list[str]:

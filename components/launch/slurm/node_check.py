@@ -32,7 +32,7 @@ def check_node() -> int:
 
 def _folder_problems(run_dir: Path) -> list[str]:
     if not run_dir.is_dir():
-        return [f"does not see the run directory {run_dir}; put run.dir on a file system that all nodes share"]
+        return [f"cannot access the run directory {run_dir}; put run.dir on a file system that all nodes share"]
     try:
         with tempfile.TemporaryFile(dir=run_dir / LOGS) as file:
             file.write(b"written")
@@ -46,7 +46,7 @@ def _gpu_problems(gpus: int) -> list[str]:
         return []
     seen = visible_gpus(os.environ)
     if seen < gpus:
-        return [f"sees {seen} GPUs where cluster.procs_per_node={gpus} processes need one each"]
+        return [f"has {seen} visible GPUs, but cluster.procs_per_node={gpus} requires one per process"]
     if shutil.which("nvidia-smi") is None:
         return []
     try:

@@ -16,7 +16,7 @@ from components.config.schema.parallelism import describe_processes
 from components.config.schema.recipes import RecipeConfig
 from components.launch.backend import CheckedRun, Job, Recipe
 from components.launch.run_checks import affects
-from components.launch.slurm.commands import NoAnswer, run_slurm
+from components.launch.slurm.commands import NoResponse, run_slurm
 from components.launch.slurm.job_checks import job_problems, refusal
 from components.launch.slurm.jobs import (
     adopt_submission,
@@ -143,7 +143,7 @@ def _submit_script(script: Path, cluster: ClusterConfig, notes: list[str]) -> st
             if lost
             else refusal(answer.errors.splitlines(), cluster)
         )
-    except NoAnswer as error:
+    except NoResponse as error:
         lost, failure = True, error
     except KeyboardInterrupt:
         _cancel(tag, script)
@@ -170,9 +170,9 @@ def _find_job(tag: str, script: Path, failure: ConfigError, *, retry: bool) -> s
                 return None  # sbatch's error implies that nothing was submitted
             search = f"squeue --me -o '%A %k' | grep {tag}" if tag else f"squeue --me -o '%A %o' | grep {script}"
             raise UnknownSubmission(
-                f"{failure}\nIt is unknown whether Slurm took the job, since squeue does not respond either: {error}\n"
-                f"The run directory {script.parent} is kept. Once Slurm responds, find the job with {search}, or run "
-                "the command again with this run.dir: it looks for the job first"
+                f"{failure}\nIt is unknown whether Slurm accepted the job, since squeue does not respond either: "
+                f"{error}\nThe run directory {script.parent} is kept. Once Slurm responds, find the job with {search}, "
+                "or run the command again with this run.dir: it looks for the job first"
             ) from error
         if job is not None:
             return job

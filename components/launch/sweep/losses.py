@@ -27,7 +27,8 @@ TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 """Allowed relative difference between losses of one curve, by matmul dtype."""
 LOOSEST = 2e-2
 """Allowed relative difference for 16-bit and unknown dtypes, and for final losses after more than EARLY_STEPS: training
-amplifies rounding differences even between correct meshes. The early steps in metrics.jsonl are held to TOLERANCES."""
+amplifies rounding differences even between correct meshes. The early steps in metrics.jsonl are compared with
+TOLERANCES."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 from components.config.errors import ConfigError
 from components.protocol.run_files import PRIVATE, atomic_write_json, read_json, take_lock
 
-PLAN, NOTES, SWEEP_LOCK = "sweep.json", "points", ".lock"
+PLAN, POINTS, SWEEP_LOCK = "sweep.json", "points", ".lock"
 LONGEST_NAME = 48
 """Maximum length of a point's name, to keep paths short."""
 _LOCK_TRIES, _LOCK_PAUSE = 20, 0.05
@@ -92,7 +92,7 @@ def read_sweep(directory: Path) -> Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class PointRecord:
     """Record of the last start of a point, as observed by the sweep."""
 
     started: float
@@ -107,17 +107,17 @@ class Note:
     """Whether the kernel's OOM killer ended a process in that time."""
 
 
-def write_note(sweep: Sweep, point: Point, note: Note) -> None:
+def write_record(sweep: Sweep, point: Point, record: PointRecord) -> None:
     """Write SWEEP/points/N.json."""
-    (sweep.directory / NOTES).mkdir(exist_ok=True)
-    values = {**asdict(note), "point": point.name}
-    atomic_write_json(sweep.directory / NOTES / f"{point.number}.json", values, PRIVATE)
+    (sweep.directory / POINTS).mkdir(exist_ok=True)
+    values = {**asdict(record), "point": point.name}
+    atomic_write_json(sweep.directory / POINTS / f"{point.number}.json", values, PRIVATE)
 
 
-def read_note(sweep: Sweep, point: Point) -> Note | None:
+def read_record(sweep: Sweep, point: Point) -> PointRecord | None:
     """Return the record of a point's last start; None if it was never started."""
-    values = read_json(sweep.directory / NOTES / f"{point.number}.json")
-    return Note(**_select_fields(Note, values)) if values else None
+    values = read_json(sweep.directory / POINTS / f"{point.number}.json")
+    return PointRecord(**_select_fields(PointRecord, values)) if values else None
 
 
 def point_name(number: int, values: dict[str, str]) -> str:

@@ -13,7 +13,7 @@ from components.config.metrics_log import MetricsLog
 from components.config.safe_yaml import load_yaml
 from components.launch.backend import Job, JobState
 from components.launch.clusters import job_of, jobs_by_id
-from components.launch.sweep.plan import Note, Point, Sweep, is_running, read_note
+from components.launch.sweep.plan import Point, PointRecord, Sweep, is_running, read_record
 from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
 from components.protocol.failures import describe_exit, is_out_of_memory
 from components.protocol.run_files import CONFIG, RESULT, read_regular, read_result
@@ -103,30 +103,30 @@ def read_points(sweep: Sweep, only: Point | None = None) -> list[SweepRow]:
     jobs = jobs_by_id(unsettled)
     rows = []
     for point in points:
-        job, note = ids[point.number], read_note(sweep, point)
+        job, record = ids[point.number], read_record(sweep, point)
         row = SweepRow(point, "not started", result=results[point.number], config=_config(sweep.run_dir(point)))
         row.early_losses = _early_losses(sweep.run_dir(point)) if row.result.get("status") == "ok" else {}
-        row.seconds = row.result.get("wall_seconds") or (note.seconds if note and not job else None)
-        if note is not None:
-            _settle(row, note, sweep, alive=alive, job=jobs.get(job or ""))
+        row.seconds = row.result.get("wall_seconds") or (record.seconds if record and not job else None)
+        if record is not None:
+            _settle(row, record, sweep, alive=alive, job=jobs.get(job or ""))
         rows.append(row)
     return rows
 
 
-def _settle(row: SweepRow, note: Note, sweep: Sweep, *, alive: bool, job: Job | None) -> None:
+def _settle(row: SweepRow, record: PointRecord, sweep: Sweep, *, alive: bool, job: Job | None) -> None:
     """Set state and reason of a point that was started."""
     status, error = row.result.get("status"), str(row.result.get("error", ""))
-    if note.status is None and alive and (status is None or _is_older(sweep.run_dir(row.point) / RESULT, note)):
+    if record.status is None and alive and (status is None or _is_older(sweep.run_dir(row.point) / RESULT, record)):
         row.state, row.reason, row.result = "running", _progress(sweep.run_dir(row.point)), {}
-    elif note.status == EXIT_INVALID:
-        row.state, row.reason, row.result, row.seconds = "invalid", _problems(note.message), {}, None
-    elif job is not None and not note.status:  # with a status, this start submitted no job
+    elif record.status == EXIT_INVALID:
+        row.state, row.reason, row.result, row.seconds = "invalid", _problems(record.message), {}, None
+    elif job is not None and not record.status:  # with a status, this start submitted no job
         row.state = state_with_job(status, job.state)
         row.reason = error or _job_reason(row, job, sweep)
     elif status is not None:
         row.state, row.reason = status, error
     else:
-        row.state, row.reason = _without_result(note)
+        row.state, row.reason = _without_result(record)
     if row.state not in STATES:
         row.state, row.reason = "failed", f"result.json has the status {row.state!r}; {row.reason}"
 
@@ -161,23 +161,23 @@ def _job_reason(row: SweepRow, job: Job, sweep: Sweep) -> str:
     return name if row.state == "submitted" else f"{name} ended with the state {job.state} and left no result"
 
 
-def _without_result(note: Note) -> tuple[str, str]:
+def _without_result(record: PointRecord) -> tuple[str, str]:
     """Return the state and reason of a point whose run left no result.json."""
-    last = note.message.strip().splitlines()[-1:] or [""]
+    last = record.message.strip().splitlines()[-1:] or [""]
     kind, _, message = last[0].partition(": ")
-    if note.status is None:
+    if record.status is None:
         return "interrupted", "the sweep ended while this point ran"
-    if note.status == 0:
+    if record.status == 0:
         return "ok", ""
-    if note.status == EXIT_INTERRUPTED:
+    if record.status == EXIT_INTERRUPTED:
         return "interrupted", last[0]
     if is_out_of_memory(kind.rpartition(".")[2], message):
         return "oom", last[0]
-    if note.killed_for_memory:
+    if record.killed_for_memory:
         return "oom", "the kernel killed a process because memory ran out"
-    if note.status < 0:  # its last line is unrelated to the signal
-        return "failed", describe_exit(note.status)
-    return "failed", last[0] or f"exited with status {note.status} without output"
+    if record.status < 0:  # its last line is unrelated to the signal
+        return "failed", describe_exit(record.status)
+    return "failed", last[0] or f"exited with status {record.status} without output"
 
 
 def _problems(message: str) -> str:
@@ -187,10 +187,10 @@ def _problems(message: str) -> str:
     return "; ".join(lines[heads[-1] + 1 :] if heads else lines[-1:])
 
 
-def _is_older(result: Path, note: Note) -> bool:
+def _is_older(result: Path, record: PointRecord) -> bool:
     """Return whether a result.json is from an earlier start than the last one, or missing."""
     try:
-        return result.stat().st_mtime < note.started
+        return result.stat().st_mtime < record.started
     except OSError:
         return True
 

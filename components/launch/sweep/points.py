@@ -18,14 +18,14 @@ from components.config.schema.checks import raise_all
 from components.config.schema.parallelism import describe_processes
 from components.launch.machine import killed_for_memory
 from components.launch.rank import die_with
-from components.launch.sweep.plan import PLAN, Note, Point, Sweep, is_running, locked, write_note
+from components.launch.sweep.plan import PLAN, Point, PointRecord, Sweep, is_running, locked, write_record
 from components.launch.sweep.point_rows import ALIVE, NOT_BAD, STATES, SweepRow, read_points
 from components.launch.sweep.report import report_command, report_now
 from components.launch.sweep.table import first_line
 from components.protocol.exit_codes import EXIT_INTERRUPTED
 from components.protocol.role import without_ranks
 from components.protocol.run_files import PRIVATE, open_append
-from components.protocol.signals import CTRL_C_ANSWER, collected_signals
+from components.protocol.signals import CTRL_C_MESSAGE, collected_signals
 from components.terminal import print_text
 
 LAST_LINES = 15
@@ -110,7 +110,7 @@ def _check_origin(sweep: Sweep) -> None:
 def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
     """Run a point until its launcher exits, record the result, and return the signals forwarded to it."""
     began, killed_before = time.time(), killed_for_memory()
-    write_note(sweep, point, Note(began))
+    write_record(sweep, point, PointRecord(began))
     with open_append(sweep.log(point), PRIVATE) as log:
         log_start = log.tell()
         launcher = os.getpid()
@@ -128,14 +128,14 @@ def _run_point(sweep: Sweep, point: Point, arrived: deque[int]) -> list[int]:
             stops = _wait(process, arrived)
         finally:
             _end(process)
-    note = Note(
+    record = PointRecord(
         began,
         process.returncode,
         round(time.time() - began, 1),
         _tail(sweep.log(point), log_start),
         killed_for_memory() > killed_before,
     )
-    write_note(sweep, point, note)
+    write_record(sweep, point, record)
     return stops
 
 
@@ -146,7 +146,7 @@ def _wait(process: subprocess.Popen[bytes], arrived: deque[int]) -> list[int]:
         while arrived:
             stops.append(arrived.popleft())
             if stops[-1] == signal.SIGINT and stops.count(signal.SIGINT) == 1:
-                print_text(f"\n{CTRL_C_ANSWER}", file=sys.stderr, flush=True)
+                print_text(f"\n{CTRL_C_MESSAGE}", file=sys.stderr, flush=True)
             is_last = stops.count(signal.SIGINT) > MAX_INTERRUPTS
             process.send_signal(signal.SIGKILL if is_last else stops[-1])
         time.sleep(POLL)

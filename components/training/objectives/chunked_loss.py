@@ -2,8 +2,8 @@
 
 The forward computes the logits, the loss and the gradients chunk by chunk, so that each of the three matmuls is done
 once and logits are freed with their chunk (the method of Liger's fused linear cross-entropy, Hsu et al. 2024, in plain
-PyTorch). The alternative, recomputing the logits in the backward, would not hold the weight's gradient from the forward
-on, but needs a fourth matmul.
+PyTorch). The alternative, recomputing the logits in the backward, would not keep the weight's gradient in memory
+between forward and backward, but needs a fourth matmul.
 """
 
 from __future__ import annotations

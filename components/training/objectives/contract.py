@@ -27,7 +27,7 @@ class Vocabulary:
 
 
 NOT_SHARDED = Vocabulary()
-"""Vocabulary of a head that every rank holds whole."""
+"""Vocabulary of a head that is not sharded."""
 
 
 class TokenLoss(Protocol):

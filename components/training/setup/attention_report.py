@@ -23,7 +23,7 @@ from components.training.setup.prepared import Prepared
 class RunLog(Protocol):
     """Attributes of a run that `check_kernels` uses."""
 
-    def say(self, *lines: str) -> None:
+    def print(self, *lines: str) -> None:
         """Print lines on rank 0."""
 
 
@@ -52,7 +52,7 @@ def check_kernels(
     if cfg.float8 != Float8.none:
         lines.append(_compare(model, cfg, first))
     if run is not None:
-        run.say(*lines)
+        run.print(*lines)
     return lines
 
 

@@ -42,7 +42,7 @@ class MeshRun(Protocol):
 
 
 def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
-    """Build a model on meta, parallelize it, and fill this rank's part. A collective: call it on all ranks.
+    """Build a model on meta, parallelize it, and load this rank's shards. A collective: call it on all ranks.
 
     Adapters are added before sharding, so that they are sharded like their layers; `prepare_built` does the rest.
 
@@ -58,7 +58,7 @@ def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
 
 
 def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun) -> Prepared:
-    """Parallelize a model that is on meta, with its adapters, and fill this rank's part. A collective.
+    """Parallelize a model that is on meta, with its adapters, and load this rank's shards. A collective.
 
     The order matters. The loss head and the activation-checkpointing policy are chosen on meta, before memory is
     allocated. Layers are compiled one by one, so that FSDP's hooks and the DDP wrapper, which comes last, stay outside

@@ -61,7 +61,7 @@ class Prepared:
     """A model that is ready for its first step, from `prepare`. For a custom model the first two fields suffice."""
 
     module: Any
-    """This rank's part of the transformers model; parameters keep the names of the whole model."""
+    """This rank's shards of the model; parameters keep the names of the unsharded model."""
     settings: StepSettings
     """Settings of all steps."""
     replica: nn.Module | Pipeline | None = None

@@ -239,8 +239,8 @@ class _AddLoss(torch.autograd.Function):
 class _Sink(torch.autograd.Function):
     """Zero scalar whose gradient is added to a total.
 
-    It depends on the layer's hidden states, with no gradient for them: a pipeline schedule that splits the backward
-    runs the graph between a stage's outputs and inputs exactly once, and any other part later or not at all.
+    Takes the hidden states as input, without a gradient for them, so that its backward lies between a stage's outputs
+    and inputs. A split-backward schedule runs that part exactly once, and other parts later or never.
     """
 
     @staticmethod

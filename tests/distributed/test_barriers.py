@@ -1,7 +1,7 @@
 """Barriers, compared with the published behavior of NeMo AutoModel, OLMo-core and KempnerForge.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
-their check against a re-creation of the published behavior, which must fail.
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+also run their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from components.distributed import init, utils
 from components.distributed.process.barriers import BarrierTimeoutError
 from components.distributed.process.groups import NotInGroupError
 from tests.distributed import published
-from tests.distributed.contrast import both_sides, contrast, hear, tell
+from tests.distributed.contrast import both_implementations, contrast, signal_event, wait_for_event
 from tests.harness import join_world, run_ranks, start_ranks
 
 SECOND = timedelta(seconds=1)
 
 
-@both_sides
+@both_implementations
 @pytest.mark.parametrize("with_group", [False, True], ids=["world", "group"])
-def test_barrier_returns_false_after_its_timeout(side: str, with_group: bool) -> None:
+def test_barrier_returns_false_after_its_timeout(implementation: str, with_group: bool) -> None:
     """NeMo AutoModel _barrier_with_timeout: peers wait 30 minutes in new_group, and forever if group= is given."""
 
     def check(rank: int, barrier: Callable[..., bool]) -> None:
         group = dist.new_group([0, 1]) if with_group else None
         if rank == 1:
-            hear("rank 0 has given up")
+            wait_for_event("rank 0 has given up")
         assert barrier(timedelta(seconds=0.3), group) is False
-        tell("rank 0 has given up")
+        signal_event("rank 0 has given up")
         value = torch.ones(1)
         dist.all_reduce(value)  # the process group still works
         assert value.item() == 2
 
     contrast(
-        side,
+        implementation,
         check,
         utils._barrier_with_timeout,
         published._barrier_with_timeout,
@@ -52,8 +52,8 @@ def test_barrier_returns_false_after_its_timeout(side: str, with_group: bool) ->
     )
 
 
-@both_sides
-def test_barrier_creates_no_process_groups(side: str) -> None:
+@both_implementations
+def test_barrier_creates_no_process_groups(implementation: str) -> None:
     """NeMo AutoModel _barrier_with_timeout: creates a world-sized group per call, with O(world^2) sockets each time."""
 
     def check(rank: int, barrier: Callable[..., bool]) -> None:
@@ -61,7 +61,9 @@ def test_barrier_creates_no_process_groups(side: str) -> None:
         assert all(barrier(10 * SECOND) for _ in range(5))
         assert dist.distributed_c10d._world.group_count == before
 
-    contrast(side, check, utils._barrier_with_timeout, published._barrier_with_timeout, symptom="assert 6 == 1")
+    contrast(
+        implementation, check, utils._barrier_with_timeout, published._barrier_with_timeout, symptom="assert 6 == 1"
+    )
 
 
 def test_subgroup_barrier_waits_for_members_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,8 +88,8 @@ def test_single_process_barrier_returns_immediately() -> None:
     assert run_ranks(1, lambda rank: utils._barrier_with_timeout(timedelta(0))) == [True]
 
 
-@both_sides
-def test_gloo_group_uses_the_timeout_of_the_default_group(side: str) -> None:
+@both_implementations
+def test_gloo_group_uses_the_timeout_of_the_default_group(implementation: str) -> None:
     """NeMo AutoModel _create_gloo_group: uses the default of 30 minutes, whatever the timeout of the run."""
 
     def check(rank: int, create: Callable[[], Any]) -> None:
@@ -95,14 +97,14 @@ def test_gloo_group_uses_the_timeout_of_the_default_group(side: str) -> None:
         group = create()
         dist.barrier(group)
         if rank == 1:
-            hear("rank 0 has given up")
+            wait_for_event("rank 0 has given up")
             return
         with pytest.raises(RuntimeError):
             dist.barrier(group)
-        tell("rank 0 has given up")
+        signal_event("rank 0 has given up")
 
     contrast(
-        side,
+        implementation,
         check,
         utils._create_gloo_group,
         published._create_gloo_group,
@@ -123,15 +125,15 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
-        tell(f"line {len(self.lines)}")
+        signal_event(f"line {len(self.lines)}")
 
 
 def _published_barrier_and_log(string: str) -> None:
     published.barrier_and_log(string, logging.getLogger("published"))
 
 
-@both_sides
-def test_barrier_and_log_logs_on_rank_zero_only(side: str) -> None:
+@both_implementations
+def test_barrier_and_log_logs_on_rank_zero_only(implementation: str) -> None:
     """NeMo AutoModel barrier_and_log: logs on every rank, although it documents rank 0 only."""
 
     def check(rank: int, barrier_and_log: Callable[..., None]) -> None:
@@ -141,22 +143,22 @@ def test_barrier_and_log_logs_on_rank_zero_only(side: str) -> None:
         if rank == 0:
             assert log.lines[-1].startswith("[before training] datetime: ")
 
-    contrast(side, check, utils.barrier_and_log, _published_barrier_and_log, symptom=r"rank 1: \['\[before")
+    contrast(implementation, check, utils.barrier_and_log, _published_barrier_and_log, symptom=r"rank 1: \['\[before")
 
 
-@both_sides
-def test_barrier_and_log_logs_before_it_waits(side: str) -> None:
+@both_implementations
+def test_barrier_and_log_logs_before_it_waits(implementation: str) -> None:
     """NeMo AutoModel barrier_and_log: logs only after the barrier, so a hanging barrier leaves no trace in the log."""
 
     def check(rank: int, barrier_and_log: Callable[..., None]) -> None:
         if rank == 0:
             Lines()
         else:
-            hear("line 1")  # before this rank enters the barrier
+            wait_for_event("line 1")  # before this rank enters the barrier
         barrier_and_log("before training")
 
     contrast(
-        side,
+        implementation,
         check,
         utils.barrier_and_log,
         _published_barrier_and_log,
@@ -165,28 +167,32 @@ def test_barrier_and_log_logs_before_it_waits(side: str) -> None:
     )
 
 
-@both_sides
-def test_group_still_works_after_a_barrier_timeout(side: str) -> None:
+@both_implementations
+def test_group_still_works_after_a_barrier_timeout(implementation: str) -> None:
     """KempnerForge _barrier_with_timeout: a gloo group is unusable after a timeout. The missing rank is named here."""
 
     def check(rank: int, barrier: Callable[[float, str], None]) -> None:
         if rank == 1:
-            hear("rank 0 has given up")
+            wait_for_event("rank 0 has given up")
         with pytest.raises(RuntimeError, match=r"timed out after 0.3s during mesh") as caught:
             barrier(0.3, "mesh")
-        tell("rank 0 has given up")
+        signal_event("rank 0 has given up")
         assert "rank(s) 1 did not arrive" in str(caught.value)
         value = torch.ones(1)
         dist.all_reduce(value)
         assert value.item() == 2
 
     contrast(
-        side, check, init._barrier_with_timeout, published.barrier_with_reason, symptom=r"AssertionError|DID NOT RAISE"
+        implementation,
+        check,
+        init._barrier_with_timeout,
+        published.barrier_with_reason,
+        symptom=r"AssertionError|DID NOT RAISE",
     )
 
 
-@both_sides
-def test_other_barrier_errors_are_not_reported_as_timeouts(side: str) -> None:
+@both_implementations
+def test_other_barrier_errors_are_not_reported_as_timeouts(implementation: str) -> None:
     """KempnerForge _barrier_with_timeout: reports "timed out" for any RuntimeError."""
 
     def check(rank: int, barrier: Callable[[float, str], None]) -> None:
@@ -201,7 +207,7 @@ def test_other_barrier_errors_are_not_reported_as_timeouts(side: str) -> None:
         """Report this rank's arrival, then exit without taking part in the collective."""
         from components.distributed.process.barriers import missing_after
 
-        if side == "ours":
+        if implementation == "ours":
             missing_after(timedelta(seconds=20))
         time.sleep(0.3)
         os._exit(0)
@@ -210,7 +216,7 @@ def test_other_barrier_errors_are_not_reported_as_timeouts(side: str) -> None:
         survivor, _ = start_ranks(2, check, init._barrier_with_timeout)
         assert survivor.ok, str(survivor)
 
-    if side == "ours":
+    if implementation == "ours":
         expect_survivor()
     else:
         survivor, _ = start_ranks(2, check, published.barrier_with_reason)

@@ -1,7 +1,7 @@
 """Running a function on a few ranks at a time, compared with the published behavior of OLMo-core.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
-their check against a re-creation of the published behavior, which must fail.
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+also run their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from components.distributed import utils
 from components.distributed.process.groups import NotInGroupError, index_on_node
 from components.distributed.process.store_sync import PeerFailure
 from tests.distributed import published
-from tests.distributed.contrast import both_sides, contrast, nodes_of_two, without
+from tests.distributed.contrast import both_implementations, contrast, nodes_of_two, without
 from tests.harness import run_ranks
 
 TIMEOUT = timedelta(seconds=20)
@@ -47,8 +47,8 @@ def test_at_most_n_ranks_run_concurrently(n: int) -> None:
     assert _max_concurrent(run_ranks(4, check)) <= n
 
 
-@both_sides
-def test_exception_on_one_rank_is_raised_on_all_ranks(side: str) -> None:
+@both_implementations
+def test_exception_on_one_rank_is_raised_on_all_ranks(implementation: str) -> None:
     """OLMo-core do_n_at_a_time: if f raises on one rank, the others stay in a barrier."""
 
     def check(rank: int, do_n: Callable[..., Any]) -> None:
@@ -64,7 +64,7 @@ def test_exception_on_one_rank_is_raised_on_all_ranks(side: str) -> None:
         assert called == ([rank] if rank < 2 else []), "its turn came after the failure"
 
     contrast(
-        side,
+        implementation,
         check,
         utils.do_n_at_a_time,
         published.do_n_at_a_time,
@@ -74,8 +74,8 @@ def test_exception_on_one_rank_is_raised_on_all_ranks(side: str) -> None:
     )
 
 
-@both_sides
-def test_rank_outside_the_group_raises(side: str) -> None:
+@both_implementations
+def test_rank_outside_the_group_raises(implementation: str) -> None:
     """OLMo-core do_n_at_a_time: in a group without rank 0, f is never called and None is returned."""
 
     def check(rank: int, do_n: Callable[..., Any]) -> None:
@@ -85,22 +85,22 @@ def test_rank_outside_the_group_raises(side: str) -> None:
         except NotInGroupError:
             assert rank == 0
 
-    contrast(side, check, utils.do_n_at_a_time, published.do_n_at_a_time, symptom="never called")
+    contrast(implementation, check, utils.do_n_at_a_time, published.do_n_at_a_time, symptom="never called")
 
 
-@both_sides
-def test_n_of_zero_raises_value_error(side: str) -> None:
+@both_implementations
+def test_n_of_zero_raises_value_error(implementation: str) -> None:
     """OLMo-core do_n_at_a_time: n=0 raises ZeroDivisionError."""
 
     def check(rank: int, do_n: Callable[..., Any]) -> None:
         with pytest.raises(ValueError, match="n=0: must be at least 1"):
             do_n(lambda: None, n=0)
 
-    contrast(side, check, utils.do_n_at_a_time, published.do_n_at_a_time, symptom="ZeroDivisionError")
+    contrast(implementation, check, utils.do_n_at_a_time, published.do_n_at_a_time, symptom="ZeroDivisionError")
 
 
-@both_sides
-def test_default_is_one_rank_per_node_in_a_subgroup(side: str) -> None:
+@both_implementations
+def test_default_is_one_rank_per_node_in_a_subgroup(implementation: str) -> None:
     """OLMo-core do_n_at_a_time: the default n counts all nodes, even for a group on one node."""
 
     def check(rank: int, do_n: Callable[..., Any]) -> None:
@@ -111,7 +111,7 @@ def test_default_is_one_rank_per_node_in_a_subgroup(side: str) -> None:
         assert _max_concurrent([span for span in spans if span]) == 1, "two ranks of one node at once"
 
     contrast(
-        side,
+        implementation,
         check,
         utils.do_n_at_a_time,
         published.do_n_at_a_time,
@@ -121,8 +121,8 @@ def test_default_is_one_rank_per_node_in_a_subgroup(side: str) -> None:
     )
 
 
-@both_sides
-def test_default_is_one_rank_per_node_on_nodes_of_unequal_size(side: str) -> None:
+@both_implementations
+def test_default_is_one_rank_per_node_on_nodes_of_unequal_size(implementation: str) -> None:
     """OLMo-core do_n_at_a_time: one rank per node only on contiguous nodes of equal size. Here 3 ranks and 1."""
 
     def unequal(rank: int) -> dict[str, str | None]:
@@ -141,7 +141,7 @@ def test_default_is_one_rank_per_node_on_nodes_of_unequal_size(side: str) -> Non
         assert do_n(meets_peer), "the second node waited for the first"
 
     contrast(
-        side,
+        implementation,
         check,
         utils.do_n_at_a_time,
         published.do_n_at_a_time,

@@ -1,7 +1,7 @@
 """Mesh coordinates and backends, compared with the published behavior of OLMo-core.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
-their check against a re-creation of the published behavior, which must fail.
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+also run their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from components.distributed import utils
 from components.distributed.process.process_group import start_process_group
 from tests.distributed import published
-from tests.distributed.contrast import both_sides, contrast
+from tests.distributed.contrast import both_implementations, contrast
 from tests.harness import run_ranks
 
 
-@both_sides
-def test_mesh_with_a_duplicate_rank_raises_value_error(side: str) -> None:
+@both_implementations
+def test_mesh_with_a_duplicate_rank_raises_value_error(implementation: str) -> None:
     """OLMo-core get_mesh_coordinates: uses an assert, which -O removes."""
 
     def check(rank: int, coordinates: Callable[..., Any]) -> None:
@@ -36,12 +36,17 @@ def test_mesh_with_a_duplicate_rank_raises_value_error(side: str) -> None:
             coordinates(duplicate, rank=1)
 
     contrast(
-        side, check, utils.get_mesh_coordinates, published.get_mesh_coordinates, symptom="AssertionError", world_size=4
+        implementation,
+        check,
+        utils.get_mesh_coordinates,
+        published.get_mesh_coordinates,
+        symptom="AssertionError",
+        world_size=4,
     )
 
 
-@both_sides
-def test_registered_custom_backends_are_recognized(side: str) -> None:
+@both_implementations
+def test_registered_custom_backends_are_recognized(implementation: str) -> None:
     """OLMo-core backend_supports_cpu: does not recognize custom backends."""
 
     def check(rank: int, supports_cpu: Callable[[str], bool]) -> None:
@@ -51,7 +56,7 @@ def test_registered_custom_backends_are_recognized(side: str) -> None:
         assert not supports_cpu("nccl")
 
     contrast(
-        side,
+        implementation,
         check,
         utils.backend_supports_cpu,
         published.backend_supports_cpu,
@@ -61,7 +66,7 @@ def test_registered_custom_backends_are_recognized(side: str) -> None:
     )
 
 
-def test_backend_device_support() -> None:
+def test_backends_report_supported_devices() -> None:
     table = {"gloo": (True, False), "nccl": (False, True), "cpu:gloo,cuda:nccl": (True, True), "mpi": (True, False)}
     for name, expected in table.items():
         assert (utils.backend_supports_cpu(name), utils.backend_supports_cuda(name)) == expected

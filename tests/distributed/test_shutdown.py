@@ -1,7 +1,7 @@
 """Shutting down a distributed run, compared with the published behavior of NeMo AutoModel and KempnerForge.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
-their check against a re-creation of the published behavior, which must fail.
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+also run their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch.distributed as dist
 from components.distributed import init
 from components.distributed.process import shutdown
 from tests.distributed import published
-from tests.distributed.contrast import alone, both_sides, contrast, srun
+from tests.distributed.contrast import alone, both_implementations, contrast, srun
 from tests.harness import join_world, run_ranks, start_ranks
 
 
-@both_sides
-def test_atexit_cleanup_is_registered_once(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_implementations
+def test_atexit_cleanup_is_registered_once(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NeMo AutoModel initialize_distributed: registers another exit handler on every start."""
 
     def check(rank: int, functions: tuple[Callable[..., Any], Callable[[], None]]) -> None:
@@ -43,7 +43,7 @@ def test_atexit_cleanup_is_registered_once(side: str, monkeypatch: pytest.Monkey
         assert len(calls) == 1
 
     contrast(
-        side,
+        implementation,
         check,
         (init.initialize_distributed, init.destroy_global_state),
         (published.initialize_distributed, published.destroy_global_state),
@@ -54,8 +54,8 @@ def test_atexit_cleanup_is_registered_once(side: str, monkeypatch: pytest.Monkey
     )
 
 
-@both_sides
-def test_sigint_handler_is_restored_after_destruction(side: str) -> None:
+@both_implementations
+def test_sigint_handler_is_restored_after_destruction(implementation: str) -> None:
     """NeMo AutoModel destroy_global_state: resets SIGINT to its default action."""
 
     def check(rank: int, destroy: Callable[[], None]) -> None:
@@ -68,12 +68,17 @@ def test_sigint_handler_is_restored_after_destruction(side: str) -> None:
         assert not dist.is_initialized()
 
     contrast(
-        side, check, init.destroy_global_state, published.destroy_global_state, symptom="AssertionError", world_size=1
+        implementation,
+        check,
+        init.destroy_global_state,
+        published.destroy_global_state,
+        symptom="AssertionError",
+        world_size=1,
     )
 
 
-@both_sides
-def test_sigint_handler_is_restored_if_destruction_fails(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_implementations
+def test_sigint_handler_is_restored_if_destruction_fails(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NeMo AutoModel destroy_global_state: leaves SIGINT ignored if the destruction raises."""
 
     def fail() -> None:
@@ -88,12 +93,17 @@ def test_sigint_handler_is_restored_if_destruction_fails(side: str, monkeypatch:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     contrast(
-        side, check, init.destroy_global_state, published.destroy_global_state, symptom="AssertionError", world_size=1
+        implementation,
+        check,
+        init.destroy_global_state,
+        published.destroy_global_state,
+        symptom="AssertionError",
+        world_size=1,
     )
 
 
-@both_sides
-def test_group_can_be_destroyed_from_any_thread(side: str) -> None:
+@both_implementations
+def test_group_can_be_destroyed_from_any_thread(implementation: str) -> None:
     """NeMo AutoModel destroy_global_state: calls signal.signal, which raises outside the main thread."""
 
     def check(rank: int, destroy: Callable[[], None]) -> None:
@@ -112,7 +122,7 @@ def test_group_can_be_destroyed_from_any_thread(side: str) -> None:
         assert not dist.is_initialized()
 
     contrast(
-        side,
+        implementation,
         check,
         init.destroy_global_state,
         published.destroy_global_state,
@@ -168,8 +178,8 @@ def test_deep_ep_buffers_are_freed_before_the_process_group(monkeypatch: pytest.
     assert run_ranks(1, check)[0] in (["explicit", "elastic", "group"], ["elastic", "explicit", "group"])
 
 
-@both_sides
-def test_destruction_restores_the_environment(side: str) -> None:
+@both_implementations
+def test_destruction_restores_the_environment(implementation: str) -> None:
     """KempnerForge destroy_distributed: leaves the exported variables, which later calls read as the current world."""
 
     def check(rank: int, functions: tuple[Callable[..., Any], Callable[[], None]]) -> None:
@@ -183,7 +193,7 @@ def test_destruction_restores_the_environment(side: str) -> None:
         assert dict(os.environ) == before
 
     contrast(
-        side,
+        implementation,
         check,
         (init.get_world_info, init.destroy_distributed),
         (published.get_world_info, published.destroy_distributed),

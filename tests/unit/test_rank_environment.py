@@ -1,6 +1,6 @@
 """Rank variables and the rendezvous address, compared with NeMo AutoModel's init_utils and KempnerForge's setup.
 
-Each docstring cites the defect in SEED_NOTES that the test covers, as section.item or section (function).
+Each docstring names the published function and the weakness that the test covers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from components.distributed.process.environment import (
 )
 from components.distributed.process.rendezvous import master_address
 from tests.distributed import published
-from tests.distributed.contrast import alone, both_sides, contrast
+from tests.distributed.contrast import alone, both_implementations, contrast
 from tests.harness import run_ranks
 
 STEP = {  # task 3 of a step of 4 on two nodes
@@ -43,10 +43,12 @@ STEP = {  # task 3 of a step of 4 on two nodes
 }
 
 
-def single(side: str, check: Callable[[Any], None], ours: Any, published: Any, symptom: str, **variables: str) -> None:
+def single(
+    implementation: str, check: Callable[[Any], None], ours: Any, published: Any, symptom: str, **variables: str
+) -> None:
     """Run a check in one process whose only launcher variables are these."""
     contrast(
-        side,
+        implementation,
         lambda rank, implementation: check(implementation),
         ours,
         published,
@@ -57,19 +59,19 @@ def single(side: str, check: Callable[[Any], None], ours: Any, published: Any, s
     )
 
 
-@both_sides
-def test_empty_variable_counts_as_unset(side: str) -> None:
-    """SEED_NOTES 1 (get_rank_safe, get_world_size_safe), 4 (get_world_info): RANK="" raised int()'s ValueError."""
+@both_implementations
+def test_empty_variable_counts_as_unset(implementation: str) -> None:
+    """NeMo AutoModel get_rank_safe, get_world_size_safe; KempnerForge get_world_info: RANK="" raised ValueError."""
 
     def check(module: Any) -> None:
         assert module.get_rank_safe() == 0
         assert module.get_world_size_safe() == 1
         assert module.get_world_info() == (0, 0, 1)
 
-    single(side, check, init, published, "ValueError: invalid literal", RANK="", WORLD_SIZE="", LOCAL_RANK="")
+    single(implementation, check, init, published, "ValueError: invalid literal", RANK="", WORLD_SIZE="", LOCAL_RANK="")
 
 
-@both_sides
+@both_implementations
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -86,8 +88,10 @@ def test_empty_variable_counts_as_unset(side: str) -> None:
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_contradictory_variables_are_reported_by_name(side: str, variables: dict[str, str], message: str) -> None:
-    """SEED_NOTES 1.6, 4 (get_world_info): rank < world size was not checked; partial environments were accepted."""
+def test_contradictory_variables_are_reported_by_name(
+    implementation: str, variables: dict[str, str], message: str
+) -> None:
+    """KempnerForge get_world_info: rank < world size was not checked; partial environments were accepted."""
 
     def check(get_world_info: Callable[[], Any]) -> None:
         with pytest.raises(RankEnvironmentError, match=message) as caught:
@@ -95,22 +99,29 @@ def test_contradictory_variables_are_reported_by_name(side: str, variables: dict
         assert isinstance(caught.value, ConfigError)
         assert caught.value.problems
 
-    single(side, check, init.get_world_info, published.get_world_info, "DID NOT RAISE|invalid literal", **variables)
+    single(
+        implementation,
+        check,
+        init.get_world_info,
+        published.get_world_info,
+        "DID NOT RAISE|invalid literal",
+        **variables,
+    )
 
 
-@both_sides
-def test_allocation_without_step_is_a_single_process(side: str) -> None:
-    """SEED_NOTES 4 (get_world_info), 8.9: plain python inside salloc or a batch script waited for 7 other ranks."""
+@both_implementations
+def test_allocation_without_step_is_a_single_process(implementation: str) -> None:
+    """KempnerForge get_world_info: plain python inside salloc or a batch script waited for 7 other ranks."""
 
     def check(get_world_info: Callable[[], Any]) -> None:
         assert get_world_info() == (0, 0, 1)
         assert "RANK" not in os.environ
 
     batch = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
-    single(side, check, init.get_world_info, published.get_world_info, r"\(0, 0, 8\)", **batch)
-    if side == "ours":  # srun -n1, like srun --pty
+    single(implementation, check, init.get_world_info, published.get_world_info, r"\(0, 0, 8\)", **batch)
+    if implementation == "ours":  # srun -n1, like srun --pty
         step = {**batch, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"}
-        single(side, check, init.get_world_info, None, "", **step)
+        single(implementation, check, init.get_world_info, None, "", **step)
 
 
 @pytest.mark.parametrize(
@@ -177,19 +188,25 @@ def test_local_variables_are_read_without_rank_and_world_size() -> None:
             read_lone_local_variables(wrong)
 
 
-@both_sides
-def test_launcher_variables_are_never_mixed(side: str) -> None:
-    """SEED_NOTES 4 (get_world_info), 7 (15): RANK came from torchrun and WORLD_SIZE from Slurm."""
+@both_implementations
+def test_launcher_variables_are_never_mixed(implementation: str) -> None:
+    """KempnerForge get_world_info: RANK came from torchrun and WORLD_SIZE from Slurm."""
 
     def check(get_world_info: Callable[[], Any]) -> None:
         with pytest.raises(RankEnvironmentError, match="WORLD_SIZE is not set although RANK=1 is"):
             get_world_info()
 
-    single(side, check, init.get_world_info, published.get_world_info, "DID NOT RAISE", **STEP, RANK="1")
-    if side == "ours":
+    single(implementation, check, init.get_world_info, published.get_world_info, "DID NOT RAISE", **STEP, RANK="1")
+    if implementation == "ours":
         torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
         single(
-            side, lambda module: _assert_equal(module.get_world_info(), (1, 1, 2)), init, None, "", **STEP, **torchrun
+            implementation,
+            lambda module: _assert_equal(module.get_world_info(), (1, 1, 2)),
+            init,
+            None,
+            "",
+            **STEP,
+            **torchrun,
         )
 
 
@@ -197,9 +214,9 @@ def _assert_equal(value: Any, expected: Any) -> None:
     assert value == expected
 
 
-@both_sides
-def test_srun_task_gets_rank_and_local_rank(side: str) -> None:
-    """SEED_NOTES 1 (get_local_rank_preinit), 4 (is_rank_zero): ignored SLURM_LOCALID; srun's rank 3 was rank zero."""
+@both_implementations
+def test_srun_task_gets_rank_and_local_rank(implementation: str) -> None:
+    """NeMo AutoModel get_local_rank_preinit: ignored SLURM_LOCALID. KempnerForge is_rank_zero: True on rank 3."""
 
     def check(module: Any) -> None:
         assert not module.is_rank_zero(), "is_rank_zero() is True on rank 3"
@@ -218,33 +235,35 @@ def test_srun_task_gets_rank_and_local_rank(side: str) -> None:
             }
             assert read_rank_variables().node == "slurm node 1"  # the exported variables do not hide the Slurm source
 
-    single(side, check, init, published, "is True on rank 3", **STEP)
+    single(implementation, check, init, published, "is True on rank 3", **STEP)
 
 
-@both_sides
-def test_rank_is_available_before_process_group_init(side: str) -> None:
-    """SEED_NOTES 3 (get_rank): RANK was ignored before init, so every rank was rank 0."""
+@both_implementations
+def test_rank_is_available_before_process_group_init(implementation: str) -> None:
+    """OLMo-core get_rank: RANK was ignored before init, so every rank was rank 0."""
 
     def check(get_rank: Callable[[], int]) -> None:
         assert get_rank() == 3
 
-    single(side, check, utils.get_rank, published.get_rank, "assert 0 == 3", RANK="3", WORLD_SIZE="4")
+    single(implementation, check, utils.get_rank, published.get_rank, "assert 0 == 3", RANK="3", WORLD_SIZE="4")
 
 
-@both_sides
-def test_explicit_rank_decides_is_rank_zero(side: str) -> None:
-    """SEED_NOTES 4 (is_rank_zero): wrong under mp.spawn with explicit ranks, which sets no variables."""
+@both_implementations
+def test_explicit_rank_decides_is_rank_zero(implementation: str) -> None:
+    """KempnerForge is_rank_zero: wrong under mp.spawn with explicit ranks, which sets no variables."""
 
     def check(rank: int, is_rank_zero: Callable[[], bool]) -> None:
         store = dist.FileStore(os.environ["HARNESS_RENDEZVOUS_FILE"], 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         assert is_rank_zero() == (rank == 0), f"rank {rank}"
 
-    contrast(side, check, init.is_rank_zero, published.is_rank_zero, symptom="rank 1", init=False, env=alone())
+    contrast(
+        implementation, check, init.is_rank_zero, published.is_rank_zero, symptom="rank 1", init=False, env=alone()
+    )
 
 
 def test_missing_local_rank_raises_instead_of_defaulting() -> None:
-    """SEED_NOTES 1 (get_local_rank_preinit, get_local_world_size_preinit): before init, from a single source."""
+    """NeMo AutoModel get_local_rank_preinit, get_local_world_size_preinit: a missing variable counted as 0 and 1."""
 
     def check(rank: int) -> tuple[int, int]:
         local = init.get_local_rank_preinit(), init.get_local_world_size_preinit()
@@ -272,12 +291,12 @@ def test_missing_local_rank_raises_instead_of_defaulting() -> None:
     ],
 )
 def test_slurm_tasks_per_node_is_parsed(text: str, node: int, tasks: int | None) -> None:
-    """SEED_NOTES 4 (get_world_info): LOCAL_WORLD_SIZE was never set."""
+    """KempnerForge get_world_info: LOCAL_WORLD_SIZE was never set."""
     assert tasks_on_node(text, node) == tasks
 
 
 def test_exported_variables_are_restored() -> None:
-    """SEED_NOTES 4 (get_world_info): environment writes were never undone. A child must not undo its parent's."""
+    """KempnerForge get_world_info: environment writes were never undone. A child must not undo its parent's."""
     environ = {"RANK": "7", "KEEP": "1"}
     export_variables({"RANK": "0", "NEW": "a"}, environ)
     export_variables({"NEW": "b", "KEEP": "1"}, environ)
@@ -290,7 +309,7 @@ def test_exported_variables_are_restored() -> None:
 
 
 def test_master_port_is_derived_from_job_and_step() -> None:
-    """SEED_NOTES 4 (init_distributed), LAUNCH: equal on all ranks, below the ephemeral range, different per step."""
+    """KempnerForge init_distributed: the port must be equal on all ranks, not ephemeral, and different per step."""
     ports = set()
     for step in range(3):
         tasks = [{**STEP, "SLURM_STEP_ID": str(step), "SLURM_PROCID": str(rank)} for rank in range(4)]
@@ -315,14 +334,14 @@ def test_master_port_is_derived_from_job_and_step() -> None:
     ],
 )
 def test_invalid_master_address_is_reported_by_name(variables: dict[str, str], message: str) -> None:
-    """SEED_NOTES 4 (init_distributed): fell back to localhost and a random port."""
+    """KempnerForge init_distributed: fell back to localhost and a random port."""
     environ = {"RANK": "0", "WORLD_SIZE": "2", **variables}
     with pytest.raises(RankEnvironmentError, match=message):
         master_address(read_rank_variables(environ), environ)
 
 
 def test_compressed_node_list_without_scontrol_is_rejected_on_several_nodes(tmp_path: Path) -> None:
-    """SEED_NOTES 4 (init_distributed): a container has no scontrol."""
+    """KempnerForge init_distributed: a failing scontrol left MASTER_ADDR empty; containers have none."""
     environ = {**STEP, "SLURM_STEP_NODELIST": "n[3-4]", "PATH": str(tmp_path)}
     with pytest.raises(RankEnvironmentError, match=r"SLURM_STEP_NODELIST=n\[3-4\] needs scontrol"):
         master_address(read_rank_variables(environ), environ)

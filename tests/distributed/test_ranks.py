@@ -1,7 +1,7 @@
 """Ranks, nodes and environment variables of a process group, compared with the published behavior of OLMo-core.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
-their check against a re-creation of the published behavior, which must fail.
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+also run their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from components.distributed import init, utils
 from components.distributed.process.environment import RankEnvironmentError
 from components.distributed.process.groups import NotInGroupError
 from tests.distributed import published
-from tests.distributed.contrast import both_sides, contrast, nodes_of_two, without
+from tests.distributed.contrast import both_implementations, contrast, nodes_of_two, without
 from tests.harness import join_world, run_ranks
 
 LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-@both_sides
-def test_queries_on_a_group_raise_on_non_member_ranks(side: str) -> None:
+@both_implementations
+def test_queries_on_a_group_raise_on_non_member_ranks(implementation: str) -> None:
     """OLMo-core get_world_size, get_fs_local_rank: return -1 on ranks outside the group."""
 
     def check(rank: int, module: Any) -> None:
@@ -42,23 +42,36 @@ def test_queries_on_a_group_raise_on_non_member_ranks(side: str) -> None:
                 function(group)
 
     contrast(
-        side, check, utils, published, symptom="DID NOT RAISE", world_size=3, env=lambda rank: {"OLMO_SHARED_FS": "1"}
+        implementation,
+        check,
+        utils,
+        published,
+        symptom="DID NOT RAISE",
+        world_size=3,
+        env=lambda rank: {"OLMO_SHARED_FS": "1"},
     )
 
 
-@both_sides
-def test_missing_local_rank_raises_instead_of_returning_zero(side: str) -> None:
+@both_implementations
+def test_missing_local_rank_raises_instead_of_returning_zero(implementation: str) -> None:
     """OLMo-core get_local_rank: returns 0 on both ranks of a node if LOCAL_RANK is not set."""
 
     def check(rank: int, get_local_rank: Callable[[], int]) -> None:
         with pytest.raises(RankEnvironmentError, match=f"LOCAL_RANK is not set on rank {rank} of 2"):
             get_local_rank()
 
-    contrast(side, check, utils.get_local_rank, published.get_local_rank, symptom="DID NOT RAISE", env=without(*LOCAL))
+    contrast(
+        implementation,
+        check,
+        utils.get_local_rank,
+        published.get_local_rank,
+        symptom="DID NOT RAISE",
+        env=without(*LOCAL),
+    )
 
 
-@both_sides
-def test_local_world_size_is_derived_from_num_nodes(side: str) -> None:
+@both_implementations
+def test_local_world_size_is_derived_from_num_nodes(implementation: str) -> None:
     """OLMo-core validate_env_vars: accepts NUM_NODES alone; get_local_world_size then raises KeyError."""
 
     def check(rank: int, module: Any) -> None:
@@ -66,7 +79,7 @@ def test_local_world_size_is_derived_from_num_nodes(side: str) -> None:
         assert module.get_local_world_size() == 2
 
     contrast(
-        side,
+        implementation,
         check,
         utils,
         published,
@@ -76,7 +89,7 @@ def test_local_world_size_is_derived_from_num_nodes(side: str) -> None:
     )
 
 
-@both_sides
+@both_implementations
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -86,7 +99,7 @@ def test_local_world_size_is_derived_from_num_nodes(side: str) -> None:
     ],
     ids=["more nodes than ranks", "no ranks left", "node larger than world"],
 )
-def test_impossible_node_counts_are_rejected(side: str, variables: dict[str, str], message: str) -> None:
+def test_impossible_node_counts_are_rejected(implementation: str, variables: dict[str, str], message: str) -> None:
     """OLMo-core get_num_nodes: trusts NUM_NODES, and returns 0 if LOCAL_WORLD_SIZE exceeds the world size."""
 
     def check(rank: int, module: Any) -> None:
@@ -94,11 +107,11 @@ def test_impossible_node_counts_are_rejected(side: str, variables: dict[str, str
             with pytest.raises(RankEnvironmentError, match=message):
                 function()
 
-    contrast(side, check, utils, published, symptom="DID NOT RAISE", env=lambda rank: dict(variables))
+    contrast(implementation, check, utils, published, symptom="DID NOT RAISE", env=lambda rank: dict(variables))
 
 
-@both_sides
-def test_num_nodes_counts_nodes_of_unequal_size(side: str) -> None:
+@both_implementations
+def test_num_nodes_counts_nodes_of_unequal_size(implementation: str) -> None:
     """OLMo-core get_num_nodes: floor division, wrong for nodes of unequal size (here of 2 ranks and 1)."""
 
     def check(rank: int, module: Any) -> None:
@@ -111,7 +124,7 @@ def test_num_nodes_counts_nodes_of_unequal_size(side: str) -> None:
             "GROUP_WORLD_SIZE": "2",
         }
 
-    contrast(side, check, utils, published, symptom=r"assert [13] == 2", world_size=3, env=unequal)
+    contrast(implementation, check, utils, published, symptom=r"assert [13] == 2", world_size=3, env=unequal)
 
 
 def test_env_vars_that_contradict_the_process_group_are_all_reported() -> None:
@@ -133,8 +146,8 @@ def test_group_ranks_are_translated_to_global_ranks() -> None:
     assert run_ranks(3, check) == [(2, 2)] * 3
 
 
-@both_sides
-def test_explicit_rank_and_world_size_are_exported_to_the_environment(side: str) -> None:
+@both_implementations
+def test_explicit_rank_and_world_size_are_exported_to_the_environment(implementation: str) -> None:
     """OLMo-core init_distributed: with rank= and world_size=, exports RANK=0 and WORLD_SIZE=1 on every rank."""
 
     def check(rank: int, init_distributed: Callable[..., None]) -> None:
@@ -155,7 +168,7 @@ def test_explicit_rank_and_world_size_are_exported_to_the_environment(side: str)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     port = str(15000 + os.getpid() % 15000)
     contrast(
-        side,
+        implementation,
         check,
         utils.init_distributed,
         published.init_distributed,
@@ -165,8 +178,8 @@ def test_explicit_rank_and_world_size_are_exported_to_the_environment(side: str)
     )
 
 
-@both_sides
-def test_stale_local_rank_is_reset_in_a_single_process(side: str) -> None:
+@both_implementations
+def test_stale_local_rank_is_reset_in_a_single_process(implementation: str) -> None:
     """OLMo-core _bootstrap_single_process_distributed_env: keeps a stale LOCAL_RANK=3."""
 
     def check(rank: int, init_distributed: Callable[..., None]) -> None:
@@ -177,7 +190,7 @@ def test_stale_local_rank_is_reset_in_a_single_process(side: str) -> None:
 
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     contrast(
-        side,
+        implementation,
         check,
         utils.init_distributed,
         published.init_distributed,
@@ -188,8 +201,8 @@ def test_stale_local_rank_is_reset_in_a_single_process(side: str) -> None:
     )
 
 
-@both_sides
-def test_missing_local_rank_is_derived_at_init(side: str) -> None:
+@both_implementations
+def test_missing_local_rank_is_derived_at_init(implementation: str) -> None:
     """OLMo-core init_distributed, validate_env_vars: a missing LOCAL_RANK is an error, or a bare KeyError."""
 
     def check(rank: int, init_distributed: Callable[..., None]) -> None:
@@ -197,7 +210,7 @@ def test_missing_local_rank_is_derived_at_init(side: str) -> None:
         assert (utils.get_local_rank(), utils.get_local_world_size(), utils.get_num_nodes()) == (rank, 2, 1)
 
     contrast(
-        side,
+        implementation,
         check,
         utils.init_distributed,
         published.init_distributed,
@@ -207,8 +220,8 @@ def test_missing_local_rank_is_derived_at_init(side: str) -> None:
     )
 
 
-@both_sides
-def test_equivalent_backends_are_accepted(side: str) -> None:
+@both_implementations
+def test_equivalent_backends_are_accepted(implementation: str) -> None:
     """OLMo-core init_distributed: compares backend names as strings. An unavailable backend is still rejected here."""
 
     def check(rank: int, init_distributed: Callable[..., None]) -> None:
@@ -220,7 +233,7 @@ def test_equivalent_backends_are_accepted(side: str) -> None:
             init_distributed("nccl")
 
     contrast(
-        side,
+        implementation,
         check,
         utils.init_distributed,
         published.init_distributed,
@@ -229,8 +242,8 @@ def test_equivalent_backends_are_accepted(side: str) -> None:
     )
 
 
-@both_sides
-def test_shared_filesystem_flag_can_be_turned_off_again(side: str) -> None:
+@both_implementations
+def test_shared_filesystem_flag_can_be_turned_off_again(implementation: str) -> None:
     """OLMo-core init_distributed: shared_filesytem=False does not unset OLMO_SHARED_FS if it is already set."""
 
     def check(rank: int, init_distributed: Callable[..., None]) -> None:
@@ -247,7 +260,7 @@ def test_shared_filesystem_flag_can_be_turned_off_again(side: str) -> None:
             assert utils.get_fs_local_rank() == rank % 2
 
     contrast(
-        side,
+        implementation,
         check,
         utils.init_distributed,
         published.init_distributed,

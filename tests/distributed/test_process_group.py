@@ -1,7 +1,7 @@
 """Initializing a distributed run, compared with the published behavior of NeMo AutoModel and KempnerForge.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
-their check against a re-creation of the published behavior, which must fail.
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+also run their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from components.distributed.process.process_group import (
 )
 from components.distributed.process.rendezvous import RendezvousError
 from tests.distributed import published
-from tests.distributed.contrast import alone, both_sides, contrast, srun, without
+from tests.distributed.contrast import alone, both_implementations, contrast, srun, without
 from tests.harness import run_ranks
 
 
-@both_sides
-def test_init_timeout_does_not_limit_later_collectives(side: str) -> None:
+@both_implementations
+def test_init_timeout_does_not_limit_later_collectives(implementation: str) -> None:
     """NeMo AutoModel initialize_distributed: a barrier that waits longer than `timeout_minutes` ends the run."""
 
     def check(rank: int, initialize: Callable[..., Any]) -> None:
@@ -45,7 +45,7 @@ def test_init_timeout_does_not_limit_later_collectives(side: str) -> None:
         dist.barrier()
 
     contrast(
-        side,
+        implementation,
         check,
         init.initialize_distributed,
         published.initialize_distributed,
@@ -54,8 +54,8 @@ def test_init_timeout_does_not_limit_later_collectives(side: str) -> None:
     )
 
 
-@both_sides
-def test_dist_info_reports_the_actual_backend_and_device(side: str) -> None:
+@both_implementations
+def test_dist_info_reports_the_actual_backend_and_device(implementation: str) -> None:
     """NeMo AutoModel initialize_distributed: reports the requested nccl although the group runs on gloo."""
 
     def check(rank: int, initialize: Callable[..., Any]) -> None:
@@ -65,7 +65,7 @@ def test_dist_info_reports_the_actual_backend_and_device(side: str) -> None:
             assert (info.rank, info.world_size, info.is_main) == (0, 1, True)
 
     contrast(
-        side,
+        implementation,
         check,
         init.initialize_distributed,
         published.initialize_distributed,
@@ -122,8 +122,8 @@ def test_local_rank_wraps_around_the_visible_devices(monkeypatch: pytest.MonkeyP
     assert devices == [0, 1]
 
 
-@both_sides
-def test_rank_without_world_size_is_rejected(side: str) -> None:
+@both_implementations
+def test_rank_without_world_size_is_rejected(implementation: str) -> None:
     """NeMo AutoModel initialize_distributed: treats RANK=3 without WORLD_SIZE as a single process."""
 
     def check(rank: int, initialize: Callable[..., Any]) -> None:
@@ -131,7 +131,7 @@ def test_rank_without_world_size_is_rejected(side: str) -> None:
             initialize("gloo")
 
     contrast(
-        side,
+        implementation,
         check,
         init.initialize_distributed,
         published.initialize_distributed,
@@ -205,8 +205,8 @@ def _listening_addresses() -> set[str]:
     return addresses
 
 
-@both_sides
-def test_missing_master_address_is_rejected(side: str) -> None:
+@both_implementations
+def test_missing_master_address_is_rejected(implementation: str) -> None:
     """KempnerForge init_distributed: each rank picks localhost and its own port, so the ranks never meet."""
 
     def check(rank: int, start: Callable[[], Any]) -> None:
@@ -214,7 +214,7 @@ def test_missing_master_address_is_rejected(side: str) -> None:
             start()
 
     contrast(
-        side,
+        implementation,
         check,
         start_process_group,
         published.start_on_own_port,
@@ -225,8 +225,8 @@ def test_missing_master_address_is_rejected(side: str) -> None:
     )
 
 
-@both_sides
-def test_scontrol_failure_is_reported(side: str, tmp_path: Path) -> None:
+@both_implementations
+def test_scontrol_failure_is_reported(implementation: str, tmp_path: Path) -> None:
     """KempnerForge init_distributed: ignores the exit status of scontrol, so MASTER_ADDR becomes the empty string."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\necho 'slurm_load: cannot contact controller' >&2\nexit 1\n")
@@ -244,7 +244,7 @@ def test_scontrol_failure_is_reported(side: str, tmp_path: Path) -> None:
             start()
 
     contrast(
-        side,
+        implementation,
         check,
         start_process_group,
         published.start_on_own_port,

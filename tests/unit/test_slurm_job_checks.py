@@ -66,7 +66,7 @@ def test_unreachable_slurm_is_reported_with_the_line_of_the_cause(lines: list[st
 )
 def test_rejected_job_is_reported_with_every_reason_from_sbatch(lines: list[str], reason: str) -> None:
     advice = "change these keys of cluster (see sinfo)"
-    assert refusal(lines, CLUSTER) == f"cluster.kind=slurm: sbatch refuses {OPTIONS}: {reason}; {advice}"
+    assert refusal(lines, CLUSTER) == f"cluster.kind=slurm: sbatch rejects {OPTIONS}: {reason}; {advice}"
 
 
 def test_node_local_paths_are_reported_including_mixture_sources() -> None:

@@ -1,7 +1,7 @@
 """Exact exchange of values between ranks, compared with the published behavior of OLMo-core.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
-their check against a re-creation of the published behavior, which must fail.
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+also run their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from components.distributed import utils
 from components.distributed.process.groups import NotInGroupError
 from components.distributed.process.tensor_metadata import MismatchError
 from tests.distributed import published
-from tests.distributed.contrast import both_sides, contrast
+from tests.distributed.contrast import both_implementations, contrast
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
 
 
-@both_sides
-def test_synchronized_numbers_keep_value_and_type(side: str) -> None:
+@both_implementations
+def test_synchronized_numbers_keep_value_and_type(implementation: str) -> None:
     """OLMo-core synchronize_value: turns 0.1 into 0.10000000149 on every rank, the source included."""
 
     def check(rank: int, synchronize: Callable[..., Any]) -> None:
@@ -34,11 +34,11 @@ def test_synchronized_numbers_keep_value_and_type(side: str) -> None:
             assert received == value
             assert type(received) is type(value)
 
-    contrast(side, check, utils.synchronize_value, published.synchronize_value, symptom="assert 0.1000000014")
+    contrast(implementation, check, utils.synchronize_value, published.synchronize_value, symptom="assert 0.1000000014")
 
 
-@both_sides
-def test_tensor_arguments_are_not_modified(side: str) -> None:
+@both_implementations
+def test_tensor_arguments_are_not_modified(implementation: str) -> None:
     """OLMo-core synchronize_value, all_reduce_value: overwrite a tensor that is already on the device."""
 
     def check(rank: int, functions: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
@@ -50,7 +50,7 @@ def test_tensor_arguments_are_not_modified(side: str) -> None:
         assert torch.equal(reduced, torch.full_like(local, 3.0))
 
     contrast(
-        side,
+        implementation,
         check,
         (utils.synchronize_value, utils.all_reduce_value),
         (published.synchronize_value, published.all_reduce_value),
@@ -58,9 +58,9 @@ def test_tensor_arguments_are_not_modified(side: str) -> None:
     )
 
 
-@both_sides
+@both_implementations
 @pytest.mark.parametrize("name", ["synchronize_value", "synchronize_flag", "broadcast_object"])
-def test_default_source_is_the_first_rank_of_the_group(side: str, name: str) -> None:
+def test_default_source_is_the_first_rank_of_the_group(implementation: str, name: str) -> None:
     """OLMo-core synchronize_value, synchronize_flag, broadcast_object: src=0 fails in groups without rank 0."""
 
     def check(rank: int, module: Any) -> None:
@@ -75,11 +75,19 @@ def test_default_source_is_the_first_rank_of_the_group(side: str, name: str) -> 
             with pytest.raises(NotInGroupError):
                 function(value, *arguments, group=group)
 
-    contrast(side, check, utils, published, symptom="ValueError.*(?i:group|rank)", world_size=3, published_timeout=4)
+    contrast(
+        implementation,
+        check,
+        utils,
+        published,
+        symptom="ValueError.*(?i:group|rank)",
+        world_size=3,
+        published_timeout=4,
+    )
 
 
-@both_sides
-def test_source_rank_determines_type_shape_and_dtype(side: str) -> None:
+@both_implementations
+def test_source_rank_determines_type_shape_and_dtype(implementation: str) -> None:
     """OLMo-core synchronize_value: a type mismatch across ranks hangs, or reinterprets the bits."""
 
     def check(rank: int, synchronize: Callable[..., Any]) -> None:
@@ -94,7 +102,7 @@ def test_source_rank_determines_type_shape_and_dtype(side: str) -> None:
         assert synchronize(torch.zeros(0, 3), CPU).shape == (0, 3)
 
     contrast(
-        side,
+        implementation,
         check,
         utils.synchronize_value,
         published.synchronize_value,
@@ -103,7 +111,7 @@ def test_source_rank_determines_type_shape_and_dtype(side: str) -> None:
     )
 
 
-def test_explicit_source_and_unsupported_values() -> None:
+def test_unsupported_values_are_rejected() -> None:
     """Only a bool, int, float or tensor is accepted; other values raise before any communication."""
 
     def check(rank: int) -> tuple[float, str]:
@@ -116,8 +124,8 @@ def test_explicit_source_and_unsupported_values() -> None:
     assert run_ranks(3, check) == [(2.5, "from 1")] * 3
 
 
-@both_sides
-def test_all_reduced_sums_are_exact(side: str) -> None:
+@both_implementations
+def test_all_reduced_sums_are_exact(implementation: str) -> None:
     """OLMo-core all_reduce_value: returns 33554432.0 for 16777217.0 on two ranks."""
 
     def check(rank: int, reduce: Callable[..., Any]) -> None:
@@ -125,11 +133,17 @@ def test_all_reduced_sums_are_exact(side: str) -> None:
         assert reduce(2**53 + 1, CPU) == 2**54 + 2
         assert reduce(0.1 * (rank + 1), CPU) == 0.1 + 0.2
 
-    contrast(side, check, utils.all_reduce_value, published.all_reduce_value, symptom="assert 33554432.0 == 33554434.0")
+    contrast(
+        implementation,
+        check,
+        utils.all_reduce_value,
+        published.all_reduce_value,
+        symptom="assert 33554432.0 == 33554434.0",
+    )
 
 
-@both_sides
-def test_sum_of_bools_is_a_count(side: str) -> None:
+@both_implementations
+def test_sum_of_bools_is_a_count(implementation: str) -> None:
     """OLMo-core all_reduce_value: the sum of bools is True."""
 
     def check(rank: int, reduce: Callable[..., Any]) -> None:
@@ -139,7 +153,7 @@ def test_sum_of_bools_is_a_count(side: str) -> None:
         assert reduce(rank == 1, CPU, op=dist.ReduceOp.MAX) is True
 
     contrast(
-        side,
+        implementation,
         check,
         utils.all_reduce_value,
         published.all_reduce_value,
@@ -148,8 +162,8 @@ def test_sum_of_bools_is_a_count(side: str) -> None:
     )
 
 
-@both_sides
-def test_mismatched_values_raise_on_every_rank(side: str) -> None:
+@both_implementations
+def test_mismatched_values_raise_on_every_rank(implementation: str) -> None:
     """OLMo-core all_reduce_value, all_gather: a dtype mismatch aborts the process."""
 
     def check(rank: int, module: Any) -> None:
@@ -165,7 +179,7 @@ def test_mismatched_values_raise_on_every_rank(side: str) -> None:
         assert module.all_reduce_value(1.5 if rank else 1, CPU) == 2.5  # ints and floats can be added
 
     contrast(
-        side,
+        implementation,
         check,
         utils,
         published,
@@ -174,7 +188,7 @@ def test_mismatched_values_raise_on_every_rank(side: str) -> None:
     )
 
 
-def test_every_reduction_operation_of_numbers() -> None:
+def test_numbers_support_every_reduction() -> None:
     """A NaN on any rank propagates, also through MIN."""
     ops = dist.ReduceOp
 
@@ -190,8 +204,8 @@ def test_every_reduction_operation_of_numbers() -> None:
     assert run_ranks(3, check) == [[24, 2, 4, 3.0, 0, 7, 5, True]] * 3
 
 
-@both_sides
-def test_all_gather_supports_ragged_tensors(side: str) -> None:
+@both_implementations
+def test_all_gather_supports_ragged_tensors(implementation: str) -> None:
     """OLMo-core all_gather: raises for ragged shapes, although it is meant to support them."""
 
     def check(rank: int, gather: Callable[..., Any]) -> None:
@@ -206,7 +220,7 @@ def test_all_gather_supports_ragged_tensors(side: str) -> None:
         assert [item.tolist() for item in gather(torch.zeros(0))] == [[], [], []]
 
     contrast(
-        side,
+        implementation,
         check,
         utils.all_gather,
         published.all_gather,
@@ -216,8 +230,8 @@ def test_all_gather_supports_ragged_tensors(side: str) -> None:
     )
 
 
-@both_sides
-def test_all_gather_is_differentiable(side: str) -> None:
+@both_implementations
+def test_all_gather_is_differentiable(implementation: str) -> None:
     """OLMo-core all_gather: no autograd. The expected gradient is computed by hand from the weights of each term."""
 
     def check(rank: int, gather: Callable[..., Any]) -> None:
@@ -234,11 +248,11 @@ def test_all_gather_is_differentiable(side: str) -> None:
             with pytest.raises(MismatchError, match="with gradient"):
                 gather(local if rank else local.detach())
 
-    contrast(side, check, utils.all_gather, published.all_gather, symptom="no gradient|RuntimeError")
+    contrast(implementation, check, utils.all_gather, published.all_gather, symptom="no gradient|RuntimeError")
 
 
-@both_sides
-def test_all_gather_does_not_pickle(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_implementations
+def test_all_gather_does_not_pickle(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """OLMo-core all_gather: one pickled collective per call."""
 
     def forbidden(*arguments: Any, **options: Any) -> None:
@@ -248,7 +262,7 @@ def test_all_gather_does_not_pickle(side: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(dist, "all_gather_object", forbidden)
         assert [item.item() for item in gather(torch.tensor([rank]))] == [0, 1]
 
-    contrast(side, check, utils.all_gather, published.all_gather, symptom="a pickled collective")
+    contrast(implementation, check, utils.all_gather, published.all_gather, symptom="a pickled collective")
 
 
 def test_helpers_work_in_a_single_process() -> None:

@@ -1,7 +1,7 @@
 """The public parallelizer functions, compared with the published behavior of NeMo AutoModel's `parallelizer` module.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
-their check against a re-creation of the published behavior, which must fail.
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+also run their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from components.distributed.tensor.tp_plan import MissingPlanError, get_hf_tp_sh
 from components.models import read_anatomy
 from components.training import gradient_norm
 from tests.distributed import published_parallelizer as published
-from tests.distributed.contrast import both_sides, contrast
+from tests.distributed.contrast import both_implementations, contrast
 from tests.distributed.parity import build, pad, samples_of_step
 from tests.harness import run_ranks
 
@@ -65,11 +65,11 @@ def check_containers(rank: int, apply: Any) -> None:
     assert units == blocks, f"units are {sorted(units)}"
 
 
-@both_sides
-def test_fsdp_wraps_blocks_inside_nested_lists_and_dicts(side: str) -> None:
+@both_implementations
+def test_fsdp_wraps_blocks_inside_nested_lists_and_dicts(implementation: str) -> None:
     """apply_fsdp_sharding_recursively: the published version skips nested ModuleLists and ModuleDicts."""
     ours, theirs = parallelizer.apply_fsdp_sharding_recursively, published.apply_fsdp
-    contrast(side, check_containers, ours=ours, published=theirs, symptom="ModuleList|units are")
+    contrast(implementation, check_containers, ours=ours, published=theirs, symptom="ModuleList|units are")
 
 
 def test_top_level_module_list_is_sharded_like_a_child_list() -> None:
@@ -95,12 +95,12 @@ def check_only_the_last_unit_stays_unsharded(rank: int, apply: Any) -> None:
     assert stays == [False, False, False, True], f"gathered after the forward: {stays}"
 
 
-@both_sides
-def test_only_the_last_fsdp_unit_skips_reshard_after_forward(side: str) -> None:
+@both_implementations
+def test_only_the_last_fsdp_unit_skips_reshard_after_forward(implementation: str) -> None:
     """apply_fsdp_sharding_recursively: the published version skips resharding for the last unit of every list."""
     ours, theirs = parallelizer.apply_fsdp_sharding_recursively, published.apply_fsdp
     contrast(
-        side,
+        implementation,
         check_only_the_last_unit_stays_unsharded,
         ours=ours,
         published=theirs,
@@ -114,11 +114,11 @@ def check_plan_of_transformers_5(rank: int, plan_of: Any) -> None:
     assert plan["lm_head"].output_layouts[0].is_replicate()
 
 
-@both_sides
-def test_tp_styles_of_transformers_5_are_translated(side: str) -> None:
+@both_implementations
+def test_tp_styles_of_transformers_5_are_translated(implementation: str) -> None:
     """get_hf_tp_shard_plan: published, Llama, Mistral and Qwen3 of transformers 5 raise ValueError."""
     contrast(
-        side,
+        implementation,
         check_plan_of_transformers_5,
         ours=get_hf_tp_shard_plan,
         published=published.hf_plan,
@@ -202,11 +202,13 @@ def check_gpt2_without_tp(rank: int, parallelize: Any) -> None:
     model(input_ids=torch.ones(1, 8, dtype=torch.int64)).logits.sum().backward()
 
 
-@both_sides
-def test_model_without_llama_attributes_is_parallelized(side: str) -> None:
+@both_implementations
+def test_model_without_llama_attributes_is_parallelized(implementation: str) -> None:
     """fsdp2_strategy_parallelize: published, GPT-2 fails even with tp=1."""
     ours = parallelizer.fsdp2_strategy_parallelize
-    contrast(side, check_gpt2_without_tp, ours=ours, published=published.fsdp2, symptom="no attribute 'model'")
+    contrast(
+        implementation, check_gpt2_without_tp, ours=ours, published=published.fsdp2, symptom="no attribute 'model'"
+    )
 
 
 def user_plan(model: nn.Module) -> dict[str, Any]:
@@ -360,11 +362,11 @@ def check_default_policy(rank: int, parallelize: Any) -> None:
     logits.sum().backward()
 
 
-@both_sides
-def test_default_mixed_precision_policy_trains(side: str) -> None:
+@both_implementations
+def test_default_mixed_precision_policy_trains(implementation: str) -> None:
     """fsdp2_strategy_parallelize: published, blocks return float32, which the next bfloat16 weights reject."""
     ours = parallelizer.fsdp2_strategy_parallelize
-    contrast(side, check_default_policy, ours=ours, published=published.fsdp2, symptom="same dtype")
+    contrast(implementation, check_default_policy, ours=ours, published=published.fsdp2, symptom="same dtype")
 
 
 def check_few_kv_heads(rank: int, parallelize: Any) -> None:
@@ -373,11 +375,13 @@ def check_few_kv_heads(rank: int, parallelize: Any) -> None:
     model(input_ids=torch.ones(1, 8, dtype=torch.int64)).logits.sum().backward()
 
 
-@both_sides
-def test_fewer_kv_heads_than_tp_ranks_are_supported(side: str) -> None:
+@both_implementations
+def test_fewer_kv_heads_than_tp_ranks_are_supported(implementation: str) -> None:
     """fsdp2_strategy_parallelize: the published version rejects kv_heads < tp instead of replicating."""
     ours = parallelizer.fsdp2_strategy_parallelize
-    contrast(side, check_few_kv_heads, ours=ours, published=published.fsdp2, symptom="divisible by the TP size")
+    contrast(
+        implementation, check_few_kv_heads, ours=ours, published=published.fsdp2, symptom="divisible by the TP size"
+    )
 
 
 def test_hybrid_sharding_replicates_and_shards_without_printing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -439,11 +443,11 @@ def check_q_norm(rank: int, apply: Any) -> None:
         assert error < 1e-6, f"gradient of {name} is off by {error:.2f}"
 
 
-@both_sides
-def test_gradients_of_q_and_k_norms_are_all_reduced_over_tp(side: str) -> None:
+@both_implementations
+def test_gradients_of_q_and_k_norms_are_all_reduced_over_tp(implementation: str) -> None:
     """Published TP: q_norm and k_norm keep partial gradients, so replicas drift apart while the loss looks fine."""
     symptom = "norm.weight is off by [01]\\.[1-9]"
-    contrast(side, check_q_norm, ours=ours_tp, published=published.parallelize_tp, symptom=symptom)
+    contrast(implementation, check_q_norm, ours=ours_tp, published=published.parallelize_tp, symptom=symptom)
 
 
 def check_tied(rank: int, apply: Any) -> None:
@@ -453,10 +457,10 @@ def check_tied(rank: int, apply: Any) -> None:
     assert error < 1e-10, f"gradient of {name} is off by {error:.2f}"
 
 
-@both_sides
-def test_tied_embeddings_stay_tied_under_tp(side: str) -> None:
+@both_implementations
+def test_tied_embeddings_stay_tied_under_tp(implementation: str) -> None:
     """Published TP: parallelize_module re-registers parameters, which unties lm_head and embed_tokens."""
-    contrast(side, check_tied, ours=ours_tp, published=published.parallelize_tp, symptom="is off by")
+    contrast(implementation, check_tied, ours=ours_tp, published=published.parallelize_tp, symptom="is off by")
 
 
 def test_sequence_parallel_shards_the_decoder_layers_of_any_model() -> None:
@@ -489,10 +493,10 @@ def check_norm(rank: int, norm: Any) -> None:
     assert abs(actual / expected - 1) < 1e-12, f"the norm is {actual.item()}, not {expected.item()}"
 
 
-@both_sides
-def test_gradient_norm_counts_replicated_parameters_once(side: str) -> None:
+@both_implementations
+def test_gradient_norm_counts_replicated_parameters_once(implementation: str) -> None:
     """Published TP: replicated gradients are counted tp times, and mixed meshes break clip_grad_norm_."""
-    contrast(side, check_norm, ours=gradient_norm, published=published.gradient_norm, symptom="the norm is")
+    contrast(implementation, check_norm, ours=gradient_norm, published=published.gradient_norm, symptom="the norm is")
 
 
 def check_unshard(rank: int, context: Any) -> None:
@@ -509,11 +513,13 @@ def check_unshard(rank: int, context: Any) -> None:
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor), "resharding is not back on"
 
 
-@both_sides
-def test_unshard_context_keeps_parameters_gathered_across_forwards(side: str) -> None:
+@both_implementations
+def test_unshard_context_keeps_parameters_gathered_across_forwards(implementation: str) -> None:
     """unshard_fsdp2_model: published, the first forward reshards the parameters."""
     ours = parallelizer.unshard_fsdp2_model
-    contrast(side, check_unshard, ours=ours, published=published.unshard, symptom="sharded again after a forward")
+    contrast(
+        implementation, check_unshard, ours=ours, published=published.unshard, symptom="sharded again after a forward"
+    )
 
 
 def test_flattened_mesh_axis_is_found_by_name() -> None:

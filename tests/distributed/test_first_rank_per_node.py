@@ -1,7 +1,7 @@
 """FirstRankPerNode, compared with the published behavior of NeMo AutoModel.
 
-Each docstring names the published function and the weakness that the test covers. Tests marked `both_sides` also run
-their check against a re-creation of the published behavior, which must fail.
+Each docstring names the published function and the weakness that the test covers. Tests marked `both_implementations`
+also run their check against a re-creation of the published behavior, which must fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from components.distributed.process import process_group
 from components.distributed.process.groups import NotInGroupError
 from components.distributed.process.store_sync import PeerFailure
 from tests.distributed import published
-from tests.distributed.contrast import both_sides, contrast, hear, nodes_of_two, tell
+from tests.distributed.contrast import both_implementations, contrast, nodes_of_two, signal_event, wait_for_event
 from tests.harness import run_ranks, start_ranks
 
 
@@ -44,8 +44,8 @@ def _fail() -> None:
     raise KeyError("disk full")
 
 
-@both_sides
-def test_first_rank_of_every_node_enters_first(side: str) -> None:
+@both_implementations
+def test_first_rank_of_every_node_enters_first(implementation: str) -> None:
     """NeMo AutoModel FirstRankPerNode: only global rank 0 is first, but each node must prepare its node-local files."""
 
     def check(rank: int, section: Callable[[], Any]) -> None:
@@ -54,7 +54,7 @@ def test_first_rank_of_every_node_enters_first(side: str) -> None:
         assert first == (rank % 2 == 0), f"rank {rank} of nodes of two"
 
     contrast(
-        side,
+        implementation,
         check,
         utils.FirstRankPerNode,
         published.FirstRankPerNode,
@@ -64,9 +64,9 @@ def test_first_rank_of_every_node_enters_first(side: str) -> None:
     )
 
 
-@both_sides
+@both_implementations
 @pytest.mark.parametrize("failing", [0, 2])
-def test_failure_of_a_first_rank_keeps_other_ranks_out(side: str, failing: int) -> None:
+def test_failure_of_a_first_rank_keeps_other_ranks_out(implementation: str, failing: int) -> None:
     """NeMo AutoModel FirstRankPerNode: releases the peers although it failed, and loses the exception type."""
 
     def check(rank: int, section: Callable[[], Any]) -> None:
@@ -80,7 +80,7 @@ def test_failure_of_a_first_rank_keeps_other_ranks_out(side: str, failing: int) 
         assert "KeyError: 'disk full'" in str(error)
 
     contrast(
-        side,
+        implementation,
         check,
         utils.FirstRankPerNode,
         published.FirstRankPerNode,
@@ -90,8 +90,8 @@ def test_failure_of_a_first_rank_keeps_other_ranks_out(side: str, failing: int) 
     )
 
 
-@both_sides
-def test_exception_keeps_its_type_in_a_world_of_one(side: str) -> None:
+@both_implementations
+def test_exception_keeps_its_type_in_a_world_of_one(implementation: str) -> None:
     """NeMo AutoModel FirstRankPerNode: raises SystemExit in place of the original exception."""
 
     def check(rank: int, section: Callable[[], Any]) -> None:
@@ -99,26 +99,28 @@ def test_exception_keeps_its_type_in_a_world_of_one(side: str) -> None:
         assert first is True
         assert isinstance(error, KeyError), repr(error)
 
-    contrast(side, check, utils.FirstRankPerNode, published.FirstRankPerNode, symptom="SystemExit", world_size=1)
+    contrast(
+        implementation, check, utils.FirstRankPerNode, published.FirstRankPerNode, symptom="SystemExit", world_size=1
+    )
 
 
-@both_sides
-def test_failure_of_another_rank_ends_the_next_section(side: str) -> None:
+@both_implementations
+def test_failure_of_another_rank_ends_the_next_section(implementation: str) -> None:
     """NeMo AutoModel FirstRankPerNode: does not signal the failure of a rank that is not first."""
 
     def check(rank: int, section: Callable[[], Any]) -> None:
         _, error = _enter(section(), _fail if rank == 1 else _pass)
         if rank == 1:
             assert isinstance(error, KeyError), repr(error)
-            tell("rank 1 has failed")
+            signal_event("rank 1 has failed")
             return
-        hear("rank 1 has failed")
+        wait_for_event("rank 1 has failed")
         _, error = _enter(section(), _pass)
         assert isinstance(error, PeerFailure), f"{error!r}: the next section went on"
         assert "rank 1 " in str(error)
 
     contrast(
-        side,
+        implementation,
         check,
         utils.FirstRankPerNode,
         published.FirstRankPerNode,
@@ -127,8 +129,8 @@ def test_failure_of_another_rank_ends_the_next_section(side: str) -> None:
     )
 
 
-@both_sides
-def test_slow_first_rank_raises_timeout_error_on_other_ranks(side: str) -> None:
+@both_implementations
+def test_slow_first_rank_raises_timeout_error_on_other_ranks(implementation: str) -> None:
     """NeMo AutoModel FirstRankPerNode: continues after a timeout, which cannot be set in a `with` statement."""
 
     def check(rank: int, section: Callable[..., Any]) -> None:
@@ -136,19 +138,21 @@ def test_slow_first_rank_raises_timeout_error_on_other_ranks(side: str) -> None:
 
         def body() -> None:
             with contextlib.suppress(RuntimeError):  # the published rank 1 never gives up
-                hear("rank 1 has given up", seconds=0.8 if rank == 0 else 0.01)
+                wait_for_event("rank 1 has given up", seconds=0.8 if rank == 0 else 0.01)
 
         first, error = _enter(section(timeout=timedelta(seconds=0.3)), body)
         assert first is (True if rank == 0 else None), f"rank {rank} entered"
         assert isinstance(error, TimeoutError)
         assert "did not finish within 0.3 s" in str(error)
-        tell("rank 1 has given up")
+        signal_event("rank 1 has given up")
 
-    contrast(side, check, utils.FirstRankPerNode, published.FirstRankPerNode, symptom="rank 1 entered")
+    contrast(implementation, check, utils.FirstRankPerNode, published.FirstRankPerNode, symptom="rank 1 entered")
 
 
-@both_sides
-def test_section_may_run_longer_than_process_group_timeouts(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_implementations
+def test_section_may_run_longer_than_process_group_timeouts(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NeMo AutoModel FirstRankPerNode: documents 10 hours, but waits for the gloo timeout of 30 minutes (here 1 s)."""
 
     def check(rank: int, section: Callable[[], Any]) -> None:
@@ -161,7 +165,7 @@ def test_section_may_run_longer_than_process_group_timeouts(side: str, monkeypat
 
     monkeypatch.setattr(published, "GLOO_DEFAULT", timedelta(seconds=1))
     contrast(
-        side,
+        implementation,
         check,
         utils.FirstRankPerNode,
         published.FirstRankPerNode,

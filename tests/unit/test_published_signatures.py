@@ -106,7 +106,7 @@ def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
     ("module", "name", "signature"), FUNCTIONS, ids=[f"{module}.{name}" for module, name, _ in FUNCTIONS]
 )
 def test_functions_have_the_reference_signature(module: str, name: str, signature: str) -> None:
-    """DESIGN 9: parameter names, order, kinds and defaults."""
+    """Parameter names, order, kinds and defaults."""
     names = {"timedelta": timedelta, "ReduceOp": dist.ReduceOp, "bfloat16": torch.bfloat16}
     expected = eval(f"lambda {signature}: None", names)
     assert _parameters(getattr(importlib.import_module(module), name)) == _parameters(expected)
@@ -133,7 +133,7 @@ def test_module_attributes_of_the_reference_exist() -> None:
 
 
 def test_training_reexports_get_sync_ctx_and_reduce_loss() -> None:
-    """DESIGN 9: one definition in components/distributed, re-exported by three modules."""
+    """One definition in components/distributed, re-exported by three modules."""
     utils = importlib.import_module(UTILS)
     for name, module in (("get_sync_ctx", "sync"), ("reduce_loss", "loss")):
         function = getattr(utils, name)
@@ -144,7 +144,7 @@ def test_training_reexports_get_sync_ctx_and_reduce_loss() -> None:
 
 
 def test_package_exports_its_names_except_ambiguous_ones() -> None:
-    """DESIGN 9: `init_distributed` and `_barrier_with_timeout` are defined twice, so the package exports neither."""
+    """`init_distributed` and `_barrier_with_timeout` are defined twice, so the package exports neither."""
     for name in package.__all__:
         assert getattr(package, name) is not None
     for name in ("init_distributed", "_barrier_with_timeout", "nonsense"):

@@ -1,6 +1,6 @@
 """Network variables, seeds and eval shards, compared with NeMo AutoModel's utils and KempnerForge's setup.
 
-Each docstring cites the defect in SEED_NOTES that the test covers, as section.item or section (function).
+Each docstring names the published function and the weakness that the test covers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from components.distributed import init, utils
 from components.distributed.process import network
 from components.distributed.process.seeding import stream
 from tests.distributed import published
-from tests.distributed.contrast import alone, both_sides, contrast
+from tests.distributed.contrast import alone, both_implementations, contrast
 from tests.harness import run_ranks
 
 
-def single(side: str, check: Callable[[Any], None], ours: Any, published: Any, symptom: str, **variables: str) -> None:
+def single(
+    implementation: str, check: Callable[[Any], None], ours: Any, published: Any, symptom: str, **variables: str
+) -> None:
     """Run a check in one process whose only launcher variables are these."""
     contrast(
-        side,
+        implementation,
         lambda rank, implementation: check(implementation),
         ours,
         published,
@@ -51,9 +53,9 @@ def _fake_ip(folder: Path, output: str, status: int = 0) -> str:
     return f"{folder}:{os.environ['PATH']}"
 
 
-@both_sides
-def test_ib_child_interface_is_returned_without_parent_suffix(side: str, tmp_path: Path) -> None:
-    """SEED_NOTES 4 (_detect_ib_interface): ib0.8001@ib0 was returned with its suffix."""
+@both_implementations
+def test_ib_child_interface_is_returned_without_parent_suffix(implementation: str, tmp_path: Path) -> None:
+    """KempnerForge _detect_ib_interface: ib0.8001@ib0 was returned with its suffix."""
     path = _fake_ip(
         tmp_path, "lo UNKNOWN 127.0.0.1/8\nib1 DOWN\nib2 UP\nib0.8001@ib0 UP 10.0.0.1/24\neth0 UP 10.1.0.1/24"
     )
@@ -61,11 +63,11 @@ def test_ib_child_interface_is_returned_without_parent_suffix(side: str, tmp_pat
     def check(detect: Callable[[], Any]) -> None:
         assert detect() == "ib0.8001"
 
-    single(side, check, init._detect_ib_interface, published._detect_ib_interface, "ib0.8001@ib0", PATH=path)
+    single(implementation, check, init._detect_ib_interface, published._detect_ib_interface, "ib0.8001@ib0", PATH=path)
 
 
 def test_roce_interface_is_detected() -> None:
-    """SEED_NOTES 4 (_detect_ib_interface): RoCE interfaces were missed."""
+    """KempnerForge _detect_ib_interface: RoCE interfaces were missed."""
     output = "lo UNKNOWN 127.0.0.1/8\neth0 UP 10.1.0.1/24\nens9 UP 10.2.0.1/24\n\n"
     assert network.first_rdma_interface(output, {"ens9"}) == "ens9"
     assert network.first_rdma_interface(output + "ibp3 UP 10.3.0.1/24\n", {"ens9"}) == "ibp3"
@@ -75,16 +77,16 @@ def test_roce_interface_is_detected() -> None:
 def test_failing_ip_command_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SEED_NOTES 4 (_detect_ib_interface): all errors were swallowed."""
+    """KempnerForge _detect_ib_interface: all errors were swallowed."""
     monkeypatch.setenv("PATH", _fake_ip(tmp_path, "ib0 UP 10.0.0.1/24", status=2))
     assert init._detect_ib_interface() is None
     assert "`ip -br addr` failed" in caplog.text
 
 
-@both_sides
+@both_implementations
 @pytest.mark.parametrize("interface", ["^lo,docker", "=lo"])
-def test_nccl_interface_syntax_is_not_passed_to_gloo(side: str, interface: str) -> None:
-    """SEED_NOTES 4 (_set_nccl_env), 7 (15), 8.9: gloo failed with "Unable to find address for: ^lo"."""
+def test_nccl_interface_syntax_is_not_passed_to_gloo(implementation: str, interface: str) -> None:
+    """KempnerForge _set_nccl_env: gloo failed with "Unable to find address for: ^lo"."""
 
     def check(set_nccl_env: Callable[[], None]) -> None:
         set_nccl_env()
@@ -98,7 +100,7 @@ def test_nccl_interface_syntax_is_not_passed_to_gloo(side: str, interface: str) 
         return {**environment(rank), "GLOO_SOCKET_IFNAME": None}
 
     contrast(
-        side,
+        implementation,
         lambda rank, implementation: check(implementation),
         init._set_nccl_env,
         published._set_nccl_env,
@@ -109,9 +111,9 @@ def test_nccl_interface_syntax_is_not_passed_to_gloo(side: str, interface: str) 
     )
 
 
-@both_sides
-def test_rdma_settings_require_an_rdma_interface(side: str, tmp_path: Path) -> None:
-    """SEED_NOTES 4 (_set_nccl_env): NCCL_NET_GDR_LEVEL was set even without InfiniBand."""
+@both_implementations
+def test_rdma_settings_require_an_rdma_interface(implementation: str, tmp_path: Path) -> None:
+    """KempnerForge _set_nccl_env: NCCL_NET_GDR_LEVEL was set even without InfiniBand."""
     without_ib = _fake_ip(tmp_path, "lo UNKNOWN 127.0.0.1/8\neth0 UP 10.0.0.1/24")
 
     def check(set_nccl_env: Callable[[], None]) -> None:
@@ -122,7 +124,7 @@ def test_rdma_settings_require_an_rdma_interface(side: str, tmp_path: Path) -> N
         names = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
         assert [os.environ[name] for name in names] == ["ib0", "0", "2", "1"]
 
-    single(side, check, init._set_nccl_env, published._set_nccl_env, "AssertionError", PATH=without_ib)
+    single(implementation, check, init._set_nccl_env, published._set_nccl_env, "AssertionError", PATH=without_ib)
 
 
 def test_plain_interface_name_is_shared_with_gloo_and_set_values_are_kept(
@@ -170,10 +172,10 @@ def test_recipe_ranks_get_nccl_settings_only_for_network_rendezvous(over_the_net
     assert run_ranks(2, check, init=False, env=environment) == [expected] * 2
 
 
-@both_sides
+@both_implementations
 @pytest.mark.parametrize("seed", [-1, 2**32])
-def test_seed_invalid_for_numpy_leaves_torch_unseeded(side: str, seed: int) -> None:
-    """SEED_NOTES 4 (_set_seed): numpy raised ValueError after torch had already been seeded."""
+def test_seed_invalid_for_numpy_leaves_torch_unseeded(implementation: str, seed: int) -> None:
+    """KempnerForge _set_seed: numpy raised ValueError after torch had already been seeded."""
 
     def check(set_seed: Callable[..., None]) -> None:
         torch.manual_seed(5)
@@ -184,7 +186,7 @@ def test_seed_invalid_for_numpy_leaves_torch_unseeded(side: str, seed: int) -> N
         with pytest.raises(ConfigError, match=f"run.seed={seed}: with pipeline rank 0 it must lie between 0"):
             set_seed(seed, rank=0)
 
-    single(side, check, init._set_seed, published._set_seed, "torch was seeded")
+    single(implementation, check, init._set_seed, published._set_seed, "torch was seeded")
 
 
 def test_generators_agree_within_a_pipeline_stage_and_differ_between_stages() -> None:
@@ -204,7 +206,7 @@ def test_generators_agree_within_a_pipeline_stage_and_differ_between_stages() ->
 
 
 def test_random_streams_differ_per_rank_coordinates() -> None:
-    """SEED_NOTES 4 (_set_seed): no distinct stream per rank, e.g. for augmentation over dp, dropout over tp."""
+    """KempnerForge _set_seed: no distinct stream per rank, e.g. for augmentation over dp, dropout over tp."""
 
     def draw(*coordinates: int) -> tuple[float, ...]:
         return tuple(torch.rand(4, generator=stream(42, *coordinates)).tolist())
@@ -215,9 +217,9 @@ def test_random_streams_differ_per_rank_coordinates() -> None:
     assert draw(1) != tuple(torch.rand(4, generator=stream(43, 1)).tolist())
 
 
-@both_sides
-def test_eval_shard_depends_on_strategy_not_on_config_class(side: str) -> None:
-    """SEED_NOTES 2 (dp_eval_sample_shard): the decision was an isinstance check of a config class."""
+@both_implementations
+def test_eval_shard_depends_on_strategy_not_on_config_class(implementation: str) -> None:
+    """NeMo AutoModel dp_eval_sample_shard: the decision was an isinstance check of a config class."""
 
     @dataclass
     class Foreign:
@@ -233,4 +235,4 @@ def test_eval_shard_depends_on_strategy_not_on_config_class(side: str) -> None:
             with pytest.raises(ConfigError):
                 shard(*wrong)
 
-    single(side, check, utils.dp_eval_sample_shard, published.dp_eval_sample_shard, r"None == \(3, 4\)")
+    single(implementation, check, utils.dp_eval_sample_shard, published.dp_eval_sample_shard, r"None == \(3, 4\)")
