@@ -83,6 +83,8 @@ def test_lora_run_resumes_bitwise_on_the_same_mesh_and_on_any_other(case: Adapte
         return results
 
     for world, meshes in MESHES.items():
+        if case is QUANTIZED:  # its 128 inputs are quantized 64 at a time, so they cannot be divided by 4
+            meshes = [mesh for mesh in meshes if mesh != "tp4"]
         for mesh, results in zip(meshes, run_ranks(world, resume, world, meshes)[0], strict=True):
             assert results[0] == expected_fingerprint, mesh
             assert results[1].keys() == saved.keys()
