@@ -17,7 +17,7 @@ from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig
 from components.config.schema.recipes import RecipeConfig
-from components.data.sources.files import is_local
+from components.data.sources.files import is_hub_name
 
 OFFLINE = "HF_HUB_OFFLINE"
 """Variable that restricts Hugging Face libraries to their local cache."""
@@ -83,7 +83,7 @@ def _hub_repos(cfg: RecipeConfig) -> list[_HubRepo]:
             found += [
                 _HubRepo(f"{section}.{name}", path, "dataset")
                 for name, path in paths.items()
-                if path is not None and not is_local(path)
+                if path is not None and is_hub_name(path)
             ]
     return found
 

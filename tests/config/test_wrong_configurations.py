@@ -290,6 +290,16 @@ def test_unreachable_hub_is_reported_at_once_and_its_cache_is_used(
         assert "the hub cannot be reached (Connection refused): using only its local cache" in ended.errors
 
 
+@pytest.mark.parametrize("name", ["finetune", "pretrain", "evaluate"])
+def test_default_data_needs_no_network(commands: Commands, tmp_path: Path, name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": ""}
+    arguments = ["model=tiny", "cluster.dry_run=true"]
+    ended = commands.run(REPOSITORY / "recipes" / f"{name}.py", arguments, tmp_path, **environment)
+    assert (ended.status, ended.errors) == (0, "")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"], ["model=tiny", "cluster.dry_run=true"]])
 def test_closed_output_pipe_ends_a_command_without_error_message(tmp_path: Path, arguments: list[str]) -> None:
     reader, writer = os.pipe()

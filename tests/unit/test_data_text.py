@@ -14,7 +14,7 @@ from components.data.dataset import Dataset
 from components.data.examples import IGNORED
 from components.data.loading import build_dataset
 from components.data.preflight import check_files
-from components.data.sources.text import STDLIB
+from components.data.sources.files import STDLIB
 from tests.unit.test_data_examples import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(eos="</s>")

@@ -50,6 +50,15 @@ class Location(NamedTuple):
     """Whether this is another split of data.path than the training split, so that data.path cannot be a single file."""
 
 
+STDLIB = "python:stdlib"
+"""Value of `data.path` for the source code of the standard library: 12 MB of Python, available offline."""
+
+
+def is_hub_name(path: str) -> bool:
+    """Return whether `path` is the name of a hub dataset."""
+    return path != STDLIB and not is_local(path)
+
+
 def is_local(path: str) -> bool:
     """Return whether `path` is a local file or folder (exists or looks like one) rather than a hub name."""
     return path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or Path(path).exists()

@@ -20,6 +20,7 @@ from components.config.schema.data import CustomDataConfig, DataConfig, DocsData
 from components.data.examples import IGNORED, Example
 from components.data.sources import pydocs
 from components.data.sources.files import (
+    STDLIB,
     Location,
     Row,
     check_columns,
@@ -44,7 +45,7 @@ from components.data.sources.rows import (
     text_of,
     train_location,
 )
-from components.data.sources.text import STDLIB, opening_line, split_document, stdlib_rows
+from components.data.sources.text import opening_line, split_document, stdlib_rows
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,9 +15,6 @@ from components.data.sources.rows import Document
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-STDLIB = "python:stdlib"
-"""Value of `data.path` for the source code of the standard library: 12 MB of Python, available offline."""
-
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 
