@@ -38,7 +38,7 @@ def test_named_mesh_that_the_model_does_not_support_is_rejected(tmp_path: Path) 
     """Detected from the config of a dense model, before any model is built."""
     completed = run(*JOB, "--processes", "2", "--steps", "1", "--meshes", "ep2", "--no-gradients", cwd=tmp_path)
     assert completed.returncode == 2, completed.stdout + completed.stderr
-    assert completed.stderr.startswith("--meshes ep2: parallelism.ep=2: the model is dense, it has no experts; set")
+    assert completed.stderr.startswith("--meshes ep2: parallelism.ep=2: the model is dense (no experts); set")
 
 
 def test_deviating_and_crashing_meshes_fail(tmp_path: Path) -> None:
