@@ -35,7 +35,7 @@ def main(cfg: DpoConfig) -> None:
             pairs[split] = training.with_reference(model, read, preference, run)
         batches = data.TrainBatches(pairs["train"], run.plan, seed=cfg.run.seed, fingerprint=pairs["train"].fingerprint)
         held_out = data.EvalBatches(pairs["eval"], run.plan)
-        optimizer = training.build_optimizer(model.module, cfg.optimizer)
+        optimizer = training.build_optimizer(model, cfg.optimizer)
 
         run.begin(model, optimizer, batches, held_out)
         run.report_eval(training.evaluate(model, held_out, preference, run))

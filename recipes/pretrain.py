@@ -28,7 +28,7 @@ def main(cfg: PretrainConfig) -> None:
 
         # Model: built on meta, parallelized, then filled with weights shard by shard
         model = training.prepare(cfg, run, len(tokenizer))
-        optimizer = training.build_optimizer(model.module, cfg.optimizer)
+        optimizer = training.build_optimizer(model, cfg.optimizer)
         objective = training.NextToken(cfg.objective)
 
         def evaluate() -> None:

@@ -36,7 +36,13 @@ from components.config.schema.objective import (
     ORPOConfig,
     SimPOConfig,
 )
-from components.config.schema.optimizer import AdamWConfig, OptimizerKind
+from components.config.schema.optimizer import (
+    AdamWConfig,
+    CustomOptimizerConfig,
+    MuonConfig,
+    OptimizerKind,
+    SGDConfig,
+)
 
 KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
     "cluster": {
@@ -60,7 +66,12 @@ KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
         ObjectiveKind.orpo: ORPOConfig,
         ObjectiveKind.kto: KTOConfig,
     },
-    "optimizer": {OptimizerKind.adamw: AdamWConfig},
+    "optimizer": {
+        OptimizerKind.adamw: AdamWConfig,
+        OptimizerKind.muon: MuonConfig,
+        OptimizerKind.sgd: SGDConfig,
+        OptimizerKind.custom: CustomOptimizerConfig,
+    },
 }
 """Section -> kind -> dataclass."""
 

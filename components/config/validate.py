@@ -17,9 +17,15 @@ from components.config.rules.compute_rules import (
 )
 from components.config.rules.data_rules import data_problems, preference_problems
 from components.config.rules.mesh_rules import model_problems, row_problems
-from components.config.rules.run_rules import adapter_problems, best_checkpoint_problems, profile_problems
+from components.config.rules.run_rules import (
+    adapter_problems,
+    best_checkpoint_problems,
+    optimizer_problems,
+    profile_problems,
+)
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.objective import PreferenceConfig
+from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import MeshShape
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import RecipeConfig, section
@@ -45,7 +51,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     model, parallelism, device = cfg.model, cfg.parallelism, cfg.cluster.device
     training, evaluation = section(cfg, TrainingConfig), section(cfg, EvaluationConfig)
     checkpoint, peft = section(cfg, CheckpointConfig), section(cfg, PeftConfig)
-    preference = section(cfg, PreferenceConfig)
+    preference, optimizer = section(cfg, PreferenceConfig), section(cfg, OptimizerConfig)
 
     problems += model_problems(parallelism, mesh, shape)
     if training is not None:
@@ -58,6 +64,8 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
         problems += row_problems("evaluation.seq_len", evaluation.seq_len, parallelism, mesh)
         if peft is not None:
             problems += adapter_problems(peft, evaluation)
+    if optimizer is not None:
+        problems += optimizer_problems(optimizer, peft)
     problems += data_problems(cfg.data, takes_pairs=preference is not None)
     if preference is not None:
         problems += preference_problems(preference, cfg.data, model, peft)

@@ -12,6 +12,7 @@ from pathlib import Path
 from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
 from components.config.schema.model import WeightInit
+from components.config.schema.optimizer import CustomOptimizerConfig
 from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig, section
 from components.config.schema.training import EvaluationConfig
@@ -51,7 +52,7 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collecti
     except ConfigError as error:
         problems = error.problems
     problems = validate(cfg, None if affects(rejected, MESH_KEYS) else world_size, shape) + problems
-    problems += _problems_of(lambda: check_files(cfg.data)) + _plan_problems(cfg)
+    problems += _problems_of(lambda: check_files(cfg.data)) + _import_problems(cfg)
     return list(dict.fromkeys(problems + _checkpoint_problems(cfg)))
 
 
@@ -62,13 +63,19 @@ def affects(rejected: Collection[str], keys: Collection[str]) -> bool:
     )
 
 
-def _plan_problems(cfg: RecipeConfig) -> list[str]:
-    """Check that the module of parallelism.tp_plan exists, also for meshes without tp, before a sweep starts."""
-    plan = cfg.parallelism.tp_plan
-    package = (plan or "").partition(":")[0].partition(".")[0]
-    if plan is None or importlib.util.find_spec(package) is not None:
-        return []
-    return [f"parallelism.tp_plan={plan}: no module named {package!r}; install it, or put it next to the recipe"]
+def _import_problems(cfg: RecipeConfig) -> list[str]:
+    """Check that the modules of a tp plan and of an optimizer exist, before a sweep starts or a job is queued."""
+    optimizer = section(cfg, CustomOptimizerConfig)
+    paths = {
+        "parallelism.tp_plan": cfg.parallelism.tp_plan,
+        "optimizer.factory": None if optimizer is None else optimizer.factory,
+    }
+    problems = []
+    for key, path in paths.items():
+        package = (path or "").partition(":")[0].partition(".")[0]
+        if path is not None and importlib.util.find_spec(package) is None:
+            problems.append(f"{key}={path}: no module named {package!r}; install it, or put it next to the recipe")
+    return problems
 
 
 def _model_problems(cfg: RecipeConfig) -> list[str]:

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from components import data, distributed, models, training
+from components import checkpoint, data, distributed, models, training
 from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.schema.model import RouterAux
@@ -196,7 +196,7 @@ def _run_mesh(
     row = MeshResult(plan.name, len(batches.at(0)), notes=notes)
     if comparison.gradients:
         row.gradient, row.worst_gradient, row.missing = _gradients(prepared, batches.at(0), expected, folder)
-    optimizer = training.build_optimizer(model, cfg.optimizer)
+    (optimizer,) = checkpoint.list_optimizers(training.build_optimizer(prepared, cfg.optimizer))
     curve = train_on_mesh(prepared, optimizer, batches.at, _hyperparameters(comparison))
     row.loss = worst_difference(curve.losses, expected.losses)
     row.norm = worst_difference(curve.norms, expected.norms)

@@ -20,6 +20,7 @@ from components.config.schema.recipes import TrainConfig
 from components.resilience.gc import GarbageCollection
 from components.training.attempt import Attempt
 from components.training.metrics import StepMetrics, StepReader
+from components.training.optimizers.muon import Muon
 from components.training.optimizers.optim import learning_rate, set_learning_rate
 from components.training.state import SaveClock, TrainState
 
@@ -100,7 +101,8 @@ class Run(Attempt):
         cfg = self.cfg
         batch = f"{self.plan}, up to {cfg.training.seq_len} tokens each"
         facts = [self.plan.facts(train_set), *([] if held_out is None else [held_out.facts])]
-        self._print_banner(model, cfg.model.path or "from scratch", batch, [*facts, *model.notes])
+        optimizers = [each.note for each in checkpoint.list_optimizers(self._optimizer) if isinstance(each, Muon)]
+        self._print_banner(model, cfg.model.path or "from scratch", batch, [*facts, *model.notes, *optimizers])
         for index in range(min(cfg.logging.examples, len(train_set))):
             self.print(f"\nexample {index}, target tokens in [[ ]]:\n{train_set.show(index)}")
         if self.resume_from is not None:

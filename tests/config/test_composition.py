@@ -74,6 +74,7 @@ def test_every_option_composes_and_is_restored_from_yaml(tmp_path: Path, name: s
     needed = ["data.path=mine.jsonl"] if choice in NEEDS_A_PATH else []
     needed += ["+data@data.sources.docs=pydocs"] if choice == "data=mixture" else []
     needed += ["data.factory=my_data:build"] if choice == "data=custom" else []
+    needed += ["optimizer.factory=my_optimizer:build"] if choice == "optimizer=custom" else []
     cfg = compose(name, choice, *(needed or REQUIRED.get(name, [])))
     assert type(cfg) is RECIPES[name]
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))

@@ -119,7 +119,7 @@ def test_key_of_another_kind_in_a_frozen_config_is_rejected() -> None:
 
 def test_unknown_kind_is_rejected_without_further_errors() -> None:
     assert frozen_config_problems("optimizer", kind="adamww") == [
-        "optimizer.kind=adamww: must be one of adamw; did you mean adamw?"
+        "optimizer.kind=adamww: must be one of adamw, muon, sgd, custom; did you mean adamw?"
     ]
     (problem,) = frozen_config_problems("data", kind="sftt")
     assert problem.startswith(
@@ -156,8 +156,8 @@ def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, ...]
     options = tmp_path / "conf" / "optimizer"
     options.mkdir(parents=True)
     header = "defaults: [/schema/optimizer/momentum@_here_, _self_]\n"
-    (options / "sgd.yaml").write_text(f"{header}lr: 0.5\n")
-    (options / "heavy.yaml").write_text("defaults: [sgd, _self_]\nmomentum: 0.99\n")
+    (options / "mine.yaml").write_text(f"{header}lr: 0.5\n")
+    (options / "heavy.yaml").write_text("defaults: [mine, _self_]\nmomentum: 0.99\n")
     (options / "adam.yaml").write_text(f"{header}eps: 1.0e-4\n")
     (options / "headless.yaml").write_text("kind: adamw\nmomentum: 0.99\n")
     (options / "nesterov.yaml").write_text("defaults: [/schema/optimizer/nesterov@_here_, _self_]\n")
@@ -176,27 +176,30 @@ def test_keys_of_another_kind_are_rejected_with_the_option_to_choose(folders: tu
     assert {"optimizer.betas", "optimizer.momentum", "optimizer.lr"} <= set(keys)
     assert len(keys) == len(set(keys))
     assert "optimizer.extra" not in free_keys(FinetuneConfig)
-    (problem,) = problems("optimizer=sgd", "optimizer.eps=1e-5", folders=folders)
+    (problem,) = problems("optimizer=mine", "optimizer.eps=1e-5", folders=folders)
     assert problem.startswith(
         "optimizer.eps=1e-5: the chosen option of optimizer has no such key; add optimizer=adamw, or "
     )
     (problem,) = problems("optimizer.momentum=0.5", folders=folders)
-    assert problem == "optimizer.momentum=0.5: the chosen option of optimizer has no such key; add optimizer=sgd, or " \
-        "another optimizer=NAME that has it (adam)"  # fmt: skip
+    assert problem == (
+        "optimizer.momentum=0.5: the chosen option of optimizer has no such key; add optimizer=sgd, or another "
+        "optimizer=NAME that has it (muon, adam, mine)"
+    )
     (problem,) = problems("optimizer=adam", folders=folders)
     assert problem.endswith(
-        "optimizer/adam.yaml: optimizer.eps: optimizer of kind momentum has no such key (kinds with this key: adamw)"
+        "optimizer/adam.yaml: optimizer.eps: optimizer of kind momentum has no such key "
+        "(kinds with this key: adamw, muon)"
     )
     (problem,) = problems("optimizer=headless", folders=folders)
-    assert problem.endswith("optimizer of kind adamw has no such key (kinds with this key: momentum)")
+    assert problem.endswith("optimizer of kind adamw has no such key (kinds with this key: muon, sgd, momentum)")
     (problem,) = problems("optimizer=nesterov", folders=folders)
-    assert problem.endswith("requests schema/optimizer=nesterov: no such option (there are: adamw, momentum)")
-    (problem,) = problems("optimizer=sgd", "optimizer.momentun=1", folders=folders)
+    assert problem.endswith("(there are: adamw, muon, sgd, custom, momentum)")
+    (problem,) = problems("optimizer=mine", "optimizer.momentun=1", folders=folders)
     assert problem == "optimizer.momentun=1: no such key; did you mean optimizer.momentum?"
 
 
 def test_setting_a_kind_without_its_option_is_rejected(folders: tuple[Path, ...]) -> None:
-    (problem,) = problems("optimizer=sgd", "optimizer.kind=adamw", folders=folders)
+    (problem,) = problems("optimizer=mine", "optimizer.kind=adamw", folders=folders)
     assert problem.startswith("optimizer.kind=adamw: must be one of momentum")
     with pytest.raises(ConfigError) as caught:
         MomentumConfig(kind="adamw")  # type: ignore[arg-type]
@@ -207,10 +210,10 @@ def test_setting_a_kind_without_its_option_is_rejected(folders: tuple[Path, ...]
 
 
 def test_section_accepts_the_kinds_of_its_annotation(folders: tuple[Path, ...]) -> None:
-    assert list(kinds_of(OptimizerConfig)) == ["adamw", "momentum"]
+    assert list(kinds_of(OptimizerConfig)) == ["adamw", "muon", "sgd", "custom", "momentum"]
     assert list(kinds_of(AdamWConfig)) == ["adamw"]
     assert "optimizer.momentum" not in known_keys(FixedConfig)
-    container = yaml.safe_load(to_yaml(compose("optimizer=sgd", folders=folders)))
+    container = yaml.safe_load(to_yaml(compose("optimizer=mine", folders=folders)))
     with pytest.raises(ConfigError) as caught:
         from_yaml(yaml.safe_dump(container), FixedConfig)
     assert caught.value.problems == ["optimizer.kind=momentum: must be one of adamw"]

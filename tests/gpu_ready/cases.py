@@ -18,9 +18,11 @@ from torch.distributed.pipelining.stage import InferenceMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from components import data, distributed, models, training
+from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.config.schema import AdamWConfig, FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
+from components.config.schema.optimizer import MuonConfig
 from components.config.schema.parallelism import ActivationCheckpointing, Strategy
 from tests.distributed.packed import ROWS, SEQ_LEN, packed
 from tests.gpu_ready.device import FakeCuda, Record
@@ -40,7 +42,7 @@ class FakeRun:
 
     cfg: FinetuneConfig
     model: training.Prepared
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizers
     batches: data.TrainBatches
 
 
@@ -53,7 +55,9 @@ def import_all() -> None:
     distributed.parallelize, models.materialize, training.train_step  # noqa: B018
 
 
-def config_of(model: dict[str, Any], axes: dict[str, Any], peft: str = "none", pack: bool = False) -> FinetuneConfig:
+def config_of(
+    model: dict[str, Any], axes: dict[str, Any], peft: str = "none", pack: bool = False, optimizer: str = "adamw"
+) -> FinetuneConfig:
     """Return the config of a run; axes: the `parallelism` section, `strategy` included."""
     values = {"config": {**CONFIG, **model.pop("config", {})}, **model}
     axes = {"dp_shard": 1, **axes, "strategy": Strategy(axes.get("strategy", "fsdp2"))}
@@ -62,6 +66,7 @@ def config_of(model: dict[str, Any], axes: dict[str, Any], peft: str = "none", p
         data=DocsDataConfig(pack=pack),
         parallelism=ParallelismConfig(**axes),
         peft=PeftConfig(method=peft),
+        optimizer=MuonConfig() if optimizer == "muon" else AdamWConfig(),
     )
 
 
@@ -73,6 +78,7 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[Fak
         mesh = distributed.build_mesh(cfg.parallelism, "cuda")
         compute_dtype, _ = training.compute_dtype(cfg.model, CUDA)
         model = models.build_on_meta(cfg.model, cfg.model.config["vocab_size"])
+        anatomy = models.read_anatomy(model)
         models.add_adapters(model, cfg.peft)
         layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
         loss_head = training.attach_loss_head(
@@ -99,8 +105,8 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[Fak
         rows = packed(count=200)
         source = rows if cfg.data.pack else [example for row in rows for example in row.examples]
         batches = data.TrainBatches(source, plan, seed=5)
-        prepared = training.Prepared(model, settings, replica)
-        yield FakeRun(cfg, prepared, training.build_optimizer(model, AdamWConfig()), batches)
+        prepared = training.Prepared(model, settings, replica, anatomy=anatomy)
+        yield FakeRun(cfg, prepared, training.build_optimizer(prepared, cfg.optimizer), batches)
 
 
 @contextmanager
@@ -134,10 +140,10 @@ def values_read() -> Iterator[list[torch.Tensor]]:
 
 def step(
     axes: dict[str, Any], world: int = 1, rank: int = 0, *, model: dict[str, Any] | None = None, peft: str = "none",
-    pack: bool = False,
+    pack: bool = False, optimizer: str = "adamw",
 ) -> dict[str, Any]:  # fmt: skip
     """Run two optimizer steps, the first of which creates the optimizer state; return the record of the second."""
-    with fake_run(config_of(model or {}, axes, peft, pack), world, rank) as run:
+    with fake_run(config_of(model or {}, axes, peft, pack, optimizer), world, rank) as run:
         reported = training.check_kernels(run.model, run.cfg.model, run.batches.at)
         with static_pipeline_shapes():
             training.train_step(run.model, run.batches.at(0), run.optimizer)
@@ -146,8 +152,10 @@ def step(
             numbers = training.train_step(run.model, micro_batches, run.optimizer)
         with Record() as eval_record, values_read() as read:
             training.evaluate(run.model, micro_batches)
-        states = [each for state in run.optimizer.state.values() for each in state.values()]
-        devices = {each.device.type for each in [numbers.vector, *states, *run.optimizer.param_groups[0]["params"]]}
+        optimizers = list_optimizers(run.optimizer)
+        states = [each for optimizer in optimizers for state in optimizer.state.values() for each in state.values()]
+        trained = [each for optimizer in optimizers for each in optimizer.param_groups[0]["params"]]
+        devices = {each.device.type for each in [numbers.vector, *states, *trained]}
     return {
         "reported": reported[0],
         "waits": dict(record.waits),

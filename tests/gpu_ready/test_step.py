@@ -29,3 +29,13 @@ def test_training_step_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
         assert record["devices"] == ["cuda"]
         assert record["evaluation_waits"] == {}
         assert record["evaluation_reads"] == 1  # once, for all batches
+
+
+@pytest.mark.parametrize("layout", ["single", "hsdp", "tp with sequence parallelism", "pp"])
+def test_step_with_muon_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
+    """Newton-Schulz iterations run on the device, and the exchange with owner ranks does not wait."""
+    axes, world = LAYOUTS[layout]
+    record = fake_cuda("step", axes=axes, world=world, optimizer="muon")
+    assert record["waits"] == {}
+    assert record["devices"] == ["cuda"]
+    assert sum(count for name, count in record["operators"].items() if "addmm" in name) > 10

@@ -15,7 +15,7 @@ SHORT = (
     *("data.max_samples=32", "data.max_eval_samples=2", "generation.samples=0", "cluster.device=cpu"),
     *("checkpoint.export=false", "logging.plot=false", "run.dir=mine", "cluster=local_2proc", "parallelism=fsdp2"),
 )
-OPTIMIZER = "        optimizer = training.build_optimizer(model.module, cfg.optimizer)\n"
+OPTIMIZER = "        optimizer = training.build_optimizer(model, cfg.optimizer)\n"
 OBJECTIVE = "        objective = training.NextToken(cfg.objective)\n"
 STEP = "            step.done("
 CHANGES = {

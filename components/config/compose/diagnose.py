@@ -218,7 +218,8 @@ class _Search:
     def _options_with(self, key: str, value: str, cfg: DictConfig) -> list[str]:
         """Return the options of a section that have a key which the chosen option lacks, likeliest first.
 
-        Options with required values come first, of those the one whose name is in the value (`mine.jsonl`: jsonl).
+        Options with required values come first, of those the one whose name is in the value (`mine.jsonl`: jsonl);
+        then those of the section's default kind.
         """
         section, _, name = key.partition(".")
         if section not in KINDS or key not in self.keys or name in _values(cfg, section):
@@ -226,7 +227,13 @@ class _Search:
         texts = option_texts(self.request.folders, section)
         kinds = {option: _kind_of_option(section, texts.get(option, "")) for option in self.accepted_options[section]}
         fitting = [option for option, kind in kinds.items() if kind and name in get_type_hints(KINDS[section][kind])]
-        return sorted(fitting, key=lambda option: (UNSET not in texts[option], option not in value, len(option)))
+        default = WITHOUT_KIND.get(section)
+        return sorted(
+            fitting,
+            key=lambda option: (
+                *(UNSET not in texts[option], option not in value, kinds[option] != default, len(option)),
+            ),
+        )
 
 
 def accepted_options(request: Request, groups: dict[str, list[str]]) -> dict[str, list[str]]:

@@ -1,9 +1,10 @@
-"""Rules about best checkpoints, profiler traces and the evaluation of adapters."""
+"""Rules about best checkpoints, profiler traces, the evaluation of adapters, and their optimizer."""
 
 from __future__ import annotations
 
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.logging import ProfileConfig
+from components.config.schema.optimizer import MuonConfig, OptimizerConfig
 from components.config.schema.peft import PeftConfig
 from components.config.schema.training import EvaluationConfig, TrainingConfig
 
@@ -42,6 +43,16 @@ def profile_problems(profile: ProfileConfig, max_steps: int, world_size: int | N
             f"{world_size - 1}; change logging.profile.ranks"
         )
     return problems
+
+
+def optimizer_problems(optimizer: OptimizerConfig, peft: PeftConfig | None) -> list[str]:
+    """Reject Muon for adapters: the product of two orthogonalized low-rank matrices is not an orthogonalized update."""
+    if peft is None or not peft.adapts or not isinstance(optimizer, MuonConfig):
+        return []
+    return [
+        f"optimizer.kind={optimizer.kind}: Muon orthogonalizes the update of whole matrices, not of the two factors of "
+        f"peft.method={peft.method}; set optimizer=adamw, or peft=none"
+    ]
 
 
 def adapter_problems(peft: PeftConfig, evaluation: EvaluationConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -9,9 +10,12 @@ from components.config.schema.checks import above, at_least, own_kind, raise_all
 
 
 class OptimizerKind(StrEnum):
-    """adamw: torch's AdamW."""
+    """adamw, sgd: torch's; muon: Muon for matrices and AdamW for the rest; custom: a function of yours."""
 
     adamw = "adamw"
+    muon = "muon"
+    sgd = "sgd"
+    custom = "custom"
 
 
 class Schedule(StrEnum):
@@ -69,7 +73,108 @@ class AdamWConfig(OptimizerConfig):
     """Term added to the square root of the second moment, greater than 0."""
 
     def _problems(self) -> list[str]:
-        problems = [*OptimizerConfig._problems(self), *above("optimizer.eps", self.eps, 0)]
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            problems.append(f"optimizer.betas={self.betas}: must be two numbers in [0, 1)")
+        return [*OptimizerConfig._problems(self), *_adamw_problems(self.betas, self.eps)]
+
+
+class MatrixScale(StrEnum):
+    """Factors of Muon's learning rate that depend on the shape of a matrix."""
+
+    rms = "rms"
+    shape = "shape"
+
+
+class NewtonSchulzDtype(StrEnum):
+    """Dtypes of Newton-Schulz iterations."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+@dataclass(kw_only=True, slots=True)
+class MuonConfig(OptimizerConfig):
+    """Muon (Jordan et al. 2024) for the matrices of decoder layers, and AdamW for embeddings, head, norms, biases and
+    routers."""
+
+    kind: OptimizerKind = OptimizerKind.muon
+    """muon."""
+    lr: float = 2e-4
+    """Peak learning rate of matrices, greater than 0."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, applied to parameters with two or more dims; norms and biases are not decayed."""
+    momentum: float = 0.95
+    """Decay rate of the (Nesterov) momentum, in [0, 1)."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations, 1 to 99."""
+    ns_dtype: NewtonSchulzDtype = NewtonSchulzDtype.bfloat16
+    """Dtype of the Newton-Schulz iterations."""
+    scale: MatrixScale = MatrixScale.rms
+    """Factor of lr for a matrix. rms: 0.2 sqrt(max(rows, columns)), which suits AdamW's learning rates (Liu et al.
+    2025); shape: sqrt(max(1, rows / columns)), for learning rates of about 0.02 (Jordan et al. 2024)."""
+    adamw_lr: float | None = None
+    """Peak learning rate of AdamW's parameters, greater than 0, with the same schedule; null: lr."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's decay rates of the first and the second moment, each in [0, 1)."""
+    eps: float = 1e-8
+    """Term added to the square root of AdamW's second moment, greater than 0."""
+
+    def _problems(self) -> list[str]:
+        problems = [
+            *OptimizerConfig._problems(self),
+            *_adamw_problems(self.betas, self.eps),
+            *at_least("optimizer.ns_steps", self.ns_steps, 1),
+        ]
+        if self.adamw_lr is not None:
+            problems += above("optimizer.adamw_lr", self.adamw_lr, 0)
+        if not 0 <= self.momentum < 1:
+            problems.append(f"optimizer.momentum={self.momentum}: must be in [0, 1)")
+        if self.ns_steps >= 100:
+            problems.append(f"optimizer.ns_steps={self.ns_steps}: must be less than 100")
         return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class SGDConfig(OptimizerConfig):
+    """torch.optim.SGD; its weight decay is added to the gradient."""
+
+    kind: OptimizerKind = OptimizerKind.sgd
+    """sgd."""
+    lr: float = 1e-3
+    """Peak learning rate, greater than 0."""
+    weight_decay: float = 0.0
+    """Coefficient of the weights in the gradient, for parameters with two or more dims."""
+    momentum: float = 0.0
+    """Decay rate of the momentum, in [0, 1); 0: none."""
+    nesterov: bool = False
+    """Nesterov momentum; needs a momentum greater than 0."""
+
+    def _problems(self) -> list[str]:
+        problems = OptimizerConfig._problems(self)
+        if not 0 <= self.momentum < 1:
+            problems.append(f"optimizer.momentum={self.momentum}: must be in [0, 1)")
+        elif self.nesterov and not self.momentum:
+            problems.append("optimizer.nesterov=true: needs optimizer.momentum greater than 0")
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomOptimizerConfig(OptimizerConfig):
+    """An optimizer from a function of yours. Its state must consist of scalars and tensors of the parameter's shape."""
+
+    kind: OptimizerKind = OptimizerKind.custom
+    """custom."""
+    factory: str
+    """Function as module:function, or a class; called with parameter groups (with their weight_decay) and lr=."""
+
+    def _problems(self) -> list[str]:
+        problems = OptimizerConfig._problems(self)
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", self.factory):
+            problems.append(f"optimizer.factory={self.factory}: must be module:function")
+        return problems
+
+
+def _adamw_problems(betas: list[float], eps: float) -> list[str]:
+    problems = above("optimizer.eps", eps, 0)
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        problems.append(f"optimizer.betas={betas}: must be two numbers in [0, 1)")
+    return problems

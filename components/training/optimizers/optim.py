@@ -1,37 +1,107 @@
-"""AdamW, learning-rate schedules as pure functions of the step, and updates that skip non-finite gradients."""
+"""Optimizers of a config, learning-rate schedules as pure functions, and updates that skip non-finite gradients."""
 
 from __future__ import annotations
 
 import math
+import pkgutil
+from typing import Any
 
 import torch
 from torch import nn
 
-from components.config.schema.optimizer import AdamWConfig, OptimizerConfig, Schedule
+from components.checkpoint.tensors import Optimizers
+from components.config.errors import ConfigError
+from components.config.schema.optimizer import (
+    AdamWConfig,
+    CustomOptimizerConfig,
+    MuonConfig,
+    OptimizerConfig,
+    Schedule,
+    SGDConfig,
+)
+from components.models.anatomy import Anatomy
 from components.training.optimizers.masked_step import masked_step
+from components.training.optimizers.muon import Muon, divide_parameters
+from components.training.setup.prepared import Prepared
+
+LR_SCALE = "lr_scale"
+"""Key of a parameter group: factor of the schedule's learning rate; 1 if it is missing."""
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters; call it after sharding and loading.
+def build_optimizer(model: Prepared | nn.Module, config: OptimizerConfig) -> Optimizers:
+    """Return the optimizer of the trainable parameters, or two by name for Muon. Call it after sharding and loading.
 
-    Weight decay applies to matrices, not to parameters with fewer than two dims (norms, biases). The kernel is fused
-    except on the meta device, which has no fused one.
+    A collective for Muon. Weight decay applies to matrices, not to parameters with fewer than two dims (norms, biases).
+
+    Raises:
+        ConfigError: An optimizer.factory that cannot be imported, or that does not return an optimizer.
+        TypeError: Muon for a model without its anatomy: pass the result of `prepare`.
     """
-    if not isinstance(config, AdamWConfig):
-        raise TypeError(f"build_optimizer builds AdamW from an AdamWConfig, not from {type(config).__name__}")
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    module = model.module if isinstance(model, Prepared) else model
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    match config:
+        case AdamWConfig():
+            return _adamw(trained, config, config.lr)
+        case SGDConfig():
+            return torch.optim.SGD(
+                _groups(trained, config), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
+            )
+        case MuonConfig():
+            if not isinstance(model, Prepared) or model.anatomy is None:
+                raise TypeError("build_optimizer needs the model from training.prepare for optimizer=muon")
+            return _muon(module, model.anatomy, config)
+        case CustomOptimizerConfig():
+            return _custom(_groups(trained, config), config)
+    raise TypeError(f"build_optimizer: there is no optimizer for {type(config).__name__}")
+
+
+def _groups(parameters: list[nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return the parameter groups with and without weight decay that are not empty."""
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
+
+
+def _adamw(parameters: list[nn.Parameter], config: AdamWConfig | MuonConfig, lr: float) -> torch.optim.AdamW:
+    """Return AdamW with fused kernels, except on the meta device, which has none."""
+    fused = parameters[0].device.type != "meta"
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
+        _groups(parameters, config),
+        lr=lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
-        fused=trained[0].device.type != "meta",
-        foreach=True if trained[0].device.type == "meta" else None,
+        fused=fused,
+        foreach=None if fused else True,
     )
+
+
+def _muon(module: nn.Module, anatomy: Anatomy, config: MuonConfig) -> Optimizers:
+    divided = divide_parameters(module, anatomy)
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    if divided.matrices:  # some pipeline stage may hold none
+        optimizers["muon"] = Muon(divided.matrices, config)
+    if divided.others:
+        lr = config.lr if config.adamw_lr is None else config.adamw_lr
+        optimizers["adamw"] = _adamw(divided.others, config, lr)
+        for group in optimizers["adamw"].param_groups:
+            group[LR_SCALE] = lr / config.lr
+    return optimizers
+
+
+def _custom(groups: list[dict[str, Any]], config: CustomOptimizerConfig) -> torch.optim.Optimizer:
+    key = f"optimizer.factory={config.factory}"
+    try:
+        factory = pkgutil.resolve_name(config.factory)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{key}: cannot be imported: {error}") from error
+    if not callable(factory):
+        raise ConfigError(f"{key}: is a {type(factory).__name__}, not a function")
+    optimizer = factory(groups, lr=config.lr)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{key}: returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    return optimizer
 
 
 def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
@@ -59,7 +129,7 @@ def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig, step: int, max_steps: int) -> None:
     """Set the learning rate of every parameter group to that of optimizer step `step` (the first is 0)."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, step, max_steps)
+        group["lr"] = learning_rate(config, step, max_steps) * group.get(LR_SCALE, 1.0)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor:
@@ -79,11 +149,13 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torc
 
 
 def _honors_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer's fused kernels change nothing if `found_inf` is set.
+    """Return whether a step of the optimizer changes nothing if `found_inf` is set.
 
     `found_inf` and `grad_scale` are the attributes through which torch.amp.GradScaler passes the decision to fused
-    optimizers. Only Adam and AdamW qualify: a skipped first step of fused SGD leaves its momentum uninitialized, and a
-    subclass may compute anything around the kernel.
+    optimizers. Of torch's, only Adam and AdamW qualify: a skipped first step of fused SGD leaves its momentum
+    uninitialized, and a subclass may compute anything around the kernel.
     """
+    if isinstance(optimizer, Muon):
+        return True
     fused = all(group["fused"] for group in optimizer.param_groups if "fused" in group)
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and fused

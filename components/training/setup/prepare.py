@@ -104,6 +104,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
         ),
         parallelism=cfg.parallelism,
         compute_dtype=dtype,
+        anatomy=anatomy,
         counts=counts,
         summary=f"{counts}, {cfg.model.dtype}, {dtype_note}",
         notes=[*layout.notes, router_loss, loss_head, recompute, flops],

@@ -16,6 +16,7 @@ from components.training.setup.flops import StepFlops
 from components.training.setup.router_loss import RouterLoss
 
 if TYPE_CHECKING:
+    from components.models.anatomy import Anatomy
     from components.models.layers import ParameterCounts
 
 
@@ -70,6 +71,8 @@ class Prepared:
     """Parallelism the model was prepared with."""
     compute_dtype: torch.dtype = torch.float32
     """Dtype of matmuls."""
+    anatomy: Anatomy | None = None
+    """Structure of the model without adapters, which optimizer=muon needs; None for a custom model."""
     counts: ParameterCounts | None = None
     """Parameters of the whole model, and bytes of this rank's shard."""
     summary: str = ""

@@ -1,0 +1,185 @@
+"""Muon on any mesh: momentum whose matrices are orthogonalized by Newton-Schulz iterations on owner ranks.
+
+Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/); the arithmetic is that of torch.optim.Muon. Momentum,
+weight decay and the update stay on the shards. Orthogonalization needs whole matrices: see owners.py. A matrix has the
+same shape on its owner as in one process, so the result does not depend on the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from components.config.schema.optimizer import MatrixScale, MuonConfig
+from components.models.anatomy import Anatomy, config_of
+from components.models.fused import Runs, fused_matrices
+from components.training.optimizers.gradients import local_tensor
+from components.training.optimizers.owners import Matrix, MatrixExchange, Piece, Transfer
+
+MOMENTUM = "momentum_buffer"
+"""Name of the momentum in the optimizer's state, as in torch.optim.Muon."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7
+
+
+def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return a matrix with the singular vectors of `matrix` (rows, columns) and singular values between 0.5 and 1.5.
+
+    A quintic Newton-Schulz iteration in the dtype of `matrix`.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=EPS)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def newton_schulz_flops(shape: Sequence[int], steps: int) -> float:
+    """Return the FLOPs of `orthogonalize` for a matrix (..., rows, columns)."""
+    small, large = sorted(shape[-2:])
+    return steps * (4 * small**2 * large + 2 * small**3)
+
+
+def learning_rate_scale(shape: Sequence[int], scale: MatrixScale) -> float:
+    """Return the factor of the learning rate for a matrix (..., rows, columns).
+
+    rms: the update has the root mean square of a typical AdamW update, so that AdamW's learning rate and weight decay
+    can be reused (Liu et al. 2025). shape: sqrt(max(1, rows / columns)), as in the original.
+    """
+    rows, columns = shape[-2:]
+    if scale is MatrixScale.rms:
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with Nesterov momentum over matrices that may be sharded in any way.
+
+    Its fused parameters are updated matrix by matrix. A step is skipped on the device if `found_inf` is set, like
+    torch's fused optimizers: the host does not wait.
+    """
+
+    found_inf: torch.Tensor | None = None
+    """Set before a step: not 0 if the gradients are not finite, a scalar on the device."""
+
+    def __init__(self, matrices: Sequence[Matrix], cfg: MuonConfig) -> None:
+        """Plan the exchanges. A collective if a parameter is sharded."""
+        parameters = list({id(matrix.parameter): matrix.parameter for matrix in matrices}.values())
+        super().__init__(parameters, {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "momentum": cfg.momentum})
+        self._steps, self._scale = cfg.ns_steps, cfg.scale
+        self._dtype = getattr(torch, cfg.ns_dtype)
+        self._exchange = MatrixExchange(matrices, lambda matrix: newton_schulz_flops(matrix.shape, cfg.ns_steps))
+        self._matrices = len(matrices)
+
+    @property
+    def note(self) -> str:
+        """Number of matrices and bytes that this rank sends in a step, for the banner."""
+        sent = self._exchange.sent_elements * self._dtype.itemsize
+        return f"muon: {self._matrices:,} matrices, {sent / 2**20:,.1f} MiB sent to and from their owners per step"
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all matrices. A collective of the ranks that shard them."""
+        if closure is not None:
+            raise ValueError("Muon.step takes no closure")
+        skipped = None if self.found_inf is None else self.found_inf.bool()
+        earlier: Transfer | None = None
+        for bucket in self._exchange.buckets:  # the exchange of a bucket overlaps the arithmetic of the one before
+            transfer = Transfer(bucket, {each: self._direction(each, skipped) for each in bucket.parameters})
+            if earlier is not None:
+                self._finish(earlier, skipped)
+            earlier = transfer
+        if earlier is not None:
+            self._finish(earlier, skipped)
+
+    def _direction(self, parameter: nn.Parameter, skipped: torch.Tensor | None) -> torch.Tensor:
+        """Update the momentum of this rank's shard; return its Nesterov direction in the dtype of Newton-Schulz."""
+        group = self.param_groups[0]
+        momentum = group["momentum"]
+        if parameter.grad is None:
+            raise ValueError("a parameter of Muon has no gradient in this step; freeze it, or use another optimizer")
+        state = self.state[parameter]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
+        gradient, buffer = local_tensor(parameter.grad), local_tensor(state[MOMENTUM])
+        updated = buffer.lerp(gradient, 1 - momentum)
+        buffer.copy_(updated if skipped is None else torch.where(skipped, buffer, updated))
+        return gradient.lerp(updated, momentum).to(self._dtype)
+
+    def _finish(self, transfer: Transfer, skipped: torch.Tensor | None) -> None:
+        """Decay the weights of a bucket and add the orthogonalized directions."""
+        group = self.param_groups[0]
+        decay = 1 - group["lr"] * group["weight_decay"]
+        for parameter in transfer.bucket.parameters:
+            local = local_tensor(parameter.detach())
+            if skipped is None:
+                local.mul_(decay)
+            else:
+                local.mul_(torch.where(skipped, 1.0, local.new_full((), decay)))
+        for matrix, piece, result in transfer.apply(lambda whole: orthogonalize(whole, self._steps)):
+            self._add(matrix, piece, result, skipped)
+
+    def _add(self, matrix: Matrix, piece: Piece, result: torch.Tensor, skipped: torch.Tensor | None) -> None:
+        rate = self.param_groups[0]["lr"] * learning_rate_scale(matrix.shape, self._scale)
+        if skipped is not None:
+            result = torch.where(skipped, 0.0, result)
+        local_tensor(matrix.parameter.detach())[piece.local].add_(result, alpha=-rate)
+
+
+@dataclass(frozen=True, slots=True)
+class MuonParameters:
+    """Trainable parameters of a model, divided between Muon and another optimizer."""
+
+    matrices: list[Matrix]
+    others: list[nn.Parameter]
+
+
+def divide_parameters(model: nn.Module, anatomy: Anatomy) -> MuonParameters:
+    """Divide the trainable parameters: matrices within decoder layers, and the rest.
+
+    The rest are embeddings, the head, norms, biases, routers, and anything outside the decoder layers.
+    """
+    model_type = str(getattr(config_of(model), "model_type", ""))
+    layers = tuple(f"{name}." for name in anatomy.layers)
+    excluded = tuple(f"{name}." for name in (*anatomy.routers, anatomy.embedding, anatomy.head) if name)
+    matrices: list[Matrix] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.dim() not in (2, 3) or not name.startswith(layers) or name.startswith(excluded):
+            others.append(parameter)
+            continue
+        if parameter.dim() == 3 and name.rpartition(".")[0] not in anatomy.experts:
+            others.append(parameter)  # a convolution, or a stack of unknown meaning
+            continue
+        matrices += _matrices_of(name, parameter, anatomy, model_type)
+    return MuonParameters(matrices, others)
+
+
+def _matrices_of(name: str, parameter: nn.Parameter, anatomy: Anatomy, model_type: str) -> list[Matrix]:
+    """Return the matrices of a parameter: each expert, and each matrix of a fused projection."""
+    components = name.split(".")
+    projection = components[-2] if components[-1] == "weight" else components[-1]
+    shape = tuple(parameter.shape)
+    full: list[Runs] = [(range(size),) for size in shape]
+    fused = fused_matrices(projection, shape, anatomy, model_type)
+    variants: list[list[Runs]] = []
+    if fused is None:
+        variants.append(full)
+    else:
+        dim, runs_of_each = fused
+        for runs in runs_of_each:
+            variants.append([*full[:dim], runs, *full[dim + 1 :]])
+    if len(shape) == 2:
+        return [Matrix(parameter, tuple(runs)) for runs in variants]
+    experts: list[Any] = [(range(index, index + 1),) for index in range(shape[0])]
+    return [Matrix(parameter, (expert, *runs[1:])) for expert in experts for runs in variants]

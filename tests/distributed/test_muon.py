@@ -1,0 +1,316 @@
+"""Muon has the same parameters on every mesh as torch.optim.Muon's arithmetic in one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from components import checkpoint, distributed, models, training
+from components.checkpoint.tensors import list_optimizers
+from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.optimizer import MatrixScale, MuonConfig, NewtonSchulzDtype
+from tests.distributed.parity import (
+    CLIP,
+    MODELS,
+    MOE_MODELS,
+    Case,
+    build,
+    micro_batches,
+    recipe_config,
+    samples_of_step,
+)
+from tests.distributed.test_parity import EVERYTHING
+from tests.harness import run_ranks
+
+CPU = torch.device("cpu")
+STEPS = 4
+CONFIG = MuonConfig(
+    lr=2e-3, adamw_lr=5e-3, weight_decay=0.1, momentum=0.9, ns_dtype=NewtonSchulzDtype.float64, eps=1e-5
+)
+"""With a large eps: the gradients of key biases are zero but for rounding, which AdamW would amplify."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**MODELS["llama"], "intermediate_size": 56, "num_hidden_layers": 4},
+    "phi3": {**MODELS["phi3"], "intermediate_size": 56},
+    "gpt2": MODELS["gpt2"],
+    "mixtral": {**MOE_MODELS["mixtral"], "intermediate_size": 56, "num_hidden_layers": 4},
+    "gpt_neox": {
+        **{key: MODELS["llama"][key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "use_cache")},
+        "model_type": "gpt_neox",
+        "num_attention_heads": 4,
+        "intermediate_size": 56,
+        "max_position_embeddings": 64,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    },
+}
+HEAD = 12  # width of a head of phi3 and gpt_neox: 48 / 4
+
+
+def matrices(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the matrices of a parameter as views of it: written out by hand for each family."""
+    if "qkv_proj" in name:  # phi3: 4 query heads, 2 key heads, 2 value heads
+        return list(tensor.split([4 * HEAD, 2 * HEAD, 2 * HEAD]))
+    if "c_attn" in name:
+        return list(tensor.split(32, dim=1))
+    if "query_key_value" in name:
+        return list(tensor.view(4, 3, HEAD, 48).unbind(1))  # each (heads, width, hidden)
+    if tensor.dim() == 3:
+        halves = [half for expert in tensor for half in expert.split(56)] if "gate_up" in name else []
+        return halves or list(tensor)
+    return list(tensor.split(56)) if "gate_up_proj" in name else [tensor]
+
+
+def is_matrix(name: str, parameter: torch.Tensor) -> bool:
+    outside = ("embed", "lm_head", "wte", "wpe", "mlp.gate.", "embed_out")
+    return parameter.dim() >= 2 and not any(part in name for part in outside)
+
+
+def zeropower(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The iteration of torch.optim.Muon, which hard-codes bfloat16."""
+    x = gradient.to(dtype)
+    if gradient.size(0) > gradient.size(1):
+        x = x.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.T if gradient.size(0) > gradient.size(1) else x
+
+
+class PlainMuon:
+    """Muon on unsharded parameters, one matrix after the other."""
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], cfg: MuonConfig) -> None:
+        self.parameters, self.cfg = list(parameters), cfg
+        self.momentum = {name: torch.zeros_like(parameter) for name, parameter in self.parameters}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        cfg, dtype = self.cfg, getattr(torch, self.cfg.ns_dtype)
+        for name, parameter in self.parameters:
+            gradient, momentum = parameter.grad, self.momentum[name]
+            momentum.lerp_(gradient, 1 - cfg.momentum)
+            update = gradient.lerp(momentum, cfg.momentum)
+            parameter.mul_(1 - cfg.lr * cfg.weight_decay)
+            for target, direction in zip(matrices(name, parameter), matrices(name, update), strict=True):
+                flat = direction.reshape(-1, direction.shape[-1])
+                rows, columns = flat.shape
+                scale = 0.2 * math.sqrt(max(rows, columns))
+                if cfg.scale is MatrixScale.shape:
+                    scale = math.sqrt(max(1, rows / columns))
+                target.add_(zeropower(flat, dtype).view(direction.shape), alpha=-cfg.lr * scale)
+
+
+def expected(plain: Any, cfg: MuonConfig) -> dict[str, torch.Tensor]:
+    """Parameters after STEPS steps in one process."""
+    model = copy.deepcopy(plain).train()
+    named = list(model.named_parameters())
+    muon = PlainMuon([(n, p) for n, p in named if is_matrix(n, p)], cfg)
+    others = [(n, p) for n, p in named if not is_matrix(n, p)]
+    groups = [
+        {"params": [p for _, p in others if p.dim() >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for _, p in others if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=cfg.adamw_lr, betas=(0.9, 0.95), eps=cfg.eps)
+    for step in range(STEPS):
+        samples = samples_of_step(step)
+        count = sum(int((labels[1:] != -100).sum()) for _, labels in samples)
+        model.zero_grad()
+        for ids, labels in samples:
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            (F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / count).backward()
+        norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
+        muon.step()
+        adamw.step()
+    return {name: parameter.detach() for name, parameter in named}
+
+
+def train(
+    rank_model: Any, case: Case, cfg: MuonConfig, steps: range = range(STEPS), folder: Path | None = None
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the full parameters of this rank after some steps, and the parameters that Muon trained.
+
+    With a folder, the state before a step other than 0 is loaded from it, and the state after the steps saved in it.
+    """
+    recipe = recipe_config(case)
+    mesh = distributed.build_mesh(recipe.parallelism, "cpu")
+    model = copy.deepcopy(rank_model).train()
+    anatomy = models.read_anatomy(model)
+    models.use_causal_sdpa(model)
+    layout = distributed.parallelize(model, mesh, recipe.parallelism, case.dtype, anatomy)
+    head = training.attach_loss_head(
+        model, recipe.model.loss, recipe.training, recipe.parallelism, mesh, layout.stages, CPU
+    )
+    called = distributed.wrap_replicas(model, mesh, recipe.parallelism, layout)
+    settings = training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh, loss_head=head)
+    prepared = training.Prepared(model, settings, called, anatomy=anatomy)
+    optimizer = training.build_optimizer(prepared, cfg)
+    if folder is not None and steps.start:
+        found = checkpoint.find_checkpoint(folder, "auto")
+        assert found is not None
+        checkpoint.load_checkpoint(found, model, optimizer)
+    for step in steps:
+        training.train_step(prepared, micro_batches(case, mesh, step), optimizer)
+    if folder is not None:
+        checkpoint.save_checkpoint(folder, steps.stop, model, optimizer, {}, CheckpointConfig())
+    by_muon = {id(p) for each in list_optimizers(optimizer)[:1] for g in each.param_groups for p in g["params"]}
+    full = {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach()
+        for name, each in model.named_parameters()
+    }
+    return full, [name for name, each in model.named_parameters() if id(each) in by_muon]
+
+
+FSDP2: dict[str, Any] = {"strategy": "fsdp2", "dp_shard": -1}
+ONE: dict[str, Any] = {"strategy": "fsdp2", "dp_shard": 1}
+SINGLE: dict[str, Any] = {"strategy": "single", "dp_shard": 1}
+DDP: dict[str, Any] = {"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}
+MESHES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    1: [(name, SINGLE) for name in FAMILIES],
+    2: [
+        ("llama", FSDP2),
+        ("gpt_neox", FSDP2),
+        ("llama", {**ONE, "tp": 2, "sequence_parallel": True}),
+        ("mixtral", {**ONE, "ep": 2}),
+    ],
+    4: [
+        ("phi3", {**FSDP2, "tp": 2}),
+        ("llama", {**FSDP2, "dp_replicate": 2}),
+        ("mixtral", {**ONE, "ep": 2, "pp": 2}),
+    ],
+}
+if EVERYTHING:
+    MESHES[2] += [
+        ("llama", DDP),
+        *((name, FSDP2) for name in ("phi3", "gpt2", "mixtral")),
+        ("phi3", {**ONE, "tp": 2}),
+        ("llama", {**ONE, "cp": 2}),
+        ("llama", {**ONE, "pp": 2}),
+    ]
+    MESHES[4] += [
+        ("llama", FSDP2),
+        ("llama", {**ONE, "tp": 4}),
+        ("gpt2", FSDP2),
+        ("gpt_neox", FSDP2),
+        ("llama", {**FSDP2, "tp": 2, "sequence_parallel": True}),
+        ("llama", {**FSDP2, "cp": 2}),
+        ("llama", {**FSDP2, "pp": 2}),
+        ("mixtral", {**FSDP2, "ep": 2}),
+        ("mixtral", {**ONE, "ep": 2, "tp": 2}),
+        ("mixtral", {**ONE, "ep": 4}),
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_parameters_equal_those_of_one_process(world: int) -> None:
+    """In float64; and with Newton-Schulz iterations in bfloat16, which every mesh rounds alike."""
+    dtypes = [NewtonSchulzDtype.float64, NewtonSchulzDtype.bfloat16]
+    plain = {name: build(name, torch.float64, FAMILIES[name]) for name, _ in MESHES[world]}
+    configs = {dtype: MuonConfig(**{**fields_of(CONFIG), "ns_dtype": dtype}) for dtype in dtypes}
+    curves = {(name, dtype): expected(plain[name], configs[dtype]) for name in plain for dtype in dtypes}
+
+    def body(rank: int) -> list[str]:
+        problems = []
+        for name, axes in MESHES[world]:
+            case = Case(name, axes, accumulation=2, steps=STEPS)
+            for dtype in dtypes if name == "llama" or EVERYTHING else dtypes[:1]:
+                got, by_muon = train(plain[name], case, configs[dtype])
+                reference = curves[name, dtype]
+                if by_muon != [each for each in got if is_matrix(each, reference[each])]:
+                    problems.append(f"{case}: Muon trains {by_muon}")
+                for parameter, value in got.items():
+                    error = ((value - reference[parameter]).norm() / reference[parameter].norm()).item()
+                    if not error < 1e-12:
+                        problems.append(f"{case} {dtype}: {parameter} is off by {error:.1e}")
+        return problems
+
+    problems = [line for lines in run_ranks(world, body, timeout=400) for line in lines]
+    assert not problems, "\n".join(sorted(set(problems)))
+
+
+def test_momentum_is_loaded_on_any_mesh(tmp_path: Path) -> None:
+    """Saved on one mesh after every step and loaded on the next: the parameters of an uninterrupted run."""
+    plain = build("mixtral", torch.float64, FAMILIES["mixtral"])
+    reference = expected(plain, CONFIG)
+    runs = [(2, {**ONE, "ep": 2}), (2, {**FSDP2}), (1, SINGLE), (2, {**ONE, "pp": 2})]
+    assert len(runs) == STEPS
+    for step, (world, axes) in enumerate(runs):
+        case = Case("mixtral", axes, accumulation=2, steps=STEPS)
+
+        def body(rank: int, case: Case, step: int) -> dict[str, torch.Tensor]:
+            return train(plain, case, CONFIG, range(step, step + 1), tmp_path)[0]
+
+        results = run_ranks(world, body, case, step)
+    found = {name: value for each in results for name, value in each.items()}
+    assert found.keys() == reference.keys()
+    for name, value in found.items():
+        assert (value - reference[name]).norm() < 1e-12 * reference[name].norm(), name
+
+
+def fields_of(cfg: MuonConfig) -> dict[str, Any]:
+    return {name: getattr(cfg, name) for name in MuonConfig.__dataclass_fields__}
+
+
+def test_equals_torch_muon_in_one_process() -> None:
+    """bfloat16 iterations on float32 weights: the same bits as torch.optim.Muon, with both of its scales."""
+    model = build("llama", torch.float32)
+    names = [name for name, each in model.named_parameters() if is_matrix(name, each)]
+    for scale, adjust in ((MatrixScale.rms, "match_rms_adamw"), (MatrixScale.shape, "original")):
+        ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
+        cfg = MuonConfig(lr=0.02, weight_decay=0.1, scale=scale)
+        prepared = training.Prepared(ours, training.StepSettings(device=CPU), anatomy=models.read_anatomy(ours))
+        (muon, _) = list_optimizers(training.build_optimizer(prepared, cfg))
+        reference = torch.optim.Muon(
+            [theirs.get_parameter(name) for name in names], lr=0.02, weight_decay=0.1, adjust_lr_fn=adjust
+        )
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for name in names:
+                gradient = torch.randn(ours.get_parameter(name).shape, generator=generator)
+                ours.get_parameter(name).grad = gradient
+                theirs.get_parameter(name).grad = gradient.clone()
+            muon.step()
+            reference.step()
+        for name in names:
+            assert torch.equal(ours.get_parameter(name), theirs.get_parameter(name)), name
+
+
+def test_step_with_non_finite_gradients_changes_nothing() -> None:
+    def body(rank: int) -> list[str]:
+        mesh = distributed.build_mesh(recipe_config(Case("llama", FSDP2)).parallelism, "cpu")
+        model = build("llama", torch.float32)
+        anatomy = models.read_anatomy(model)
+        parallelism = recipe_config(Case("llama", FSDP2)).parallelism
+        distributed.parallelize(model, mesh, parallelism, torch.float32, anatomy)
+        prepared = training.Prepared(model, training.StepSettings(device=CPU, mesh=mesh), anatomy=anatomy)
+        optimizer = training.build_optimizer(prepared, MuonConfig(lr=0.02))
+        (batch, *_) = micro_batches(Case("llama", FSDP2), mesh, 0)
+        training.train_step(prepared, [batch], optimizer)
+        before = state_of(model, optimizer)
+        model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *args: args[2] * torch.inf)
+        numbers = training.train_step(prepared, [batch], optimizer)
+        assert numbers["skipped"].item() == 1
+        return [key for key, value in state_of(model, optimizer).items() if not torch.equal(value, before[key])]
+
+    assert run_ranks(2, body) == [[], []]
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's shards of parameters and optimizer state."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = parameter
+        for each in list_optimizers(optimizer):
+            found |= {f"{name} {key}": value for key, value in each.state.get(parameter, {}).items()}
+    return {
+        name: (each.to_local() if isinstance(each, DTensor) else each).detach().clone() for name, each in found.items()
+    }
