@@ -1,4 +1,4 @@
-"""Pretraining of a causal LM from scratch on plain text, on any mesh. Every token of a document is a target.
+"""Pretraining of a causal LM from scratch on plain text, on any mesh. All tokens but a row's first are targets.
 
 python recipes/pretrain.py                                                   # 2M parameters on the standard library
 python recipes/pretrain.py data=text data.path=tinyshakespeare.txt           # your text

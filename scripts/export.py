@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from components.config.compose.frozen import read_frozen
+from components.config.compose.frozen import read_section
 from components.config.errors import ConfigError
-from components.config.schema import FinetuneConfig
+from components.config.schema import ModelConfig, PeftConfig, RunConfig
 from components.config.schema.model import Attention, Float8
 from components.config.schema.parallelism import describe_processes
 from components.config.schema.peft import PeftExport
@@ -110,9 +110,23 @@ def _new_folder(folder: Path) -> Path:
     return folder
 
 
-def _config_of(run_dir: Path, options: Namespace) -> FinetuneConfig:
+@dataclasses.dataclass(slots=True)
+class _RunConfig:
+    """The sections of a training run that an export needs, whatever its recipe."""
+
+    run: RunConfig
+    model: ModelConfig
+    peft: PeftConfig
+
+
+def _config_of(run_dir: Path, options: Namespace) -> _RunConfig:
     """Read the frozen config of the run and validate the options against it. Raises ConfigError."""
-    cfg = read_frozen(run_dir / "config.yaml", FinetuneConfig)
+    file = run_dir / "config.yaml"
+    cfg = _RunConfig(
+        run=read_section(file, "run", RunConfig),
+        model=read_section(file, "model", ModelConfig),
+        peft=read_section(file, "peft", PeftConfig),
+    )
     if cfg.model.trust_remote_code and not options.trust_remote_code:
         raise ConfigError(
             f"{run_dir}: the model {cfg.model.path} runs Python code from its repository; read that code, then add "
@@ -131,7 +145,7 @@ def _adapters(model: Any, stored: Any) -> dict[str, Any]:
     return {name: stored.read(name, tuple(slice(0, size) for size in each.shape)) for name, each in trained.items()}
 
 
-def _merged(model: Any, cfg: FinetuneConfig, stored: Any) -> Callable[..., Any]:
+def _merged(model: Any, cfg: _RunConfig, stored: Any) -> Callable[..., Any]:
     """Return a function that reads a block of the weights with the adapters merged. Raises ConfigError."""
     from components import models
 

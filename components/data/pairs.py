@@ -150,7 +150,7 @@ DESIRABLE = "desirable"
 
 @dataclass(frozen=True)
 class LabeledDataset(PairedRows):
-    """Labeled answers in the order of their source, each paired with the answer of the next sample to the same prompt.
+    """Labeled answers in the order of their source, each paired with its prompt followed by another prompt's answer.
 
     KTO estimates the KL divergence from these mismatched answers.
     """
@@ -159,6 +159,8 @@ class LabeledDataset(PairedRows):
     labeled: Dataset
     values: Mapping[str, torch.Tensor]
     """Contains `DESIRABLE`."""
+    mismatched: Sequence[int]
+    """Index of the sample whose answer each sample is paired with: the next one with another prompt."""
     seq_len: int
     """Mismatched answers are cut to this number of tokens with their prompts."""
 
@@ -166,8 +168,8 @@ class LabeledDataset(PairedRows):
         return len(self.labeled)
 
     def rows_of(self, index: int) -> tuple[Example, Example]:
-        """Return the labeled answer, and its prompt with the next sample's answer."""
-        own, other = self.labeled[index], self.labeled[(index + 1) % len(self.labeled)]
+        """Return the labeled answer, and its prompt with another prompt's answer."""
+        own, other = self.labeled[index], self.labeled[self.mismatched[index]]
         prompt, answer = _answer_start(own), _answer_start(other)
         mismatched = Example(
             (own.input_ids[:prompt] + other.input_ids[answer:])[: self.seq_len],
@@ -242,16 +244,28 @@ def _build_labeled(
 
     answers = AnswerConfig.of(cfg, cfg.completion_column)
     labeled = _build_answers(answers, tokenizer, seq_len, split)
-    if len(labeled) < 2:
+    mismatched = _next_with_another_prompt(labeled)
+    if mismatched is None:
         raise ConfigError(
-            f"data.label_column={cfg.label_column}: {labeled.facts.source} has 1 answer; objective=kto compares each "
-            "answer with that of another sample, add samples or raise data.eval_fraction"
+            f"data.label_column={cfg.label_column}: {labeled.facts.source} has a single prompt; objective=kto compares "
+            "answers with those of other prompts, add samples or raise data.eval_fraction"
         )
     rows = SourceSplit(answers, split == "eval")
     labels = [float(bool(row.is_desirable)) for row in rows if isinstance(row, Conversation)]
     _check_count(cfg, labeled, len(labels))
     kept = torch.tensor(labels, dtype=torch.float64)[torch.from_numpy(labeled.sources)]
-    return LabeledDataset(labeled, {DESIRABLE: kept[:, None].expand(-1, 2)}, seq_len)
+    return LabeledDataset(labeled, {DESIRABLE: kept[:, None].expand(-1, 2)}, mismatched, seq_len)
+
+
+def _next_with_another_prompt(dataset: Dataset) -> list[int] | None:
+    """Return the index of the next sample with another prompt for each sample, cyclically; None if there is none."""
+    prompts = [hash(tuple(sample.input_ids[: _answer_start(sample)])) for sample in dataset]
+    count = len(prompts)
+    following = [-1] * (2 * count + 1)
+    for index in range(2 * count - 1, -1, -1):
+        same = prompts[index % count] == prompts[(index + 1) % count]
+        following[index] = following[index + 1] if same else (index + 1) % count
+    return following[:count] if -1 not in following[:count] else None
 
 
 def _build_answers(

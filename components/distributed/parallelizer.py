@@ -74,8 +74,6 @@ logger = logging.getLogger(__name__)
 class Layout:
     """How a model was parallelized."""
 
-    tp_fraction: float = 0.0
-    """Fraction of the parameters that is sharded over tp, in [0, 1]."""
     notes: tuple[str, ...] = ()
     """Lines for the banner: replicated attention, plan entries that match no module, the attention method of cp."""
     stages: Stages | None = None
@@ -107,7 +105,7 @@ def parallelize(
     if parallelism.strategy == Strategy.fsdp2:
         _reject_shared_layers(model, anatomy)
     notes: tuple[str, ...] = ()
-    fraction, stages = 0.0, None
+    stages = None
     param_dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())  # skips packed 4-bit
     pp_ranks = parallelism.stage_ranks(mesh.size("pp"))
     if mesh.size("ep") > 1 or (mesh.size("tp") > 1 and anatomy.experts):
@@ -124,8 +122,7 @@ def parallelize(
             strict=parallelism.tp_plan is not None,
             stages=len(pp_ranks),
         )
-        fraction = applied.fraction
-        notes += applied.notes
+        notes += applied
     if mesh.size("cp") > 1:
         notes += (_apply_context_parallel(model, mesh, parallelism, shape, anatomy),)
     if mesh.size("pp") > 1:
@@ -144,7 +141,7 @@ def parallelize(
                 _untied_embedding(model, anatomy) if stages is None else None,
             )
             prefetch_layers(module, parallelism.prefetch)
-    return Layout(fraction, notes, stages)
+    return Layout(notes, stages)
 
 
 def _untied_embedding(model: nn.Module, anatomy: Anatomy) -> nn.Module | None:
@@ -220,7 +217,7 @@ def fsdp2_strategy_parallelize(
             sequence_parallel=sequence_parallel,
             strict=tp_shard_plan is not None,
         )
-        for note in applied.notes if get_rank_safe() == 0 else ():
+        for note in applied if get_rank_safe() == 0 else ():
             logger.warning(note)
     if activation_checkpointing:
         _checkpoint_mlps(model)

@@ -26,7 +26,8 @@ def recipe(name: str) -> Callable[[Callable[[Any], object]], Callable[[], NoRetu
     """Make `main(cfg)` a recipe: a program that composes conf/<name>.yaml, starts ranks, and runs main on each.
 
     The annotation of main's argument is the config class: `def main(cfg: FinetuneConfig)`. Calling the decorated main
-    parses the command line and exits: status 0, 2 for a rejected config, 130 after Ctrl-C, 75 for a hung run, else 1.
+    parses the command line and exits: status 0, 2 for a rejected config, 130 after a second Ctrl-C, 75 for a hung run,
+    else 1.
     """
 
     def decorate(main: Callable[[Any], object]) -> Callable[[], NoReturn]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import numpy as np
 import torch
 
 
@@ -109,19 +108,6 @@ def varlen_attention(
     longest = seq if documents.longest is None else min(documents.longest, seq)
     output: Any = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
     return output.view(batch, seq, heads, width)
-
-
-def longest_document(bounds: torch.Tensor) -> int | None:
-    """Return an upper bound on the longest document of a micro-batch; None for bounds on a device (a host sync).
-
-    The bound is rounded up to a power of two, because a compiled layer is recompiled for each value.
-
-    Args:
-        bounds: (batch, documents + 1), on the host.
-    """
-    if bounds.device.type != "cpu":
-        return None
-    return 1 << (int(np.diff(bounds.numpy(), axis=1).max()) - 1).bit_length()
 
 
 @torch.compiler.assume_constant_result

@@ -16,7 +16,7 @@ class Result:
     """Contents of result.json."""
 
     status: str
-    """ok, preempted or interrupted; the launcher writes invalid, failed, hung and oom."""
+    """ok, preempted or interrupted; the launcher writes invalid, failed, hung, oom and cancelled."""
     steps: int
     """Completed optimizer steps."""
     mesh: str

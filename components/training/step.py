@@ -57,7 +57,9 @@ def train_step(
     if objective.needs_row_scores:
         local_batches, scores, weighted = weigh_rows(model, local_batches, objective)
         row_loss = weighted.loss_sum
-        measured = torch.stack([scores.lengths.sum(), *(weighted.metrics[name] for name in objective.metrics)])
+        measured = torch.stack(
+            [scores.lengths[:: weighted.every].sum(), *(weighted.metrics[name] for name in objective.metrics)]
+        )
     if pipeline is not None:
         loss_sum = _through_pipeline(pipeline, model, local_batches, objective, units)
     else:

@@ -16,15 +16,19 @@ from components.config.compose.sources import CONF, Request, option_groups, regi
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.kinds import KINDS, WITHOUT_KIND, kinds_of
+from components.config.rules.data_rules import accepted_kinds
 from components.config.schema import (
     AdamWConfig,
     CausalLMConfig,
+    DpoConfig,
     FinetuneConfig,
     LocalClusterConfig,
     NextTokenConfig,
     OptimizerConfig,
     SlurmClusterConfig,
+    TrainConfig,
 )
+from components.config.schema.data import DataKind
 from tests.config.commands import Commands
 
 
@@ -232,3 +236,15 @@ def test_help_and_cfg_print_the_kinds(commands: Commands, tmp_path: Path) -> Non
     assert kinds == {
         "cluster": "local", "data": "docs", "model": "causal_lm", "objective": "next_token", "optimizer": "adamw",
     }  # fmt: skip
+
+
+@dataclass(kw_only=True, slots=True)
+class OptionalObjectiveConfig(TrainConfig):
+    """A recipe config whose objective may be null."""
+
+    objective: NextTokenConfig | None = None
+
+
+def test_recipe_with_an_optional_objective_accepts_no_preference_pairs() -> None:
+    assert DataKind.preferences not in accepted_kinds(OptionalObjectiveConfig, "data")
+    assert DataKind.preferences in accepted_kinds(DpoConfig, "data")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from tests.recipes.launching import Bench
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "dpo.py"
+EXPORT = RECIPE.parents[1] / "scripts" / "export.py"
 SHORT = (
     *("data.path=pairs.jsonl", "training.global_batch_size=4", "training.micro_batch_size=2"),
     *("training.seq_len=64", "training.eval_every=2", "generation.samples=0", "checkpoint.every=2"),
@@ -48,6 +51,11 @@ def test_resumed_run_logs_the_metrics_of_an_uninterrupted_run(dpo: Bench, peft: 
     assert first["loss"] == pytest.approx(0.693147, abs=1e-5)  # log 2: the policy still equals the reference
     assert {"margin", "accuracy", "reward_chosen", "log_prob_rejected"} <= first.keys()
     assert "column source" in uninterrupted.output  # reported as unused
+    assert "logits, 256 tokens x" in uninterrupted.output  # 2 pairs of 2 rows of 64 tokens
+    exported = subprocess.run(
+        [sys.executable, EXPORT, "uninterrupted"], cwd=dpo.folder, capture_output=True, text=True, check=False
+    )
+    assert exported.returncode == 0, exported.stderr
 
     interrupted = RECIPE.read_text().replace(
         "                run.save(step)\n", "                run.save(step)\n                raise SystemExit(9)\n"

@@ -147,6 +147,18 @@ def test_labeled_answer_is_paired_with_the_answer_of_the_next_sample(tmp_path: P
     assert pairs.show(1).startswith("undesirable: ")
 
 
+def test_answers_are_paired_with_those_of_other_prompts(tmp_path: Path) -> None:
+    """Rows unpaired from preference pairs have both answers to a prompt next to each other."""
+    rows = [
+        {"prompt": prompt, "completion": answer, "label": True} for prompt, answer in ("1a", "1b", "2c", "2d", "1e")
+    ]
+    pairs = read(tmp_path, rows, label_column="label")
+    seconds = [rows_of[1].rpartition("[[")[2][0] for rows_of in texts(pairs)]
+    assert seconds == ["c", "c", "e", "e", "c"]
+    with pytest.raises(ConfigError, match="has a single prompt; objective=kto compares"):
+        read(tmp_path, rows[:2], label_column="label")
+
+
 def test_labels_change_the_fingerprint_and_follow_dropped_rows(tmp_path: Path) -> None:
     pairs = read(tmp_path, LABELED, label_column="label")
     changed = read(tmp_path, [LABELED[0], {**LABELED[1], "label": True}, LABELED[2]], label_column="label")
@@ -158,7 +170,7 @@ def test_labels_change_the_fingerprint_and_follow_dropped_rows(tmp_path: Path) -
 
 
 def test_labels_of_a_csv_file_are_read_from_text(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "completion": "b", "label": label} for label in ("True", "false", "0", "1")]
+    rows = [{"prompt": label, "completion": "b", "label": label} for label in ("True", "false", "0", "1")]
     assert read(tmp_path, rows, "rows.csv", label_column="label").values[DESIRABLE][:, 0].tolist() == [1, 0, 0, 1]
 
 
@@ -169,5 +181,5 @@ def test_label_other_than_true_or_false_is_rejected(tmp_path: Path, label: objec
 
 
 def test_single_labeled_answer_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="objective=kto compares each answer with that of another sample"):
+    with pytest.raises(ConfigError, match="has a single prompt; objective=kto compares"):
         read(tmp_path, LABELED[:1], label_column="label")

@@ -28,7 +28,8 @@ def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEn
     hints = get_type_hints(recipe)
     kinds = set(kinds_of(hints.get(section)) or KINDS[section])
     objective = hints.get("objective", object)
-    if not any(issubclass(each, PreferenceConfig) for each in (objective, *kinds_of(objective).values())):
+    classes = [each for each in (objective, *kinds_of(objective).values()) if isinstance(each, type)]
+    if not any(issubclass(each, PreferenceConfig) for each in classes):
         kinds.discard(DataKind.preferences)
     return kinds
 

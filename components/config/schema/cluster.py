@@ -58,7 +58,7 @@ class ClusterConfig:
     """Processes (ranks) per node: a number, or, only for local runs, auto: one per visible GPU; on CPU the product of
     the mesh degrees."""
     oversubscribe: bool = False
-    """Allow a local CPU run to start more than four processes per core, or more than fit into the free memory. GPUs are
+    """Allow a local CPU run to start more than four processes per core, or more than fit into the memory. GPUs are
     never shared, since NCCL rejects two ranks on one GPU."""
     device: Device = Device.auto
     """auto (CUDA if a GPU is visible, else CPU), cpu or cuda. Under Slurm, auto and cuda request one GPU per process,
@@ -113,8 +113,8 @@ class ClusterConfig:
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     """When the job is requeued automatically."""
     health_check: bool = True
-    """Check Python, the run directory, GPUs and disk space on every node before the ranks start; report a bad node by
-    name."""
+    """Check Python, the run directory, GPUs and shared memory (/dev/shm) on every node before the ranks start; report
+    a bad node by name."""
     snapshot: bool = True
     """Copy the code into the run directory and run the copy, so that edits do not affect a queued job."""
     sbatch_extra: dict[str, str] = field(default_factory=dict)

@@ -36,7 +36,7 @@ class RunConfig:
     """Run directory; null: outputs/<recipe>/<time>-<hex>, chosen once by the launching process. If it already
     holds a run, `resume` decides."""
     name: str | None = None
-    """Display name in logs, in wandb and of the Slurm job; null: name of the run directory."""
+    """Name of the Slurm job; null: name of the recipe."""
     seed: int = 42
     """Seed of weight initialization, sample order and dropout, in [0, 2**32 - 1]."""
     resume: str = "auto"

@@ -42,7 +42,7 @@ _MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 def conversations(split: str) -> list[Conversation]:
     """Return one question and answer per documented public function and class, in a fixed order.
 
-    `split` is `train`, or `eval` for the held-out packages: about one in ten, selected by a hash of the package
+    `split` is `train`, or `eval` for the held-out packages: about one in 13, selected by a hash of the package
     name, so that all modules of a package (urllib.parse, urllib.request) are in the same split. A docstring
     shared by several names is used once, so that it is not in both splits. The text depends only on the
     docstrings of the Python version.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -28,7 +26,6 @@ from components.distributed.tensor.tensor_parallel import (
     TransformersStyle,
     as_writable,
     convert_output,
-    sharded_fraction,
 )
 from components.distributed.tensor.tp_plan import (
     AttentionLayout,
@@ -48,16 +45,6 @@ KNOWN_STYLES = (ColwiseParallel, RowwiseParallel, KVHeadSlice, ReplicatedParamet
 """Styles that take a DTensor input: in a block made of these, the gradient of the input is a partial sum over tp."""
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """Result of tensor parallelism, for the banner."""
-
-    fraction: float
-    """Fraction of the parameters that is sharded over tp, in [0, 1]."""
-    notes: tuple[str, ...]
-    """Replicated attention, and plan entries that match no module."""
-
-
 def apply_tensor_parallel(
     model: nn.Module,
     tp_mesh: DeviceMesh,
@@ -67,7 +54,7 @@ def apply_tensor_parallel(
     sequence_parallel: bool,
     strict: bool,
     stages: int = 1,
-) -> Applied:
+) -> tuple[str, ...]:
     """Apply tensor parallelism to a model in place. Every parameter becomes a DTensor on the tp mesh; ties are kept.
 
     Args:
@@ -110,7 +97,7 @@ def apply_tensor_parallel(
     if sequence_parallel:
         _shard_between_blocks(list(layers.values()), tp_mesh, stages)
     _retie(model, ties)
-    return Applied(sharded_fraction(list(model.parameters())), notes)
+    return notes
 
 
 def _shard_between_blocks(layers: list[nn.Module], tp_mesh: DeviceMesh, stages: int) -> None:

@@ -7,7 +7,6 @@ sequence parallelism (Korthikanti et al. 2022).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -275,14 +274,3 @@ def convert_output(module: nn.Module, convert: Callable[[torch.Tensor], torch.Te
         return (convert(output[0]), *output[1:]) if isinstance(output, tuple) else convert(output)
 
     module.register_forward_hook(hook)
-
-
-def sharded_fraction(parameters: list[torch.Tensor]) -> float:
-    """Return the fraction of parameter elements that is sharded over tp, the innermost axis, in [0, 1]."""
-    total = sum(math.prod(parameter.shape) for parameter in parameters)
-    sharded = sum(
-        math.prod(parameter.shape)
-        for parameter in parameters
-        if isinstance(parameter, DTensor) and not parameter.placements[-1].is_replicate()
-    )
-    return sharded / total if total else 0.0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def materialize(model: PreTrainedModel, device: torch.device | str, *, offload: bool = False) -> None:
-    """Allocate every parameter on `device`, uninitialized, and compute every buffer there.
+    """Allocate every parameter on `device`, uninitialized, and set every buffer.
 
     The model comes from `build_on_meta`, with or without tensor parallelism and `fully_shard`. Only this rank's shards
     are allocated; modules of other pipeline stages may be missing. Buffers such as rotary frequencies are not in weight

@@ -38,7 +38,7 @@ def gradient_norm(parameters: Iterable[torch.Tensor], stages: dist.ProcessGroup 
     not wait.
 
     Args:
-        stages: Process group of the pipeline stages, each of which has its target parameters; None: one stage.
+        stages: Process group of the pipeline stages, which hold different parameters; None: one stage.
 
     Raises ValueError if there is no gradient, or for a gradient that is still a partial sum.
     """

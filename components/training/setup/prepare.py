@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from components import distributed, models
-from components.config.schema.model import ModelConfig
+from components.config.schema.objective import PreferenceConfig
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import EvaluateConfig, RecipeConfig, TrainConfig, section
 from components.config.schema.training import EvaluationConfig, TrainingConfig
@@ -69,7 +69,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
 
     Raises ConfigError for a model that the mesh cannot run.
     """
-    mesh, device, training = run.mesh, run.device, section(cfg, TrainingConfig)
+    mesh, device, training = run.mesh, run.device, _sizes_in_rows(cfg)
     trains = training is not None
     dtype, dtype_note = compute_dtype(cfg.model, device)
     flops = step_flops(model, cfg.logging, mesh, device, dtype, anatomy) if trains else None
@@ -111,20 +111,28 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
     )
 
 
-def prepare_frozen(cfg: TrainConfig, run: MeshRun, vocabulary: int, model: ModelConfig | None = None) -> Prepared:
-    """Build a model that is not trained on the mesh of a training run: a reference or a teacher. A collective.
+def _sizes_in_rows(cfg: RecipeConfig) -> TrainingConfig | None:
+    """Return the training section with batch sizes in rows, two of which are a unit of a preference objective."""
+    training = section(cfg, TrainingConfig)
+    if training is None or section(cfg, PreferenceConfig) is None:
+        return training
+    return replace(
+        training, global_batch_size=2 * training.global_batch_size, micro_batch_size=2 * training.micro_batch_size
+    )
 
-    It has the weights of its own config, also in a run that resumes.
 
-    Args:
-        model: Config of the model; None: that of the trained model.
+def prepare_frozen(cfg: TrainConfig, run: MeshRun, vocabulary: int) -> Prepared:
+    """Build a copy of the model before training, on the same mesh. A collective.
+
+    It has the weights of the config's model, also in a run that resumes.
     """
-    sizes = EvaluationConfig(seq_len=cfg.training.seq_len, micro_batch_size=cfg.training.micro_batch_size)
+    rows = _sizes_in_rows(cfg) or cfg.training
+    sizes = EvaluationConfig(seq_len=rows.seq_len, micro_batch_size=rows.micro_batch_size)
     frozen = EvaluateConfig(
         run=cfg.run,
         cluster=cfg.cluster,
         parallelism=cfg.parallelism,
-        model=model or cfg.model,
+        model=cfg.model,
         data=cfg.data,
         logging=cfg.logging,
         evaluation=sizes,
