@@ -1,16 +1,18 @@
-"""Direct preference optimization (DPO) of a Hugging Face causal LM on any mesh: all parameters or LoRA adapters.
+"""Preference optimization (DPO, SimPO, ORPO, KTO) of a Hugging Face causal LM on any mesh: full or LoRA.
 
 python recipes/dpo.py data.path=pairs.jsonl                             # rows of prompt, chosen, rejected
 python recipes/dpo.py data.path=pairs.jsonl data.chosen_column=better data.rejected_column=worse
 python recipes/dpo.py data.path=pairs.jsonl peft=lora                   # the reference is the model without adapters
 python recipes/dpo.py data.path=pairs.jsonl objective.beta=0.3          # stay closer to the reference (default: 0.1)
 python recipes/dpo.py data.path=pairs.jsonl objective.label_smoothing=0.1               # for noisy preferences (cDPO)
+python recipes/dpo.py data.path=pairs.jsonl objective=simpo             # without a reference model
+python recipes/dpo.py data.path=rated.jsonl data.label_column=good objective=kto        # one labeled answer per row
 python recipes/dpo.py data.path=pairs.jsonl parallelism=fsdp2_tp2 cluster=local_4proc   # another mesh, the same curve
 python recipes/dpo.py data.path=pairs.jsonl run.dir=outputs/mine        # the same command again resumes the run
 
-Batch sizes count pairs. Logged metrics are means over pairs: "margin" is beta x (log-ratio of the chosen answer - that
-of the rejected one), where a log-ratio is the log-probability minus the reference's; "accuracy" is the share of pairs
-with a positive margin.
+Batch sizes count pairs. Logged metrics are means over pairs. Under DPO, "margin" is beta x (log-ratio of the chosen
+answer - that of the rejected one), where a log-ratio is the log-probability minus the reference's; "accuracy" is the
+share of pairs with a positive margin.
 """
 
 from __future__ import annotations

@@ -260,22 +260,24 @@ def fields_of(cfg: MuonConfig) -> dict[str, Any]:
     return {name: getattr(cfg, name) for name in MuonConfig.__dataclass_fields__}
 
 
-def test_equals_torch_muon_in_one_process() -> None:
-    """bfloat16 iterations on float32 weights: the same bits as torch.optim.Muon, with both of its scales."""
-    model = build("llama", torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equals_torch_muon_in_one_process(dtype: torch.dtype) -> None:
+    """bfloat16 iterations: the same bits as torch.optim.Muon, with both of its scales, as train_step calls it."""
+    model = build("llama", torch.float32).to(dtype)
     names = [name for name, each in model.named_parameters() if is_matrix(name, each)]
     for scale, adjust in ((MatrixScale.rms, "match_rms_adamw"), (MatrixScale.shape, "original")):
         ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
         cfg = MuonConfig(lr=0.02, weight_decay=0.1, scale=scale)
         prepared = training.Prepared(ours, training.StepSettings(device=CPU), anatomy=models.read_anatomy(ours))
         (muon, _) = list_optimizers(training.build_optimizer(prepared, cfg))
+        muon.found_inf = torch.zeros(())  # set by every training step
         reference = torch.optim.Muon(
             [theirs.get_parameter(name) for name in names], lr=0.02, weight_decay=0.1, adjust_lr_fn=adjust
         )
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             for name in names:
-                gradient = torch.randn(ours.get_parameter(name).shape, generator=generator)
+                gradient = torch.randn(ours.get_parameter(name).shape, generator=generator).to(dtype)
                 ours.get_parameter(name).grad = gradient
                 theirs.get_parameter(name).grad = gradient.clone()
             muon.step()

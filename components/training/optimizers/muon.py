@@ -63,8 +63,8 @@ def learning_rate_scale(shape: Sequence[int], scale: MatrixScale) -> float:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum over matrices that may be sharded in any way.
 
-    Its fused parameters are updated matrix by matrix. A step is skipped on the device if `found_inf` is set, like
-    torch's fused optimizers: the host does not wait.
+    Each matrix of a fused projection is orthogonalized by itself. A step changes nothing if `found_inf` is not 0, as in
+    torch's fused optimizers: the decision stays on the device, so the host does not wait.
     """
 
     found_inf: torch.Tensor | None = None
@@ -120,10 +120,8 @@ class Muon(torch.optim.Optimizer):
         decay = 1 - group["lr"] * group["weight_decay"]
         for parameter in transfer.bucket.parameters:
             local = local_tensor(parameter.detach())
-            if skipped is None:
-                local.mul_(decay)
-            else:
-                local.mul_(torch.where(skipped, 1.0, local.new_full((), decay)))
+            decayed = local * decay  # by a Python number: a bfloat16 tensor would round a decay near 1
+            local.copy_(decayed if skipped is None else torch.where(skipped, local, decayed))
         for matrix, piece, result in transfer.apply(lambda whole: orthogonalize(whole, self._steps)):
             self._add(matrix, piece, result, skipped)
 
