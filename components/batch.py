@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from components.config.schema.data import IGNORED
 from components.config.schema.model import DOCUMENTS, LONGEST_DOCUMENT
 
-HEAD_KEYWORDS = ("targets", "token_weight_bits", "target_count", "token_loss", "per_token")
+HEAD_KEYWORDS = (
+    "targets",
+    "token_weight_bits",
+    "token_values",
+    "target_count",
+    "token_loss",
+    "output",
+)
 """Keywords of a model's forward for the LM head only, which computes the loss (training/objectives/loss_head.py)."""
 
 
@@ -34,10 +41,18 @@ class Batch:
     """Host-side upper bound on the number of targets that are not ignored; None: unknown."""
     token_weights: torch.Tensor | None = None  # (rows, seq)
     """Factor of each token's loss; None: 1."""
+    token_values: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each (rows, seq, ...)
+    """Values per token for the token loss, such as a teacher's hidden states; never passed to decoder layers."""
     layer_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each (rows, seq, ...) of integers
     """Keyword arguments of every decoder layer."""
     rows: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each (rows, ...)
-    """Values per row for the objective; never passed to the model."""
+    """Values per row for the objective, or per sequence (rows, sequences) if it has `sequence_ids`; never passed to the
+    model."""
+    sequence_ids: torch.Tensor | None = None  # (rows, seq) int64
+    """Sequence within its row that a token belongs to, if the objective scores several per row (packed preference
+    pairs), from 0 to `sequences` - 1; None: a row is one sequence."""
+    sequences: int = 1
+    """Sequences per row; those without tokens count."""
 
     @classmethod
     def from_labels(cls, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> Batch:
@@ -61,14 +76,34 @@ class Batch:
             longest_document=_largest([each.longest_document for each in batches]),
             target_count=_largest([each.target_count for each in batches]),
             token_weights=_joined([each.token_weights for each in batches]),
+            token_values={key: torch.cat([each.token_values[key] for each in batches]) for key in first.token_values},
             layer_inputs={key: torch.cat([each.layer_inputs[key] for each in batches]) for key in first.layer_inputs},
-            rows=cls.joined_rows(batches),
+            rows={key: torch.cat([each.rows[key] for each in batches]) for key in first.rows},
+            sequence_ids=_joined([each.sequence_ids for each in batches]),
+            sequences=first.sequences,
         )
 
     @staticmethod
     def joined_rows(batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
-        """Return the concatenated values per row of several batches, by name."""
-        return {key: torch.cat([each.rows[key] for each in batches]) for key in batches[0].rows}
+        """Return the concatenated values per sequence of several batches, by name."""
+        joined = {key: torch.cat([each.rows[key] for each in batches]) for key in batches[0].rows}
+        return joined if batches[0].sequence_ids is None else {key: each.flatten(0, 1) for key, each in joined.items()}
+
+    def sum_sequences(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sums over each sequence's tokens on this rank, (rows, seq) -> (rows x sequences,) in float64."""
+        if self.sequence_ids is None:
+            return values.double().sum(1)
+        # A sum over a mask rather than index_add, whose order of additions differs from run to run on a GPU.
+        numbers = torch.arange(self.sequences, device=values.device)
+        members = self.sequence_ids[:, None] == numbers[:, None]  # (rows, sequences, seq)
+        return (values.double()[:, None] * members).sum(-1).flatten()
+
+    def spread_sequences(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the value of each token's sequence, (rows x sequences,) -> (rows, seq)."""
+        of_rows = values.view(self.shape[0], -1)  # (rows, sequences)
+        if self.sequence_ids is None:
+            return of_rows.expand(self.shape).contiguous()
+        return of_rows.gather(1, self.sequence_ids)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -99,6 +134,37 @@ class Batch:
             input_ids=F.pad(self.input_ids, (0, missing)),
             targets=F.pad(self.targets, (0, missing), value=IGNORED),
             token_weights=None if weights is None else F.pad(weights, (0, missing)),
+            token_values={name: _pad_tokens(value, missing) for name, value in self.token_values.items()},
+        )
+
+    def cut_rows(self, length: int) -> Batch:
+        """Return the rows cut into parts of `length` tokens that do not attend to each other, for host tensors.
+
+        Targets stay: the last token of a part predicts the first token of the next part. Rows become several rows,
+        (rows, seq) -> (rows x seq / length, length), padded on the right to a multiple of `length` before. Packed rows
+        keep their shape, and their documents end at multiples of `length` too. For batches without values per row or
+        token.
+        """
+        if self.document_bounds is not None:
+            return self._cut_documents(self.document_bounds, length)
+        seq = self.input_ids.shape[1]
+        padded = self.pad_to(seq + -seq % length)
+        return replace(padded, input_ids=padded.input_ids.view(-1, length), targets=padded.targets.view(-1, length))
+
+    def _cut_documents(self, bounds: torch.Tensor, length: int) -> Batch:
+        rows, seq = self.input_ids.shape
+        cuts = torch.arange(length, seq, length, dtype=bounds.dtype).expand(rows, -1)  # (rows, cuts)
+        both = torch.cat([bounds, cuts], dim=1).sort(1).values
+        is_repeated = F.pad(both[:, 1:] == both[:, :-1], (1, 0))
+        both = both.masked_fill(is_repeated, seq).sort(1).values  # (rows, documents + cuts + 1)
+        positions = torch.arange(seq).expand(rows, -1).contiguous()  # (rows, seq)
+        starts = both.long().gather(1, torch.searchsorted(both.long(), positions, right=True) - 1)
+        longest = 1 << (length - 1).bit_length()
+        return replace(
+            self,
+            position_ids=positions - starts,
+            document_bounds=both,
+            longest_document=min(longest, self.longest_document or longest),
         )
 
     def at_positions(self, positions: torch.Tensor) -> Batch:
@@ -133,14 +199,17 @@ class Batch:
             keywords[LONGEST_DOCUMENT] = self.longest_document
         return keywords
 
-    def head_inputs(self) -> dict[str, torch.Tensor]:
+    def head_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments of an LM head that computes the loss (components.training.objectives.loss_head).
 
-        Token weights are passed as int64 bits of float64, since FSDP2 casts floating inputs to its compute dtype.
+        Token weights are passed as int64 bits of float64, and token values as `bits_of`, since FSDP2 casts floating
+        inputs to its compute dtype.
         """
-        inputs = {"targets": self.targets}
+        inputs: dict[str, Any] = {"targets": self.targets}
         if self.token_weights is not None:
             inputs["token_weight_bits"] = self.token_weights.double().view(torch.int64)
+        if self.token_values:
+            inputs["token_values"] = {name: bits_of(value) for name, value in self.token_values.items()}
         return inputs
 
     def _map(self, tokens: Any, bounds: Any, rows: Any) -> Batch:
@@ -153,9 +222,26 @@ class Batch:
             position_ids=None if position_ids is None else tokens(position_ids),
             token_weights=None if weights is None else tokens(weights),
             document_bounds=None if document_bounds is None else bounds(document_bounds),
+            sequence_ids=None if self.sequence_ids is None else tokens(self.sequence_ids),
+            token_values={name: tokens(value) for name, value in self.token_values.items()},
             layer_inputs={name: tokens(value) for name, value in self.layer_inputs.items()},
             rows={name: rows(value) for name, value in self.rows.items()},
         )
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a floating-point tensor as integers of its size, which mixed precision does not cast; others as they are.
+
+    The receiver restores it with `tensor.view(dtype)`.
+    """
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _pad_tokens(values: torch.Tensor, missing: int) -> torch.Tensor:
+    """Pad values per token (rows, seq, ...) on the right with zeros."""
+    return F.pad(values, (*(0, 0) * (values.dim() - 2), 0, missing))
 
 
 def _joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ python recipes/dpo.py data.path=pairs.jsonl run.dir=outputs/mine        # the sa
 
 Batch sizes count pairs. Logged metrics are means over pairs. Under DPO, "margin" is beta x (log-ratio of the chosen
 answer - that of the rejected one), where a log-ratio is the log-probability minus the reference's; "accuracy" is the
-share of pairs with a positive margin.
+share of pairs with a positive margin. "log_prob_accuracy" is the share whose chosen answer has the higher probability.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 python recipes/evaluate.py                                                       # the pretrained model
 python recipes/evaluate.py model.path=outputs/finetune/RUN/export                # an exported run
 python recipes/evaluate.py evaluation.checkpoint=outputs/finetune/RUN/checkpoints/step_40
+python recipes/evaluate.py evaluation.checkpoint=... evaluation.average=true     # its average (training.ema_decay)
 python recipes/evaluate.py peft=lora evaluation.checkpoint=...                   # a run with adapters
 python recipes/evaluate.py model=qwen3_0_6b data=gsm8k parallelism=fsdp2_tp2     # another model, data set and mesh
 """
@@ -27,7 +28,7 @@ def main(cfg: EvaluateConfig) -> None:
         # Model: built on meta, parallelized, then filled with weights shard by shard
         model = training.prepare(cfg, run, len(tokenizer))
         if cfg.evaluation.checkpoint is not None:
-            checkpoint.load_model_weights(cfg.evaluation.checkpoint, model.module)
+            checkpoint.load_model_weights(cfg.evaluation.checkpoint, model.module, averaged=cfg.evaluation.average)
 
         run.begin(model, notes=[eval_set.facts, *model.notes])
         measured = training.evaluate(model, data.EvalBatches(eval_set, run.plan), run=run)

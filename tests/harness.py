@@ -162,6 +162,8 @@ class _World:
                 self._dump_stacks(folder)
             finally:
                 self._kill()
+                for rank in range(self.size):
+                    sys.stderr.write(_read(folder / f"stderr_{rank}"))
         return [self.done[rank] for rank in range(self.size)]
 
     def _fork(self, rank: int, folder: Path, port: int) -> None:
@@ -192,8 +194,15 @@ class _World:
         process.join()
         if process.exitcode < 0:
             name = signal.Signals(-process.exitcode).name
-            return Outcome(rank, signal=name, traceback=_read(folder / f"stack_{rank}"))
+            return Outcome(
+                rank, signal=name, traceback=f"{_read(folder / f'stack_{rank}')}{self._stderr(rank, folder)}"
+            )
         return Outcome(rank, exit_code=process.exitcode)
+
+    @staticmethod
+    def _stderr(rank: int, folder: Path) -> str:
+        """Return the end of what a rank and its children wrote to file descriptor 2."""
+        return _read(folder / f"stderr_{rank}")[-2000:]
 
     def _dump_stacks(self, folder: Path) -> None:
         hung = [rank for rank in range(self.size) if rank not in self.done]
@@ -218,6 +227,8 @@ class _World:
     def _rank_main(self, rank: int, sender: Connection, folder: Path, port: int) -> None:
         os.setpgid(0, 0)
         _die_with_parent()
+        with open(folder / f"stderr_{rank}", "ab") as errors:
+            os.dup2(errors.fileno(), 2)  # the last words of a rank that C++ aborts belong into its outcome
         with open(folder / f"stack_{rank}", "w") as stack:
             faulthandler.enable(file=stack, all_threads=False)
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
@@ -273,7 +284,7 @@ def _held_port() -> Any:
 
 
 def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _die_with_parent() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import yaml
 from torch import nn
@@ -20,6 +21,8 @@ from components.checkpoint.manifest import Manifest, ManifestError
 from components.checkpoint.random_state import set_random_state
 from components.checkpoint.save import mesh_of
 from components.checkpoint.tensors import (
+    AVERAGE,
+    AVERAGE_UPDATES,
     MODEL,
     Optimizers,
     Tensors,
@@ -32,6 +35,7 @@ from components.checkpoint.tensors import (
 from components.config.errors import ConfigError
 from components.config.safe_yaml import load_yaml
 from components.exchange import all_gather_json, broadcast_json, this_rank
+from components.models.weights.shards import local_part
 from components.resilience.faults import fault_point
 
 logger = logging.getLogger(__name__)
@@ -90,13 +94,18 @@ def verify(path: Path) -> list[str]:
     return [problem for part in all_gather_json(mine) for problem in part]
 
 
-def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
+def load_checkpoint(
+    path: Path | str, model: nn.Module, optimizer: Optimizers, average: Tensors | None = None
+) -> dict[str, Any]:
     """Restore the state that `save_checkpoint` wrote, and return its `extra`; a collective.
 
     A checkpoint can be loaded on any mesh, with or without pipeline stages. Parameters, optimizer state and counters
     are restored bit for bit. Random states are restored only on the mesh that wrote them; otherwise the ranks keep
     theirs, and that is logged. Hyperparameters are not restored: those of `optimizer` apply. Only file sizes are
     checked here: take the path from `find_checkpoint`, which verifies the contents.
+
+    Args:
+        average: `WeightAverage.tensors`, filled if the checkpoint holds an average; None: it is not loaded.
 
     Raises:
         ConfigError: The checkpoint does not match this model: missing or unexpected tensors, other shapes or dtypes, or
@@ -114,7 +123,11 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizers) -
     parameters = model_tensors(model)
     _check_model(path, parameters, stored)
     check_base_weights(path, saved.get(BASE_FINGERPRINT), base_fingerprint(model))
-    tensors = parameters | make_optimizer_state(optimizer, parameters, stored)
+    if average is not None and holds_average(stored):
+        _check_average(path, average, stored)
+    else:
+        average = {}
+    tensors = parameters | make_optimizer_state(optimizer, parameters, stored) | average
     with fail_together(f"checkpoint {path} could not be read"):
         read_tensors(path, tensors)
         mesh = mesh_of(parameters)
@@ -127,10 +140,13 @@ def load_checkpoint(path: Path | str, model: nn.Module, optimizer: Optimizers) -
     return saved["extra"]
 
 
-def load_model_weights(path: Path | str, model: nn.Module) -> None:
+def load_model_weights(path: Path | str, model: nn.Module, *, averaged: bool = False) -> None:
     """Verify a checkpoint and load its parameters and buffers into `model`, for evaluation; a collective.
 
     For a model with adapters, the checkpoint holds the adapters only; the base weights must be loaded already.
+
+    Args:
+        averaged: Load the moving average of the trained weights instead of the weights, cast to their dtypes.
 
     Raises:
         ConfigError: Not a complete checkpoint, or one of another model, or its adapters were trained on other base
@@ -146,8 +162,23 @@ def load_model_weights(path: Path | str, model: nn.Module) -> None:
         fingerprint = json.loads((path / STATE).read_text()).get(BASE_FINGERPRINT)
     _check_model(path, parameters, stored)
     check_base_weights(path, fingerprint, base_fingerprint(model))
+    averages: Tensors = {}
+    if averaged:
+        for name, each in parameters.items():
+            if each.requires_grad:
+                dtype = torch.promote_types(each.dtype, torch.float32)
+                averages[AVERAGE + name.removeprefix(MODEL)] = torch.zeros_like(each, dtype=dtype, requires_grad=False)
+        _check_average(path, averages, stored)
     with fail_together(f"checkpoint {path} could not be read"):
-        read_tensors(path, parameters)
+        read_tensors(path, parameters | averages)
+    with torch.no_grad():
+        for name, each in averages.items():
+            local_part(parameters[MODEL + name.removeprefix(AVERAGE)]).copy_(local_part(each))
+
+
+def holds_average(stored: Iterable[str]) -> bool:
+    """Return whether the names of stored tensors include a moving average of the weights."""
+    return any(name.startswith(AVERAGE) for name in stored)
 
 
 def _newest_first(folder: Path, resume: str) -> list[Path]:
@@ -212,6 +243,18 @@ def _check_model(path: Path, local: Tensors, stored: dict[str, TensorStorageMeta
             )
     if problems:
         raise ConfigError(sorted(problems)[:SHOWN])
+
+
+def _check_average(path: Path, local: Tensors, stored: dict[str, TensorStorageMetadata]) -> None:
+    """Require the stored average to have the parameters of all ranks; every rank raises the same error."""
+    if not holds_average(stored):
+        raise ConfigError(
+            f"checkpoint {path}: holds no moving average of the weights: its run had no training.ema_decay"
+        )
+    expected = merge_over_ranks({name: True for name in local if name != AVERAGE_UPDATES})
+    saved = {name: True for name in stored if name.startswith(AVERAGE)}
+    if problems := compare_names(path, expected, saved):
+        raise ConfigError(problems)
 
 
 def _warn(path: Path, problems: list[str]) -> None:

@@ -18,7 +18,7 @@ from components.checkpoint.base_fingerprint import check_base_weights, fingerpri
 from components.checkpoint.folders import BASE_FINGERPRINT, FOLDER, PUBLISHED, STATE, TEMPORARY, candidates
 from components.checkpoint.load import SHOWN, compare_names, verify
 from components.checkpoint.manifest import MANIFEST, Manifest, ManifestError
-from components.checkpoint.tensors import MODEL
+from components.checkpoint.tensors import AVERAGE, MODEL
 from components.config.errors import ConfigError
 from components.models.weights.shards import Index
 
@@ -34,8 +34,9 @@ class _StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """Global shape, dtype and blocks of a tensor."""
+    """Stored name, global shape, dtype and blocks of a tensor."""
 
+    key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     blocks: list[_StoredBlock]
@@ -74,8 +75,12 @@ def choose_checkpoint(path: Path) -> Path:
 class StoredWeights:
     """Parameters and buffers of a checkpoint, by their names in the model."""
 
-    def __init__(self, path: Path) -> None:
-        """Verify every file of the checkpoint and read the safetensors headers. Raises ConfigError."""
+    def __init__(self, path: Path, *, averaged: bool = False) -> None:
+        """Verify every file of the checkpoint and read the safetensors headers. Raises ConfigError.
+
+        Args:
+            averaged: Read the moving average of the trained weights in place of the weights.
+        """
         if problems := verify(path):
             raise ConfigError(f"{path}: not a complete checkpoint: {'; '.join(problems)}")
         self.manifest = Manifest.read(path)
@@ -83,7 +88,12 @@ class StoredWeights:
         self.extra: dict[str, Any] = state["extra"]
         self._base_fingerprint: str | None = state.get(BASE_FINGERPRINT)
         self._path = path
-        self._tensors = _read_headers(path)
+        self._tensors = _read_headers(path, MODEL)
+        if averaged:
+            average = _read_headers(path, AVERAGE)
+            if not average:
+                raise ConfigError(f"{path}: holds no moving average of the weights: its run had no training.ema_decay")
+            self._tensors |= average
 
     def check(self, expected: Mapping[str, torch.Tensor]) -> None:
         """Compare the stored names and shapes with the tensors of a model. Raises ConfigError."""
@@ -133,18 +143,19 @@ class StoredWeights:
             # Open the file again for each block: while it is mapped, all pages read so far count as resident memory.
             try:
                 with safe_open(block.file, framework="pt") as file:
-                    values[target] = file.get_slice(MODEL + name)[source]
+                    values[target] = file.get_slice(tensor.key)[source]
             except (OSError, SafetensorError) as error:
                 raise OSError(f"{block.file}: can no longer be read ({error})") from error
         return values if index else values[0]
 
 
-def _read_headers(path: Path) -> dict[str, _StoredTensor]:
+def _read_headers(path: Path, prefix: str) -> dict[str, _StoredTensor]:
+    """Return the stored tensors whose names have a prefix, by the rest of their names."""
     metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata()
     files: dict[MetadataIndex, Any] = metadata.storage_data
     tensors = {}
     for stored, described in metadata.state_dict_metadata.items():
-        if not stored.startswith(MODEL) or not isinstance(described, TensorStorageMetadata):
+        if not stored.startswith(prefix) or not isinstance(described, TensorStorageMetadata):
             continue
         blocks = [
             _StoredBlock(
@@ -152,5 +163,6 @@ def _read_headers(path: Path) -> dict[str, _StoredTensor]:
             )
             for chunk in described.chunks
         ]
-        tensors[stored.removeprefix(MODEL)] = _StoredTensor(tuple(described.size), described.properties.dtype, blocks)
+        dtype = described.properties.dtype
+        tensors[stored.removeprefix(prefix)] = _StoredTensor(stored, tuple(described.size), dtype, blocks)
     return tensors

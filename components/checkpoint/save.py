@@ -58,7 +58,7 @@ class Snapshot:
 
     step: int
     tensors: Tensors
-    """Parameters, buffers and optimizer state of this rank."""
+    """Parameters, buffers, optimizer state and average of this rank."""
     random: dict[str, Any]
     """Random state of this rank."""
     extra: dict[str, Any]
@@ -106,6 +106,7 @@ def take_snapshot(
     extra: dict[str, Any],
     mark: Mark | None = None,
     fingerprint: str | None = None,
+    average: Tensors | None = None,
 ) -> Snapshot:
     """Return the state of this rank without copying tensors: the next step overwrites them. A collective.
 
@@ -114,10 +115,11 @@ def take_snapshot(
     Args:
         fingerprint: Result of `base_fingerprint`, which reads all base weights; they do not change during a run, so
             that computing it once is enough.
+        average: `WeightAverage.tensors`; None: no average is saved.
     """
     _check_json(extra, "extra")
     tensors = model_tensors(model)
-    tensors |= optimizer_tensors(optimizer, tensors)
+    tensors |= optimizer_tensors(optimizer, tensors) | (average or {})
     return Snapshot(step, tensors, random_state(), copy.deepcopy(extra), mark or Mark(), mesh_of(tensors), fingerprint)
 
 

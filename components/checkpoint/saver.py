@@ -52,16 +52,18 @@ class Saver:
         optimizer: Optimizers,
         policy: CheckpointConfig,
         report: Callable[[str], object] = logger.info,
+        average: Tensors | None = None,
     ) -> None:
         """Create the process group of the background mode; a collective then.
 
         Args:
             policy: The mode (`async_save`) and the complete checkpoints to keep.
             report: Called with each line to show, on every rank; in the background mode also by the writing thread.
+            average: `WeightAverage.tensors`; None: no average is saved.
         """
         self.buffers = CopyBuffers()
         self._run_dir, self._model, self._optimizer, self._policy = run_dir, model, optimizer, policy
-        self._report = report
+        self._report, self._average = report, average
         self._group = create_gloo_group() if policy.async_save else None
         self._writing: _Writing | None = None
         self._allocating: threading.Thread | None = None
@@ -127,7 +129,7 @@ class Saver:
         """
         self._first_step.remove()
         tensors = model_tensors(self._model)
-        tensors |= optimizer_tensors(self._optimizer, tensors)
+        tensors |= optimizer_tensors(self._optimizer, tensors) | (self._average or {})
         self._allocating = _thread("buffers for checkpoints", lambda: self.buffers.allocate(tensors))
         self._allocating.start()
 
@@ -135,7 +137,7 @@ class Saver:
         self._write(self._snapshot(step, extra, mark), group=None)
 
     def _snapshot(self, step: int, extra: dict[str, Any], mark: Mark | None) -> Snapshot:
-        return take_snapshot(step, self._model, self._optimizer, extra, mark, self._base_fingerprint)
+        return take_snapshot(step, self._model, self._optimizer, extra, mark, self._base_fingerprint, self._average)
 
     @cached_property
     def _base_fingerprint(self) -> str | None:

@@ -1,11 +1,11 @@
 """Model and optimizer state as named tensors, stored in safetensors files.
 
 A tensor is identified by its name and global shape: `model/<parameter>`, `optimizer/<quantity>/<parameter>` for state
-of the parameter's shape, `counter/<quantity>/<parameter>` for scalars such as AdamW's step. The mesh is not part of the
-format, so a checkpoint can be loaded on any mesh. Ranks of different pipeline stages hold different names: where all
-names are needed, the ranks exchange them, and each rank reads only its own tensors. torch.distributed.checkpoint
-transfers the blocks (planners.py). Its Hugging Face storage writes safetensors only; its default storage would write a
-pickled metadata file.
+of the parameter's shape, `counter/<quantity>/<parameter>` for scalars such as AdamW's step, `average/<parameter>` for
+the moving average of the weights. The mesh is not part of the format, so a checkpoint can be loaded on any mesh. Ranks
+of different pipeline stages hold different names: where all names are needed, the ranks exchange them, and each rank
+reads only its own tensors. torch.distributed.checkpoint transfers the blocks (planners.py). Its Hugging Face storage
+writes safetensors only; its default storage would write a pickled metadata file.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ T = TypeVar("T")
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 COUNTER = "counter/"
+AVERAGE = "average/"
+AVERAGE_UPDATES = "average_updates"
+"""Name of the number of updates in the moving average, a scalar."""
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name with disjoint parameters."""
 FILE_BYTES = 512 * 1024**2

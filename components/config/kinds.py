@@ -22,6 +22,7 @@ from components.config.schema.data import (
     CustomDataConfig,
     DataKind,
     DocsDataConfig,
+    LabelsDataConfig,
     MixtureDataConfig,
     PreferencesDataConfig,
     SftDataConfig,
@@ -29,11 +30,14 @@ from components.config.schema.data import (
 )
 from components.config.schema.model import CausalLMConfig, ModelKind
 from components.config.schema.objective import (
+    ClassificationConfig,
+    DistillationConfig,
     DPOConfig,
     KTOConfig,
     NextTokenConfig,
     ObjectiveKind,
     ORPOConfig,
+    RewardConfig,
     SimPOConfig,
 )
 from components.config.schema.optimizer import (
@@ -57,14 +61,18 @@ KINDS: Mapping[str, Mapping[StrEnum, type[Any]]] = {
         DataKind.custom: CustomDataConfig,
         DataKind.mixture: MixtureDataConfig,
         DataKind.preferences: PreferencesDataConfig,
+        DataKind.labels: LabelsDataConfig,
     },
     "model": {ModelKind.causal_lm: CausalLMConfig},
     "objective": {
         ObjectiveKind.next_token: NextTokenConfig,
+        ObjectiveKind.distillation: DistillationConfig,
         ObjectiveKind.dpo: DPOConfig,
         ObjectiveKind.simpo: SimPOConfig,
         ObjectiveKind.orpo: ORPOConfig,
         ObjectiveKind.kto: KTOConfig,
+        ObjectiveKind.classification: ClassificationConfig,
+        ObjectiveKind.reward: RewardConfig,
     },
     "optimizer": {
         OptimizerKind.adamw: AdamWConfig,

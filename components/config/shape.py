@@ -26,15 +26,21 @@ CONFIG_NAMES = {
 PLANNED_MLP = frozenset({
     *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "granite"),
     *("helium", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "qwen2", "qwen3", "seed_oss"),
-    "smollm3",
+    *("hunyuan_v1_dense", "smollm3", "stablelm"),
 })  # fmt: skip
-"""Dense model types whose tp plan in transformers shards the MLPs, so that tp must divide intermediate_size."""
+"""Dense model types whose tp plan shards the MLPs, so that tp must divide intermediate_size."""
 DENSE = PLANNED_MLP | {
     *("bloom", "codegen", "falcon", "falcon_h1", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
-    *("hunyuan_v1_dense", "lfm2", "mamba", "mamba2", "mpt", "opt", "persimmon", "phi", "phi3", "stablelm"),
+    *("lfm2", "mamba", "mamba2", "mpt", "opt", "persimmon", "phi", "phi3"),
     "starcoder2",
 }
 """Model types without experts. The config of any other type may omit the number of experts and mean a default."""
+
+NOT_ROTARY = frozenset({
+    *("bloom", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mamba", "mamba2", "mpt", "openai-gpt"),
+    *("opt", "rwkv", "xglm"),
+})  # fmt: skip
+"""Model types whose positions are not rotary, or are rotary without transformers' types of scaling."""
 
 GGUF_NAMES = {
     "block_count": "layers",
@@ -61,6 +67,8 @@ class ModelShape:
     """Experts per mixture-of-experts layer; 0: a dense model."""
     mlp: int | None = None
     """Intermediate size of the MLPs, if the model's tp plan shards it."""
+    rotary: bool | None = None
+    """Whether it has rotary position embeddings with transformers' types of scaling."""
 
 
 def read_shape(model: ModelConfig) -> ModelShape:
@@ -82,7 +90,7 @@ def read_shape(model: ModelConfig) -> ModelShape:
     return ModelShape(**sizes)
 
 
-def shape_of_config(config: dict[str, Any]) -> dict[str, int]:
+def shape_of_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the sizes in a Hugging Face config, given as a dict; those of a nested text_config take precedence."""
     nested = config.get("text_config")
     values = {**config, **nested} if isinstance(nested, dict) else config
@@ -91,13 +99,15 @@ def shape_of_config(config: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def _shape_of_family(config: dict[str, Any]) -> dict[str, int]:
+def _shape_of_family(config: dict[str, Any]) -> dict[str, Any]:
     """Return the sizes that follow from the model type."""
     kind, features, shape = config.get("model_type"), config.get("intermediate_size"), {}
     if kind in DENSE:
         shape["experts"] = 0
     if kind in PLANNED_MLP and isinstance(features, int):
         shape["mlp"] = features
+    if kind in NOT_ROTARY:
+        shape["rotary"] = False
     return shape
 
 

@@ -11,11 +11,18 @@ from components.config.micro_batches import batch_problems
 from components.config.rules.compute_rules import (
     attention_problems,
     compile_problems,
+    distillation_problems,
     float8_problems,
     loss_problems,
     recompute_problems,
+    rope_problems,
 )
-from components.config.rules.data_rules import data_problems, preference_problems
+from components.config.rules.data_rules import (
+    data_problems,
+    preference_problems,
+    ramp_problems,
+    score_problems,
+)
 from components.config.rules.mesh_rules import model_problems, row_problems
 from components.config.rules.run_rules import (
     adapter_problems,
@@ -24,7 +31,7 @@ from components.config.rules.run_rules import (
     profile_problems,
 )
 from components.config.schema.checkpoint import CheckpointConfig
-from components.config.schema.objective import PreferenceConfig
+from components.config.schema.objective import DistillationConfig, PreferenceConfig, ScoreConfig
 from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import MeshShape
 from components.config.schema.peft import PeftConfig
@@ -52,23 +59,33 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     training, evaluation = section(cfg, TrainingConfig), section(cfg, EvaluationConfig)
     checkpoint, peft = section(cfg, CheckpointConfig), section(cfg, PeftConfig)
     preference, optimizer = section(cfg, PreferenceConfig), section(cfg, OptimizerConfig)
+    scores = section(cfg, ScoreConfig)
 
     problems += model_problems(parallelism, mesh, shape)
     if training is not None:
         problems += batch_problems(training, parallelism, mesh)
         if checkpoint is not None:
             problems += best_checkpoint_problems(checkpoint, training)
-        problems += profile_problems(cfg.logging.profile, training.max_steps, world_size)
+        problems += profile_problems(cfg.logging.profile, training, world_size)
         problems += row_problems("training.seq_len", training.seq_len, parallelism, mesh)
+        for number, (_, length) in enumerate(training.length_ramp):
+            problems += row_problems(f"training.seq_len_ramp[{number}].seq_len", length, parallelism, mesh)
+        problems += ramp_problems(training, cfg.data)
     if evaluation is not None:
         problems += row_problems("evaluation.seq_len", evaluation.seq_len, parallelism, mesh)
         if peft is not None:
             problems += adapter_problems(peft, evaluation)
     if optimizer is not None:
         problems += optimizer_problems(optimizer, peft)
-    problems += data_problems(cfg.data, takes_pairs=preference is not None)
+    takes_pairs = preference is not None or scores is not None
+    problems += data_problems(cfg.data, takes_pairs=takes_pairs, takes_labels=scores is not None)
     if preference is not None:
         problems += preference_problems(preference, cfg.data, model, peft)
+    if scores is not None:
+        problems += score_problems(scores, cfg.data, model, cfg.generation)
+    if section(cfg, DistillationConfig) is not None:
+        problems += distillation_problems(model)
+    problems += rope_problems(model, shape)
     problems += compile_problems(model, parallelism, mesh, shape)
     problems += loss_problems(model, parallelism, mesh, device)
     problems += recompute_problems(model, parallelism, mesh)

@@ -6,7 +6,8 @@ cache.py      tokenize: the tokens of a split, cached on disk; tokens.py stores 
 examples.py   Example: token ids and labels with the loss mask; chat_template.py renders conversations
 dataset.py    Dataset: samples of one split in memory or in the token cache, and their statistics (Facts)
 packing.py    PackedDataset: several samples per row, and the planning of rows
-pairs.py      PairDataset: a chosen and a rejected answer to each prompt
+labels.py     LabeledTexts, ScoredPairs: texts and pairs with a target at their last token
+pairs.py      PairDataset: a chosen and a rejected answer to each prompt; packed_pairs.py: several pairs per row
 mixture.py    MixtureDataset: several sources, sampled by weight
 order.py      SampleOrder: the shuffle, a pure function of (seed, position)
 batches.py    TrainBatches, EvalBatches: the rows of this rank, padding, the cursor for resuming
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches, collate
     from components.data.dataset import Dataset, Facts, HasPrompts, sample_prompts
     from components.data.examples import IGNORED, Example, PackedRow, encode_conversations, render_example
+    from components.data.labels import LabeledTexts, ScoredPairs, build_scored, scored_example
     from components.data.loading import build_dataset
     from components.data.mixture import MixtureDataset, MixtureOrder, sources_of
     from components.data.order import SampleOrder
+    from components.data.packed_pairs import PackedPairs, pack_pairs
     from components.data.packing import PackedDataset
     from components.data.pairs import PairDataset, PairedRows, RowPair, build_pairs
     from components.data.preflight import check_files

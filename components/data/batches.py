@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from components.config.errors import ConfigError
@@ -12,6 +14,7 @@ from components.data.dataset import Dataset, Facts
 from components.data.examples import IGNORED, Example, PackedRow
 from components.data.mixture import MixtureDataset, MixtureFacts, MixtureOrder
 from components.data.order import SampleOrder
+from components.data.packed_pairs import PackedPairRow, PackedPairs
 from components.data.packing import PackedDataset
 from components.data.pairs import EMPTY_EXAMPLE, PairedRows, RowPair
 
@@ -20,8 +23,8 @@ if TYPE_CHECKING:
 
     from components.batch import Batch
 
-Row = Example | PackedRow | RowPair
-Rows = Dataset | PackedDataset | MixtureDataset | PairedRows
+Row = Example | PackedRow | RowPair | PackedPairRow
+Rows = Dataset | PackedDataset | MixtureDataset | PairedRows | PackedPairs
 
 CUDA_ROUNDING = 128
 """Multiple to which the length of unpacked rows is rounded up on a GPU."""
@@ -79,7 +82,7 @@ class Padding:
         padding = self
         if isinstance(dataset, Rows) and dataset.pad_token_id is not None:
             padding = replace(padding, token_id=dataset.pad_token_id)
-        if not isinstance(dataset, PackedDataset | MixtureDataset) or not dataset.documents:
+        if not isinstance(dataset, PackedDataset | MixtureDataset | PackedPairs) or not dataset.documents:
             return padding
         return replace(padding, length=dataset.seq_len, documents=dataset.documents)
 
@@ -106,13 +109,20 @@ class BatchPlan:
     """Optimizer steps of the whole run; 0: unknown."""
     padding: Padding = Padding()
     """Padding of rows to one tensor."""
+    ramp: tuple[tuple[int, int], ...] = ()
+    """Stages with smaller batches at the start of the run: (steps from the start of the run to its end, sequences per
+    step); `global_batch_size` follows."""
+    length_ramp: tuple[tuple[int, int], ...] = ()
+    """Stages with shorter rows at the start of the run: (steps from the start of the run to its end, tokens a row)."""
 
     def __post_init__(self) -> None:
-        if self.global_batch_size < 1 or self.global_batch_size % (self.micro_batch_size * self.dp_size):
-            raise ConfigError(
-                f"training.global_batch_size={self.global_batch_size}: must be a multiple of "
-                f"training.micro_batch_size x dp = {self.micro_batch_size} x {self.dp_size}"
-            )
+        for size in (*(size for _, size in self.ramp), self.global_batch_size):
+            if size < 1 or size % (self.micro_batch_size * self.dp_size):
+                key = "training.global_batch_size" if size == self.global_batch_size else "training.batch_size_ramp"
+                raise ConfigError(
+                    f"{key}={size}: must be a multiple of "
+                    f"training.micro_batch_size x dp = {self.micro_batch_size} x {self.dp_size}"
+                )
         if not 0 <= self.dp_rank < self.dp_size:
             raise ValueError(f"dp_rank={self.dp_rank} must be at least 0 and below dp_size={self.dp_size}")
 
@@ -124,27 +134,57 @@ class BatchPlan:
             micro_batch_size=training.micro_batch_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
-            steps=training.max_steps,
+            steps=training.max_steps or 0,
             padding=padding or Padding(),
+            ramp=training.ramp,
+            length_ramp=training.length_ramp,
         )
 
     def __str__(self) -> str:
         factors = f"{self.micro_batch_size} micro_batch_size x {self.dp_size} dp x {self.accumulation} accumulation"
-        return f"{self.global_batch_size} sequences a step = {factors}"
+        stages = [f"{size} up to step {until}" for until, size in self.ramp]
+        stages += [f"rows of {length} tokens up to step {until}" for until, length in self.length_ramp]
+        before = f" (before: {', '.join(stages)})" if stages else ""
+        return f"{self.global_batch_size} sequences a step = {factors}{before}"
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per optimizer step of one rank."""
+        """Micro-batches per optimizer step of one rank, after the ramp."""
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
 
-    @property
-    def rows_per_rank(self) -> int:
-        """Sequences per optimizer step of one rank."""
-        return self.global_batch_size // self.dp_size
+    def size_of(self, step: int) -> int:
+        """Return the sequences of optimizer step `step` (0-based) over all dp ranks."""
+        return next((size for until, size in self.ramp if step < until), self.global_batch_size)
+
+    def length_of(self, step: int) -> int | None:
+        """Return the tokens that the rows of optimizer step `step` (0-based) are cut to; None: they are not cut."""
+        return next((length for until, length in self.length_ramp if step < until), None)
+
+    def samples_before(self, step: int) -> int:
+        """Return the sequences of all steps before `step` (0-based)."""
+        samples, start = 0, 0
+        for until, size in self.ramp:
+            samples += size * (min(step, until) - start)
+            start = min(step, until)
+        return samples + self.global_batch_size * (step - start)
+
+    def steps_for(self, samples: int, step: int = 0, used: int = 0) -> int:
+        """Return the optimizer steps of a run that uses at least `samples` sequences, at least `step`.
+
+        Args:
+            step, used: Optimizer steps done so far, and the sequences they used, with other batch sizes perhaps.
+        """
+        wanted = samples - used + self.samples_before(step)  # the steps done count as if they had used these sizes
+        reached = start = 0
+        for until, size in self.ramp:
+            if wanted <= reached + size * (until - start):
+                return max(step, start - (reached - wanted) // size)  # rounded up
+            reached, start = reached + size * (until - start), until
+        return max(step, start - (reached - wanted) // self.global_batch_size)
 
     def facts(self, dataset: Dataset | PackedDataset | MixtureDataset) -> Facts | MixtureFacts:
         """Return the statistics of a dataset, including the epochs over it in the whole run."""
-        return dataset.facts.with_passes(self.steps * self.global_batch_size)
+        return dataset.facts.with_passes(self.samples_before(self.steps))
 
 
 class TrainBatches:
@@ -152,7 +192,8 @@ class TrainBatches:
 
     The cursor is (seed, epoch, sample), where `sample` counts the samples used by all ranks together. It is independent
     of ranks and batch sizes, so a run can resume on another mesh or with another batch size and still uses every sample
-    of an epoch exactly once. Batches are assembled synchronously, without workers: this only copies token ids.
+    of an epoch exactly once. The size of a batch depends on the number of its step.
+    Batches are assembled synchronously, without workers: this only copies token ids.
     """
 
     def __init__(
@@ -177,23 +218,23 @@ class TrainBatches:
             self._order: SampleOrder | MixtureOrder = dataset.order(seed)
         else:
             self._order = SampleOrder(len(dataset), seed)
-        self._sample = 0
+        self._sample = self._step = 0
 
     def at(self, step: int) -> list[Batch]:
         """Return the micro-batches of optimizer step `step` (0-based), independent of the cursor."""
-        return self._from(step * self._plan.global_batch_size)
+        return self._from(self._plan.samples_before(step), step)
 
     def global_batch(self, step: int) -> list[int]:
         """Return the dataset indices of the rows of step `step` (0-based) of all ranks, in order."""
-        size = self._plan.global_batch_size
-        return self._order.indices(step * size, size)
+        return self._order.indices(self._plan.samples_before(step), self._plan.size_of(step))
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
     def __next__(self) -> list[Batch]:
-        batch = self._from(self._sample)
-        self._sample += self._plan.global_batch_size
+        batch = self._from(self._sample, self._step)
+        self._sample += self._plan.size_of(self._step)
+        self._step += 1
         return batch
 
     @property
@@ -201,12 +242,21 @@ class TrainBatches:
         """Epochs so far; for a mixture, rows used divided by the rows of all sources."""
         return self._sample / self._order.size
 
+    def steps_for(self, epochs: float) -> int:
+        """Return the optimizer steps of a run that uses every sample `epochs` times, counted from the cursor.
+
+        The last step may begin another epoch. For a mixture, an epoch has as many rows as all sources together.
+        """
+        samples = math.ceil(Fraction(str(epochs)) * self._order.size)  # exact: 1.1 * 50 is above 55 in floats
+        return self._plan.steps_for(samples, self._step, self._sample)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor (seed, 0-based epoch, samples used over all epochs) and the identity of the data."""
+        """Return the cursor (seed, 0-based epoch, samples used over all epochs, steps) and the identity of the data."""
         return {
             "seed": self._order.seed,
             "epoch": self._sample // self._order.size,
             "sample": self._sample,
+            "step": self._step,
             "size": self._order.size,
             "fingerprint": self._fingerprint,
         }
@@ -238,13 +288,22 @@ class TrainBatches:
         if problems:
             raise ConfigError(problems)
         self._sample = state["sample"]
+        # Checkpoints of earlier versions have no step; their runs had no ramp.
+        self._step = state.get("step", self._sample // self._plan.global_batch_size)
 
-    def _from(self, sample: int) -> list[Batch]:
+    def _from(self, sample: int, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of step `step` (0-based), whose first sample is `sample`."""
         plan = self._plan
-        indices = self._order.indices(sample + plan.dp_rank * plan.rows_per_rank, plan.rows_per_rank)
+        count = plan.size_of(step) // plan.dp_size
+        indices = self._order.indices(sample + plan.dp_rank * count, count)
         rows = [self.dataset[index] for index in indices]
         size = plan.micro_batch_size
-        return [collate(rows[i : i + size], self._padding) for i in range(0, len(rows), size)]
+        batches = [collate(rows[i : i + size], self._padding) for i in range(0, len(rows), size)]
+        length = plan.length_of(step)
+        if length is None:
+            return batches
+        longest = max(batch.shape[1] for batch in batches)  # pipelines need as many rows in each micro-batch
+        return [batch.pad_to(longest).cut_rows(length) for batch in batches]
 
 
 class EvalBatches:
@@ -268,7 +327,7 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         dataset, plan, size = self.dataset, self._plan, self._plan.micro_batch_size
         padding = plan.padding.of(dataset)
-        empty = dataset.empty if isinstance(dataset, PairedRows) else EMPTY_EXAMPLE
+        empty = dataset.empty if isinstance(dataset, PairedRows | PackedPairs) else EMPTY_EXAMPLE
         rows_at_once = size * plan.dp_size
         for number in range(-(-len(dataset) // rows_at_once)):
             start = number * rows_at_once + plan.dp_rank * size
@@ -277,19 +336,42 @@ class EvalBatches:
 
 
 def collate(rows: Sequence[Row], padding: Padding) -> Batch:
-    """Return rows as a batch on the CPU, padded on the right; a pair becomes two rows.
+    """Return rows as a batch on the CPU, padded on the right; a pair becomes two rows unless it is packed.
 
     Raises ConfigError if a row is longer than `padding.length`.
     """
     pairs = [row for row in rows if isinstance(row, RowPair)]
+    packed = [row for row in rows if isinstance(row, PackedPairRow)]
+    if packed:
+        return _collate_packed_pairs(packed, padding)
     if not pairs:
-        return _collate_rows([row for row in rows if not isinstance(row, RowPair)], padding)
+        return _collate_rows([row for row in rows if isinstance(row, Example | PackedRow)], padding)
     import torch
 
     batch = _collate_rows([answer for pair in pairs for answer in (pair.first, pair.second)], padding)
     names = pairs[0].values
     values = {name: [value for pair in pairs for value in pair.values[name]] for name in names}
     return replace(batch, rows={name: torch.tensor(each, dtype=torch.float64) for name, each in values.items()})
+
+
+def _collate_packed_pairs(rows: Sequence[PackedPairRow], padding: Padding) -> Batch:
+    """Return rows of packed pairs as a batch whose sequences are the documents."""
+    import torch
+
+    batch = _collate_rows([each.row for each in rows], padding)
+    last = padding.documents - 1  # no document of answers has this index, so its sequence has no targets
+    ids = torch.full_like(batch.input_ids, last)  # (micro_batch, seq)
+    values = {
+        name: torch.zeros(len(rows), padding.documents, dtype=torch.float64)
+        for name in (rows[0].values if rows else ())
+    }
+    for i, each in enumerate(rows):
+        starts = [0, *each.row.ends]
+        for document, (start, end) in enumerate(zip(starts, each.row.ends, strict=False)):
+            ids[i, start:end] = document
+        for name, of_documents in each.values.items():
+            values[name][i, : len(of_documents)] = torch.tensor(of_documents, dtype=torch.float64)
+    return replace(batch, sequence_ids=ids, sequences=padding.documents, rows=values)
 
 
 def _collate_rows(rows: Sequence[Example | PackedRow], padding: Padding) -> Batch:

@@ -28,7 +28,7 @@ from components.data import examples
 from components.data.chat_template import ChatTemplate, KeyUsage, is_fast
 from components.data.examples import Example
 from components.data.sources import text
-from components.data.sources.rows import Conversation, Document
+from components.data.sources.rows import Conversation, Document, LabeledText
 from components.data.sources.split import (
     Record,
     SourceSplit,
@@ -85,12 +85,16 @@ class _Encoder(NamedTuple):
     """Detector of unused keys of conversations; None: documents."""
 
     def encode(self, batch: list[Record]) -> Iterable[Example]:
-        """Tokenize a batch of conversations or documents."""
+        """Tokenize a batch of conversations, documents or labeled texts."""
         documents = [record for record in batch if isinstance(record, Document)]
         if self.seq_len is not None:
             return text.encode_documents(self.tokenizer, documents, self.seq_len)
         conversations = [each for each in batch if isinstance(each, Conversation)]
-        encoded = examples.encode_conversations(self.tokenizer, conversations)
+        if labeled := [each for each in batch if isinstance(each, LabeledText)]:
+            encoded = examples.encode_labeled_texts(self.tokenizer, labeled)
+            conversations = [each.conversation for each in labeled if each.conversation is not None]
+        else:
+            encoded = examples.encode_conversations(self.tokenizer, conversations)
         if self.usage is not None:
             for conversation in conversations:
                 self.usage.observe(conversation)

@@ -146,6 +146,7 @@ class KeyUsage:
     def observe(self, conversation: Conversation) -> None:
         """Try leaving out each key of a conversation that is not yet known to be used."""
         answers = [i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
+        answers = answers or [len(conversation.messages) - 1]  # a labeled conversation may have no answer
         for index, message in enumerate(conversation.messages[: answers[-1] + 1]):
             # Render up to the next answer, because templates may drop keys (reasoning) from earlier messages.
             stop = 1 + next(answer for answer in answers if answer >= index)

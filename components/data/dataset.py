@@ -153,7 +153,11 @@ class Dataset(ItemSequence[Example]):
 
     def show(self, index: int) -> str:
         """Return the text of a sample, with the spans that contribute to the loss in [[ ]]."""
-        return render_example(self._tokenizer, self[index])
+        return self.decode(self[index])
+
+    def decode(self, example: Example) -> str:
+        """Return the text of any sample, with the spans that contribute to the loss in [[ ]]."""
+        return render_example(self._tokenizer, example)
 
     def _fit(self, tokens: Tokens, seq_len: int, overlong: Overlong) -> Tokens:
         """Truncate, drop or reject samples longer than `seq_len` tokens; record the counts in `facts`."""

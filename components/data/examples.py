@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, NamedTuple
 from components.config.errors import ConfigError
 from components.config.schema.data import IGNORED
 from components.data.chat_template import ChatTemplate, Rendering
-from components.data.sources.rows import Conversation
+from components.data.sources.rows import Conversation, LabeledText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["IGNORED", "Example", "PackedRow", "encode_conversations", "render_example", "trimmed"]
+__all__ = [
+    "IGNORED",
+    "Example",
+    "PackedRow",
+    "encode_conversations",
+    "encode_labeled_texts",
+    "render_example",
+    "trimmed",
+]
 
 
 class Example(NamedTuple):
@@ -86,6 +94,30 @@ def encode_conversations(tokenizer: PreTrainedTokenizerBase, conversations: Sequ
         # A conversation without a trained answer becomes an empty sample, which the dataset drops and counts.
         examples += _assemble([next(turns) for _ in group]) or [Example([], [])]
     return examples
+
+
+def encode_labeled_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[LabeledText]) -> list[Example]:
+    """Tokenize texts, and conversations as the chat template renders them, each followed by a padding token.
+
+    Every token is a target, so that a truncated sample keeps its first tokens. Labels are not part of the samples.
+
+    Raises ConfigError if a template rejects a conversation or exceeds its time limit.
+    """
+    template, pad = ChatTemplate(tokenizer), tokenizer.pad_token_id
+    rendered: dict[bool, list[str]] = {False: [], True: []}  # keyed by whether the tokenizer adds special tokens
+    adds_special = []
+    for each in texts:
+        conversation = each.conversation
+        adds_special.append(conversation is None or not tokenizer.chat_template)
+        content = each.content if conversation is None else template.render(conversation, len(each.content)).text
+        rendered[adds_special[-1]].append(str(content))
+    encoded = {
+        adds: iter(tokenizer(found, add_special_tokens=adds, return_attention_mask=False, verbose=False)["input_ids"])
+        for adds, found in rendered.items()
+        if found
+    }
+    samples = [[*next(encoded[adds]), pad] for adds in adds_special]
+    return [trimmed(Example(ids, ids)) for ids in samples]
 
 
 def trimmed(example: Example) -> Example:

@@ -48,7 +48,7 @@ class PackedDataset(ItemSequence[PackedRow]):
         self._samples = samples
         self._plan = plan_rows(samples.lengths, seq_len)
         max_documents = int(np.diff(self._plan.starts).max())
-        self.documents = -(-(max_documents + 1) // _DOCUMENTS_MULTIPLE) * _DOCUMENTS_MULTIPLE
+        self.documents = documents_size(max_documents)
         self.facts = replace(samples.facts, rows=len(self), row_tokens=seq_len, max_documents=max_documents)
 
     def __len__(self) -> int:
@@ -80,6 +80,11 @@ class PackedDataset(ItemSequence[PackedRow]):
     def _documents(self, row: int) -> list[int]:
         starts = self._plan.starts
         return self._plan.documents[starts[row] : starts[row + 1]].tolist()
+
+
+def documents_size(max_documents: int) -> int:
+    """Return the size of per-document tensors: documents of a row, plus one for the padding, rounded up."""
+    return -(-(max_documents + 1) // _DOCUMENTS_MULTIPLE) * _DOCUMENTS_MULTIPLE
 
 
 def plan_rows(lengths: Sequence[int] | np.ndarray, size: int) -> RowPlan:

@@ -43,6 +43,8 @@ class PairedRows(ItemSequence[RowPair]):
     item_name = "pair"
     values: Mapping[str, torch.Tensor]  # each (pairs, 2) float64
     """Values of both rows by name, such as log-probabilities under a reference model."""
+    packed_seq_len: int | None = None
+    """Maximum length of an answer with its prompt if `packed_pairs.pack_pairs` shall pack the pairs (data.pack)."""
 
     @abstractmethod
     def rows_of(self, index: int) -> tuple[Example, Example]:
@@ -89,8 +91,16 @@ class PairedRows(ItemSequence[RowPair]):
 
     def with_values(self, name: str, values: torch.Tensor) -> Self:
         """Return a copy with additional values (pairs, 2) of the two rows."""
+        return self._with(values={**self.values, name: values})
+
+    def to_be_packed(self, seq_len: int) -> Self:
+        """Return a copy that `pack_pairs` packs. seq_len: Maximum length of an answer with its prompt."""
+        return self._with(packed_seq_len=seq_len)
+
+    def _with(self, **changes: object) -> Self:
         copied = copy.copy(self)
-        object.__setattr__(copied, "values", {**self.values, name: values})
+        for name, value in changes.items():
+            object.__setattr__(copied, name, value)
         return copied
 
 
@@ -220,8 +230,14 @@ def build_pairs(
 
     Raises ConfigError if a file, column, row or split is invalid, or if no pair remains.
     """
-    if cfg.label_column is not None:
-        return _build_labeled(cfg, tokenizer, seq_len, split)
+    build = _build_preferences if cfg.label_column is None else _build_labeled
+    pairs = build(cfg, tokenizer, seq_len, split)
+    return pairs.to_be_packed(seq_len) if cfg.pack else pairs
+
+
+def _build_preferences(
+    cfg: PreferencesDataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Literal["train", "eval"]
+) -> PairedRows:
     chosen, rejected = (
         _build_answers(AnswerConfig.of(cfg, column), tokenizer, seq_len, split)
         for column in (cfg.chosen_column, cfg.rejected_column)
@@ -239,7 +255,7 @@ def build_pairs(
 
 def _build_labeled(
     cfg: PreferencesDataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Literal["train", "eval"]
-) -> LabeledDataset:
+) -> PairedRows:
     import torch
 
     answers = AnswerConfig.of(cfg, cfg.completion_column)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.data import MixtureDataConfig, RowsDataConfig
-from components.config.schema.recipes import RecipeConfig
+from components.config.schema.recipes import RecipeConfig, named_models
 from components.data.sources.files import is_hub_name
 
 OFFLINE = "HF_HUB_OFFLINE"
@@ -69,11 +69,10 @@ def _home(environ: Mapping[str, str]) -> Path:
 
 def _hub_repos(cfg: RecipeConfig) -> list[_HubRepo]:
     found = []
-    for key, path in (("model.path", cfg.model.path), ("model.tokenizer", cfg.model.tokenizer)):
-        if path not in (None, "bytes"):
-            files = locate(path, key)
-            if not files.is_local and not files.gguf_file:
-                found.append(_HubRepo(key, files.name_or_folder, "model"))
+    for key, path in named_models(cfg).items():
+        files = locate(path, key)
+        if not files.is_local and not files.gguf_file:
+            found.append(_HubRepo(key, files.name_or_folder, "model"))
     sources = {"data": cfg.data}
     if isinstance(cfg.data, MixtureDataConfig):
         sources = {f"data.sources.{name}": source for name, source in cfg.data.sources.items()}

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
-from components.config.schema.model import WeightInit
+from components.config.rules.compute_rules import vocabulary_problem
+from components.config.schema.model import CausalLMConfig, TeacherConfig, WeightInit
 from components.config.schema.optimizer import CustomOptimizerConfig
 from components.config.schema.parallelism import AXES
-from components.config.schema.recipes import RecipeConfig, section
+from components.config.schema.recipes import RecipeConfig, named_models, section
 from components.config.schema.training import EvaluationConfig
 from components.config.secrets import secret_problems
 from components.config.shape import ModelShape, read_shape
@@ -48,7 +49,7 @@ def problems_before_start(cfg: RecipeConfig, world_size: int, rejected: Collecti
     try:
         if not affects(rejected, MODEL_KEYS):
             shape = read_shape(cfg.model)
-        problems = _model_problems(cfg)
+        problems = _model_problems(cfg) + _teacher_problems(cfg, shape)
     except ConfigError as error:
         problems = error.problems
     problems = validate(cfg, None if affects(rejected, MESH_KEYS) else world_size, shape) + problems
@@ -79,11 +80,25 @@ def _import_problems(cfg: RecipeConfig) -> list[str]:
 
 
 def _model_problems(cfg: RecipeConfig) -> list[str]:
-    if cfg.model.tokenizer not in (None, "bytes"):
-        locate(cfg.model.tokenizer, "model.tokenizer")
+    for key, path in named_models(cfg).items():
+        locate(path, key)
+    problems = []
     if cfg.model.path is not None and cfg.model.init == WeightInit.pretrained:
-        return check_weights(cfg.model.path)
-    return []
+        problems += check_weights(cfg.model.path)
+    if (teacher := section(cfg, TeacherConfig)) is not None:
+        problems += check_weights(teacher.path, "teacher.path")
+    return problems
+
+
+def _teacher_problems(cfg: RecipeConfig, student: ModelShape) -> list[str]:
+    """Check that the teacher's vocabulary is at least as large as the student's, where both can be read."""
+    teacher = section(cfg, TeacherConfig)
+    if teacher is None:
+        return []
+    size = read_shape(CausalLMConfig(path=teacher.path)).vocab
+    if size is None or student.vocab is None or size >= student.vocab:
+        return []
+    return [vocabulary_problem(teacher.path, size, student.vocab)]
 
 
 def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:

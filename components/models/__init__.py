@@ -1,14 +1,16 @@
-"""Hugging Face causal LMs: built on the meta device, loaded shard by shard, run, and exported.
+"""Hugging Face causal LMs and score models: built on the meta device, loaded shard by shard, run, and exported.
 
 build.py         build_on_meta: config from the hub, a folder, a GGUF file or given values; model_shape
 anatomy.py       read_anatomy: structure of a model (layers, experts, heads), as a value that every mesh axis uses
 attention.py     use_causal_sdpa: attention without masks and host syncs; documents.py: attention in packed rows
-lora.py          add_adapters: LoRA, DoRA and QLoRA on linear layers
+classifier.py    TokenScores: a score head instead of the LM head
+lora/            add_adapters: LoRA, DoRA and QLoRA on linear layers, LoRA on fused experts
 float8.py        use_float8: linear layers that compute in float8
 layers.py        decoder_layers, checkpoint_activations, count_parameters
 activations.py   selective activation checkpointing, and the activation bytes of a layer under each policy
+rope.py          scale_rope: extended context of rotary position embeddings
 compile.py       compile_layers, and removal of truncated files from torch's compile cache
-generation.py    generate: greedy decoding of prompts; tokenizer.py: load_tokenizer, including one token per byte
+generation.py    generate: greedy or sampled answers; tokenizer.py: load_tokenizer, including one token per byte
 meta_copy.py     copies of an unsharded model without memory for its parameters
 weights/         loading, initializing, gathering and exporting weights
 
@@ -26,14 +28,14 @@ if TYPE_CHECKING:
     from components.models.attention import use_causal_sdpa
     from components.models.build import build_on_meta, model_shape
     from components.models.compile import compile_layers
-    from components.models.generation import generate
+    from components.models.generation import Sampling, generate
     from components.models.layers import (
         ParameterCounts,
         checkpoint_activations,
         count_parameters,
         decoder_layers,
     )
-    from components.models.lora import adapted_layers, adapters_off, add_adapters
+    from components.models.lora.attach import adapted_layers, adapters_off, add_adapters
     from components.models.tokenizer import load_tokenizer
     from components.models.weights.adapter_files import Merge, adapter_config, write_adapter
     from components.models.weights.export import export_model, export_run, export_stored

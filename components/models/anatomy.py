@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -30,6 +31,10 @@ LAYER_COUNTS = {
 """Model type -> the config key that counts decoder layers, for families where num_hidden_layers counts others."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DIFFERS = object()
+
+
+class ChangedForward:
+    """Base of classes that are mixed into the transformers class of a model to change its forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +205,11 @@ def passes_window(module: nn.Module) -> bool:
 
 
 def transformers_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the transformers class of a model; FSDP2 changes its class to a subclass without a constructor."""
+    """Return the transformers class of a model; FSDP2 and score models change the class to a subclass."""
     from transformers import PreTrainedModel as Base
 
-    return next(cls for cls in type(model).__mro__ if "__init__" in vars(cls) and issubclass(cls, Base))
+    changed = (FSDPModule, ChangedForward)
+    return next(cls for cls in type(model).__mro__ if issubclass(cls, Base) and not issubclass(cls, changed))
 
 
 def plain_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,9 @@ from components.config.schema.model import Attention, DType, ModelConfig
 from components.config.shape import ModelShape, shape_of_config
 from components.dtypes import torch_dtype
 from components.models.attention import use_causal_sdpa
+from components.models.classifier import return_token_scores, set_labels
 from components.models.float8 import use_float8
+from components.models.rope import check_rope, scale_rope
 from components.models.tokenizer import load_tokenizer
 from components.models.weights.gguf import read_config
 from components.models.weights.hub_files import error_line, explain_loading_error
@@ -40,7 +43,9 @@ OTHER_KEYS = {
 """Keys of config.json files that are set elsewhere -> the key to set."""
 
 
-def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrainedModel:
+def build_on_meta(
+    cfg: ModelConfig, vocab_size: int | None = None, labels: Sequence[str] | None = None
+) -> PreTrainedModel:
     """Build the causal LM on the meta device, in training mode, with parameters of `cfg.dtype`.
 
     Only the config is read, and no memory is allocated. Tied parameters are tied. `cfg.config` overrides values of the
@@ -49,14 +54,19 @@ def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrained
     Args:
         vocab_size: Number of tokens of the tokenizer. It becomes the vocabulary size, rounded up to a multiple of 8,
             of a model from scratch whose config has none. None: load the tokenizer if the number is needed.
+        labels: Names of the outputs of a score head, which replaces the LM head (classifier.py); None: a causal LM.
 
     Raises:
         ConfigError: The model is unknown, missing, unreachable or quantized, it needs code that is not trusted, its
             vocabulary is smaller than the tokenizer's, or its class rejects a key or value of `cfg.config`.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     config = load_config(cfg, vocab_size)
+    auto_class: Any = AutoModelForCausalLM
+    if labels is not None:
+        set_labels(config, labels)
+        auto_class = AutoModelForSequenceClassification
     model_vocab = config.get_text_config().vocab_size
     if vocab_size is not None and vocab_size > model_vocab:
         raise ConfigError(
@@ -65,7 +75,7 @@ def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrained
         )
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = auto_class.from_config(
                 config,
                 dtype=torch_dtype(cfg.dtype),
                 attn_implementation="sdpa" if cfg.attention == Attention.sdpa_flash else str(cfg.attention),
@@ -76,25 +86,29 @@ def build_on_meta(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrained
             f"model.attention={cfg.attention}: {error_line(error)}; install it or set model.attention=sdpa"
         ) from error
     except ValueError as error:
-        raise ConfigError(_explain_build_error(cfg, config.model_type, error_line(error))) from error
+        raise ConfigError(_explain_build_error(cfg, config.model_type, error_line(error), labels)) from error
+    if labels is not None:
+        return_token_scores(model)
     _load_generation_config(model, cfg)
     model.config.use_cache = False
     if DType.float64 in (cfg.dtype, cfg.compute_dtype):
         model.set_experts_implementation("eager")  # torch's grouped GEMM does not support float64
+    check_rope(model, cfg.rope)
     use_float8(model, cfg)
     if not use_causal_sdpa(model, flash=cfg.attention == Attention.sdpa_flash):
         logger.info("attention: %s with transformers' own masks; one host sync per forward", cfg.attention)
     return model.train()
 
 
-def _explain_build_error(cfg: ModelConfig, model_type: str, reason: str) -> str:
+def _explain_build_error(cfg: ModelConfig, model_type: str, reason: str, labels: Sequence[str] | None) -> str:
     if "does not support" in reason and cfg.attention != Attention.eager:
         return (
             f"model.attention={cfg.attention}: transformers does not implement it for {model_type}; set "
             "model.attention=eager"
         )
     built = f"{model_type} with model.attention={cfg.attention}"
-    return f"model.path={cfg.path}: {built} cannot be built as a causal LM: {reason}"
+    kind = "causal LM" if labels is None else "model for sequence classification"
+    return f"model.path={cfg.path}: {built} cannot be built as a {kind}: {reason}"
 
 
 def model_shape(model: PreTrainedModel | PreTrainedConfig) -> ModelShape:
@@ -127,9 +141,15 @@ def load_config(cfg: ModelConfig, vocab_size: int | None = None) -> PreTrainedCo
     if "num_hidden_layers" in overrides and "layer_types" in values and "layer_types" not in overrides:
         overrides["layer_types"] = values["layer_types"][: overrides["num_hidden_layers"]]
     try:
-        return cls.from_dict({**values, **overrides})
+        config = cls.from_dict({**values, **overrides})
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"model.config: {cls.__name__} rejects it: {' '.join(str(error).split())}") from error
+    try:
+        scale_rope(config, cfg.rope)
+    except (StrictDataclassError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.rope.type={cfg.rope.type}: {cls.__name__} rejects it: {reason}") from error
+    return config
 
 
 def _read_values(cfg: ModelConfig, files: ModelFiles) -> tuple[dict[str, Any], type[PreTrainedConfig]]:

@@ -1,8 +1,11 @@
-"""Greedy generation from prompts with a model on any mesh."""
+"""Greedy and sampled generation from prompts with a model on any mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -31,6 +34,49 @@ class GenerationForward(Protocol):
         """Whether `call` supports a cache of keys and values."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose each token from the logits."""
+
+    temperature: float = 0.0
+    """0: the most likely token; above 0: sample from softmax(logits / temperature)."""
+    top_p: float = 1.0
+    """Sample only from the smallest set of most likely tokens whose probabilities reach this value (nucleus sampling,
+    Holtzman et al. 2020)."""
+    seed: int = 0
+    """Any integer."""
+
+    def choose(self, logits: torch.Tensor, prompt: int, position: int) -> torch.Tensor:
+        """Return the token, an int64 scalar on the device of `logits` (vocabulary).
+
+        A sampled token is a function of the logits, the seed, the index of the prompt and the position in its answer:
+        the first in vocabulary order at which the cumulative probability exceeds a uniform random number. This does
+        not depend on how tokens of almost equal probability are sorted, which may differ between meshes.
+        """
+        if self.temperature == 0:
+            return logits.argmax()
+        probabilities = self.probabilities(logits.cpu())  # (vocabulary)
+        digest = blake2b(f"{self.seed}:{prompt}:{position}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest))
+        cumulative = probabilities.double().cumsum(0)
+        drawn = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
+        return torch.searchsorted(cumulative, drawn, right=True).clamp(max=len(cumulative) - 1).to(logits.device)
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities to sample from, in float32. logits: (vocabulary)."""
+        probabilities = (logits.float() / self.temperature).softmax(0)
+        if self.top_p == 1:
+            return probabilities
+        ordered, order = probabilities.sort(descending=True, stable=True)
+        kept = ordered.double().cumsum(0) - ordered < self.top_p  # the probability of the more likely tokens
+        kept[0] = True
+        probabilities[order[~kept]] = 0
+        return probabilities / probabilities.sum()
+
+
+GREEDY = Sampling()
+
+
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
@@ -39,8 +85,9 @@ def generate(
     max_new_tokens: int,
     forward: GenerationForward | None = None,
     stopped: Callable[[], bool] | None = None,
+    sampling: Sampling = GREEDY,
 ) -> list[str]:
-    """Return the greedy continuation of each prompt, without the prompt and special tokens.
+    """Return the continuation of each prompt, without the prompt and special tokens.
 
     Prompts are formatted with the tokenizer's chat template if it has one. Call it on all ranks with the same prompts:
     they run the same forwards, and rank 0 broadcasts each token, so that all ranks stop at the same step.
@@ -50,6 +97,7 @@ def generate(
             padded on the right to `forward.multiple`, is recomputed for each token.
         stopped: Called before each token on every rank; must return the same value on all ranks. True ends the
             generation, and an empty list is returned.
+        sampling: How tokens are chosen. torch's random states are not used.
     """
     was_training = model.training
     model.eval()
@@ -57,7 +105,11 @@ def generate(
         # Eager, because compiled layers would be recompiled for every layer and size of the growing cache. That would
         # exhaust the recompile limit, which training after this shares.
         with torch.compiler.set_stance("force_eager"):
-            token_lists = [_continue(model, tokenizer, prompt, max_new_tokens, forward, stopped) for prompt in prompts]
+            token_lists = []
+            for index, prompt in enumerate(prompts):
+                choose = partial(sampling.choose, prompt=index)
+                tokens = _encode(tokenizer, prompt)
+                token_lists.append(_continue(model, tokenizer, tokens, max_new_tokens, choose, forward, stopped))
     finally:
         model.train(was_training)
     if stopped is not None and stopped():
@@ -68,14 +120,14 @@ def generate(
 def _continue(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    tokens: list[int],
     max_new_tokens: int,
+    choose: Callable[..., torch.Tensor],
     forward: GenerationForward | None,
     stopped: Callable[[], bool] | None,
 ) -> list[int]:
     device = next(model.parameters()).device
     stop_tokens = _stop_tokens(model, tokenizer)
-    tokens = _encode(tokenizer, prompt)
     start = len(tokens)
     call = forward.call if forward else model
     multiple, keeps_cache = (forward.multiple, forward.keeps_cache) if forward else (1, True)
@@ -91,18 +143,18 @@ def _continue(
         cache_options = {"past_key_values": cache, "use_cache": True} if keeps_cache else {}
         output = call(input_ids=ids, position_ids=positions, logits_to_keep=last, **cache_options)
         cache = output.past_key_values if keeps_cache else None
-        token = _next_token(output.logits)
+        token = _next_token(output.logits, partial(choose, position=len(tokens) - start))
         if token in stop_tokens:
             break
         tokens.append(token)
     return tokens[start:]
 
 
-def _next_token(logits: torch.Tensor) -> int:
-    """Return rank 0's most likely token on every rank. logits: (1, 1, vocabulary)."""
+def _next_token(logits: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """Return rank 0's choice on every rank. logits: (1, 1, vocabulary)."""
     if isinstance(logits, DTensor):
         logits = logits.full_tensor()
-    token = logits[0, -1].argmax()
+    token = choose(logits[0, -1])
     if dist.is_initialized():
         dist.broadcast(token, src=0)
     return int(token)

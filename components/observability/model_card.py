@@ -16,7 +16,7 @@ from components.config.secrets import secret_problems
 VERSIONS = ("meshbook", "torch", "transformers", "datasets", "safetensors")
 
 
-def render_model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str) -> str:
+def render_model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str, *, averaged: bool = False) -> str:
     """Return Markdown: a table of the settings and results of the training, and the command line.
 
     Values that are missing from the files get no row. A value that looks like a secret is replaced by a note.
@@ -26,12 +26,14 @@ def render_model_card(run_dir: Path | str, state: Mapping[str, Any], mesh: str) 
         state: Training state when the weights were saved: step, tokens, skipped, first_loss, last_loss, optimizer.
             Evaluations after that step are left out.
         mesh: Description of the mesh that the weights were trained on.
+        averaged: Whether the weights are the run's moving average.
     """
     run_dir = Path(run_dir)
     config, record = _read(run_dir / "config.yaml"), _read(run_dir / "environment.json")
     rows = {
         **_of_config(config, state.get("optimizer")),
-        **_of_state(state, _get(config, "training", "max_steps")),
+        "weights": f"exponential moving average, decay {_get(config, 'training', 'ema_decay')}" if averaged else None,
+        **_of_state(state, _get(config, "training", "max_steps"), _get(config, "training", "epochs")),
         **_of_evaluations(run_dir / "metrics.jsonl", state.get("step")),
         "mesh": mesh,
         **_of_record(record),
@@ -66,10 +68,11 @@ def _of_config(config: dict[str, Any], optimizer_class: str | None) -> dict[str,
     }
 
 
-def _of_state(state: Mapping[str, Any], max_steps: int | None) -> dict[str, Any]:
+def _of_state(state: Mapping[str, Any], max_steps: int | None, epochs: float | None) -> dict[str, Any]:
     step, tokens = state.get("step"), state.get("tokens")
     first, last = state.get("first_loss"), state.get("last_loss")
     planned = f" of {max_steps}" if max_steps is not None else ""
+    planned = f" of a run of {epochs} epochs" if epochs is not None else planned
     return {
         "optimizer steps": f"{step}{planned}" if step is not None else None,
         "target tokens": f"{tokens:,}" if tokens is not None else None,

@@ -177,13 +177,17 @@ class Reporter:
         """Print one line."""
         self.console.print(text, markup=False)
 
-    def continue_from(self, step: int) -> None:
-        """Remove lines of later steps, which will run again, from metrics.jsonl, and report damaged lines."""
+    def continue_from(self, step: int, total_steps: int | None = None) -> None:
+        """Remove lines of later steps, which will run again, from metrics.jsonl, and report damaged lines.
+
+        Args:
+            total_steps: Length of the progress bar, if the checkpoint changed it; None: as before.
+        """
         if self.enabled:
             for problem in self._metrics.continue_from(step):
                 self.print(problem)
         if self._progress is not None:
-            self._progress.update(self._task, completed=step)
+            self._progress.update(self._task, completed=step, total=total_steps)
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """Return `next(batches)`, and measure the time spent waiting for it."""

@@ -46,8 +46,12 @@ class Result:
     """Loss of the last step."""
     eval_loss: float | None = None
     """Held-out loss at the end."""
+    eval_accuracy: float | None = None
+    """Held-out accuracy at the end, in [0, 1]; None for objectives without accuracy."""
     first_eval_loss: float | None = None
     """Held-out loss before the first step."""
+    stopped_early: bool = False
+    """The held-out loss stopped improving (training.early_stop_patience)."""
     skipped_steps: int = 0
     """Steps whose update was skipped because the gradients were not finite."""
 

@@ -254,6 +254,11 @@ def _hyperparameters(comparison: Comparison) -> Hyperparameters:
     cfg = comparison.cfg
     if not isinstance(cfg.optimizer, AdamWConfig):
         raise ConfigError(f"optimizer={cfg.optimizer.kind}: the reference supports AdamW only; set optimizer=adamw")
+    if cfg.training.max_steps is None:
+        raise ConfigError(
+            f"training.epochs={cfg.training.epochs:g}: the comparison needs the length of the learning-rate schedule "
+            "in steps; set training.max_steps and training.epochs=null"
+        )
     return Hyperparameters(cfg.optimizer, comparison.steps, cfg.training.max_steps, cfg.training.max_grad_norm)
 
 

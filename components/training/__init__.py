@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from components.training.loss import count_targets, reduce_loss
     from components.training.metrics import FIELDS, StepMetrics, StepNumbers, StepReader
     from components.training.objectives import PLAIN, CrossEntropy, NextToken, Objective
+    from components.training.objectives.distillation import Distillation
     from components.training.objectives.loss_head import LossHead, attach_loss_head
     from components.training.objectives.preference import DPO, KTO, ORPO, Preference, SimPO
     from components.training.objectives.reference_model import build_preference, with_reference
+    from components.training.objectives.sequence import Classification, Reward, build_scoring
+    from components.training.objectives.teacher import build_distillation
     from components.training.optimizers.gradients import clip_gradients, gradient_norm
     from components.training.optimizers.optim import build_optimizer, learning_rate, set_learning_rate
     from components.training.run import Run, Step

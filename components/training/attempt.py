@@ -62,6 +62,7 @@ class Attempt:
         """Counters of the run, summed over all its attempts."""
         self.eval_loss: float | None = None
         """Held-out loss of the last evaluation; None if it was stopped or had no units."""
+        self._eval_accuracy: float | None = None
         self._report: observability.Reporter
         self._model: Prepared
         self._stop = StopRequest(self.device)
@@ -82,6 +83,11 @@ class Attempt:
     def stopped(self) -> bool:
         """Whether the run stops early because of a stop request; the same on every rank."""
         return self._stop.stopped
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the run is complete before its last step; the same on every rank."""
+        return False
 
     def agreed_to_stop(self) -> bool:
         """Return whether any rank has a stop request. A collective, for loops other than the training loop."""
@@ -116,6 +122,7 @@ class Attempt:
             metrics=measured.metrics,
         )
         self.eval_loss = measured.loss if measured.count else None
+        self._eval_accuracy = measured.metrics.get("accuracy") if measured.count else None
 
     def _print_banner(self, model: Prepared, source: str, batch: str, notes: Iterable[object]) -> None:
         observability.print_banner(
@@ -153,6 +160,8 @@ class Attempt:
                 last_loss=self.state.last_loss,
                 first_eval_loss=self.state.first_eval_loss,
                 eval_loss=self.eval_loss,
+                eval_accuracy=self._eval_accuracy,
+                stopped_early=self.stopped_early,
                 skipped_steps=self.state.skipped,
             )
         )

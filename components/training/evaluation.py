@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from components.batch import Batch
+from components.config.schema.training import EvalWeights
 from components.distributed.mesh import Mesh
 from components.training.forward import forward_loss, local_batch, score_for, weights_of_rows
 from components.training.loss import all_ranks, reduce_loss, sum_over_ranks
@@ -53,11 +54,25 @@ def evaluate(
 ) -> Evaluation:
     """Return the mean loss per unit over the batches of all ranks; by default the plain cross-entropy.
 
-    Every rank must pass the same number of batches, because the forward of a sharded model is a collective.
+    Every rank must pass the same number of batches, because the forward of a sharded model is a collective. For a model
+    with a moving average, the loss is that of the averaged weights if training.eval_weights selects them; with `both`,
+    the metric "loss_trained" is the loss of the trained weights.
 
     Args:
         run: Shows progress, and ends the pass once any rank has a stop request; None: neither.
     """
+    with model.with_weights(model.evaluates_average):
+        measured = _evaluate(model, batches, objective, run)
+    if model.average is None or model.average.evaluated is not EvalWeights.both or not measured.count:
+        return measured
+    trained = _evaluate(model, batches, objective, run)
+    if not trained.count:
+        return trained
+    return replace(measured, metrics={**measured.metrics, "loss_trained": trained.loss})
+
+
+def _evaluate(model: Prepared, batches: Iterable[Batch], objective: Objective, run: Interruptible | None) -> Evaluation:
+    """Return the mean loss per unit under the weights that the module holds."""
     was_training = model.module.training
     model.module.eval()
     with nullcontext() if run is None else run.status("evaluating"):
@@ -91,8 +106,11 @@ def _sums(
             scores.append(score_for(model, [local], objective))
             sums[1] += objective.count(batch) * settings.counts_rows
         else:
+            (local,) = objective.with_token_values(model, [local])
             loss = forward_loss(model, local, objective.token_loss).double() * settings.counts_tokens
             sums[:2] += torch.stack([loss, objective.count(batch) * settings.counts_rows])
+    if (token_sums := objective.token_sums()) is not None:
+        sums[2:] += token_sums.to(settings.device) * settings.counts_tokens
     if scores:
         weighted = weights_of_rows(model, RowScores.joined(scores), objective)
         measured = [weighted.metrics[name] for name in objective.metrics]

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from components.batch import Batch
 from components.config.schema.data import IGNORED
 from components.distributed.context_parallel import shard_rows
 from components.training.loss import sum_over_ranks
-from components.training.objectives import PLAIN, Objective, RowScores, RowWeights, TokenLoss
+from components.training.objectives import PLAIN, HeadOutput, Objective, RowScores, RowWeights, TokenLoss
 from components.training.setup.prepared import Prepared, StepSettings
 from components.training.setup.router_loss import SEQUENCE_WEIGHTS, RouterLoss, sequence_weights
 
@@ -41,7 +42,7 @@ def forward_loss(model: Prepared, batch: Batch, token_loss: TokenLoss = PLAIN.to
     Args:
         batch: This rank's shard, from `local_batch`.
     """
-    output = _forward(model, batch, token_loss, per_token=False)
+    output = _forward(model, batch, token_loss, HeadOutput.loss_sum)
     if output is None:
         return torch.zeros((), dtype=torch.float64, device=model.settings.device)
     return output
@@ -62,7 +63,7 @@ def training_loss(model: Prepared, batch: Batch, token_loss: TokenLoss) -> torch
 
 @torch.no_grad()
 def score_rows(model: Prepared, batches: Sequence[Batch]) -> RowScores:
-    """Return the summed log-probability of the targets of each row of the micro-batches. A collective.
+    """Return the summed log-probability of the targets of each row, or of each packed sequence. A collective.
 
     Under pp, ranks without the last stage return zeros.
 
@@ -72,16 +73,35 @@ def score_rows(model: Prepared, batches: Sequence[Batch]) -> RowScores:
     log_probs, lengths = [], []
     for batch in batches:
         plain = replace(batch, layer_inputs={}, token_weights=None)
-        losses = _forward(model, plain, PLAIN.token_loss, per_token=True)
+        losses = _forward(model, plain, PLAIN.token_loss, HeadOutput.token_losses)
         if losses is None:
             losses = torch.zeros(batch.targets.shape, dtype=torch.float64, device=model.settings.device)
-        log_probs.append(-losses.double().sum(1))
-        lengths.append((batch.targets != IGNORED).sum(1).double())
-    sums = torch.stack([torch.cat(log_probs), torch.cat(lengths)])  # (2, rows)
+        log_probs.append(-batch.sum_sequences(losses))
+        lengths.append(batch.sum_sequences(batch.targets != IGNORED))
+    sums = torch.stack([torch.cat(log_probs), torch.cat(lengths)])  # (2, sequences)
     mesh = model.settings.mesh
     if mesh is not None and mesh.size("cp") > 1:
         dist.all_reduce(sums, group=mesh["cp"].get_group())
     return RowScores(sums[0], sums[1], Batch.joined_rows(batches))
+
+
+@torch.no_grad()
+def last_hidden(model: Prepared, batch: Batch) -> torch.Tensor | None:
+    """Return the hidden states (batch, seq, hidden) that enter the LM head, unsharded over tp. A collective.
+
+    For models with a loss head. Pipeline ranks without the last stage return None.
+
+    Args:
+        batch: This rank's shard, from `local_batch`.
+    """
+    keywords = head_keywords(None, PLAIN.token_loss, HeadOutput.hidden_states)
+    plain = replace(batch, layer_inputs={}, token_weights=None, token_values={})
+    if model.pipeline is not None:
+        hidden: Any = model.pipeline.forward(plain, keywords)
+    else:
+        with autocast(model.settings):
+            hidden = model.module(**plain.model_inputs(), **plain.head_inputs(), **keywords, use_cache=False)
+    return hidden.to_local() if isinstance(hidden, DTensor) else hidden
 
 
 def weigh_rows(
@@ -93,13 +113,23 @@ def weigh_rows(
     """
     scores = score_for(model, batches, objective)
     row_weights = weights_of_rows(model, scores, objective)
-    factors = row_weights.factors.split([batch.shape[0] for batch in batches])
-    trained = slice(None, None, row_weights.every)
-    weighted = []
-    for batch, factor in zip(batches, factors, strict=True):
-        token_weights = factor[:, None].expand(batch.shape).contiguous()
-        weighted.append(replace(batch, token_weights=token_weights).select_rows(trained))
+    factors = row_weights.factors.split([batch.shape[0] * batch.sequences for batch in batches])
+    weighted = [
+        _trained_part(replace(batch, token_weights=batch.spread_sequences(factor)), row_weights.every)
+        for batch, factor in zip(batches, factors, strict=True)
+    ]
     return weighted, scores, row_weights
+
+
+def _trained_part(batch: Batch, every: int) -> Batch:
+    """Leave out the sequences that are not trained on: rows, or the targets of sequences within rows."""
+    if batch.sequence_ids is None or every == 1:
+        return batch.select_rows(slice(None, None, every))
+    trained = batch.sequence_ids % every == 0  # (rows, seq)
+    layer_inputs = dict(batch.layer_inputs)
+    if (weights := layer_inputs.get(SEQUENCE_WEIGHTS)) is not None:  # the routers' loss: number of targets, sequence
+        layer_inputs[SEQUENCE_WEIGHTS] = torch.stack([weights[..., 0] * trained, weights[..., 1]], dim=-1)
+    return replace(batch, targets=batch.targets.where(trained, IGNORED), layer_inputs=layer_inputs)
 
 
 def score_for(model: Prepared, batches: Sequence[Batch], objective: Objective) -> RowScores:
@@ -114,9 +144,11 @@ def weights_of_rows(model: Prepared, scores: RowScores, objective: Objective) ->
     return objective.weights(scores, None if sums is None else sum_over_ranks(sums * model.settings.counts_rows))
 
 
-def head_keywords(target_count: int | None, token_loss: TokenLoss, *, per_token: bool = False) -> dict[str, Any]:
+def head_keywords(
+    target_count: int | None, token_loss: TokenLoss, output: HeadOutput = HeadOutput.loss_sum
+) -> dict[str, Any]:
     """Return the keyword arguments that a model with a loss head takes besides `Batch.head_inputs`."""
-    return {"target_count": target_count, "token_loss": token_loss, "per_token": per_token}
+    return {"target_count": target_count, "token_loss": token_loss, "output": output}
 
 
 def autocast(settings: StepSettings) -> AbstractContextManager[None]:
@@ -126,12 +158,12 @@ def autocast(settings: StepSettings) -> AbstractContextManager[None]:
     return torch.autocast(settings.device.type, dtype=settings.autocast)
 
 
-def _forward(model: Prepared, batch: Batch, token_loss: TokenLoss, *, per_token: bool) -> torch.Tensor | None:
+def _forward(model: Prepared, batch: Batch, token_loss: TokenLoss, returned: HeadOutput) -> torch.Tensor | None:
     """Return the sum of token losses, or the losses (batch, seq); None on pipeline ranks without the last stage."""
     settings, pipeline = model.settings, model.pipeline
     head_kwargs = None
     if settings.takes_targets:
-        head_kwargs = head_keywords(batch.target_count, token_loss, per_token=per_token)
+        head_kwargs = head_keywords(batch.target_count, token_loss, returned)
     if pipeline is not None:
         output: Any = pipeline.forward(batch, head_kwargs)
         if output is None:
@@ -143,6 +175,6 @@ def _forward(model: Prepared, batch: Batch, token_loss: TokenLoss, *, per_token:
             output = output if settings.takes_targets else output.logits
     if settings.takes_targets:
         return output
-    if per_token:
+    if returned == HeadOutput.token_losses:
         return token_loss.per_token(output, batch.targets)
     return token_loss.of_logits(output, batch.targets, batch.token_weights)

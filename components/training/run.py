@@ -9,14 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from components import checkpoint, data, distributed, models, observability
+from components.config.errors import ConfigError
+from components.config.rules.run_rules import profile_end_problems
+from components.config.schema.checks import raise_all
 from components.config.schema.recipes import TrainConfig
+from components.exchange import broadcast_json
 from components.resilience.gc import GarbageCollection
 from components.training.attempt import Attempt
 from components.training.metrics import StepMetrics, StepReader
@@ -49,6 +53,8 @@ class Run(Attempt):
         padding = data.Padding.on(self.device, self.mesh.sequence_multiple, cfg.training.seq_len)
         self.plan = data.BatchPlan.of(cfg.training, self.mesh.rank("dp"), self.mesh.size("dp"), padding)
         """Assignment of the global batch's rows to dp ranks and micro-batches."""
+        self.total_steps = cfg.training.max_steps or 0
+        """Optimizer steps of the whole run. With training.epochs it is 0 until `begin`, which knows the data."""
         self.resume_from = checkpoint.find_checkpoint(self.dir, cfg.run.resume)
         self._step_contexts = ExitStack()
 
@@ -73,33 +79,60 @@ class Run(Attempt):
             held_out: Held-out batches, for the banner only.
 
         Raises ConfigError if the data or its order differ from the checkpoint's and run.accept_changes does not allow
-        it.
+        it, or if training.epochs gives fewer steps than the batch-size ramp or the profile needs.
         """
         cfg = self.cfg
+        if cfg.training.ema_decay is not None and model.average is None:
+            raise ConfigError(
+                f"training.ema_decay={cfg.training.ema_decay}: this recipe's model has no average; prepare it with "
+                "training.prepare or model.with_average(cfg.training), or set training.ema_decay=null"
+            )
         self._model, self._optimizer, self._batches = model, optimizer, batches
+        self._average = None if model.average is None else model.average.tensors
         self._watch.follow(model.called)
         title = observability.run_title(cfg.model, cfg.data, self.mesh.shape)
         # Must precede the load of the checkpoint, which restores the random states: the reporter's imports draw random
         # numbers.
-        self._report = observability.Reporter(cfg.logging, self.dir, self._is_main, cfg.training.max_steps, title)
+        self._report = observability.Reporter(cfg.logging, self.dir, self._is_main, self._count_steps(batches), title)
         if self.resume_from is not None:
-            saved = checkpoint.load_checkpoint(self.resume_from, model.module, optimizer)
+            saved = checkpoint.load_checkpoint(self.resume_from, model.module, optimizer, self._average)
             self.state = TrainState.from_dict(saved["state"])
             batches.load_state_dict(saved["data"], cfg.run.accept_changes)
+            self._resumed_average = bool(saved.get("has_average"))
+            if model.average is not None and not self._resumed_average:
+                model.average.restart()
+        self.total_steps = self._count_steps(batches)  # from the cursor that was loaded
+        self.plan = replace(self.plan, steps=self.total_steps)
         self.state.optimizer = " and ".join(type(each).__name__ for each in checkpoint.list_optimizers(optimizer))
         self._resumed_at = self.state.step
         self._print_start(model, batches.dataset, held_out)
-        self._report.continue_from(self.state.step)
+        self._report.continue_from(self.state.step, self.total_steps)
         self._reader, self._clock = StepReader(LAG), SaveClock(cfg.checkpoint.every_minutes)
         self._traffic = distributed.StepTraffic(self.mesh, self._report.traffic, enabled=cfg.logging.comm)
         self._profile = observability.StepProfile(cfg.logging.profile, self.dir, self.print)
-        self._saver = checkpoint.Saver(self.dir, model.module, optimizer, cfg.checkpoint, self.print)
+        self._saver = checkpoint.Saver(self.dir, model.module, optimizer, cfg.checkpoint, self.print, self._average)
         self._gc = GarbageCollection(cfg.training.gc_every)
         self._enter(self._report, self._stop, self._watch, self._saver, self._gc)
+
+    def _count_steps(self, batches: data.TrainBatches) -> int:
+        """Return the optimizer steps of the whole run, the same on every rank: all have the same data and cursor."""
+        cfg = self.cfg
+        if cfg.training.epochs is None:
+            return self.total_steps
+        steps = batches.steps_for(cfg.training.epochs)
+        raise_all(
+            [
+                *cfg.training.ramp_end_problems(steps),
+                *profile_end_problems(cfg.logging.profile, cfg.training, steps),
+            ]
+        )
+        return steps
 
     def _print_start(self, model: Prepared, train_set: Any, held_out: data.EvalBatches | None) -> None:
         cfg = self.cfg
         batch = f"{self.plan}, up to {cfg.training.seq_len} tokens each"
+        if cfg.training.epochs is not None:
+            batch += f"; epochs={cfg.training.epochs:g}: {self.total_steps} steps"
         facts = [self.plan.facts(train_set), *([] if held_out is None else [held_out.facts])]
         optimizers = [each.note for each in checkpoint.list_optimizers(self._optimizer) if isinstance(each, Muon)]
         self._print_banner(model, cfg.model.path or "from scratch", batch, [*facts, *model.notes, *optimizers])
@@ -107,14 +140,18 @@ class Run(Attempt):
             self.print(f"\nexample {index}, target tokens in [[ ]]:\n{train_set.show(index)}")
         if self.resume_from is not None:
             self.print(f"resumed from {self.resume_from}")
+            if self._average is not None and not self._resumed_average:
+                self.print(f"the checkpoint holds no average of the weights: it starts at step {self.state.step}")
+            elif self._average is None and self._resumed_average:
+                self.print("the average of the weights in the checkpoint is not continued: training.ema_decay=null")
 
     def steps(self) -> Iterator[Step]:
-        """Yield the remaining steps, until training.max_steps or a stop request."""
+        """Yield the remaining steps, until `total_steps`, an early stop or a stop request."""
         cfg = self.cfg
-        while self.state.step < cfg.training.max_steps and not self.stopped:
+        while self.state.step < self.total_steps and not self.stopped and not self.stopped_early:
             began = time.perf_counter()
             for optimizer in checkpoint.list_optimizers(self._optimizer):
-                set_learning_rate(optimizer, cfg.optimizer, self.state.step, cfg.training.max_steps)
+                set_learning_rate(optimizer, cfg.optimizer, self.state.step, self.total_steps)
             number = self.state.step + 1
             for context in (self._traffic.step(), self._watch.step(number), self._profile.step(), self._gc.step()):
                 self._step_contexts.enter_context(context)
@@ -140,8 +177,24 @@ class Run(Attempt):
     def report_eval(self, measured: Evaluation) -> None:
         """Log an evaluation; one that was stopped has no loss."""
         self._read_all()
+        policy = self.cfg.training
+        if policy.early_stop_patience is not None and self.state.step % policy.eval_every == 0:
+            # Rank 0's loss on all ranks: a difference in the last bit must not let them decide differently.
+            loss = broadcast_json(measured.loss if measured.count else None)
+            self.state.count_eval(loss, policy.early_stop_min_delta)
+            count = {"without_improvement": float(self.state.evals_without_improvement)}
+            measured = replace(measured, metrics={**measured.metrics, **count})
         super().report_eval(measured)
         self.state.begin(self.eval_loss)
+        if self.stopped_early:
+            self.print(f"stopped early: no improvement in {self.state.evals_without_improvement} evaluations")
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the held-out loss stopped improving (training.early_stop_patience); the same on every rank."""
+        patience = self.cfg.training.early_stop_patience
+        is_last = self.state.step >= self.total_steps
+        return patience is not None and not is_last and self.state.evals_without_improvement >= patience
 
     def save(self, step: Step) -> None:
         """Save a checkpoint after a step, recording the held-out loss if the step was evaluated. A collective."""
@@ -164,12 +217,16 @@ class Run(Attempt):
         cfg = self.cfg
         if not cfg.checkpoint.export:
             return
-        card = observability.render_model_card(self.dir, self.state.to_dict(), str(self.mesh.shape))
-        for folder in models.export_run(self._model.module, tokenizer, self.dir, cfg.model, cfg.peft, card):
+        averaged = cfg.checkpoint.export_average and self._model.average is not None
+        card = observability.render_model_card(self.dir, self.state.to_dict(), str(self.mesh.shape), averaged=averaged)
+        with self._model.with_weights(averaged):
+            folders = models.export_run(self._model.module, tokenizer, self.dir, cfg.model, cfg.peft, card)
+        for folder in folders:
             self.print(f"exported {folder}")
 
     def _save(self, mark: checkpoint.Mark, last: bool = False) -> None:
-        extra = {"state": self.state.to_dict(), "data": self._batches.state_dict()}
+        has_average = self._average is not None
+        extra = {"state": self.state.to_dict(), "data": self._batches.state_dict(), "has_average": has_average}
         self._saver.save(self.state.step, extra, mark, last=last)
         self._clock.restart()
 
@@ -186,7 +243,7 @@ class Run(Attempt):
         by_time = any(each.must_save for each in arrived)
         if by_time:
             self._read_all()
-        if step.number < cfg.training.max_steps:
+        if step.number < self.total_steps:
             step.due_eval, step.save_is_scheduled, step.save_is_late = evaluates, saves, by_time
 
     def _read_all(self) -> None:
@@ -196,7 +253,7 @@ class Run(Attempt):
         cfg = self.cfg
         for step in steps:
             self.state.record(step)
-            lr = learning_rate(cfg.optimizer, step.step - 1, cfg.training.max_steps)
+            lr = learning_rate(cfg.optimizer, step.step - 1, self.total_steps)
             self._report.step(step, lr=lr, tokens=self.state.tokens, every=cfg.training.log_every)
             self.state.raise_if_diverged(step, cfg.training)
 
@@ -226,7 +283,8 @@ class Step:
     @property
     def due_save(self) -> bool:
         """Whether to save now; False in a run that is stopping, which saves in `Run.finish`."""
-        return (self.save_is_scheduled or self.save_is_late) and not self.run.stopped
+        ends = self.run.stopped or self.run.stopped_early
+        return (self.save_is_scheduled or self.save_is_late) and not ends
 
     def done(self, numbers: StepNumbers) -> None:
         """End the step with the metrics that `train_step` returned, and log those of the step before."""

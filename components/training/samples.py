@@ -25,6 +25,13 @@ def show_generations(
     Nothing is printed once a stop request arrives.
     """
     prompts = [*data.sample_prompts(held_out, cfg.samples), *cfg.prompts]
-    with run.status("generating"), distributed.unsharded_rows(model.called, run.mesh, model.parallelism) as forward:
-        answers = models.generate(model.module, tokenizer, prompts, cfg.max_new_tokens, forward, run.agreed_to_stop)
+    with (
+        run.status("generating"),
+        model.with_weights(model.evaluates_average),
+        distributed.unsharded_rows(model.called, run.mesh, model.parallelism) as forward,
+    ):
+        sampling = models.Sampling(cfg.temperature, cfg.top_p, cfg.seed)
+        answers = models.generate(
+            model.module, tokenizer, prompts, cfg.max_new_tokens, forward, run.agreed_to_stop, sampling
+        )
     run.report_generations(list(zip(prompts, answers, strict=True)) if answers else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,6 +35,23 @@ class TrainState:
     """Held-out loss before the first step; None if it was not evaluated."""
     optimizer: str | None = None
     """Class name of the optimizer, for the model card; None in checkpoints of earlier versions."""
+
+    best_eval_loss: float | None = None
+    """Lowest held-out loss that counted as an improvement; only with training.early_stop_patience."""
+    evals_without_improvement: int = 0
+    """Consecutive scheduled evaluations without an improvement; only with training.early_stop_patience."""
+    counted_eval_step: int = -1
+    """Step of the last evaluation that was counted; a resumed run evaluates the same step again."""
+
+    def count_eval(self, eval_loss: float | None, min_delta: float) -> None:
+        """Count an evaluation after the current step towards training.early_stop_patience, once per step."""
+        if eval_loss is None or self.step <= self.counted_eval_step:
+            return
+        self.counted_eval_step = self.step
+        if math.isfinite(eval_loss) and (self.best_eval_loss is None or eval_loss < self.best_eval_loss - min_delta):
+            self.best_eval_loss, self.evals_without_improvement = eval_loss, 0
+        else:
+            self.evals_without_improvement += 1
 
     def begin(self, eval_loss: float | None) -> None:
         """Set `first_eval_loss` if no step was done yet, that is unless the attempt resumed from a checkpoint."""

@@ -50,16 +50,19 @@ def train_step(
     extras = torch.tensor((*requests, seconds_at_peak), dtype=torch.float64).to(settings.device, non_blocking=True)
     totals = sum_over_ranks(torch.cat([local_count[None], extras]))  # units, requests, seconds at peak
     units = totals[0].clamp(min=1)
-    if settings.router_loss is not None:
-        settings.router_loss.start_step(units)
 
-    measured, row_loss = None, None
+    local_batches = objective.with_token_values(model, local_batches)
+    measured, row_loss, targets = None, None, units
     if objective.needs_row_scores:
         local_batches, scores, weighted = weigh_rows(model, local_batches, objective)
         row_loss = weighted.loss_sum
         measured = torch.stack(
             [scores.lengths[:: weighted.every].sum(), *(weighted.metrics[name] for name in objective.metrics)]
         )
+        measured = sum_over_ranks(measured * settings.counts_rows)
+        targets = measured[0].clamp(min=1)
+    if settings.router_loss is not None:
+        settings.router_loss.start_step(targets)  # per target token, whatever the units of the objective
     if pipeline is not None:
         loss_sum = _through_pipeline(pipeline, model, local_batches, objective, units)
     else:
@@ -73,18 +76,21 @@ def train_step(
     for each in optimizers:
         skipped = step_if_finite(each, norm)
         each.zero_grad(set_to_none=True)
+    if model.average is not None:
+        model.average.update(skipped)
 
     # Row losses are complete on every cp rank, so one of them counts; token losses are local to each cp rank.
     losses = [loss_sum * settings.counts_tokens if row_loss is None else row_loss * settings.counts_rows]
     if settings.router_loss is not None:
-        losses.append(settings.router_loss.step_sum())
+        losses.append(settings.router_loss.step_sum() * (units / targets))
     # The check for finite losses would make the host wait; a non-finite loss is visible in the metrics.
     loss, count = reduce_loss(losses, local_count, dp_group=all_ranks(), check_finite=False)
     norm, skipped = (each.to(settings.device, torch.float64, non_blocking=True)[None] for each in (norm, skipped))
     tokens, metrics = count, totals[:0]
     if measured is not None:
-        measured = sum_over_ranks(measured * settings.counts_rows)
         tokens, metrics = measured[:1], measured[1:] / count.clamp(min=1)
+    if (token_sums := objective.token_sums()) is not None:
+        metrics = sum_over_ranks(token_sums.to(settings.device) * settings.counts_tokens) / count.clamp(min=1)
     vector = torch.cat([loss / count.clamp(min=1), norm, tokens, skipped, totals[1:], metrics])
     return StepNumbers(vector, (*FIELDS, *objective.metrics))
 

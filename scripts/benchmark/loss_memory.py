@@ -2,6 +2,7 @@
 
 python scripts/benchmark/loss_memory.py                                      # 4,096 tokens, vocabularies of 8k to 256k
 python scripts/benchmark/loss_memory.py --vocab 49152 --targets 0.3          # SmolLM2's head, 30 % of tokens targets
+python scripts/benchmark/loss_memory.py --objective distillation --vocab 32768 131072    # forward KL from a teacher
 python scripts/benchmark/loss_memory.py --dtype bfloat16 --hidden 4096       # on a GPU: allocated bytes
 
 Each measurement is a forward and backward of LM head and loss on random hidden states, in a process of its own. Memory
@@ -20,8 +21,11 @@ import sys
 
 import torch
 
+from components.batch import bits_of
+from components.config.schema.objective import DistillationConfig
 from components.training.objectives import CrossEntropy
 from components.training.objectives.chunked_loss import Head, Targets, linear_token_loss
+from components.training.objectives.distillation import HIDDEN, DistillationLoss, TeacherHead
 from scripts.benchmark.peers.meter import peak, reset_peak
 from scripts.benchmark.peers.roof import now
 
@@ -42,9 +46,21 @@ def measure(method: str, vocabulary: int, args: argparse.Namespace) -> dict[str,
     targets[torch.rand(args.tokens, generator=generator) >= args.targets] = -100
     count = int((targets != -100).sum())
     targets = targets.to(device)
+    teacher_hidden, head = hidden.detach() * 2, TeacherHead(weight.detach())
+    distillation = DistillationLoss(DistillationConfig())
+    distillation.teacher = head
 
     def forward_backward() -> None:
-        if method == "logits":
+        if args.objective == "distillation" and method == "logits":
+            teacher, student = (
+                torch.nn.functional.linear(each, weight).float().log_softmax(-1) for each in (teacher_hidden, hidden)
+            )
+            terms = torch.nn.functional.kl_div(student, teacher.detach(), reduction="none", log_target=True)
+            loss = terms.sum(-1).where(targets != -100, 0).sum()
+        elif args.objective == "distillation":
+            flat = Targets(targets, count, values={HIDDEN: bits_of(teacher_hidden)})
+            loss = linear_token_loss(hidden, weight, None, flat, Head(), distillation)
+        elif method == "logits":
             loss = CrossEntropy().of_logits(torch.nn.functional.linear(hidden, weight)[None], targets[None])
         else:
             loss = linear_token_loss(hidden, weight, None, Targets(targets, count), Head(), CrossEntropy())
@@ -82,6 +98,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, nargs="+", default=VOCABULARIES)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--targets", type=float, default=1.0, help="share of tokens that are targets")
+    parser.add_argument("--objective", choices=("cross_entropy", "distillation"), default="cross_entropy")
     parser.add_argument("--repeat", type=int, default=3, help="timed passes after the first; 0: memory only")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--max-gib", type=float, default=8, help="skip the logits method if it needs more memory")
@@ -94,7 +111,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for vocabulary in args.vocab:
         size = 2 if args.dtype == "bfloat16" else 4
-        fits = 3 * args.tokens * vocabulary * 4 <= args.max_gib * 2**30
+        fits = (6 if args.objective == "distillation" else 3) * args.tokens * vocabulary * 4 <= args.max_gib * 2**30
         results = [
             _in_subprocess(method, vocabulary) if fits or method == "chunked" else NOT_MEASURED for method in METHODS
         ]

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from components.config.compose.synonyms import synonym_of
 from components.config.compose.typed import free_keys, known_keys
-from components.config.kinds import kinds_of
+from components.config.kinds import WITHOUT_KIND, kinds_of, section_of
 from components.config.schema import FinetuneConfig
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
@@ -153,14 +153,15 @@ def _is_free(key: str) -> bool:
 
 
 def _fields(schema: type, prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the keys of a type that has wrong values; keys of kinds that are not the default have another message."""
     found = []
-    for variant in kinds_of(schema).values() or (schema,):
-        for name, kind in get_type_hints(variant).items():
-            if is_dataclass(kind) and name != "data":
-                found += _fields(kind, f"{prefix}{name}.")
-            elif kind in (int, float, bool) or isinstance(kind, EnumType):
-                found.append((prefix + name, kind))
-    return list(dict.fromkeys(found))
+    kinds = kinds_of(schema)
+    for name, kind in get_type_hints(kinds[WITHOUT_KIND[section_of(schema) or ""]] if kinds else schema).items():
+        if is_dataclass(kind) and name != "data":
+            found += _fields(kind, f"{prefix}{name}.")
+        elif kind in (int, float, bool) or isinstance(kind, EnumType):
+            found.append((prefix + name, kind))
+    return found
 
 
 FIELDS = _fields(FinetuneConfig)

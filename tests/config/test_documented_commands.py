@@ -12,7 +12,10 @@ from components.launch.machine import processes_of
 from tests.config.commands import REPOSITORY
 from tests.config.test_composition import RECIPES, compose
 
-DOCUMENTS = ["README.md", "recipes/finetune.py", "recipes/pretrain.py", "recipes/evaluate.py"]
+DOCUMENTS = [
+    "README.md",
+    *(f"recipes/{name}.py" for name in ("finetune", "pretrain", "dpo", "distill", "classify", "evaluate")),
+]
 COMMAND = re.compile(  # except after a prompt: those show errors
     r"(?<!\$ )(?:python|torchrun (?P<ranks>[^|`]*?)) *recipes/(?P<recipe>\w+)\.py(?P<arguments>[^`|\n]*)"
 )

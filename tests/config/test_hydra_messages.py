@@ -86,7 +86,7 @@ CASES: list[tuple[str, Callable[[Path], str], dict[str, str]]] = [
     ("NOT_A_CHOICE", lambda _: assigned("color", "blue"), {"choices": "red"}),
     ("GIVEN", lambda _: assigned("color", "blue"), {"value": "blue"}),
     ("NOT_OPTIONAL", lambda _: assigned("number", None), {}),
-    ("NOT_OPTIONAL", lambda _: overridden("training.max_steps=null"), {}),
+    ("NOT_OPTIONAL", lambda _: overridden("training.seq_len=null"), {}),
     ("NOT_OPTIONAL", lambda _: message(lambda: IntegerNode(None, is_optional=False)), {}),
     ("NOT_A_LIST", lambda _: overridden("peft.targets=3"), {}),
     ("NOT_A_SECTION", lambda _: overridden("training=3"), {}),

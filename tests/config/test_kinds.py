@@ -127,7 +127,7 @@ def test_unknown_kind_is_rejected_without_further_errors() -> None:
     ]
     (problem,) = frozen_config_problems("data", kind="sftt")
     assert problem.startswith(
-        "data.kind=sftt: must be one of docs, sft, chat, text, custom, mixture, preferences; did you mean sft?"
+        "data.kind=sftt: must be one of docs, sft, chat, text, custom, mixture, preferences, labels; did you mean sft?"
     )
 
 
@@ -230,7 +230,7 @@ def test_help_and_cfg_print_the_kinds(commands: Commands, tmp_path: Path) -> Non
         "@recipe('finetune')\ndef main(cfg: FinetuneConfig) -> None: ...\nmain()\n"
     )
     shown = commands.run(recipe, ["--help"], tmp_path).output
-    assert "\nobjective: dpo, kto, next_token, orpo, simpo\n" in shown
+    assert "\nobjective: classification, distillation, dpo, kto, next_token, orpo, reward, simpo\n" in shown
     printed = yaml.safe_load(commands.run(recipe, ["model=tiny", "--cfg", "job"], tmp_path).output)
     kinds = {section: values["kind"] for section, values in printed.items() if "kind" in values}
     assert kinds == {

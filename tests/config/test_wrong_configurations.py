@@ -187,6 +187,60 @@ def test_invalid_preference_objective_is_rejected_in_one_sentence(
     assert_rejected(commands.run(dpo, arguments, tmp_path), parts, tmp_path)
 
 
+DISTILLATION = [
+    ("", "teacher.path", "not set"),
+    ("teacher.path=./nowhere", "teacher.path=./nowhere: no such folder"),
+    ("teacher.path=bare", "teacher.path=bare: the folder has no config.json"),
+    ("teacher.path=owner/name teacher.dtype=auto", "teacher.dtype=auto", "bfloat16"),
+    ("teacher.path=owner/name model.loss=logits", "model.loss=logits", "model.loss=chunked"),
+    ("teacher.path=owner/name objective.temperature=0", "objective.temperature=0", "greater than 0"),
+    ("teacher.path=owner/name objective.cross_entropy_weight=1", "objective.cross_entropy_weight=1", "finetune.py"),
+    ("teacher.path=owner/name objective=dpo", "objective=dpo", "choose another option"),
+    ("teacher.path=small", "teacher.path=small", "200 entries, fewer than the student's 264"),
+]
+
+
+@pytest.mark.parametrize(("line", "parts"), [pytest.param(line, parts, id=line) for line, *parts in DISTILLATION])
+def test_invalid_distillation_is_rejected_in_one_sentence(
+    commands: Commands, tmp_path: Path, line: str, parts: list[str]
+) -> None:
+    distill = placeholder_recipe(tmp_path, "distill", "DistillConfig")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 200}))
+    (tmp_path / "small" / "model.safetensors").write_bytes(b"")
+    arguments = ["model=tiny", "model.config.vocab_size=264", *filter(None, line.split(" "))]
+    assert_rejected(commands.run(distill, arguments, tmp_path), parts, tmp_path)
+
+
+LABELS = [
+    ("", "data.num_labels=null: the number of labels is required", "data.label_names"),
+    ("data.num_labels=1", "data.num_labels=1: classification needs at least 2 labels"),
+    ("data.num_labels=3 data.label_names=[a,b]", "data.num_labels=3: data.label_names has 2 names"),
+    ("data.label_names=[a,a]", "data.label_names=['a', 'a']: the names must differ"),
+    ("data.num_labels=2 data.label_column=text", "data.label_column=text: is also data.text_column"),
+    ("data.num_labels=2 data.label_column=kind", "data.label_column=kind", "no such column"),
+    ("data.num_labels=2 objective=reward", "objective.kind=reward", "data=preferences"),
+    ("data.num_labels=2 objective=dpo", "objective=dpo", "choose another option"),
+    ("data=preferences", "data.kind=preferences: objective.kind=classification", "objective=reward"),
+    ("data=preferences objective=reward data.label_column=good", "data.label_column=good", "remove it"),
+    ("data=preferences objective=reward objective.center_weight=-1", "objective.center_weight=-1", "at least 0"),
+    ("data.num_labels=2 model.loss=chunked", "model.loss=chunked: there is no LM head", "model.loss=auto"),
+    ("data.num_labels=2 generation.samples=2", "generation: a model with a score head generates no text"),
+]
+
+
+@pytest.mark.parametrize(("line", "parts"), [pytest.param(line, parts, id=line) for line, *parts in LABELS])
+def test_invalid_score_model_is_rejected_in_one_sentence(
+    commands: Commands, tmp_path: Path, line: str, parts: list[str]
+) -> None:
+    classify = placeholder_recipe(tmp_path, "classify", "ClassifyConfig")
+    row = {"text": "a", "label": 0, "prompt": "a", "chosen": "b", "rejected": "c", "good": True, "completion": "b"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    arguments = ["model=tiny", "data.path=rows.jsonl", *filter(None, line.split(" "))]
+    assert_rejected(commands.run(classify, arguments, tmp_path), parts, tmp_path)
+
+
 MODEL = [
     ("model.path=no_weights", "model.path=no_weights: the folder has no weights", "model.init=random"),
     ("model.path=bare", "model.path=bare: the folder has no config.json"),

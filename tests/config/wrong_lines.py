@@ -37,7 +37,7 @@ UNKNOWN_KEY = [
     ("data=jsonl data.path=x data.messages_column=q", "data.messages_column=q", "no such key; add data=chat_jsonl"),
     ("data.factory=a:b", "data.factory=a:b: the chosen option of data has no such key; add data=custom"),
     ("learning_rate=3e-4", "learning_rate=3e-4: no such key; did you mean optimizer.lr?"),
-    ("epochs=3", "epochs=3: no such key; did you mean training.max_steps?"),
+    ("epochs=3", "epochs=3: no such key; did you mean training.epochs?"),
     ("batch_size=32", "batch_size=32: no such key; did you mean training.global_batch_size?"),
     ("training.per_device_train_batch_size=2", "did you mean training.micro_batch_size?"),
     ("lora_r=8", "lora_r=8: no such key; did you mean peft.rank?"),
@@ -55,6 +55,7 @@ UNKNOWN_KEY = [
 ]
 WRONG_TYPE = [
     ("training.max_steps=abc", "training.max_steps=abc: must be a whole number"),
+    ("training.epochs=abc", "training.epochs=abc: must be a number"),
     ("training.max_steps=4.5", "training.max_steps=4.5: must be a whole number"),
     ("training.max_steps=true", "must be a whole number"),
     ("training.max_steps=[1,2]", "must be a whole number"),
@@ -114,8 +115,35 @@ MISSING_VALUE = [
     ("model=tiny model.init=pretrained", "model.path=null: pretrained weights need a path", "model.init=random"),
 ]
 OUT_OF_RANGE = [
+    ("model.rope.factor=4", "model.rope.factor=4.0: model.rope.type=none does not scale positions; add model/rope="),
+    ("model/rope=yarn model.rope.factor=1", "model.rope.factor=1.0: must be greater than 1"),
+    ("model/rope=linear model.rope.factor=null", "model.rope.factor=null: model.rope.type=linear needs a factor"),
+    ("model/rope=linear model.rope.beta_fast=8", "model.rope.beta_fast=8.0: only model.rope.type=yarn has this key"),
+    ("model/rope=yarn model.rope.beta_slow=40", "model.rope.beta_slow=40.0: must be less than model.rope.beta_fast=32"),
+    ("model/rope=dynamic", "model/rope=dynamic: no such option", "(there are: linear, llama3, none, yarn)"),
+    (
+        "model/rope=yarn +model.config.rope_parameters={rope_theta:1}",
+        "model.rope.type=yarn: model.config.rope_parameters is set too; set one of them",
+    ),
+    (
+        "model/rope=yarn model.config.model_type=gpt2",
+        "model.rope.type=yarn: the model has no rotary position embeddings that transformers can scale",
+    ),
+    ("generation.temperature=-1", "generation.temperature=-1.0: must be at least 0"),
+    ("generation.top_p=0", "generation.top_p=0.0: must be greater than 0 and at most 1"),
+    (
+        "generation.top_p=0.9",
+        "generation.top_p=0.9: has no effect on greedy generation (generation.temperature=0); set generation.temp",
+    ),
+    ("generation.seed=-1", "generation.seed=-1: must lie between 0 and"),
     ("optimizer.lr=-1", "optimizer.lr=-1.0: must be greater than 0"),
     ("training.max_steps=0", "training.max_steps=0: must be at least 1"),
+    ("training.epochs=0", "training.epochs=0.0: must be greater than 0"),
+    ("training.epochs=nan", "training.epochs=nan: must be greater than 0, and a finite number"),
+    (
+        "training.epochs=2.5 training.max_steps=40",
+        "training.epochs=2.5: the run also has training.max_steps=40; give one of the two, and set the other to null",
+    ),
     ("training.stop_after_skipped=-1", "training.stop_after_skipped=-1: must be at least 0"),
     (
         "training.step_timeout_seconds=-1",
@@ -153,6 +181,19 @@ OUT_OF_RANGE = [
     ("optimizer=custom optimizer.factory=nowhere:f", "optimizer.factory=nowhere:f: no module named 'nowhere'"),
     ("optimizer.ns_steps=3", "optimizer.ns_steps=3", "add optimizer=muon"),
     ("data.eval_fraction=1.5", "data.eval_fraction=1.5"),
+    ("training.early_stop_patience=0", "training.early_stop_patience=0: must be at least 1"),
+    (
+        "training.early_stop_patience=1 training.eval_every=0",
+        "training.early_stop_patience=1",
+        "set training.eval_every",
+    ),
+    ("training.early_stop_min_delta=1", "training.early_stop_min_delta=1.0", "training.early_stop_patience; set it"),
+    ("training.ema_decay=1", "training.ema_decay=1.0: must be greater than 0 and less than 1, or null"),
+    (
+        "training.eval_weights=both",
+        "training.eval_weights=both: there are no averaged weights",
+        "set training.ema_decay",
+    ),
     (
         "data.eval_split=null data.eval_fraction=0 training.eval_every=0",
         *(
@@ -280,7 +321,11 @@ AXES = [
     ),
     (
         "logging.profile.enabled=true training.max_steps=11",
-        *("logging.profile.start=10: the trace of 3 steps ends with step 12", "training.max_steps=11", "profile.steps"),
+        *(
+            "logging.profile.start=10: the trace of 3 steps ends with step 12, after training.max_steps=11",
+            "profile.start",
+            "profile.steps",
+        ),
     ),
     ("logging.profile.start=0", "logging.profile.start=0: must be at least 1"),
     ("training.gc_every=-1", "training.gc_every=-1: must be at least 0"),
@@ -310,6 +355,12 @@ PEFT = [
     ("peft=lora peft.dropout=1", "peft.dropout=1.0: must be at least 0 and less than 1"),
     ("peft=lora peft.targets=[]", "peft.targets=[]: name at least one layer, or all-linear"),
     ("peft=lora peft.targets=[all-linear,q_proj]", "all-linear cannot be combined with names; remove either"),
+    (
+        "peft=dora peft.target_parameters=[experts.down_proj]",
+        "peft.dora=true: is not defined for peft.target_parameters",
+    ),
+    ("peft=lora peft.dropout=0.1 peft.target_parameters=[experts.down_proj]", "peft.dropout=0.1", "set peft.dropout=0"),
+    ("peft.target_parameters=[experts.down_proj]", "peft.target_parameters=", "add peft=lora"),
     ("peft=lora peft.export=gguf", "peft.export=gguf: must be one of adapter, merged, both"),
 ]
 KERNELS = [
@@ -432,6 +483,36 @@ MIXTURES = [
     ("data.sources.x.weight=2", "data.sources.x.weight=2: only a mixture has sources; add data=mixture"),
 ]
 BATCH = [
+    (
+        "training.batch_size_ramp=[{until_step:5,global_batch_size:5}] cluster=local_2proc",
+        *("training.batch_size_ramp[0].global_batch_size=5: must be a multiple of dp=2", ".global_batch_size=6, or"),
+    ),
+    (
+        "training.batch_size_ramp=[{until_step:5,global_batch_size:16}]",
+        "global_batch_size must be at least 1 and increase from stage to stage, up to training.global_batch_size=16",
+    ),
+    (
+        "training.batch_size_ramp=[{until_step:50,global_batch_size:8}]",
+        "the last until_step must be less than training.max_steps=40; change either",
+    ),
+    (
+        "data=pysource training.seq_len_ramp=[{until_step:5,seq_len:100}]",
+        "training.seq_len_ramp[0].seq_len=100: must divide training.seq_len=256",
+    ),
+    ("training.seq_len_ramp=[{until_step:5,seq_len:64}]", "separate answers from their prompts under data.kind=docs"),
+    (
+        "training.seq_len_ramp=[{until_step:5,seq_len:512}]",
+        "seq_len must be at least 2 and increase from stage to stage, up to training.seq_len=256",
+    ),
+    (
+        "data=pysource training.seq_len_ramp=[{until_step:5,seq_len:2}] parallelism.cp=2 cluster=local_2proc",
+        "training.seq_len_ramp[0].seq_len=2: must be a multiple of 4, because cp 2 splits a row into 4 chunks",
+    ),
+    ("training.batch_size_ramp=[{until:5,global_batch_size:8}]", "every stage needs until_step and global_batch_size"),
+    (
+        "training.batch_size_ramp=[{until_step:5,global_batch_size:4},{until_step:5,global_batch_size:8}]",
+        "until_step must be at least 1 and increase from stage to stage",
+    ),
     (
         "training.global_batch_size=7 cluster=local_2proc",
         *("training.global_batch_size=7: must be a multiple of dp=2", "set training.global_batch_size=8, or"),

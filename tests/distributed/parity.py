@@ -99,7 +99,8 @@ def build(name: str, dtype: torch.dtype, values: dict[str, Any] | None = None) -
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     for module in model.modules():
-        if dtype == torch.float64 and type(module).__name__.endswith("TopKRouter"):
+        # GPT-OSS's router, which has a bias, computes in the dtype of its input.
+        if dtype == torch.float64 and type(module).__name__.endswith("TopKRouter") and not hasattr(module, "bias"):
             module.forward = types.MethodType(_float64_router, module)
     if dtype == torch.float64:
         plain.compute_in_float64(model)

@@ -262,7 +262,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepseek_v2": ({**LATENT, "num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 2}, TP),
 }
 REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "cohere": ({"use_qk_norm": True}, TP, "self_attn.q_norm has a weight for each head, and tp divides heads"),
     "jamba": ({"num_experts": 2, "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 2,
                "attn_layer_offset": 1, "use_mamba_kernels": False}, TP,
               "model.layers.0.mamba.conv1d is a convolution, which the plan of JambaForCausalLM leaves out"),

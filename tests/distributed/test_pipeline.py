@@ -39,6 +39,7 @@ LAST = {"llama": {"model.norm.weight"}, "llama3": {"model.norm.weight", "lm_head
         "gpt2": {"transformer.ln_f.weight", "transformer.ln_f.bias"}}  # fmt: skip
 PROMPTS = ["*7 1,", "the longer of the two prompts"]
 NEW_TOKENS = 6
+SAMPLING = models.Sampling(temperature=0.8, top_p=0.9, seed=3)
 
 
 @dataclass
@@ -165,7 +166,7 @@ def token_losses(model: PreTrainedModel, samples: list[Sample]) -> tuple[torch.T
 
 @dataclass
 class Results:
-    """Held-out losses and generated answers before and after a training step."""
+    """Held-out losses, and greedy answers before and after a training step, with a sampled one between them."""
 
     losses: list[float]
     answers: list[list[str]]
@@ -180,13 +181,16 @@ def expected_of(cfg: ModelConfig) -> Results:
         results.losses.append(float(total / count))
         results.answers.append(models.generate(model, tokenizer, PROMPTS, NEW_TOKENS))
         if step == 0:
+            results.answers.append(models.generate(model, tokenizer, PROMPTS[:1], NEW_TOKENS, sampling=SAMPLING))
             total, count = token_losses(model, samples_of_step(0))
             (total / count).backward()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= LR * parameter.grad
     assert abs(results.losses[1] - results.losses[0]) > 0.01  # large enough to detect a stale weight
-    assert results.answers[0] != results.answers[1]
+    greedy, sampled, after_step = results.answers
+    assert greedy != after_step
+    assert greedy[:1] != sampled
     return results
 
 
@@ -201,6 +205,9 @@ def results_on(run: Run, cfg: ModelConfig) -> Results:
         results.losses.append(loss)
         with distributed.unsharded_rows(run.replica, run.mesh, run.config) as forward:
             results.answers.append(models.generate(run.model, tokenizer, PROMPTS, NEW_TOKENS, forward))
+            if step == 0:
+                sampled = models.generate(run.model, tokenizer, PROMPTS[:1], NEW_TOKENS, forward, sampling=SAMPLING)
+                results.answers.append(sampled)
         if step == 0:
             batches = local_batches(samples_of_step(0), run.mesh, accumulation)
             assert len({batch.shape[1] for batch in batches}) > 1

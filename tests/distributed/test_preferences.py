@@ -17,13 +17,14 @@ from components.config.schema import AdamWConfig
 from components.config.schema.objective import DPOConfig, KTOConfig, ORPOConfig, PairLoss, PreferenceConfig, SimPOConfig
 from components.data.dataset import Facts
 from components.data.pairs import DESIRABLE
+from components.parity.reference import balance_loss
 from components.training.objectives.preference import REFERENCE
 from components.training.objectives.reference_model import score_pairs
 from tests.distributed.parity import MODELS, Case, build, recipe_config
 from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
 
-PAIRS, STEPS, LR, CLIP = 4, 3, 5e-3, 1.0
+PAIRS, ROWS, STEPS, LR, CLIP = 4, 2, 3, 5e-3, 1.0
 CPU = torch.device("cpu")
 
 
@@ -151,7 +152,35 @@ def score(model: Any, sampled: Sequence[data.RowPair], reference: torch.Tensor) 
     return Answers(policy, reference, lengths, torch.tensor([pair.values[DESIRABLE][0] > 0 for pair in sampled]))
 
 
-def expected(plain: Any, formula: Callable[[Answers], torch.Tensor]) -> Curve:
+def packed_pairs(everything: data.PairedRows) -> data.PackedPairs:
+    """Pairs in rows of 48 tokens."""
+    return data.PackedPairs(everything, 24)
+
+
+def pair_order(everything: data.PairDataset, packed: bool) -> list[list[int]]:
+    """Return the pairs of each step: PAIRS pairs, or those of ROWS packed rows."""
+    if not packed:
+        order = data.SampleOrder(len(everything), 5)
+        return [order.indices(step * PAIRS, PAIRS) for step in range(STEPS)]
+    rows = packed_pairs(everything)
+    order = data.SampleOrder(len(rows), 5)
+    return [[pair for row in order.indices(step * ROWS, ROWS) for pair in rows._pairs_of(row)] for step in range(STEPS)]
+
+
+def balance(model: Any, sampled: Sequence[data.RowPair], both: bool) -> torch.Tensor:
+    """Auxiliary loss of the routers: the mean over target tokens of that of each answer that is trained on."""
+    total, targets = torch.zeros((), dtype=torch.float64), 0
+    for example in [row for pair in sampled for row in pair[: 1 + both]]:
+        output = model(input_ids=torch.tensor([example.input_ids]), use_cache=False, output_router_logits=True)
+        count = sum(label >= 0 for label in example.labels)
+        total = total + count * balance_loss(output.router_logits, model.config.num_experts_per_tok)
+        targets += count
+    return total / targets
+
+
+def expected(
+    plain: Any, formula: Callable[[Answers], torch.Tensor], packed: bool = False, router_aux: float = 0.0
+) -> Curve:
     model, everything = copy.deepcopy(plain).train(), pairs()
     with torch.no_grad():
         reference = score(model, everything, torch.zeros(len(everything), 2)).policy
@@ -161,10 +190,10 @@ def expected(plain: Any, formula: Callable[[Answers], torch.Tensor]) -> Curve:
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
     )
     curve = Curve([], [], {}, 0.0)
-    order = data.SampleOrder(len(everything), 5)
-    for step in range(STEPS):
-        indices = order.indices(step * PAIRS, PAIRS)
+    for step, indices in enumerate(pair_order(everything, packed)):
         loss = formula(score(model, [everything[i] for i in indices], reference[indices])).mean()
+        if router_aux:
+            loss = loss + router_aux * balance(model, [everything[i] for i in indices], both=formula is not kto)
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
@@ -179,18 +208,26 @@ def expected(plain: Any, formula: Callable[[Answers], torch.Tensor]) -> Curve:
     return curve
 
 
-def train(rank_model: Any, axes: dict[str, Any], loss: str, objective_cfg: PreferenceConfig) -> Curve:
-    cfg = recipe_config(Case("llama", axes, loss=loss))
+def train(
+    rank_model: Any,
+    axes: dict[str, Any],
+    loss: str,
+    objective_cfg: PreferenceConfig,
+    packed: bool = False,
+    router_aux: float = 0.0,
+) -> Curve:
+    cfg = recipe_config(Case("llama", axes, loss=loss, router_aux=router_aux))
     mesh = distributed.build_mesh(cfg.parallelism, "cpu")
     model = copy.deepcopy(rank_model).train()
     models.use_causal_sdpa(model)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, torch.float64)
+    router_loss = training.attach_router_loss(model, cfg.model, mesh)
     head = training.attach_loss_head(model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
     called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
-    settings = training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh, loss_head=head)
+    settings = training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh, loss_head=head, router_loss=router_loss)
     prepared = training.Prepared(model, settings, called)
     plan = data.BatchPlan(
-        global_batch_size=PAIRS,
+        global_batch_size=ROWS if packed else PAIRS,
         micro_batch_size=1,
         dp_rank=mesh.rank("dp"),
         dp_size=mesh.size("dp"),
@@ -198,6 +235,7 @@ def train(rank_model: Any, axes: dict[str, Any], loss: str, objective_cfg: Prefe
     )
     scored = pairs()
     scored = scored.with_values(REFERENCE, score_pairs(prepared, scored, plan))
+    dataset = packed_pairs(scored) if packed else scored
     objective = build_objective(objective_cfg)
     optimizer = training.build_optimizer(model, AdamWConfig(lr=LR, weight_decay=0.1, betas=[0.9, 0.95]))
     curve = Curve([], [], {}, 0.0)
@@ -209,12 +247,12 @@ def train(rank_model: Any, axes: dict[str, Any], loss: str, objective_cfg: Prefe
                     curve.gradients[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
 
     optimizer.register_step_pre_hook(keep)
-    batches = data.TrainBatches(scored, plan, seed=5)
+    batches = data.TrainBatches(dataset, plan, seed=5)
     for step in range(STEPS):
         numbers = training.train_step(prepared, batches.at(step), optimizer, objective)
         curve.losses.append(numbers["loss"].item())
         curve.norms.append(numbers["grad_norm"].item())
-    held_out = training.evaluate(prepared, data.EvalBatches(scored, plan), objective)
+    held_out = training.evaluate(prepared, data.EvalBatches(dataset, plan), objective)
     assert (held_out.count, held_out.unit) == (len(scored), objective.unit)
     curve.held_out = held_out.loss
     scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
@@ -275,6 +313,31 @@ def test_every_mesh_has_the_curve_of_the_papers_formulas(world: int) -> None:
         return problems
 
     problems = [line for lines in run_ranks(world, body, timeout=400) for line in lines]
+    assert not problems, "\n".join(sorted(set(problems)))
+
+
+PACKED: dict[int, list[tuple[dict[str, Any], str]]] = {
+    1: [({"strategy": "single", "dp_shard": 1}, name) for name in (OBJECTIVES if EVERYTHING else ("orpo", "kto"))],
+    2: [(FSDP2, "dpo"), ({**TP, "sequence_parallel": True}, "kto"), (CP, "ipo"), (PP, "kto")],
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_packed_pairs_have_the_curve_of_single_rows(world: int) -> None:
+    plain = build("llama", torch.float64, {**MODELS["llama"], "num_hidden_layers": 2})
+    used = {name for _, name in PACKED[world]}
+    curves = {name: expected(plain, OBJECTIVES[name][1], packed=True) for name in used}
+    assert max(map(len, pair_order(pairs(), packed=True))) > ROWS
+
+    def body(rank: int) -> list[str]:
+        problems = []
+        for axes, name in PACKED[world]:
+            for loss in loss_methods(axes) if EVERYTHING else ["chunked"]:
+                got = train(plain, axes, loss, OBJECTIVES[name][0], packed=True)
+                problems += [f"packed {name} {axes} {loss}: {each}" for each in differences(got, curves[name])]
+        return problems
+
+    problems = [line for lines in run_ranks(world, body, timeout=200) for line in lines]
     assert not problems, "\n".join(sorted(set(problems)))
 
 

@@ -22,8 +22,11 @@ from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.config.schema import AdamWConfig, FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
+from components.config.schema.objective import DistillationConfig
 from components.config.schema.optimizer import MuonConfig
 from components.config.schema.parallelism import ActivationCheckpointing, Strategy
+from components.training.objectives.distillation import Distillation
+from components.training.objectives.teacher import hidden_states_of
 from tests.distributed.packed import ROWS, SEQ_LEN, packed
 from tests.gpu_ready.device import FakeCuda, Record
 
@@ -76,25 +79,7 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[Fak
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     with FakeCuda():
         mesh = distributed.build_mesh(cfg.parallelism, "cuda")
-        compute_dtype, _ = training.compute_dtype(cfg.model, CUDA)
-        model = models.build_on_meta(cfg.model, cfg.model.config["vocab_size"])
-        anatomy = models.read_anatomy(model)
-        models.add_adapters(model, cfg.peft)
-        layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
-        loss_head = training.attach_loss_head(
-            model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CUDA
-        )
-        if cfg.parallelism.activation_checkpointing != ActivationCheckpointing.auto:
-            models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
-        models.materialize(model, CUDA)
-        replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
-        settings = training.StepSettings(
-            device=CUDA,
-            defer_grad_sync=cfg.parallelism.defer_grad_sync,
-            mesh=mesh,
-            autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
-            loss_head=loss_head,
-        )
+        prepared = _prepared(cfg, mesh)
         plan = data.BatchPlan(
             global_batch_size=ROWS * mesh.size("dp"),
             micro_batch_size=2,
@@ -105,8 +90,31 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[Fak
         rows = packed(count=200)
         source = rows if cfg.data.pack else [example for row in rows for example in row.examples]
         batches = data.TrainBatches(source, plan, seed=5)
-        prepared = training.Prepared(model, settings, replica, anatomy=anatomy)
         yield FakeRun(cfg, prepared, training.build_optimizer(prepared, cfg.optimizer), batches)
+
+
+def _prepared(cfg: FinetuneConfig, mesh: distributed.Mesh) -> training.Prepared:
+    """Prepare a model in the order of `training.prepare`, within `FakeCuda`."""
+    compute_dtype, _ = training.compute_dtype(cfg.model, CUDA)
+    model = models.build_on_meta(cfg.model, cfg.model.config["vocab_size"])
+    anatomy = models.read_anatomy(model)
+    models.add_adapters(model, cfg.peft)
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
+    loss_head = training.attach_loss_head(
+        model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CUDA
+    )
+    if cfg.parallelism.activation_checkpointing != ActivationCheckpointing.auto:
+        models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
+    models.materialize(model, CUDA)
+    replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+    settings = training.StepSettings(
+        device=CUDA,
+        defer_grad_sync=cfg.parallelism.defer_grad_sync,
+        mesh=mesh,
+        autocast=training.autocast_dtype(cfg.parallelism, cfg.model, compute_dtype),
+        loss_head=loss_head,
+    )
+    return training.Prepared(model, settings, replica, compute_dtype=compute_dtype, anatomy=anatomy)
 
 
 @contextmanager
@@ -140,18 +148,26 @@ def values_read() -> Iterator[list[torch.Tensor]]:
 
 def step(
     axes: dict[str, Any], world: int = 1, rank: int = 0, *, model: dict[str, Any] | None = None, peft: str = "none",
-    pack: bool = False, optimizer: str = "adamw",
+    pack: bool = False, optimizer: str = "adamw", teacher: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run two optimizer steps, the first of which creates the optimizer state; return the record of the second."""
+    """Run two optimizer steps, the first of which creates the optimizer state; return the record of the second.
+
+    teacher: distill a second model, which needs model.loss=chunked.
+    """
     with fake_run(config_of(model or {}, axes, peft, pack, optimizer), world, rank) as run:
+        objective: training.Objective = training.PLAIN
+        if teacher:
+            known = _prepared(run.cfg, run.model.settings.mesh)
+            known.module.requires_grad_(False)
+            objective = Distillation(DistillationConfig(), hidden_states_of(known, CONFIG["vocab_size"]))
         reported = training.check_kernels(run.model, run.cfg.model, run.batches.at)
         with static_pipeline_shapes():
-            training.train_step(run.model, run.batches.at(0), run.optimizer)
+            training.train_step(run.model, run.batches.at(0), run.optimizer, objective)
         micro_batches = run.batches.at(1)
         with Record() as record:
-            numbers = training.train_step(run.model, micro_batches, run.optimizer)
+            numbers = training.train_step(run.model, micro_batches, run.optimizer, objective)
         with Record() as eval_record, values_read() as read:
-            training.evaluate(run.model, micro_batches)
+            training.evaluate(run.model, micro_batches, objective)
         optimizers = list_optimizers(run.optimizer)
         states = [each for optimizer in optimizers for state in optimizer.state.values() for each in state.values()]
         trained = [each for optimizer in optimizers for each in optimizer.param_groups[0]["params"]]

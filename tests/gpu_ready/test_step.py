@@ -31,6 +31,16 @@ def test_training_step_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
         assert record["evaluation_reads"] == 1  # once, for all batches
 
 
+@pytest.mark.parametrize("layout", ["single", "dp_shard", "tp with sequence parallelism", "cp by ulysses", "pp"])
+def test_distillation_step_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
+    axes, world = LAYOUTS[layout]
+    record = fake_cuda("step", axes=axes, world=world, rank=world - 1, model={"loss": "chunked"}, teacher=True)
+    assert record["waits"] == {}
+    assert record["devices"] == ["cuda"]
+    assert record["evaluation_waits"] == {}
+    assert record["evaluation_reads"] == 2  # sums, and the means of metrics
+
+
 @pytest.mark.parametrize("layout", ["single", "hsdp", "tp with sequence parallelism", "pp"])
 def test_step_with_muon_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
     """Newton-Schulz iterations run on the device, and the exchange with owner ranks does not wait."""

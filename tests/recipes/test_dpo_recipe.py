@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import subprocess
@@ -43,7 +44,8 @@ def lines_of(run: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("peft", ["none", "lora"])
 def test_resumed_run_logs_the_metrics_of_an_uninterrupted_run(dpo: Bench, peft: str) -> None:
-    common = (*SHORT, f"peft={peft}", "training.max_steps=4")
+    packed = "data.pack=true" if peft == "lora" else "data.pack=false"
+    common = (*SHORT, f"peft={peft}", packed, "training.max_steps=4")
     uninterrupted = dpo.start(*common, "run.dir=uninterrupted", "parallelism=single").wait()
     assert uninterrupted.status == 0, uninterrupted.errors
     expected = lines_of(dpo.folder / "uninterrupted")
@@ -51,7 +53,7 @@ def test_resumed_run_logs_the_metrics_of_an_uninterrupted_run(dpo: Bench, peft: 
     assert first["loss"] == pytest.approx(0.693147, abs=1e-5)  # log 2: the policy still equals the reference
     assert {"margin", "accuracy", "reward_chosen", "log_prob_rejected"} <= first.keys()
     assert "column source" in uninterrupted.output  # reported as unused
-    assert "logits, 256 tokens x" in uninterrupted.output  # 2 pairs of 2 rows of 64 tokens
+    assert "logits, 256 tokens x" in uninterrupted.output  # 2 pairs of 2 rows of 64 tokens, or 2 packed rows
     exported = subprocess.run(
         [sys.executable, EXPORT, "uninterrupted"], cwd=dpo.folder, capture_output=True, text=True, check=False
     )
@@ -94,3 +96,21 @@ def test_resume_without_reference_log_probs_is_rejected(dpo: Bench) -> None:
     assert done.status == 2
     assert "the log-probabilities under the reference model are missing" in done.errors
     assert "Traceback" not in done.errors
+
+
+def test_sweep_over_beta_is_compared_by_held_out_accuracy(dpo: Bench) -> None:
+    common = (*SHORT, "training.max_steps=2", "checkpoint.every=0", "parallelism=single")
+    done = dpo.start(*common, "-m", "objective.beta=0.05,0.5", "run.dir=sweep").wait()
+    assert done.status == 0, done.errors
+    assert "best: by held-out accuracy, since the points train different curves" in done.output
+    with (dpo.folder / "sweep" / "report.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(row["objective.beta"] for row in rows) == ["0.05", "0.5"]
+    accuracies = []
+    for row in rows:
+        run = json.loads((dpo.folder / "sweep" / row["run"] / "result.json").read_text())
+        evaluated = [line for line in lines_of(dpo.folder / "sweep" / row["run"]) if "eval_accuracy" in line]
+        assert float(row["eval_accuracy"]) == run["eval_accuracy"] == evaluated[-1]["eval_accuracy"]
+        accuracies.append(run["eval_accuracy"])
+    assert accuracies == sorted(accuracies, reverse=True)
+    assert [row["best"] for row in rows] == ["True", "False"]

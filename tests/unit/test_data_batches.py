@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from components.batch import Batch
 from components.config.errors import ConfigError
 from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches, collate
-from components.data.examples import IGNORED, Example
+from components.data.examples import IGNORED, Example, PackedRow
 from components.data.order import SampleOrder
 
 
@@ -82,7 +82,14 @@ def test_resume_with_another_dp_size_or_batch_size_continues_the_same_order(stop
     before = TrainBatches(dataset, BatchPlan(global_batch_size=24, micro_batch_size=6), seed=9)
     used = [number for _ in range(stop) for number in sample_numbers(next(before))]
     state = before.state_dict()
-    assert state == {"seed": 9, "epoch": stop * 24 // 50, "sample": stop * 24, "size": 50, "fingerprint": ""}
+    assert state == {
+        "seed": 9,
+        "epoch": stop * 24 // 50,
+        "sample": stop * 24,
+        "size": 50,
+        "fingerprint": "",
+        "step": stop,
+    }
 
     size, micro, dp_size = shape_after
     ranks = []
@@ -242,3 +249,66 @@ def test_evaluation_covers_every_sample_once_with_equal_forwards_per_rank(count,
         assert (batch.targets[padding_rows] == IGNORED).all()
     targets = sum(int((batch.targets != IGNORED).sum()) for batches in per_rank for batch in batches)
     assert targets == sum(len(example.labels) - 1 for example in dataset)
+
+
+def ramped(micro: int, rank: int, dp_size: int) -> BatchPlan:
+    ramp = ((2, 4), (5, 8))
+    return BatchPlan(global_batch_size=12, micro_batch_size=micro, dp_rank=rank, dp_size=dp_size, ramp=ramp, steps=9)
+
+
+@pytest.mark.parametrize(("micro", "dp_size"), [(4, 1), (1, 4), (2, 2)])
+def test_ramped_batches_consume_every_sample_once_in_the_same_order(micro: int, dp_size: int) -> None:
+    """Nine steps of 4, 4, 8, 8, 8, 12, 12, 12 and 12 rows; a resume at any step continues with the same rows."""
+    dataset, sizes = numbered_samples(50), [4, 4, 8, 8, 8, 12, 12, 12, 12]
+    order = SampleOrder(50, 3).indices(0, sum(sizes))
+    ranks = [TrainBatches(dataset, ramped(micro, rank, dp_size), seed=3) for rank in range(dp_size)]
+    states, found = [], []
+    for size in sizes:
+        states.append(ranks[0].state_dict())
+        batches = [next(each) for each in ranks]
+        assert all(len(each) == size // (micro * dp_size) for each in batches)
+        found.append([number for each in batches for number in sample_numbers(each)])
+    used = list(itertools.chain.from_iterable(found))
+    assert used == order
+    assert sorted(used[:50]) == list(range(50))
+    for step, state in enumerate(states):
+        again = TrainBatches(dataset, ramped(4, 0, 1), seed=3)
+        again.load_state_dict(state)
+        assert sample_numbers(next(again)) == found[step] == sample_numbers(again.at(step)) == again.global_batch(step)
+    assert ramped(micro, 0, dp_size).samples_before(9) == sum(sizes)
+    assert "12 sequences a step" in str(ranks[0]._plan)
+    assert "4 up to step 2, 8 up to step 5" in str(ranks[0]._plan)
+
+
+def test_cut_rows_keep_every_target_and_cut_attention() -> None:
+    """Rows of 6, 11 and 16 tokens in parts of 4, unpacked and packed, against a model that gets each part alone."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, num_key_value_heads=1)).double()
+    samples = [Example(ids := torch.randint(1, 50, (n,)).tolist(), ids) for n in (6, 11, 16)]
+    expected = torch.zeros((), dtype=torch.float64)
+    for sample in samples:
+        for start in range(0, len(sample.input_ids), 4):
+            logits = model(torch.tensor([sample.input_ids[start : start + 4]])).logits[0]  # (4, vocabulary)
+            targets = torch.tensor(sample.input_ids[start + 1 : start + 5])
+            expected = expected + torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="sum")
+
+    plan = BatchPlan(global_batch_size=3, micro_batch_size=3, length_ramp=((2, 4), (4, 8)))
+    batches = TrainBatches(samples, plan, seed=0)
+    assert [next(batches)[0].shape for _ in range(5)] == [(12, 4), (12, 4), (6, 8), (6, 8), (3, 16)]
+    single = TrainBatches(samples, replace(plan, micro_batch_size=1), seed=0)
+    assert [batch.shape for batch in single.at(0)] == [(4, 4)] * 3  # one shape per step, as pipelines require
+    cut = batches.at(1)[0]
+    logits = model(**cut.model_inputs()).logits
+    found = torch.nn.functional.cross_entropy(logits.flatten(0, 1), cut.targets.flatten(), reduction="sum")
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert cut.target_count == 6 + 11 + 16 - 3
+
+    labels = [label for each in samples for label in (IGNORED, *each.labels[1:])]
+    ids = [token for each in samples for token in each.input_ids]
+    packed = collate([PackedRow(ids, labels, [6, 17, 33])], Padding(length=36, documents=5))
+    cut = packed.cut_rows(4)
+    assert cut.document_bounds.tolist() == [[0, 4, 6, 8, 12, 16, 17, 20, 24, 28, 32, 33, 36, 36]]
+    assert cut.position_ids[0, :9].tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 0]
+    assert cut.longest_document == 4
+    assert torch.equal(cut.targets, packed.targets)

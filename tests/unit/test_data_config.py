@@ -16,6 +16,7 @@ from components.config.schema.data import (
     DataConfig,
     DataKind,
     DocsDataConfig,
+    LabelsDataConfig,
     MixtureDataConfig,
     PreferencesDataConfig,
     SftDataConfig,
@@ -53,16 +54,22 @@ def test_every_option_has_its_schema_and_is_complete_except_for_the_path():
         "mixture": MixtureDataConfig,
         "custom": CustomDataConfig,
         "preferences": PreferencesDataConfig,
+        "labels": LabelsDataConfig,
     }
     assert {file.stem for file in OPTIONS.glob("*.yaml")} == set(kinds)
     for name, kind in kinds.items():
-        without_path = {"pydocs": {}, "mixture": {"sources": {"docs": DocsDataConfig()}}, "custom": {"factory": "a:b"}}
-        values = without_path.get(name, {"path": "my.jsonl"})
+        required = {
+            "pydocs": {},
+            "mixture": {"sources": {"docs": DocsDataConfig()}},
+            "custom": {"factory": "a:b"},
+            "labels": {"path": "my.jsonl", "num_labels": 2},
+        }
+        values = required.get(name, {"path": "my.jsonl"})
         assert type(option(name, **values)) is kind
 
 
 def test_options_without_a_default_source_require_a_path():
-    for name in ("jsonl", "chat_jsonl", "text", "preferences"):
+    for name in ("jsonl", "chat_jsonl", "text", "preferences", "labels"):
         assert OmegaConf.is_missing(OmegaConf.load(OPTIONS / f"{name}.yaml"), "path")
     gsm8k = option("gsm8k")
     assert (gsm8k.path, gsm8k.subset) == ("openai/gsm8k", "main")
@@ -80,6 +87,7 @@ def test_frozen_config_is_restored_by_its_kind(kind):
         TextDataConfig: {"path": "x"},
         CustomDataConfig: {"factory": "a:b"},
         PreferencesDataConfig: {"path": "x"},
+        LabelsDataConfig: {"path": "x", "label_names": ["ham", "spam"]},
     }
     schema = KINDS["data"][kind]
     cfg = schema(**required.get(schema, {}), max_samples=3)

@@ -37,6 +37,16 @@ def test_master_port_is_free_for_functions_that_initialize_torch_distributed() -
     assert run_ranks(2, body, init=False) == [2, 2]
 
 
+def test_aborted_rank_is_reported_with_what_native_code_printed() -> None:
+    def body(rank: int) -> None:
+        if rank == 1:
+            os.write(2, b"terminate called: the reason\n")
+            os.abort()
+
+    with pytest.raises(RankFailure, match=r"(?s)rank 1: killed by SIGABRT.*terminate called: the reason"):
+        run_ranks(2, body)
+
+
 def test_failed_rank_raises_with_its_traceback_and_peers_are_killed() -> None:
     def body(rank: int) -> None:
         if rank == 1:

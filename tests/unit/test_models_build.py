@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 from components.config.errors import ConfigError
 from components.config.schema.model import Attention, DType, ModelConfig, WeightInit
 from components.config.shape import DENSE, PLANNED_MLP, ModelShape, read_shape
+from components.distributed.tensor.family_plans import FAMILY_PLANS
 from components.models import build_on_meta, load_tokenizer, model_shape
 from tests.tiny_models import FAMILIES, SIZES, tiny_folder
 
@@ -93,12 +94,12 @@ def test_shape_of_the_built_model_agrees_with_the_shape_read_from_files(family: 
 
 
 def test_dense_families_and_their_mlp_plans_agree_with_transformers() -> None:
-    """They have no experts, and the TP plan of transformers shards the features of their MLPs."""
+    """They have no experts, and the TP plan of transformers or of the family shards the features of their MLPs."""
     for kind in DENSE:
         cls = CONFIG_MAPPING[kind]
         assert not [key for key in cls().to_dict() if "expert" in key or "moe" in key], kind
         if kind in PLANNED_MLP:
-            plan = cls.base_model_tp_plan
+            plan = cls.base_model_tp_plan or {f"layers.*.{path}": each for path, each in FAMILY_PLANS[kind].items()}
             assert plan["layers.*.mlp.up_proj"] == "colwise", kind
             assert plan["layers.*.mlp.down_proj"] == "rowwise", kind
             assert "intermediate_size" in cls().to_dict(), kind

@@ -69,6 +69,16 @@ class SweepFiles:
         values |= {"tokens_per_second": speed, "last_loss": loss, **more}
         self.finish(number, lr=lr, status="ok", **values)
 
+    def result(self, number: int, **values: Any) -> None:
+        """Change values in the result.json of a point."""
+        file = self.sweep.run_dir(self.sweep.points[number]) / "result.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    def config(self, number: int, lines: str) -> None:
+        """Append lines to the config.yaml of a point."""
+        with (self.sweep.run_dir(self.sweep.points[number]) / "config.yaml").open("a") as file:
+            file.write(f"{lines}\n")
+
     def rows(self) -> list[SweepRow]:
         """Return the rows in the order of the sweep."""
         return read_points(self.sweep)
@@ -95,6 +105,35 @@ def test_fastest_point_comes_first_and_is_marked_best(tmp_path: Path) -> None:
     assert lines[5] == "2_tp2: oom: rank 1: MemoryError: no more"
     assert lines[6].startswith("losses agree: 1_fsdp2, 0_ddp train one curve, at most 2.5e-05 apart (allowed: 1e-04")
     assert exit_status(report) == 1
+
+
+def test_points_of_different_curves_are_compared_by_what_they_learned(tmp_path: Path) -> None:
+    """By held-out loss under one objective, by held-out accuracy under several, and not at all on different data."""
+    files = SweepFiles(tmp_path / "s", ("a", "b", "c"))
+    files.finish_ok(0, 1000.0, 4.0, lr=1e-4, eval_loss=3.9, eval_accuracy=0.7)
+    files.finish_ok(1, 2000.0, 4.5, lr=2e-4, eval_loss=4.1, eval_accuracy=0.8)
+    files.finish_ok(2, 3000.0, 4.5, lr=3e-4, eval_loss=float("nan"), eval_accuracy=0.6)
+    assert read_report(files.sweep).criterion == "held-out accuracy"  # one point has no held-out loss
+    files.result(2, eval_loss=4.0)
+    report = read_report(files.sweep)
+    assert [row.point.name for row in report.rows] == ["0_a", "2_c", "1_b"]
+    lines = [" ".join(line.split()) for line in files.printed().splitlines()]
+    assert "last loss held-out loss wall s" in lines[0]
+    assert lines[1].endswith("4.0000 3.9000 3.0 ok, best")
+    assert lines[-1] == "best: by held-out loss, since the points train different curves"
+
+    files.config(1, "objective: {beta: 0.3}")
+    report = read_report(files.sweep)
+    assert [row.point.name for row in report.rows] == ["1_b", "0_a", "2_c"]
+    lines = [" ".join(line.split()) for line in files.printed().splitlines()]
+    assert lines[1].endswith("4.5000 80.0% 3.0 ok, best")
+    best = next(row for row in csv.DictReader(io.StringIO(to_csv(report))) if row["best"] == "True")
+    assert (best["run"], best["eval_accuracy"], best["eval_loss"]) == ("1_b", "0.8", "4.1")
+
+    files.config(0, "data: {path: other}")
+    report = read_report(files.sweep)
+    assert report.best is None
+    assert report.lines()[-1].startswith("best: not chosen, since the points' objectives or data differ")
 
 
 def test_markdown_and_csv_contain_the_same_values(tmp_path: Path) -> None:

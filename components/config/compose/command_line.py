@@ -18,7 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 from components.config.compose.diagnose import COMPOSITION_ERRORS, Check, diagnose
 from components.config.compose.explain import no_option, override_parts
 from components.config.compose.frozen import Config, from_container
-from components.config.compose.sources import Request, config_folders, register_schemas, replaceable_kinds
+from components.config.compose.sources import (
+    Request,
+    config_folders,
+    register_schemas,
+    replaceable_kinds,
+    steps_unless_epochs,
+)
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
 from components.config.schema.checks import raise_all
@@ -139,7 +145,8 @@ def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
     """Let Hydra's main handle `--help`, `--cfg` and the like: it prints and does not run the recipe."""
     options = [argument for argument in sys.argv[1:] if argument not in (*typed_overrides, "-m", "--multirun")]
     answer = main(version_base="1.3", config_path=str(request.folders[0]), config_name=request.name)
-    with replaceable_kinds(), _hydra_that_raises([*request.overrides, *request.search_path, *options]):
+    arguments = [*request.overrides, *request.search_path, *options]
+    with replaceable_kinds(), steps_unless_epochs(), _hydra_that_raises(arguments):
         try:
             answer(lambda cfg: None)()
         except SystemExit as end:  # --help

@@ -30,7 +30,13 @@ from components.config.compose.explain import (
     unreadable,
 )
 from components.config.compose.frozen import from_container
-from components.config.compose.sources import Request, option_groups, option_texts, strict_booleans
+from components.config.compose.sources import (
+    Request,
+    option_groups,
+    option_texts,
+    steps_unless_epochs,
+    strict_booleans,
+)
 from components.config.compose.texts import UNSET
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
@@ -202,7 +208,8 @@ class _Search:
         if problem := _syntax_problem(override):
             return problem
         try:
-            _apply(override, cfg)
+            with steps_unless_epochs():
+                _apply(override, cfg)
         except COMPOSITION_ERRORS as error:
             key, _, value = override_parts(override)
             data = _values(cfg, "data")

@@ -23,6 +23,8 @@ from components.config.schema.recipes import RecipeConfig
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 """conf/ of this project; absolute, so that a copied recipe finds it."""
+_UNLESS_EPOCHS = "unless_epochs"
+"""Resolver of training.max_steps: ${unless_epochs:40} is 40, or null if training.epochs is given."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,25 @@ class Request:
                 strict_booleans(),
                 replaceable_kinds(),
                 initialize_config_dir(folder, job_name=self.name, version_base="1.3"),
+                steps_unless_epochs(),  # Hydra resolves the value of a key that an override adds
             ):
                 return compose(self.name, overrides=[*self.search_path, *overrides])
         except OmegaConfBaseException:
             raise
         except (ValueError, YAMLError) as error:  # Hydra's error for parallelism=3; an invalid YAML file
             raise HydraException(str(error)) from error
+
+
+@contextmanager
+def steps_unless_epochs() -> Iterator[None]:
+    """Resolve the default number of steps of conf/ to null within the block if its section has `epochs`."""
+    OmegaConf.register_new_resolver(
+        _UNLESS_EPOCHS, lambda steps, *, _parent_: steps if _parent_.get("epochs") is None else None, replace=True
+    )
+    try:
+        yield
+    finally:
+        OmegaConf.clear_resolver(_UNLESS_EPOCHS)
 
 
 def register_schemas(name: str, schema: type[RecipeConfig]) -> None:

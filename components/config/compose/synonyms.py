@@ -13,8 +13,8 @@ _NAMES = {
     "optimizer.eps": "adam_epsilon epsilon adam_eps",
     "optimizer.weight_decay": "wd decay",
     "optimizer.min_lr_ratio": "min_lr min_learning_rate",
-    "training.max_steps": "epochs epoch num_epochs num_train_epochs n_epochs max_epochs steps num_steps train_steps "
-    "train_iters max_iters total_steps iterations",
+    "training.epochs": "epoch num_epochs num_train_epochs n_epochs max_epochs epochs",
+    "training.max_steps": "steps num_steps train_steps train_iters max_iters total_steps iterations",
     "training.global_batch_size": "batch_size train_batch_size total_batch_size effective_batch_size bs "
     "gradient_accumulation_steps gradient_accumulation grad_accum accumulation_steps",
     "training.micro_batch_size": "per_device_train_batch_size per_device_batch_size micro_batch device_batch_size "
@@ -50,6 +50,7 @@ _NAMES = {
     "peft.alpha": "lora_alpha",
     "peft.dropout": "lora_dropout",
     "peft.targets": "target_modules lora_target_modules lora_target lora_targets",
+    "peft.target_parameters": "lora_target_parameters",
     "peft.rslora": "use_rslora",
     "peft.dora": "use_dora",
     "peft=lora": "use_peft use_lora lora adapter",

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from components.config.schema.cluster import Device
-from components.config.schema.model import NO_FLEX_BACKWARD, Attention, DType, Float8, LossMethod, ModelConfig
+from components.config.schema.model import (
+    NO_FLEX_BACKWARD,
+    Attention,
+    DType,
+    Float8,
+    LossMethod,
+    ModelConfig,
+    RopeType,
+)
 from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, MeshShape, ParallelismConfig
 from components.config.shape import ModelShape
 
@@ -26,6 +34,25 @@ def compile_problems(
             "cannot be compiled; set model.compile=false, or model.dtype=float32"
         )
     return problems
+
+
+def distillation_problems(model: ModelConfig) -> list[str]:
+    """Return the problems of distillation, which computes the logits of student and teacher in the same chunks."""
+    if model.loss in (LossMethod.auto, LossMethod.chunked):
+        return []
+    return [
+        f"model.loss={model.loss}: distillation computes the logits of student and teacher a chunk of tokens at a "
+        "time; set model.loss=chunked"
+    ]
+
+
+def vocabulary_problem(path: str, teacher: int, student: int) -> str:
+    """Return the message for a teacher with a smaller vocabulary than the student's."""
+    return (
+        f"teacher.path={path}: the teacher's vocabulary has {teacher:,} entries, fewer than the student's "
+        f"{student:,}, so some of the student's tokens have no probability under it; use a teacher with at least "
+        f"{student:,} entries"
+    )
 
 
 def loss_problems(model: ModelConfig, parallelism: ParallelismConfig, mesh: MeshShape, device: Device) -> list[str]:
@@ -114,3 +141,13 @@ def float8_problems(
             "not support; set model.float8=none or parallelism.pp_schedule=Interleaved1F1B"
         )
     return problems
+
+
+def rope_problems(model: ModelConfig, shape: ModelShape) -> list[str]:
+    """Reject scaled rotary positions for a model without any."""
+    if model.rope.type is RopeType.none or shape.rotary is not False:
+        return []
+    return [
+        f"model.rope.type={model.rope.type}: the model has no rotary position embeddings that transformers can scale; "
+        "set model/rope=none, or choose another model"
+    ]

@@ -10,32 +10,46 @@ from components.config.kinds import KINDS, kinds_of
 from components.config.schema.data import (
     DataConfig,
     DataKind,
+    LabelsDataConfig,
     MixtureDataConfig,
     PreferencesDataConfig,
     RowsDataConfig,
+    TextDataConfig,
 )
 from components.config.schema.model import LossMethod, ModelConfig
-from components.config.schema.objective import DPOConfig, KTOConfig, PreferenceConfig, Reference
+from components.config.schema.objective import (
+    DPOConfig,
+    KTOConfig,
+    PreferenceConfig,
+    Reference,
+    RewardConfig,
+    ScoreConfig,
+)
 from components.config.schema.peft import PeftConfig
 from components.config.schema.recipes import RecipeConfig
+from components.config.schema.training import GenerationConfig, TrainingConfig
 
 
 def accepted_kinds(recipe: type[RecipeConfig], section: str) -> Collection[StrEnum]:
     """Return the kinds of a section that a recipe accepts: those of its field, pairs only with an objective of pairs.
 
-    A field annotated with a class that is not in the registry of kinds accepts every kind.
+    Labels are accepted only with an objective of labels. A field annotated with a class that is not in the registry of
+    kinds accepts every kind.
     """
     hints = get_type_hints(recipe)
     kinds = set(kinds_of(hints.get(section)) or KINDS[section])
     objective = hints.get("objective", object)
     classes = [each for each in (objective, *kinds_of(objective).values()) if isinstance(each, type)]
-    if not any(issubclass(each, PreferenceConfig) for each in classes):
+    if not any(issubclass(each, PreferenceConfig | RewardConfig) for each in classes):
         kinds.discard(DataKind.preferences)
+    if not any(issubclass(each, ScoreConfig) for each in classes):
+        kinds.discard(DataKind.labels)
     return kinds
 
 
-def data_problems(data: DataConfig, *, takes_pairs: bool) -> list[str]:
-    """Require a held-out split, weights only on sources of a mixture, and preference pairs only if `takes_pairs`."""
+def data_problems(data: DataConfig, *, takes_pairs: bool, takes_labels: bool = False) -> list[str]:
+    """Require a held-out split, weights only on sources of a mixture, and pairs or labels only if the recipe takes
+    them."""
     problems = []
     parts = {"data": data}
     if isinstance(data, MixtureDataConfig):
@@ -45,6 +59,12 @@ def data_problems(data: DataConfig, *, takes_pairs: bool) -> list[str]:
         f"or choose another option of {key}"
         for key, part in parts.items()
         if isinstance(part, PreferencesDataConfig) and not takes_pairs
+    ]
+    problems += [
+        f"{key}.kind={part.kind}: holds labeled texts, which this recipe does not train on; use recipes/classify.py, "
+        f"or choose another option of {key}"
+        for key, part in parts.items()
+        if isinstance(part, LabelsDataConfig) and not takes_labels
     ]
     if data.weight is not None:
         problems.append(f"data.weight={data.weight}: only sources of a mixture have weights; remove it")
@@ -64,6 +84,19 @@ def data_problems(data: DataConfig, *, takes_pairs: bool) -> list[str]:
         other = "data.eval_split or data.eval_path" if isinstance(data, RowsDataConfig) else "data.eval_split"
         problems.append(f"data.eval_fraction={data.eval_fraction}: {rule}; set it above 0, or set {other}")
     return problems
+
+
+def ramp_problems(training: TrainingConfig, data: DataConfig) -> list[str]:
+    """Require plain text for a ramp of the length: a cut sample of another kind would lose its prompt."""
+    if not training.seq_len_ramp:
+        return []
+    sources = data.sources.values() if isinstance(data, MixtureDataConfig) else [data]
+    return [
+        f"training.seq_len_ramp={training.seq_len_ramp}: cuts rows into shorter ones, which would separate answers "
+        f"from their prompts under data.kind={each.kind}; use data=text, or remove the ramp"
+        for each in sources
+        if not isinstance(each, TextDataConfig)
+    ]
 
 
 def preference_problems(
@@ -101,4 +134,33 @@ def preference_problems(
         )
     if model.loss == LossMethod.liger:
         problems.append("model.loss=liger: liger-kernel does not support per-row weights; set model.loss=chunked")
+    return problems
+
+
+def score_problems(
+    objective: ScoreConfig, data: DataConfig, model: ModelConfig, generation: GenerationConfig
+) -> list[str]:
+    """Require the data that a score objective learns from, and reject settings that a score head does not have."""
+    kind, problems = objective.kind, []
+    if isinstance(objective, RewardConfig):
+        if not isinstance(data, PreferencesDataConfig):
+            problems.append(f"objective.kind={kind}: learns from pairs of answers; set data=preferences")
+        elif data.label_column is not None:
+            problems.append(
+                f"data.label_column={data.label_column}: objective.kind={kind} learns from pairs of answers; remove it"
+            )
+        elif data.pack:
+            problems.append(f"data.pack=true: objective.kind={kind} does not pack its pairs yet; set data.pack=false")
+    elif not isinstance(data, LabelsDataConfig):
+        problems.append(
+            f"data.kind={data.kind}: objective.kind={kind} learns from labeled texts; set data=labels, or "
+            "objective=reward for preference pairs"
+        )
+    if model.loss not in (LossMethod.auto, LossMethod.logits):
+        problems.append(
+            f"model.loss={model.loss}: there is no LM head; the loss of a score head needs few logits; set "
+            "model.loss=auto"
+        )
+    if generation.prompts or (generation.samples and generation != GenerationConfig()):
+        problems.append("generation: a model with a score head generates no text; remove generation.*")
     return problems

@@ -27,22 +27,28 @@ def best_checkpoint_problems(checkpoint: CheckpointConfig, training: TrainingCon
     return []
 
 
-def profile_problems(profile: ProfileConfig, max_steps: int, world_size: int | None) -> list[str]:
+def profile_problems(profile: ProfileConfig, training: TrainingConfig, world_size: int | None) -> list[str]:
     """Require profiled steps and ranks to exist; `world_size` is None if unknown."""
     if not profile.enabled:
         return []
-    problems = []
-    if (last := profile.start + profile.steps - 1) > max_steps:
-        problems.append(
-            f"logging.profile.start={profile.start}: the trace of {profile.steps} steps ends with step {last}, but "
-            f"training.max_steps={max_steps}; change logging.profile.start or logging.profile.steps"
-        )
+    problems = [] if training.max_steps is None else profile_end_problems(profile, training, training.max_steps)
     if world_size is not None and (absent := [rank for rank in profile.ranks if rank >= world_size]):
         problems.append(
             f"logging.profile.ranks={profile.ranks}: rank {absent[0]} does not exist, ranks are 0 to "
             f"{world_size - 1}; change logging.profile.ranks"
         )
     return problems
+
+
+def profile_end_problems(profile: ProfileConfig, training: TrainingConfig, steps: int) -> list[str]:
+    """Require the profiled steps to be among the run's `steps` optimizer steps."""
+    last = profile.start + profile.steps - 1
+    if not profile.enabled or last <= steps:
+        return []
+    return [
+        f"logging.profile.start={profile.start}: the trace of {profile.steps} steps ends with step {last}, after "
+        f"{training.length(steps)}; change logging.profile.start or logging.profile.steps"
+    ]
 
 
 def optimizer_problems(optimizer: OptimizerConfig, peft: PeftConfig | None) -> list[str]:

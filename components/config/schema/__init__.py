@@ -23,14 +23,26 @@ from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.cluster import ClusterConfig, ClusterKind, Device, LocalClusterConfig, SlurmClusterConfig
 from components.config.schema.data import DataConfig
 from components.config.schema.logging import LoggingConfig, WandbConfig, WandbMode
-from components.config.schema.model import Attention, CausalLMConfig, DType, ModelConfig, WeightInit
+from components.config.schema.model import (
+    Attention,
+    CausalLMConfig,
+    DType,
+    ModelConfig,
+    RopeConfig,
+    TeacherConfig,
+    WeightInit,
+)
 from components.config.schema.objective import (
+    ClassificationConfig,
+    DistillationConfig,
     DPOConfig,
     KTOConfig,
     NextTokenConfig,
     ObjectiveConfig,
     ORPOConfig,
     PreferenceConfig,
+    RewardConfig,
+    ScoreConfig,
     SimPOConfig,
 )
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig, Schedule
@@ -43,6 +55,8 @@ from components.config.schema.parallelism import (
 )
 from components.config.schema.peft import PeftConfig, PeftExport, PeftMethod
 from components.config.schema.recipes import (
+    ClassifyConfig,
+    DistillConfig,
     DpoConfig,
     EvaluateConfig,
     FinetuneConfig,
@@ -60,6 +74,8 @@ __all__ = [
     "Attention",
     "CausalLMConfig",
     "CheckpointConfig",
+    "ClassificationConfig",
+    "ClassifyConfig",
     "ClusterConfig",
     "ClusterKind",
     "ContainerConfig",
@@ -68,6 +84,8 @@ __all__ = [
     "DType",
     "DataConfig",
     "Device",
+    "DistillConfig",
+    "DistillationConfig",
     "DpoConfig",
     "EvaluateConfig",
     "EvaluationConfig",
@@ -92,11 +110,15 @@ __all__ = [
     "PretrainConfig",
     "RecipeConfig",
     "RequeueConfig",
+    "RewardConfig",
+    "RopeConfig",
     "RunConfig",
     "Schedule",
+    "ScoreConfig",
     "SimPOConfig",
     "SlurmClusterConfig",
     "Strategy",
+    "TeacherConfig",
     "TrainConfig",
     "TrainingConfig",
     "UnevenHeads",

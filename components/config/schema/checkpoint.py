@@ -30,6 +30,8 @@ class CheckpointConfig:
     takes that much host memory."""
     export: bool = True
     """Export the model to RUN_DIR/export at the end, a folder that transformers loads."""
+    export_average: bool = True
+    """In a run with training.ema_decay, export the averaged weights; false: the trained weights."""
 
     def __post_init__(self) -> None:
         problems = [

@@ -15,7 +15,8 @@ IGNORED = -100
 
 class DataKind(StrEnum):
     """docs: Python's documentation; sft: prompts and responses; chat: conversations; text: plain documents; custom:
-    your own function; mixture: several sources; preferences: prompts with a chosen and a rejected answer."""
+    your own function; mixture: several sources; preferences: prompts with a chosen and a rejected answer; labels: texts
+    with a class."""
 
     docs = "docs"
     sft = "sft"
@@ -24,6 +25,7 @@ class DataKind(StrEnum):
     custom = "custom"
     mixture = "mixture"
     preferences = "preferences"
+    labels = "labels"
 
 
 class Overlong(StrEnum):
@@ -69,7 +71,7 @@ class DataConfig:
     """Samples of more than seq_len tokens: truncate (cut the right end), drop (skip them) or refuse (fail the run)."""
     pack: bool = False
     """Pack several samples into each row of seq_len tokens. Samples do not attend to each other, and batch sizes count
-    rows. Requires model.attention=sdpa or sdpa_flash."""
+    rows. Preference pairs are packed into rows of 2 x seq_len tokens. Requires model.attention=sdpa or sdpa_flash."""
     cache: str | None = "~/.cache/meshbook"
     """Folder that stores tokenized samples, shared by processes and later runs; entries not read for 30 days are
     deleted. null: keep them in memory."""
@@ -122,7 +124,7 @@ class DocsDataConfig(DataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class RowsDataConfig(DataConfig):
-    """Keys shared by `sft`, `chat`, `text` and `preferences`: rows of a file, a folder of files or a hub dataset."""
+    """Keys shared by the kinds whose data are rows of a file, a folder of files or a hub dataset."""
 
     path: str
     """JSONL, JSON, CSV, TSV or Parquet file, a folder with a file per split (train.jsonl, test.jsonl), or the name of a
@@ -134,7 +136,8 @@ class RowsDataConfig(DataConfig):
     revision: str | None = None
     """Branch, tag or commit of a hub dataset; null: the newest commit, or local files."""
     bad_rows: BadRows = BadRows.refuse
-    """Rows without a prompt or a response: refuse (fail with the row numbers) or drop (skip and count them)."""
+    """Rows without a prompt, a response, a text or a label: refuse (fail with the row numbers) or drop (skip and count
+    them)."""
     unused_keys: UnusedKeys = UnusedKeys.report
     """Columns and message keys that neither the chat template nor Meshbook uses: report (log their names) or refuse
     (fail the run)."""
@@ -172,9 +175,56 @@ class SftDataConfig(RowsDataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class PreferencesDataConfig(RowsDataConfig):
-    """A chosen and a rejected answer to one prompt per row, for recipes/dpo.py; or one labeled answer per row, for
-    objective=kto. Prompts and answers are texts or lists of messages. Batch sizes count rows."""
+class ScoredDataConfig(RowsDataConfig):
+    """Base of the kinds that recipes/classify.py accepts."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LabelsDataConfig(ScoredDataConfig):
+    """A text, or a list of messages, and its label per row, for recipes/classify.py."""
+
+    kind: DataKind = DataKind.labels
+    """labels."""
+    text_column: str = "text"
+    """Column that holds the text, or a list of messages, which the chat template renders."""
+    label_column: str = "label"
+    """Column that holds the label: a number from 0 to num_labels - 1, or one of label_names."""
+    num_labels: int | None = None
+    """Number of labels, at least 2; null: the number of label_names."""
+    label_names: list[str] = field(default_factory=list)
+    """Names of the labels in the order of their numbers; []: LABEL_0, LABEL_1, ..."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The name of each label."""
+        return tuple(self.label_names) or tuple(f"LABEL_{number}" for number in range(self.num_labels or 0))
+
+    def _problems(self) -> list[str]:
+        columns = {"text_column": self.text_column, "label_column": self.label_column}
+        problems = RowsDataConfig._problems(self) + _name_problems(columns)
+        names = self.label_names
+        if self.num_labels is None and not names:
+            problems.append(
+                "data.num_labels=null: the number of labels is required; set data.num_labels, or "
+                "data.label_names=[NAME, NAME, ...]"
+            )
+        elif names and self.num_labels not in (None, len(names)):
+            problems.append(
+                f"data.num_labels={self.num_labels}: data.label_names has {len(names)} names; remove data.num_labels, "
+                "or correct one of them"
+            )
+        elif len(self.labels) < 2:
+            key = f"data.label_names={names}" if names else f"data.num_labels={self.num_labels}"
+            problems.append(f"{key}: classification needs at least 2 labels")
+        if len(set(names)) < len(names) or "" in names:
+            problems.append(f"data.label_names={names}: the names must differ, and none may be empty")
+        return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class PreferencesDataConfig(ScoredDataConfig):
+    """A chosen and a rejected answer to one prompt per row, for recipes/dpo.py and reward models; or one labeled answer
+    per row, for objective=kto. Prompts and answers are texts or lists of messages. Batch sizes count rows."""
 
     kind: DataKind = DataKind.preferences
     """preferences."""
@@ -199,8 +249,6 @@ class PreferencesDataConfig(RowsDataConfig):
         else:
             columns |= {"label_column": self.label_column, "completion_column": self.completion_column}
         problems = RowsDataConfig._problems(self) + _name_problems(columns)
-        if self.pack:
-            problems.append("data.pack=true: preference pairs cannot be packed; set data.pack=false")
         if self.bad_rows is not BadRows.refuse:
             problems.append(f"data.bad_rows={self.bad_rows}: a pair needs both answers; set data.bad_rows=refuse")
         return problems

@@ -95,6 +95,85 @@ class RouterAux(StrEnum):
     sequence = "sequence"
 
 
+class RopeType(StrEnum):
+    """Ways to extend the context of rotary position embeddings; transformers' `rope_type`.
+
+    none: the model's own; linear: all frequencies divided by a factor (Chen et al. 2023); yarn: low ones divided,
+    high ones kept, attention sharpened (Peng et al. 2023); llama3: as in Llama 3.1. Dynamic NTK scaling is left out on
+    purpose: its frequencies follow the longest sequence so far, so the loss would depend on how samples are batched.
+    """
+
+    none = "none"
+    linear = "linear"
+    yarn = "yarn"
+    llama3 = "llama3"
+
+
+@dataclass(kw_only=True, slots=True)
+class RopeConfig:
+    """Extension of the context of a model with rotary position embeddings. It becomes part of the model's config, so
+    that an export has it."""
+
+    type: RopeType = RopeType.none
+    """none (the model's own positions), linear, yarn or llama3; replaces the model's own scaling."""
+    factor: float | None = None
+    """New context length divided by the original one, greater than 1."""
+    original_max_position_embeddings: int | None = None
+    """Context length in tokens that the model was trained with; null: its max_position_embeddings."""
+    beta_fast: float | None = None
+    """yarn: dims that rotate more often than this within the original context keep their frequency; null: 32."""
+    beta_slow: float | None = None
+    """yarn: dims that rotate less often than this have their frequency divided by factor; null: 1."""
+    attention_factor: float | None = None
+    """yarn: factor of the rotated queries and keys, greater than 0; null: 0.1 ln(factor) + 1."""
+    low_freq_factor: float | None = None
+    """llama3: wavelengths above original / low_freq_factor have their frequency divided by factor; null: 1."""
+    high_freq_factor: float | None = None
+    """llama3: wavelengths below original / high_freq_factor keep their frequency; null: 4."""
+
+    def __post_init__(self) -> None:
+        raise_all(self._problems())
+
+    def _problems(self) -> list[str]:
+        set_keys = {name: value for name, value in field_values(self).items() if name != "type" and value is not None}
+        if self.type is RopeType.none:
+            return [
+                f"model.rope.{name}={value}: model.rope.type=none does not scale positions; add model/rope=yarn, "
+                "linear or llama3, or remove it"
+                for name, value in set_keys.items()
+            ]
+        problems = [
+            f"model.rope.{name}={set_keys[name]}: only model.rope.type={kind} has this key; remove it, or add "
+            f"model/rope={kind}"
+            for kind, names in ROPE_KEYS.items()
+            for name in names
+            if name in set_keys and kind is not self.type
+        ]
+        if self.factor is None:
+            problems.append(
+                f"model.rope.factor=null: model.rope.type={self.type} needs a factor greater than 1; set it"
+            )
+        else:
+            problems += above("model.rope.factor", self.factor, 1)
+        problems += at_least("model.rope.original_max_position_embeddings", self.original_max_position_embeddings, 1)
+        for name in ("beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor"):
+            if name in set_keys:
+                problems += above(f"model.rope.{name}", set_keys[name], 0)
+        for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
+            defaults = {"beta_slow": 1.0, "beta_fast": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            values = [set_keys.get(name, defaults[name]) for name in (low, high)]
+            if values[0] >= values[1]:
+                problems.append(f"model.rope.{low}={values[0]}: must be less than model.rope.{high}={values[1]}")
+        return problems
+
+
+ROPE_KEYS = {
+    RopeType.yarn: ("beta_fast", "beta_slow", "attention_factor"),
+    RopeType.llama3: ("low_freq_factor", "high_freq_factor"),
+}
+"""Type of scaling -> keys that only it has."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     """A model from the Hugging Face Hub, a local folder, a GGUF file or an installed package, or one from scratch."""
@@ -110,6 +189,8 @@ class ModelConfig:
     """pretrained: load the weights from model.path; random: initialize them from run.seed."""
     config: dict[str, Any] = field(default_factory=dict)
     """Overrides of the model's config.json, any key; if model.path is null, the whole config, including model_type."""
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    """Extension of the context of a model with rotary position embeddings."""
     tokenizer: str | None = None
     """Where the tokenizer comes from: like path; bytes: one token per byte, nothing to load; null: from path."""
     dtype: DType = DType.float32
@@ -178,6 +259,10 @@ class ModelConfig:
             problems.append(
                 "model.tokenizer=null: required without model.path; set a tokenizer, or bytes (a token per byte)"
             )
+        if self.rope.type is not RopeType.none and "rope_parameters" in self.config:
+            problems.append(
+                f"model.rope.type={self.rope.type}: model.config.rope_parameters is set too; set one of them"
+            )
         problems += above("model.float8_bound", self.float8_bound, 0)
         if self.float8_emulate and self.float8 == Float8.none:
             problems.append("model.float8_emulate=true: needs float8; set model.float8=tensorwise")
@@ -196,3 +281,23 @@ class ModelConfig:
 @dataclass(kw_only=True, slots=True)
 class CausalLMConfig(ModelConfig):
     """A causal language model."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TeacherConfig:
+    """The teacher of recipes/distill.py: a causal LM with the student's tokenizer, on the same mesh."""
+
+    path: str
+    """Hub name (owner/model), local folder, .gguf file, or package:NAME/FILE for a file in an installed package."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model; null: the default branch."""
+    tokenizer: str | None = None
+    """Where the teacher's tokenizer comes from: like path; bytes: one token per byte; null: from path."""
+    dtype: DType | None = None
+    """Dtype of the stored weights: float32, bfloat16 or float64; null: model.dtype."""
+    trust_remote_code: bool = False
+    """Allow transformers to run Python code from the teacher's repository; read that code first."""
+
+    def __post_init__(self) -> None:
+        if self.dtype == DType.auto:
+            raise_all(["teacher.dtype=auto: must be float32, bfloat16 or float64 (auto is a compute dtype)"])

@@ -9,13 +9,17 @@ from components.config.schema.checks import above, at_least, own_kind, raise_all
 
 
 class ObjectiveKind(StrEnum):
-    """next_token: cross-entropy of the next token; dpo, simpo and orpo: preference pairs; kto: labeled answers."""
+    """next_token: cross-entropy of the next token; distillation: a teacher's distribution of the next token; dpo, simpo
+    and orpo: preference pairs; kto: labeled answers; classification: the label of a text; reward: a reward model."""
 
     next_token = "next_token"
+    distillation = "distillation"
     dpo = "dpo"
     simpo = "simpo"
     orpo = "orpo"
     kto = "kto"
+    classification = "classification"
+    reward = "reward"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,6 +52,43 @@ class NextTokenConfig(ObjectiveConfig):
         problems = [*ObjectiveConfig._problems(self), *at_least("objective.z_loss", self.z_loss, 0)]
         if not 0 <= self.label_smoothing < 1:
             problems.append(f"objective.label_smoothing={self.label_smoothing}: must be in [0, 1)")
+        return problems
+
+
+class Divergence(StrEnum):
+    """Divergences of the student's distribution from the teacher's.
+
+    forward_kl: KL(teacher || student), covers all that the teacher considers likely; reverse_kl: KL(student ||
+    teacher), keeps to what the teacher considers likely; jensen_shannon: the mean of the KL divergences of both from
+    their average.
+    """
+
+    forward_kl = "forward_kl"
+    reverse_kl = "reverse_kl"
+    jensen_shannon = "jensen_shannon"
+
+
+@dataclass(kw_only=True, slots=True)
+class DistillationConfig(ObjectiveConfig):
+    """Distillation of a teacher (Hinton et al. 2015): (1 - cross_entropy_weight) x temperature^2 x divergence +
+    cross_entropy_weight x cross-entropy, averaged over target tokens."""
+
+    kind: ObjectiveKind = ObjectiveKind.distillation
+    """distillation."""
+    divergence: Divergence = Divergence.forward_kl
+    """forward_kl, reverse_kl or jensen_shannon."""
+    temperature: float = 1.0
+    """Temperature of both distributions in the divergence, greater than 0; above 1 it emphasizes unlikely tokens."""
+    cross_entropy_weight: float = 0.0
+    """Weight of the cross-entropy of the data's own targets, in [0, 1)."""
+
+    def _problems(self) -> list[str]:
+        problems = [*ObjectiveConfig._problems(self), *above("objective.temperature", self.temperature, 0)]
+        if not 0 <= self.cross_entropy_weight < 1:
+            problems.append(
+                f"objective.cross_entropy_weight={self.cross_entropy_weight}: must be in [0, 1); to train on the "
+                "cross-entropy alone, use recipes/finetune.py"
+            )
         return problems
 
 
@@ -166,3 +207,31 @@ class KTOConfig(PreferenceConfig):
             *above("objective.desirable_weight", self.desirable_weight, 0),
             *above("objective.undesirable_weight", self.undesirable_weight, 0),
         ]
+
+
+@dataclass(kw_only=True, slots=True)
+class ScoreConfig(ObjectiveConfig):
+    """Base of the objectives of recipes/classify.py, whose model has a score head instead of an LM head."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ClassificationConfig(ScoreConfig):
+    """Cross-entropy of the label, averaged over texts; data=labels."""
+
+    kind: ObjectiveKind = ObjectiveKind.classification
+    """classification."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardConfig(ScoreConfig):
+    """Bradley-Terry loss -log sigmoid(reward of the chosen answer - reward of the rejected one), averaged over pairs
+    (Ouyang et al. 2022); data=preferences."""
+
+    kind: ObjectiveKind = ObjectiveKind.reward
+    """reward."""
+    center_weight: float = 0.0
+    """Weight of the squared sum of a pair's rewards, at least 0, which keeps their mean near 0 (Eisenstein et al.
+    2023); the paper uses 0.01."""
+
+    def _problems(self) -> list[str]:
+        return [*ObjectiveConfig._problems(self), *at_least("objective.center_weight", self.center_weight, 0)]

@@ -47,6 +47,9 @@ class PeftConfig:
     targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Layers that get adapters: [all-linear] for every linear layer except the output head, or suffixes of module
     names, such as [q_proj, mlp.up_proj]."""
+    target_parameters: list[str] = field(default_factory=list)
+    """Matrices of fused experts that get adapters, one pair per expert: suffixes of parameter names, such as
+    [mlp.experts.gate_up_proj, mlp.experts.down_proj]. Their base weights are not quantized under qlora."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rank-stabilized LoRA, Kalajdzievski 2023); useful for large ranks."""
     dora: bool = False
@@ -74,8 +77,17 @@ class PeftConfig:
         problems = [*at_least("peft.rank", self.rank, 1), *above("peft.alpha", self.alpha, 0)]
         if not 0 <= self.dropout < 1:
             problems.append(f"peft.dropout={self.dropout}: must be at least 0 and less than 1")
-        if not self.targets:
-            problems.append(f"peft.targets=[]: name at least one layer, or {ALL_LINEAR}")
+        if self.target_parameters and self.dropout:
+            problems.append(
+                f"peft.dropout={self.dropout}: experts are adapted by their matrices (peft.target_parameters), whose "
+                "inputs dropout cannot reach; set peft.dropout=0"
+            )
+        if self.target_parameters and self.dora:
+            problems.append("peft.dora=true: is not defined for peft.target_parameters; set peft.dora=false")
+        if not self.targets and not self.target_parameters:
+            problems.append(
+                f"peft.targets=[]: name at least one layer, or {ALL_LINEAR}, or experts by peft.target_parameters"
+            )
         elif ALL_LINEAR in self.targets and len(self.targets) > 1:
             problems.append(f"peft.targets={self.targets}: {ALL_LINEAR} cannot be combined with names; remove either")
         if not self.adapts:
@@ -87,5 +99,6 @@ class PeftConfig:
 
     def _changed(self) -> dict[str, object]:
         """Return the fields whose value differs from the default, by name."""
-        defaults = {each.name: [ALL_LINEAR] if each.default is MISSING else each.default for each in fields(self)}
+        defaults = {each.name: each.default for each in fields(self) if each.default is not MISSING}
+        defaults |= {"targets": [ALL_LINEAR], "target_parameters": []}
         return {name: value for name, value in field_values(self).items() if value != defaults[name]}

@@ -8,10 +8,18 @@ from typing import Any, TypeVar
 from components.config.schema.checkpoint import CheckpointConfig
 from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
-from components.config.schema.data import DataConfig, PreferencesDataConfig
+from components.config.schema.data import DataConfig, LabelsDataConfig, PreferencesDataConfig, ScoredDataConfig
 from components.config.schema.logging import LoggingConfig
-from components.config.schema.model import ModelConfig
-from components.config.schema.objective import DPOConfig, NextTokenConfig, PreferenceConfig
+from components.config.schema.model import ModelConfig, TeacherConfig
+from components.config.schema.objective import (
+    ClassificationConfig,
+    DistillationConfig,
+    DPOConfig,
+    NextTokenConfig,
+    PreferenceConfig,
+    RewardConfig,
+    ScoreConfig,
+)
 from components.config.schema.optimizer import AdamWConfig, OptimizerConfig
 from components.config.schema.parallelism import ParallelismConfig
 from components.config.schema.peft import PeftConfig
@@ -75,6 +83,26 @@ class DpoConfig(TrainConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class ClassifyConfig(TrainConfig):
+    """Config of `recipes/classify.py`."""
+
+    data: ScoredDataConfig
+    """Labeled texts, or preference pairs for objective=reward."""
+    objective: ScoreConfig = field(default_factory=ClassificationConfig)
+    """Training loss."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DistillConfig(TrainConfig):
+    """Config of `recipes/distill.py`."""
+
+    teacher: TeacherConfig
+    """The model whose distribution the trained model learns."""
+    objective: DistillationConfig = field(default_factory=DistillationConfig)
+    """Training loss."""
+
+
+@dataclass(kw_only=True, slots=True)
 class PretrainConfig(FinetuneConfig):
     """Config of `recipes/pretrain.py`: the same sections as fine-tuning."""
 
@@ -92,6 +120,27 @@ class EvaluateConfig(RecipeConfig):
 def section(cfg: RecipeConfig, schema: type[Section]) -> Section | None:
     """Return the first section of `cfg` that is an instance of `schema`, or None."""
     return next((value for value in field_values(cfg).values() if isinstance(value, schema)), None)
+
+
+def score_labels(data: object, objective: object) -> tuple[str, ...] | None:
+    """Return the names of the outputs of a model's score head; None for a model with an LM head.
+
+    Args:
+        data, objective: Sections of a run's config; None for a recipe without the section.
+    """
+    if not isinstance(objective, ScoreConfig):
+        return None
+    if isinstance(objective, RewardConfig) or not isinstance(data, LabelsDataConfig):
+        return ("LABEL_0",)  # transformers' name for a single output
+    return data.labels
+
+
+def named_models(cfg: RecipeConfig) -> dict[str, str]:
+    """Return the paths of the models and tokenizers that a run loads, by key."""
+    paths = {"model.path": cfg.model.path, "model.tokenizer": cfg.model.tokenizer}
+    if (teacher := section(cfg, TeacherConfig)) is not None:
+        paths |= {"teacher.path": teacher.path, "teacher.tokenizer": teacher.tokenizer}
+    return {key: path for key, path in paths.items() if path is not None and path != "bytes"}
 
 
 def with_section(cfg: Config, old: object, new: object) -> Config:

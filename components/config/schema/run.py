@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from components.config.schema.checks import raise_all, within
 
 DEFINING_KEYS = (
-    "run.seed", "training.global_batch_size", "training.seq_len", "model.path", "model.config", "data",
-    "peft.method", "peft.rank", "peft.alpha", "peft.targets", "peft.rslora", "peft.dora",
+    "run.seed", "training.global_batch_size", "training.batch_size_ramp", "training.seq_len",
+    "training.seq_len_ramp",
+    "model.path", "model.config", "model.rope", "data",
+    "peft.method", "peft.rank", "peft.alpha", "peft.targets", "peft.target_parameters",
+    "peft.rslora", "peft.dora",
 )  # fmt: skip
 """Keys, and the section `data`, that define the experiment; a resume that changes one is rejected."""
 HARMLESS_KEYS = ("data.cache", "data.unused_keys")

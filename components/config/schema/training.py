@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
 
-from components.config.schema.checks import above, at_least, raise_all
+from components.config.schema.checks import above, at_least, raise_all, within
+
+
+class EvalWeights(StrEnum):
+    """Weights that held-out losses are of, in a run with a moving average of the weights."""
+
+    average = "average"
+    trained = "trained"
+    both = "both"
+
+    @property
+    def described(self) -> str:
+        """What is evaluated, for the banner."""
+        if self is EvalWeights.trained:
+            return "held-out loss is of the trained weights"
+        more = ", eval_loss_trained of the trained ones" if self is EvalWeights.both else ""
+        return f"held-out loss is of the averaged weights{more}"
+
 
 LONGEST_STEP = 31_536_000.0
 """Upper bound of step timeouts: a year, in seconds."""
+
+
+UNTIL = "until_step"
+"""Key of a stage of a ramp: the last step of the stage."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -15,16 +38,27 @@ class TrainingConfig:
     """Batch sizes, number of steps, and the intervals of logging and evaluation. Batch sizes count sequences (pairs in
     DPO); with data.pack they count packed rows."""
 
-    max_steps: int = 100
-    """Number of optimizer steps of the whole run, at least 1."""
+    max_steps: int | None = None
+    """Number of optimizer steps of the whole run, at least 1. null: given by `epochs`, or 100 without it. The default
+    in conf/ applies unless `epochs` is given."""
+    epochs: float | None = None
+    """Passes over the training rows in the whole run, greater than 0, also a fraction; the last step may begin another
+    pass. null: max_steps counts. Only one of the two may be given."""
     global_batch_size: int = 16
     """Sequences per optimizer step over all processes; must be a multiple of the data-parallel size dp."""
+    batch_size_ramp: list[dict[str, int]] = field(default_factory=list)
+    """Smaller batches at the start: [{until_step: 100, global_batch_size: 4}, ...] uses 4 sequences per step in steps 1
+    to 100; global_batch_size follows the last stage. Steps and sizes must increase. []: the same size in every step."""
     micro_batch_size: int = 4
     """Upper bound of the sequences per forward pass of one process. The run uses the largest size up to it that divides
     global_batch_size / dp and gives the pipeline schedule enough micro-batches. Gradient accumulation steps =
     global_batch_size / (micro-batch size x dp). Affects speed and memory, not results."""
     seq_len: int = 256
     """Maximum sequence length in tokens, at least 2; data.overlong decides what happens to longer samples."""
+    seq_len_ramp: list[dict[str, int]] = field(default_factory=list)
+    """Shorter rows at the start, for data=text: [{until_step: 100, seq_len: 64}, ...] cuts each row into rows of 64
+    tokens in steps 1 to 100; seq_len follows the last stage. Steps and lengths must increase, and lengths divide
+    seq_len. A step has the same tokens and targets as without a ramp; a token attends to fewer. []: no ramp."""
     log_every: int = 1
     """Optimizer steps between log lines."""
     eval_every: int = 20
@@ -34,6 +68,18 @@ class TrainingConfig:
     stop_after_skipped: int = 10
     """Fail the run after this many consecutive steps whose gradients were not finite; such steps leave the weights
     unchanged. 0: never."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average (EMA) of the trained weights with this decay, greater than 0 and less than 1,
+    in float32 on the model's shards; null: none."""
+    eval_weights: EvalWeights = EvalWeights.average
+    """With ema_decay: held-out loss (also of checkpoint.keep_best) and generated texts are those of the averaged
+    weights (average), of the trained weights (trained), or the average's with the trained weights' loss as
+    eval_loss_trained (both, twice the time). Without ema_decay there is no average."""
+    early_stop_patience: int | None = None
+    """End the run after this many consecutive scheduled evaluations (eval_every) without a lower held-out loss; null:
+    never. The run ends as completed, with stopped_early in result.json."""
+    early_stop_min_delta: float = 0.0
+    """Smallest decrease of the best held-out loss that counts as an improvement, at least 0."""
     gc_every: int = 50
     """Optimizer steps between runs of Python's garbage collector, on all ranks at the same step and never within a
     step; 0: leave it to Python."""
@@ -42,9 +88,12 @@ class TrainingConfig:
     (never) or 1 to a year."""
 
     def __post_init__(self) -> None:
+        if self.max_steps is None and self.epochs is None:
+            self.max_steps = 100
         raise_all(
             [
                 *at_least("training.max_steps", self.max_steps, 1),
+                *self._epoch_problems(),
                 *at_least("training.global_batch_size", self.global_batch_size, 1),
                 *at_least("training.micro_batch_size", self.micro_batch_size, 1),
                 *at_least("training.seq_len", self.seq_len, 2),
@@ -54,8 +103,107 @@ class TrainingConfig:
                 *at_least("training.stop_after_skipped", self.stop_after_skipped, 0),
                 *at_least("training.gc_every", self.gc_every, 0),
                 *_timeout_problems("training", self.step_timeout_seconds),
+                *self._ramp_problems(
+                    "batch_size_ramp", self.batch_size_ramp, "global_batch_size", self.global_batch_size, 1
+                ),
+                *self._length_problems(),
+                *self._average_problems(),
+                *self._early_stop_problems(),
             ]
         )
+
+    @property
+    def ramp(self) -> tuple[tuple[int, int], ...]:
+        """Stages of batch_size_ramp: (number of steps from the start of the run to its end, sequences per step)."""
+        return tuple((stage[UNTIL], stage["global_batch_size"]) for stage in self.batch_size_ramp)
+
+    @property
+    def length_ramp(self) -> tuple[tuple[int, int], ...]:
+        """Stages of seq_len_ramp: (number of steps from the start of the run to its end, tokens per row)."""
+        return tuple((stage[UNTIL], stage["seq_len"]) for stage in self.seq_len_ramp)
+
+    def _ramp_problems(self, name: str, stages: list[dict[str, int]], value: str, last: int, least: int) -> list[str]:
+        """Return the problems of the ramp at key `name`, whose `value` increases from `least` to `last`."""
+        key = f"training.{name}={stages}"
+        if any(set(stage) != {UNTIL, value} for stage in stages):
+            return [f"{key}: every stage needs until_step and {value}, and no other key"]
+        steps, sizes = [0, *(stage[UNTIL] for stage in stages)], [least - 1, *(stage[value] for stage in stages)]
+        problems = []
+        if any(later <= earlier for earlier, later in pairwise(steps)):
+            problems.append(f"{key}: until_step must be at least 1 and increase from stage to stage")
+        if stages and self.max_steps is not None and steps[-1] >= self.max_steps:
+            problems.append(self._late_ramp(key, self.max_steps))
+        if any(later <= earlier for earlier, later in pairwise([*sizes, last])):
+            problems.append(
+                f"{key}: {value} must be at least {least} and increase from stage to stage, up to "
+                f"training.{value}={last}"
+            )
+        return problems
+
+    def _length_problems(self) -> list[str]:
+        problems = self._ramp_problems("seq_len_ramp", self.seq_len_ramp, "seq_len", self.seq_len, 2)
+        if problems:
+            return problems
+        return [
+            f"training.seq_len_ramp[{number}].seq_len={length}: must divide training.seq_len={self.seq_len}, as each "
+            "row is cut into rows of this length; change either"
+            for number, (_, length) in enumerate(self.length_ramp)
+            if self.seq_len % length
+        ]
+
+    def _epoch_problems(self) -> list[str]:
+        if self.epochs is None:
+            return []
+        problems = above("training.epochs", self.epochs, 0)
+        if self.max_steps is not None:
+            problems.append(
+                f"training.epochs={self.epochs:g}: the run also has training.max_steps={self.max_steps}; give one of "
+                "the two, and set the other to null"
+            )
+        return problems
+
+    def length(self, steps: int) -> str:
+        """Return the setting that gives the run its `steps` optimizer steps, for messages."""
+        if self.epochs is None:
+            return f"training.max_steps={steps}"
+        return f"the {steps} steps of training.epochs={self.epochs:g}"
+
+    def ramp_end_problems(self, steps: int) -> list[str]:
+        """Require the ramps to end before the last of the run's `steps` optimizer steps."""
+        ramps = {
+            f"training.batch_size_ramp={self.batch_size_ramp}": self.ramp,
+            f"training.seq_len_ramp={self.seq_len_ramp}": self.length_ramp,
+        }
+        return [self._late_ramp(key, steps) for key, stages in ramps.items() if stages and stages[-1][0] >= steps]
+
+    def _late_ramp(self, key: str, steps: int) -> str:
+        return f"{key}: the last until_step must be less than {self.length(steps)}; change either"
+
+    def _early_stop_problems(self) -> list[str]:
+        problems = [
+            *at_least("training.early_stop_patience", self.early_stop_patience, 1),
+            *at_least("training.early_stop_min_delta", self.early_stop_min_delta, 0),
+        ]
+        if self.early_stop_patience is not None and self.eval_every == 0:
+            problems.append(
+                f"training.early_stop_patience={self.early_stop_patience}: counts scheduled evaluations, but "
+                "training.eval_every=0; set training.eval_every"
+            )
+        if self.early_stop_patience is None and self.early_stop_min_delta > 0:
+            problems.append(
+                f"training.early_stop_min_delta={self.early_stop_min_delta}: has no effect without "
+                "training.early_stop_patience; set it"
+            )
+        return problems
+
+    def _average_problems(self) -> list[str]:
+        if self.ema_decay is None:
+            if self.eval_weights is not EvalWeights.both:
+                return []
+            return ["training.eval_weights=both: there are no averaged weights to evaluate; set training.ema_decay"]
+        if 0 < self.ema_decay < 1:
+            return []
+        return [f"training.ema_decay={self.ema_decay}: must be greater than 0 and less than 1, or null for no average"]
 
 
 def _timeout_problems(section: str, seconds: float) -> list[str]:
@@ -73,6 +221,8 @@ class EvaluationConfig:
 
     checkpoint: str | None = None
     """Checkpoint (RUN_DIR/checkpoints/step_N) whose weights to evaluate; null: the weights of model.path."""
+    average: bool = False
+    """Evaluate the moving average of the weights that the checkpoint of a run with training.ema_decay holds."""
     micro_batch_size: int = 8
     """Sequences per forward pass of one process, at least 1."""
     seq_len: int = 256
@@ -82,8 +232,14 @@ class EvaluationConfig:
     to a year."""
 
     def __post_init__(self) -> None:
+        problems = []
+        if self.average and self.checkpoint is None:
+            problems.append(
+                "evaluation.average=true: only a checkpoint holds averaged weights; set evaluation.checkpoint"
+            )
         raise_all(
             [
+                *problems,
                 *at_least("evaluation.micro_batch_size", self.micro_batch_size, 1),
                 *at_least("evaluation.seq_len", self.seq_len, 2),
                 *_timeout_problems("evaluation", self.step_timeout_seconds),
@@ -93,7 +249,7 @@ class EvaluationConfig:
 
 @dataclass(kw_only=True, slots=True)
 class GenerationConfig:
-    """Texts generated greedily and printed before and after training."""
+    """Texts generated and printed before and after training."""
 
     samples: int = 1
     """Number of held-out prompts to generate an answer for; 0: none."""
@@ -101,11 +257,26 @@ class GenerationConfig:
     """Maximum length of a generated answer in tokens, greater than 0."""
     prompts: list[str] = field(default_factory=list)
     """Additional prompts to generate answers for."""
+    temperature: float = 0.0
+    """0: greedy, the most likely token; above 0: sample from softmax(logits / temperature)."""
+    top_p: float = 1.0
+    """Sample only from the most likely tokens whose probabilities together reach this value, in (0, 1]; 1: from all
+    tokens."""
+    seed: int = 0
+    """Seed of the sampled tokens, in [0, 2**32 - 1]. The same seed samples the same text on every mesh."""
 
     def __post_init__(self) -> None:
-        raise_all(
-            [
-                *at_least("generation.samples", self.samples, 0),
-                *above("generation.max_new_tokens", self.max_new_tokens, 0),
-            ]
-        )
+        problems = [
+            *at_least("generation.samples", self.samples, 0),
+            *above("generation.max_new_tokens", self.max_new_tokens, 0),
+            *at_least("generation.temperature", self.temperature, 0),
+            *within("generation.seed", self.seed, 0, 2**32 - 1),
+        ]
+        if not 0 < self.top_p <= 1:
+            problems.append(f"generation.top_p={self.top_p}: must be greater than 0 and at most 1")
+        elif self.top_p < 1 and self.temperature == 0:
+            problems.append(
+                f"generation.top_p={self.top_p}: has no effect on greedy generation (generation.temperature=0); set "
+                "generation.temperature above 0, or generation.top_p=1"
+            )
+        raise_all(problems)

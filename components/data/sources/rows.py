@@ -12,6 +12,7 @@ from components.config.errors import ConfigError
 from components.config.schema.data import (
     BadRows,
     ChatDataConfig,
+    LabelsDataConfig,
     PreferencesDataConfig,
     RowsDataConfig,
     SftDataConfig,
@@ -75,6 +76,20 @@ class Document(NamedTuple):
     text: str
 
 
+class LabeledText(NamedTuple):
+    """A text, or a conversation, with its label."""
+
+    where: str
+    """Origin of the text for error messages, such as `train.jsonl:17`."""
+    content: str | list[Message]
+    label: int
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """The content as a conversation; None for a text."""
+        return None if isinstance(self.content, str) else Conversation(self.where, self.content)
+
+
 @dataclass(kw_only=True, slots=True)
 class AnswerConfig(PreferencesDataConfig):
     """Preference data of which the answers in one column are read."""
@@ -85,7 +100,8 @@ class AnswerConfig(PreferencesDataConfig):
     @classmethod
     def of(cls, cfg: PreferencesDataConfig, answer_column: str) -> AnswerConfig:
         """Return the config for one of the columns of `cfg`."""
-        return cls(answer_column=answer_column, **{each.name: getattr(cfg, each.name) for each in fields(cfg)})
+        values = {each.name: getattr(cfg, each.name) for each in fields(cfg)}
+        return cls(answer_column=answer_column, **{**values, "pack": False})  # pairs are packed, not answers
 
 
 class _BadRowError(ValueError):
@@ -117,6 +133,8 @@ def columns_wanted(cfg: RowsDataConfig) -> dict[str, str]:
             if cfg.label_column is not None:
                 columns = {"completion_column": cfg.completion_column, "label_column": cfg.label_column}
             return columns if cfg.prompt_column is None else {"prompt_column": cfg.prompt_column, **columns}
+        case LabelsDataConfig():
+            return {"text_column": cfg.text_column, "label_column": cfg.label_column}
         case ChatDataConfig():
             return {"messages_column": cfg.messages_column}
         case TextDataConfig():
@@ -165,6 +183,11 @@ def each_document(cfg: TextDataConfig, rows: Iterable[Row], bad: BadRowReport) -
     """Convert rows to documents, like `each_conversation`."""
     column = cfg.text_column
     return _each(rows, lambda row: Document(row.where, _text(row.values, "text_column", column)), cfg.bad_rows, bad)
+
+
+def each_labeled_text(cfg: LabelsDataConfig, rows: Iterable[Row], bad: BadRowReport) -> Iterator[LabeledText]:
+    """Convert rows to labeled texts, like `each_conversation`."""
+    return _each(rows, lambda row: _labeled_text(cfg, row), cfg.bad_rows, bad)
 
 
 def _each(
@@ -246,6 +269,33 @@ def _answer(cfg: AnswerConfig, values: dict[str, Any], column: str) -> list[Mess
     if isinstance(prompt, list):
         return [*_messages(prompt, cfg.prompt_column), *answer]
     return [{"role": "user", "content": _text(values, "prompt_column", cfg.prompt_column)}, *answer]
+
+
+def _labeled_text(cfg: LabelsDataConfig, row: Row) -> LabeledText:
+    content = row.values.get(cfg.text_column)
+    if isinstance(content, list) and content:
+        content = _messages(content, cfg.text_column)
+    else:
+        content = _text(row.values, "text_column", cfg.text_column)
+    return LabeledText(row.where, content, _label_index(cfg, row.values))
+
+
+def _label_index(cfg: LabelsDataConfig, values: dict[str, Any]) -> int:
+    """Return the number of a row's label: its position in label_names, or the number itself."""
+    value, names = values.get(cfg.label_column), cfg.label_names
+    if isinstance(value, str) and value in names:
+        return names.index(value)
+    number = value
+    if isinstance(value, str) and value.strip().isdecimal():  # CSV has text only
+        number = int(value)
+    if isinstance(number, int | float) and number in range(len(cfg.labels)):  # true is 1, and 2.0 is 2
+        return int(number)
+    missing = "" if cfg.label_column in values else " (the key is missing)"
+    rule = f"a number from 0 to {len(cfg.labels) - 1}" + (f", or one of {', '.join(names)}" if names else "")
+    key = "label_names" if names else "num_labels"
+    raise _BadRowError(
+        f"data.label_column={cfg.label_column}: holds {_kind(value)}{missing}; must be {rule} (data.{key})"
+    )
 
 
 def _messages(turns: list[Any], column: str) -> list[Message]:

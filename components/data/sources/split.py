@@ -16,7 +16,14 @@ import numpy as np
 import xxhash
 
 from components.config.errors import ConfigError
-from components.config.schema.data import CustomDataConfig, DataConfig, DocsDataConfig, RowsDataConfig, TextDataConfig
+from components.config.schema.data import (
+    CustomDataConfig,
+    DataConfig,
+    DocsDataConfig,
+    LabelsDataConfig,
+    RowsDataConfig,
+    TextDataConfig,
+)
 from components.data.examples import IGNORED, Example
 from components.data.sources import pydocs
 from components.data.sources.files import (
@@ -36,11 +43,13 @@ from components.data.sources.rows import (
     BadRowReport,
     Conversation,
     Document,
+    LabeledText,
     Message,
     columns_optional,
     columns_wanted,
     each_conversation,
     each_document,
+    each_labeled_text,
     eval_location,
     text_of,
     train_location,
@@ -50,7 +59,7 @@ from components.data.sources.text import opening_line, split_document, stdlib_ro
 if TYPE_CHECKING:
     from pathlib import Path
 
-Record = Conversation | Document
+Record = Conversation | Document | LabeledText
 
 _READ_AT_ONCE = 1 << 24  # bytes
 _CACHED_CHARACTERS = 1 << 26  # size of the largest source that is kept in memory rather than read again
@@ -92,7 +101,7 @@ class SourceSplit:
                     size += len(block)
             digest.update(f"{file.suffix} {size}".encode())
         for record in () if files else self._all_records():
-            text = json.dumps(record.text if isinstance(record, Document) else _as_json(record), default=str).encode()
+            text = json.dumps(_as_json(record), default=str).encode()
             digest.update(text)
             size += len(text)
         return digest.hexdigest(), size
@@ -146,6 +155,8 @@ class SourceSplit:
     def _read(self, bad: BadRowReport) -> Iterator[Record]:
         if isinstance(self._cfg, TextDataConfig):
             return each_document(self._cfg, self._rows(self._cfg), bad)
+        if isinstance(self._cfg, LabelsDataConfig):
+            return each_labeled_text(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, RowsDataConfig):
             return each_conversation(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, DocsDataConfig):
@@ -198,13 +209,18 @@ def sample_limit(cfg: DataConfig, is_eval: bool) -> int | None:
 
 def characters_of(record: Record) -> int:
     """Return the approximate length of a conversation or document in characters."""
-    return len(record.text) if isinstance(record, Document) else sum(map(_length, record.messages))
+    if isinstance(record, Document):
+        return len(record.text)
+    content = record.content if isinstance(record, LabeledText) else record.messages
+    return len(content) if isinstance(content, str) else sum(map(_length, content))
 
 
 def hash_of_prompt(sample: Record | Example) -> int:
-    """Return a 64-bit hash of everything before the first answer, or of a whole document."""
+    """Return a 64-bit hash of everything before the first answer, or of a whole document or labeled text."""
     if isinstance(sample, Document):
         prompt = sample.text
+    elif isinstance(sample, LabeledText):
+        prompt = sample.content if isinstance(sample.content, str) else json.dumps(sample.content, default=str)
     elif isinstance(sample, Conversation):
         roles = [message["role"] for message in sample.messages]
         prompt = json.dumps(sample.messages[: roles.index(ASSISTANT)], default=str)
@@ -215,12 +231,15 @@ def hash_of_prompt(sample: Record | Example) -> int:
 
 
 def first_prompts(split: SourceSplit, count: int) -> list[str]:
-    """Return the raw prompts of the first `count` records: the message before the first answer, or the first line."""
+    """Return the raw prompts of the first `count` records: the message before the first answer, or the first line.
+
+    Labeled texts have no prompts.
+    """
     found = []
     for record in islice(split, count):
         if isinstance(record, Document):
             found.append(opening_line(record))
-        else:
+        elif isinstance(record, Conversation):
             roles = [message["role"] for message in record.messages]
             found.append(text_of(record.messages[roles.index(ASSISTANT) - 1].get("content")))
     return found
@@ -282,13 +301,13 @@ def _columns_of_tables(cfg: RowsDataConfig, location: Location) -> list[str]:
     return [name for file in files_of_split(location) if file.suffix == ".parquet" for name in columns_of(file)]
 
 
-def _as_json(conversation: Conversation) -> list[Any]:
-    return [
-        conversation.messages,
-        conversation.tools,
-        dict(conversation.template_kwargs),
-        sorted(conversation.untrained),
-    ]
+def _as_json(record: Record) -> Any:
+    """Return everything of a record that determines its tokens."""
+    if isinstance(record, Document):
+        return record.text
+    if isinstance(record, LabeledText):
+        return [record.content, record.label]
+    return [record.messages, record.tools, dict(record.template_kwargs), sorted(record.untrained)]
 
 
 def _length(message: Message) -> int:

@@ -86,6 +86,8 @@ def cut_into_stages(
     own = [index for index, rank in enumerate(pp_ranks) if rank == pp_rank]
     _reject_idle_stages(parts.layers, ranges)
     vocabulary, size = parts.embedding.weight.shape
+    if parts.head is not None:  # the number of labels for a score head
+        vocabulary = parts.head.weight.shape[0]
     hidden = Hidden(size, vocabulary, dtype)
     tied = parts.untie()
     stages = tuple(Stage(index, _stage(parts, index, ranges)) for index in own)

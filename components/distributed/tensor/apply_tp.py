@@ -16,6 +16,7 @@ from components.config.errors import ConfigError
 from components.config.layouts import stage_layers
 from components.distributed.expert import holds_dtensors
 from components.distributed.tensor.adapters import adapted_style, is_adapted
+from components.distributed.tensor.per_head import PerHead, PerHeadNorms
 from components.distributed.tensor.tensor_parallel import (
     BlockInput,
     GatherSequence,
@@ -41,7 +42,7 @@ from components.distributed.tensor.tp_plan import (
 )
 from components.models.anatomy import Anatomy, config_of, drops_hidden_states
 
-KNOWN_STYLES = (ColwiseParallel, RowwiseParallel, KVHeadSlice, ReplicatedParameters)
+KNOWN_STYLES = (ColwiseParallel, RowwiseParallel, KVHeadSlice, ReplicatedParameters, PerHead, PerHeadNorms)
 """Styles that take a DTensor input: in a block made of these, the gradient of the input is a partial sum over tp."""
 
 
@@ -85,7 +86,7 @@ def apply_tensor_parallel(
     for name, module in list(model.named_modules()):
         style = styles.get(name) or ReplicatedParameters(partial_grad=name in partial_norms)
         if holds_dtensors(module):
-            continue  # experts, sharded over ep and tp already
+            continue  # sharded already: experts, over ep and tp, and the norms of single heads, by their list
         if isinstance(style, TransformersStyle):
             style.config = config and config.get_text_config()
         if name in styles or any(True for _ in module.parameters(recurse=False)):
@@ -156,8 +157,9 @@ def _takes_dtensor(name: str, block: nn.Module, inside: dict[str, ParallelStyle]
         for inner, module in block.named_modules()
         if any(True for _ in module.parameters(recurse=False))
     }
+    lists = tuple(f"{path}." for path, style in inside.items() if isinstance(style, PerHeadNorms))
     return (
-        with_parameters == set(inside)
+        all(each in inside or each.startswith(lists) for each in with_parameters)
         and all(isinstance(style, KNOWN_STYLES) for style in inside.values())
         and any(isinstance(style, RowwiseParallel) for style in inside.values())
     )

@@ -74,6 +74,20 @@ class KVHeadSlice(ParallelStyle):
         return module
 
 
+class ReplicatedConvolution(ParallelStyle):
+    """A token mixer whose forward reads the weight of its convolution `conv` instead of calling it; replicated."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        compute, convolution = module.forward, module.get_submodule("conv")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with local_parameters(convolution, [Replicate()]):
+                return compute(*args, **kwargs)
+
+        module.forward = forward
+        return module
+
+
 class TransformersStyle(ParallelStyle):
     """A style from transformers' registry, for layouts that torch's styles do not cover (packed, MLA, MoE)."""
 

@@ -22,8 +22,15 @@ from torch.distributed.tensor.parallel import (
 from components.config.errors import ConfigError
 from components.config.layouts import AttentionLayout, attention_layout
 from components.distributed.expert import ExpertParallel
-from components.distributed.tensor.tensor_parallel import KVHeadSlice, ReplicatedParameters, TransformersStyle
-from components.models.anatomy import Anatomy, is_experts, read_anatomy
+from components.distributed.tensor.family_plans import FAMILY_PLANS
+from components.distributed.tensor.per_head import PerHead, PerHeadNorms
+from components.distributed.tensor.tensor_parallel import (
+    KVHeadSlice,
+    ReplicatedConvolution,
+    ReplicatedParameters,
+    TransformersStyle,
+)
+from components.models.anatomy import Anatomy, config_of, is_experts, read_anatomy
 
 TpPlan = dict[str, ParallelStyle]
 """Module path -> style; `*` matches one path component."""
@@ -41,8 +48,11 @@ TORCH_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicate": ReplicatedParameters,
     "replicated_with_grad_allreduce": partial(ReplicatedParameters, partial_grad=True),
     "moe_tp_experts": ExpertParallel,
+    "per_head": PerHead,
+    "per_head_norms": PerHeadNorms,
+    "replicated_convolution": ReplicatedConvolution,
 }
-"""Style name of transformers -> constructor of the equivalent style."""
+"""Style name of transformers, or of family_plans.py -> constructor of the style."""
 TRANSFORMERS_STYLES = (
     "packed_colwise",
     "packed_rowwise",
@@ -90,16 +100,27 @@ def get_hf_tp_shard_plan(model: nn.Module) -> TpPlan:
 
 
 def shard_plan(model: nn.Module, anatomy: Anatomy) -> TpPlan:
-    """Return the plan of a model's anatomy as torch styles, with the input embedding added.
+    """Return the plan of a model's anatomy and family as torch styles, with the input embedding added.
 
     Raises MissingPlanError if the plan would shard nothing.
     """
-    styles = dict(anatomy.tp_plan)
+    styles = {**anatomy.tp_plan, **_family_plan(model, anatomy)}
     if not shards_any(model, _translated(model, styles)):
         raise MissingPlanError(missing_plan(model))
     if anatomy.embedding is not None:
         styles.setdefault(anatomy.embedding, "embedding_rowwise")
     return _translated(model, styles)
+
+
+def _family_plan(model: nn.Module, anatomy: Anatomy) -> dict[str, str]:
+    """Return the entries of FAMILY_PLANS that match a module of the model, by module path."""
+    config = config_of(model)
+    if config is None or not anatomy.layers:
+        return {}
+    layers = anatomy.layers[0].rpartition(".")[0]
+    plan = FAMILY_PLANS.get(config.model_type, {})
+    paths = {f"{layers}.*.{path}": style for path, style in plan.items()}
+    return {path: style for path, style in paths.items() if matching(model, path)}
 
 
 def _translated(model: nn.Module, styles: dict[str, str]) -> TpPlan:
@@ -252,7 +273,7 @@ def fit_attention(model: nn.Module, plan: TpPlan, tp: int, anatomy: Anatomy) -> 
     if heads is None or not attention:
         return plan
     if heads.layout == AttentionLayout.replicated:
-        return {path: style for path, style in plan.items() if path.rpartition(".")[0] not in attention}
+        return {path: style for path, style in plan.items() if {path, path.rpartition(".")[0]}.isdisjoint(attention)}
     fitted = dict(plan)
     for parent in attention:
         for name, module in matching(model, parent):
@@ -308,6 +329,8 @@ def check_covered(model: nn.Module, plan: TpPlan, tp: int) -> None:
         parent = path.rpartition(".")[0] if _shards_heads(path, style) else None
         for name, module in matching(model, parent) if parent else []:
             for norm in ("q_norm", "k_norm"):
+                if isinstance(plan.get(f"{parent}.{norm}"), PerHead):
+                    continue
                 if any(each.dim() > 1 for each in (module._modules.get(norm) or nn.Identity()).parameters()):
                     problems.setdefault(
                         f"{parent}.{norm}", f"{name}.{norm} has a weight for each head, and tp divides heads"

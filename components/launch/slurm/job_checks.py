@@ -13,7 +13,7 @@ from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.cluster import ClusterConfig
 from components.config.schema.data import MixtureDataConfig
-from components.config.schema.recipes import RecipeConfig
+from components.config.schema.recipes import RecipeConfig, named_models
 from components.config.schema.slurm import ContainerRuntime
 from components.launch.hub_access import hub_cache, is_offline
 from components.launch.slurm.commands import run_slurm
@@ -142,13 +142,12 @@ def _cache_problems(cfg: RecipeConfig) -> list[str]:
     environ = {**os.environ, **cfg.cluster.network_env, **cfg.cluster.env}
     if not is_offline(environ):
         return []
-    names = {"model.tokenizer": cfg.model.tokenizer, "model.path": cfg.model.path}
     cache = hub_cache(environ)
     return [
         f"{key}={name}: is not in the hub's cache {cache}, and the nodes use only that (HF_HUB_OFFLINE); download it "
         f"first: hf download {name}"
-        for key, name in names.items()
-        if name not in (None, "bytes") and _is_missing(name, key, cache)
+        for key, name in named_models(cfg).items()
+        if _is_missing(name, key, cache)
     ]
 
 
@@ -168,7 +167,7 @@ def _local_paths(cfg: RecipeConfig) -> list[str]:
     sources = cfg.data.sources if isinstance(cfg.data, MixtureDataConfig) else {}
     named = {
         "run.dir": cfg.run.dir or str(Path.cwd()),
-        "model.path": cfg.model.path,
+        **named_models(cfg),
         "data.path": getattr(cfg.data, "path", None),
         **{f"data.sources.{name}.path": getattr(each, "path", None) for name, each in sources.items()},
         "code": None if cfg.cluster.snapshot else str(PROJECT),

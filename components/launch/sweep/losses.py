@@ -56,6 +56,11 @@ def compare_losses(rows: list[SweepRow]) -> Agreement:
     return found
 
 
+def share_one_curve(rows: list[SweepRow]) -> bool:
+    """Return whether the configs of all points determine the same loss curve; such points differ only in speed."""
+    return len({json.dumps(curve_config(row.config), sort_keys=True, default=str) for row in rows}) <= 1
+
+
 def curve_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config that determines the loss curve, without where and how it is computed."""
     kept = {}

@@ -89,6 +89,20 @@ class SweepRow:
         last = self.result.get("last_loss")
         return self.result.get("eval_loss") if last is None else last
 
+    @property
+    def eval_loss(self) -> float | None:
+        """Held-out loss at the end; None if it is missing or not finite."""
+        return self._finite("eval_loss")
+
+    @property
+    def eval_accuracy(self) -> float | None:
+        """Held-out accuracy at the end."""
+        return self._finite("eval_accuracy")
+
+    def _finite(self, key: str) -> float | None:
+        value = self.result.get(key)
+        return value if isinstance(value, int | float) and math.isfinite(value) else None
+
     def _gib(self, key: str) -> float | None:
         value = self.result.get(key)
         return value / 2**30 if value is not None else None

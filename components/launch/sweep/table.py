@@ -4,17 +4,38 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 from rich.console import Console
 from rich.table import Table
 
-from components.launch.sweep.losses import Agreement, compare_losses
+from components.launch.sweep.losses import Agreement, compare_losses, share_one_curve
 from components.launch.sweep.plan import Sweep
 from components.launch.sweep.point_rows import SweepRow, read_points
 from components.terminal import printable
 
 DISAGREES = "LOSS DISAGREES"
+
+
+class Criterion(StrEnum):
+    """What makes a point of a sweep the best one."""
+
+    speed = "tokens/s"
+    loss = "held-out loss"
+    accuracy = "held-out accuracy"
+
+    def score(self, row: SweepRow) -> float | None:
+        """Return the value to maximize; None if the point did not measure it."""
+        match self:
+            case Criterion.speed:
+                return row.tokens_per_second
+            case Criterion.loss:
+                return None if row.eval_loss is None else -row.eval_loss
+            case Criterion.accuracy:
+                return row.eval_accuracy
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +45,16 @@ class SweepReport:
     sweep: Sweep
     rows: list[SweepRow]
     agreement: Agreement
+    criterion: Criterion | None
+    """What the ok points are compared by; None if nothing makes them comparable."""
 
     @property
     def best(self) -> SweepRow | None:
-        """The fastest point with state ok; None if none measured its throughput."""
+        """The best point with state ok; None if none measured what the points are compared by."""
         first = self.rows[0] if self.rows else None
-        return first if first is not None and first.state == "ok" and first.tokens_per_second else None
+        if first is None or first.state != "ok" or self.criterion is None:
+            return None
+        return first if self.criterion.score(first) is not None else None
 
     @property
     def has_mfu(self) -> bool:
@@ -45,14 +70,51 @@ class SweepReport:
     def lines(self) -> list[str]:
         """Return the lines below the table: the reason of each point that has one, and the loss comparison."""
         reasons = [f"{row.point.name}: {row.state}: {first_line(row.reason)}" for row in self.rows if row.reason]
-        return reasons + self.agreement.notes
+        return reasons + self.agreement.notes + self._judgement()
+
+    def _judgement(self) -> list[str]:
+        """Return how the best point was chosen, unless by its speed."""
+        if self.criterion is None:
+            return ["best: not chosen, since the points' objectives or data differ and not all report an accuracy"]
+        if self.criterion is Criterion.speed or self.best is None:
+            return []
+        return [f"best: by {self.criterion}, since the points train different curves"]
 
 
 def read_report(sweep: Sweep) -> SweepReport:
-    """Return the report of a sweep: ok points from fastest to slowest, then the others by number."""
+    """Return the report of a sweep: ok points from best to worst, then the others by number."""
     rows = read_points(sweep)
-    rows.sort(key=lambda row: (row.state != "ok", -(row.tokens_per_second or 0) if row.state == "ok" else 0))
-    return SweepReport(sweep, rows, compare_losses(rows))
+    criterion = _criterion([row for row in rows if row.state == "ok"])
+
+    def order(row: SweepRow) -> tuple[bool, float, float]:
+        if row.state != "ok":
+            return True, 0.0, 0.0
+        score = None if criterion is None else criterion.score(row)
+        return False, math.inf if score is None else -score, -(row.tokens_per_second or 0.0)
+
+    rows.sort(key=order)
+    return SweepReport(sweep, rows, compare_losses(rows), criterion)
+
+
+def _criterion(ok: list[SweepRow]) -> Criterion | None:
+    """Return what ok points are compared by: points of one curve by speed, others by what they learned.
+
+    Held-out losses are comparable only for the same objective and data, accuracies for the same data.
+    """
+    if share_one_curve(ok):
+        return Criterion.speed
+    sections = {name: {_text(row.config.get(name)) for row in ok} for name in ("objective", "data")}
+    if len(sections["data"]) > 1:
+        return None
+    if len(sections["objective"]) == 1 and all(row.eval_loss is not None for row in ok):
+        return Criterion.loss
+    if all(row.eval_accuracy is not None for row in ok):
+        return Criterion.accuracy
+    return None
+
+
+def _text(section: object) -> str:
+    return json.dumps(section, sort_keys=True, default=str)
 
 
 def print_table(report: SweepReport, console: Console) -> None:
@@ -88,13 +150,14 @@ def to_csv(report: SweepReport) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
         ["run", *report.sweep.keys, "mesh", "processes", "tokens_per_second", "tokens_per_second_per_process", "mfu",
-         "peak_memory_gib", "peak_reserved_gib", "last_loss", "wall_seconds", "status", "best", "losses_agree",
-         "reason"]
+         "peak_memory_gib", "peak_reserved_gib", "last_loss", "eval_loss", "eval_accuracy", "wall_seconds", "status",
+         "best", "losses_agree", "reason"]
     )  # fmt: skip
     for row in report.rows:
         values = [row.point.values.get(key, "") for key in report.sweep.keys]
         numbers = [row.processes, row.tokens_per_second, row.tokens_per_second_per_process, row.result.get("mfu"),
-                   row.peak_memory_gib, row.peak_reserved_gib, row.last_loss, row.seconds]  # fmt: skip
+                   row.peak_memory_gib, row.peak_reserved_gib, row.last_loss, row.eval_loss, row.eval_accuracy,
+                   row.seconds]  # fmt: skip
         agrees = row.point.number not in report.agreement.disagreeing
         writer.writerow(
             [row.point.name, *values, row.mesh, *numbers, row.state, row is report.best, agrees, row.reason]
@@ -113,7 +176,12 @@ def _header(report: SweepReport) -> list[str]:
     loss = "last loss" if has_steps or not any(row.last_loss is not None for row in report.rows) else "eval loss"
     speed = ["tokens/s", "per process", *(["MFU"] if report.has_mfu else [])]
     memory = ["peak GiB", *(["reserved GiB"] if _has_reserved(report) else [])]
-    return ["run", *report.sweep.keys, "mesh", "processes", *speed, *memory, loss, "wall s", "status"]
+    return ["run", *report.sweep.keys, "mesh", "processes", *speed, *memory, loss, *_judged(report), "wall s", "status"]
+
+
+def _judged(report: SweepReport) -> list[str]:
+    """Return the header of the column that points are compared by, unless it is there anyway."""
+    return [report.criterion] if report.criterion in (Criterion.loss, Criterion.accuracy) else []
 
 
 def _has_reserved(report: SweepReport) -> bool:
@@ -134,6 +202,8 @@ def _cells(report: SweepReport, row: SweepRow) -> list[str]:
         _number(row.peak_memory_gib, ".2f"),
         *([_number(row.peak_reserved_gib, ".2f")] if _has_reserved(report) else []),
         _number(row.last_loss, ".4f"),
+        *([_number(row.eval_loss, ".4f")] if report.criterion is Criterion.loss else []),
+        *([_number(row.eval_accuracy, ".1%")] if report.criterion is Criterion.accuracy else []),
         _number(row.seconds, ",.1f"),
         report.status(row),
     ]

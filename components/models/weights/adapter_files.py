@@ -14,7 +14,9 @@ from components.config.model_files import locate
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig
 from components.exchange import broadcast_json, this_rank
-from components.models.lora import ADAPTER_PARAMETERS, quantized_layers, row_norms, scaling_of
+from components.models.classifier import SCORE, TokenScores
+from components.models.lora import ADAPTER_PARAMETERS, expert_factors, quantized_layers, row_norms, scaling_of
+from components.models.lora.experts import FACTORS, stores_transposed
 from components.models.meta_copy import meta_copy
 from components.models.weights.gather import WRITER, gathered_tensors
 from components.models.weights.new_folder import NewFolder
@@ -52,7 +54,8 @@ def export_adapter(
     tensors = {name: full for name, full in gathered_tensors(model, [], trained=True) if full is not None}
     if this_rank() == WRITER:
         try:
-            write_adapter(tokenizer, folder, tensors, adapter_config(model, tensors, base, peft), card)
+            config = adapter_config(model, tensors, base, peft)
+            write_adapter(tokenizer, folder, tensors, config, card)
         except (OSError, ValueError) as error:
             failure = str(error)
     failure = broadcast_json(failure, src=WRITER)
@@ -64,32 +67,49 @@ def export_adapter(
 def write_adapter(
     tokenizer: PreTrainedTokenizerBase, folder: Path, tensors: Mapping[str, torch.Tensor], config: object, card: str
 ) -> None:
-    """Write `folder` from full adapter tensors under the model's names. Raises OSError."""
+    """Write `folder` from full tensors of adapters and the score head under the model's names. Raises OSError."""
     new_folder = NewFolder(folder)
     try:
         new_folder.begin()
-        stored = {_name_in_file(name): tensor for name, tensor in tensors.items()}
+        stored = _in_peft_layout(tensors)
         write_file(new_folder.path / "adapter_model.safetensors", stored)
         config.save_pretrained(new_folder.path)  # type: ignore[attr-defined]
         tokenizer.save_pretrained(new_folder.path)
         base = config.base_model_name_or_path or "a model from scratch"  # type: ignore[attr-defined]
-        (new_folder.path / "README.md").write_text(CARD.format(name=folder.name, base=base, text=card.strip()))
+        (new_folder.path / "README.md").write_text(_card(folder.name, base, card, tensors))
         new_folder.publish()
     except BaseException:
         new_folder.abandon()
         raise
 
 
+def _card(name: str, base: str, text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    head = tensors.get(f"{SCORE}.weight")
+    return CARD.format(
+        name=name,
+        base=base,
+        text=text.strip(),
+        task="text-generation" if head is None else "text-classification",
+        auto_class="AutoModelForCausalLM" if head is None else "AutoModelForSequenceClassification",
+        options="" if head is None else f", num_labels={len(head)}",
+    )
+
+
 def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConfig, peft: PeftConfig) -> object:
-    """Return the `peft.LoraConfig` of the adapters whose parameters have these names."""
+    """Return the `peft.LoraConfig` of the adapters whose parameters have these names.
+
+    PEFT stores the weights of a score head in the same file (`modules_to_save`).
+    """
     from peft import LoraConfig  # takes two seconds to import
 
-    meta_model = meta_copy(model)
-    layers = {name.rpartition(".")[0] for name in names}
+    meta_model, scores = meta_copy(model), isinstance(model, TokenScores)
+    layers = {name.rpartition(".")[0] for name in names if not name.endswith(FACTORS) and not _is_head(name)}
     leaves = {name.rpartition(".")[2] for name in layers}
     same_leaf = {name for name, _ in meta_model.named_modules() if name.rpartition(".")[2] in leaves}
+    linear = any(isinstance(meta_model.get_submodule(name), nn.Linear) for name in layers)
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
+        modules_to_save=[SCORE] if scores else None,
         base_model_name_or_path=base_name(base),
         revision=base.revision,
         r=peft.rank,
@@ -98,7 +118,8 @@ def adapter_config(model: PreTrainedModel, names: Iterable[str], base: ModelConf
         use_rslora=peft.rslora,
         use_dora=peft.dora,
         target_modules=sorted(leaves if same_leaf == layers else layers),
-        fan_in_fan_out=not any(isinstance(meta_model.get_submodule(name), nn.Linear) for name in layers),
+        target_parameters=list(peft.target_parameters) or None,
+        fan_in_fan_out=bool(layers) and not linear,
         inference_mode=True,
     )
 
@@ -131,7 +152,7 @@ class Merge:
 
     def take(self, name: str, whole: torch.Tensor) -> bool:
         """Store a full tensor if it belongs to an adapter, until `forget`; return whether it does."""
-        is_adapter = name.rpartition(".")[2] in ADAPTER_PARAMETERS
+        is_adapter = name.rpartition(".")[2] in ADAPTER_PARAMETERS or name.endswith(FACTORS)
         if is_adapter:
             self._adapters[name] = whole
         return is_adapter
@@ -146,6 +167,8 @@ class Merge:
             return read(index)
         lora_A, lora_B, *magnitude = adapter
         dtype = self._meta_model.get_parameter(name).dtype
+        if lora_A.dim() == 3:
+            return self._read_experts(name, read(index).to(lora_A.dtype), lora_A, lora_B, index).to(dtype)
         block = (unpacked_reader(read, lora_A.shape[1]) if self._packed else read)(index)
         linear = isinstance(self._meta_model.get_submodule(name.rpartition(".")[0]), nn.Linear)
         rows, columns = index if linear else reversed(index)  # of (out, in)
@@ -155,6 +178,16 @@ class Merge:
             merged *= (magnitude[0][rows] / row_norms(merged))[:, None]
         return merged.to(dtype)
 
+    def _read_experts(
+        self, name: str, block: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, index: Index
+    ) -> torch.Tensor:
+        """Return a block of the experts' matrix with the factors (experts, rank, in) and (experts, out, rank) added."""
+        experts, *rest = index
+        transposed = stores_transposed(self._meta_model.get_submodule(name.rpartition(".")[0]))
+        rows, columns = reversed(rest) if transposed else rest  # of (out, in)
+        delta = self._scaling * (lora_B[experts, rows] @ lora_A[experts, :, columns])
+        return block + (delta.mT if transposed else delta)
+
     def forget(self, name: str) -> None:
         """Release the adapter of a weight that has been written."""
         for each in _adapter_of(name):
@@ -162,19 +195,44 @@ class Merge:
 
 
 def _adapter_of(name: str) -> list[str]:
-    """Return the names of the adapter parameters that belong to the weight `name`; empty for other parameters."""
+    """Return the names that adapter parameters of the weight `name` have; it need not have any."""
     path, _, leaf = name.rpartition(".")
-    return [f"{path}.{each}" for each in ADAPTER_PARAMETERS] if leaf == "weight" else []
+    return [f"{path}.{each}" for each in ADAPTER_PARAMETERS] if leaf == "weight" else expert_factors(name)
+
+
+def _in_peft_layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return adapter tensors as PEFT stores them, by their names in its files.
+
+    PEFT wraps a module of experts once for each adapted matrix, the first one innermost, and flattens the factors of
+    all experts: A to (experts * rank, in), with the ranks of an expert together, and B to (out, rank * experts), with
+    the experts of a rank together.
+    """
+    matrices: dict[str, list[str]] = {}
+    for name in tensors:
+        if name.endswith(FACTORS[0]):
+            matrices.setdefault(name.rpartition(".")[0], []).append(name.removesuffix(FACTORS[0]))
+    stored = {_name_in_file(name): tensor for name, tensor in tensors.items() if not name.endswith(FACTORS)}
+    for path, of_module in matrices.items():
+        for index, matrix in enumerate(of_module):
+            lora_A, lora_B = (tensors[factor] for factor in expert_factors(matrix))
+            wrapper = path + ".base_layer" * (len(of_module) - 1 - index)
+            stored[_name_in_file(f"{wrapper}.lora_A")] = lora_A.flatten(0, 1)
+            stored[_name_in_file(f"{wrapper}.lora_B")] = lora_B.permute(1, 2, 0).flatten(1).contiguous()
+    return stored
+
+
+def _is_head(name: str) -> bool:
+    return name.startswith(f"{SCORE}.")
 
 
 def _name_in_file(name: str) -> str:
-    suffix = "" if name.endswith("lora_magnitude_vector") else ".weight"
+    suffix = "" if name.endswith("lora_magnitude_vector") or _is_head(name) else ".weight"
     return f"base_model.model.{name}{suffix}"
 
 
 CARD = """---
 library_name: peft
-pipeline_tag: text-generation
+pipeline_tag: {task}
 ---
 
 # {name}
@@ -185,9 +243,9 @@ An adapter for {base}.
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto_class}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")
+model = PeftModel.from_pretrained({auto_class}.from_pretrained("{base}"{options}), "{name}")
 ```
 """

@@ -13,6 +13,7 @@ import torch
 from components.config.schema.model import ModelConfig
 from components.config.schema.peft import PeftConfig, PeftExport
 from components.exchange import broadcast_json, this_rank
+from components.models.classifier import TokenScores
 from components.models.meta_copy import meta_copy
 from components.models.weights.adapter_files import Merge, export_adapter
 from components.models.weights.gather import WRITER, gathered_tensors
@@ -177,7 +178,7 @@ class _Export:
     def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
         """Write configs, tokenizer and card, and rename the folder into place. Raises OSError, ValueError."""
         self._files.finish()
-        _write_configs(model, tokenizer, self._folder.path, self._dtype, _card(self._folder.folder.name, card))
+        _write_configs(model, tokenizer, self._folder.path, self._dtype, _card(self._folder.folder.name, card, model))
         self._folder.publish()
 
     def abandon(self) -> None:
@@ -219,12 +220,13 @@ def _write_configs(
     config.architectures = [type(meta_copy(model)).__name__]
     config.dtype = dtype or config.dtype
     config.use_cache = True
-    generation = copy.deepcopy(model.generation_config)
-    for each in (config, generation):
-        _align_special_tokens(each, tokenizer)
+    _align_special_tokens(config, tokenizer)
     # Not save_pretrained, which rejects values that some models on the hub have.
     config.to_json_file(folder / "config.json")
-    generation.to_json_file(folder / "generation_config.json")
+    if not isinstance(model, TokenScores):
+        generation = copy.deepcopy(model.generation_config)
+        _align_special_tokens(generation, tokenizer)
+        generation.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card)
 
@@ -242,13 +244,19 @@ def _align_special_tokens(config: PreTrainedConfig | GenerationConfig, tokenizer
             setattr(config, key, token)
 
 
-def _card(name: str, text: str) -> str:
-    return CARD.format(name=name, text=text.strip())
+def _card(name: str, text: str, model: PreTrainedModel) -> str:
+    scores = isinstance(model, TokenScores)
+    return CARD.format(
+        name=name,
+        text=text.strip(),
+        task="text-classification" if scores else "text-generation",
+        auto_class="AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM",
+    )
 
 
 CARD = """---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {task}
 ---
 
 # {name}
@@ -256,9 +264,9 @@ pipeline_tag: text-generation
 {text}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto_class}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = AutoModelForCausalLM.from_pretrained("{name}")
+model = {auto_class}.from_pretrained("{name}")
 ```
 """

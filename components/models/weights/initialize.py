@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def initialize_weights(model: PreTrainedModel, seed: int) -> None:
+def initialize_weights(model: PreTrainedModel, seed: int, names: Collection[str] | None = None) -> None:
     """Initialize every parameter by its transformers class, from a random state that depends on (`seed`, its name).
 
     Each full parameter is drawn on the CPU in float32, one at a time, so values depend only on the seed, the name and
     the global shape, not on the mesh or the dtype. Adapters are skipped. The global random state does not change.
+
+    Args:
+        names: Parameters to initialize; None: all.
 
     Raises:
         ConfigError: The class does not initialize one of its parameters.
@@ -31,7 +34,7 @@ def initialize_weights(model: PreTrainedModel, seed: int) -> None:
     initialized = dict(meta_model.named_parameters(remove_duplicate=False))
     with torch.random.fork_rng(devices=[]):
         for name, parameter in model.named_parameters():
-            if name in initialized:
+            if name in initialized and (names is None or name in names):
                 drawn = drawn_weight(meta_model, name, seed)
                 fill_or_pack(parameter, name, drawn.__getitem__, drawn.shape)
 

@@ -15,6 +15,7 @@ import torch
 from components.config.errors import ConfigError
 from components.config.model_files import locate
 from components.config.schema.model import ModelConfig, WeightInit
+from components.models.classifier import LM_HEAD_TENSORS, SCORE, TokenScores
 from components.models.lora import initialize_adapters
 from components.models.meta_copy import meta_copy
 from components.models.weights.gguf import GGUFTensors
@@ -67,17 +68,19 @@ def fill_weights(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
     """Load the weights of `cfg.path` or draw them from `seed`, depending on `cfg.init`; then initialize adapters."""
     if cfg.init == WeightInit.random:
         initialize_weights(model, seed)
-    else:
-        load_weights(model, cfg)
+    elif missing := load_weights(model, cfg):
+        initialize_weights(model, seed, missing)
     initialize_adapters(model, seed)
 
 
-def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
+def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> list[str]:
     """Set parameters and persistent buffers from the files of `cfg.path`, cast to their current dtypes or packed.
 
     The model must be materialized, with plain tensors or DTensors as parameters. It may lack those of other pipeline
     stages; the files are checked against the complete model. A rank reads only the bytes of its shards, except for GGUF
     tensors and fused experts, which are read completely, one parameter at a time.
+
+    Returns the names of a score head's parameters that the files, those of a causal LM, do not have; they are not set.
 
     Raises:
         ConfigError: Files are missing or unreachable; or a tensor is missing, unexpected, of another shape, or tied in
@@ -89,7 +92,8 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
     stored = _open(cfg, meta_model)
     plan = _plan(meta_model, list(stored.shapes()))
     given = f"model.path={cfg.path}"
-    _check(plan, meta_model, stored.shapes(), given)
+    new = _use_new_head(plan, meta_model, model)
+    _check(plan, meta_model, stored.shapes(), given, new)
     targets = saved_tensors(model)
     shapes = {name: tensor.shape for name, tensor in saved_tensors(meta_model).items()}
     for name, source in plan.direct.items():
@@ -112,6 +116,7 @@ def load_weights(model: PreTrainedModel, cfg: ModelConfig) -> None:
     for alias, (name, source) in plan.repeated.items():
         if name in targets:
             _check_equal(targets[name], name, partial(stored.read, source), f"{given}: {alias}")
+    return new
 
 
 def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callable[[str, Index], torch.Tensor]:
@@ -130,19 +135,22 @@ def weight_reader(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> Callab
             else read(name, index).to(full[name].dtype)
         )
 
+    float32 = meta_copy(model, dtype=torch.float32)
+    drawn = lru_cache(maxsize=1)(lambda name: drawn_weight(float32, name, seed))
     if cfg.init == WeightInit.random:
-        float32 = meta_copy(model, dtype=torch.float32)
-        drawn = lru_cache(maxsize=1)(lambda name: drawn_weight(float32, name, seed))
         return cast(lambda name, index: drawn(name)[index])
     stored = _open(cfg, meta_model)
     plan = _plan(meta_model, list(stored.shapes()))
-    _check(plan, meta_model, stored.shapes(), f"model.path={cfg.path}")
+    new = _use_new_head(plan, meta_model, model)
+    _check(plan, meta_model, stored.shapes(), f"model.path={cfg.path}", new)
     source = {name: first for first, each in plan.converted.items() for name in _converted_names(each, first)}
     converted = lru_cache(maxsize=1)(lambda first: _convert(plan.converted[first], first, meta_model, stored))
 
     def read(name: str, index: Index) -> torch.Tensor:
         if name in plan.direct:
             return stored.read(plan.direct[name], index)
+        if name in new:
+            return drawn(name)[index]
         return converted(source[name])[name][index]
 
     return cast(read)
@@ -199,11 +207,27 @@ def _convert(
     return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
-def _check(plan: LoadPlan, meta_model: PreTrainedModel, stored: dict[str, tuple[int, ...]], given: str) -> None:
-    """Raise ConfigError with all missing, unexpected and misshaped tensors. stored: shapes by stored name."""
+def _use_new_head(plan: LoadPlan, meta_model: PreTrainedModel, model: PreTrainedModel) -> list[str]:
+    """Let a score head replace the LM head of the files; return the names of its parameters that the files lack."""
+    if not isinstance(model, TokenScores):
+        return []
+    plan.unexpected = [name for name in plan.unexpected if not re.match(LM_HEAD_TENSORS, name)]
+    head = meta_model.get_submodule(SCORE).named_parameters(SCORE)
+    return [name for name, _ in head if name not in plan.direct]
+
+
+def _check(
+    plan: LoadPlan, meta_model: PreTrainedModel, stored: dict[str, tuple[int, ...]], given: str, new: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError with all missing, unexpected and misshaped tensors.
+
+    Args:
+        stored: Shapes by stored name.
+        new: Names of parameters that may be missing.
+    """
     expected = saved_tensors(meta_model)
     found = {*plan.direct, *(name for first, each in plan.converted.items() for name in _converted_names(each, first))}
-    missing = [name for name, _ in meta_model.named_parameters() if name not in found]
+    missing = [name for name, _ in meta_model.named_parameters() if name not in found and name not in new]
     misshaped = [
         _misshaped(given, name, stored[source], expected[name].shape)
         for name, source in plan.direct.items()

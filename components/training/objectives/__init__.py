@@ -4,11 +4,23 @@ contract.py         Objective and TokenLoss: the interface to train_step, evalua
 cross_entropy.py    CrossEntropy: the loss of a target token; vocab-parallel and chunked
 next_token.py       NextToken: mean cross-entropy with label smoothing and z-loss
 preference.py       Preference: DPO; reference_model.py: log-probabilities under the reference model, computed once
+distillation.py     Distillation: divergence from a teacher's distribution; teacher.py: the teacher on the same mesh
+sequence.py         Classification, Reward: losses of a score head at the last token of each row
 loss_head.py        LM heads that take targets and return losses instead of logits; chunked_loss.py: chunked matmuls
 """
 
-from components.training.objectives.contract import Objective, RowScores, RowWeights, TokenLoss, Vocabulary
+from components.training.objectives.contract import HeadOutput, Objective, RowScores, RowWeights, TokenLoss, Vocabulary
 from components.training.objectives.cross_entropy import CrossEntropy
 from components.training.objectives.next_token import PLAIN, NextToken
 
-__all__ = ["PLAIN", "CrossEntropy", "NextToken", "Objective", "RowScores", "RowWeights", "TokenLoss", "Vocabulary"]
+__all__ = [
+    "PLAIN",
+    "CrossEntropy",
+    "HeadOutput",
+    "NextToken",
+    "Objective",
+    "RowScores",
+    "RowWeights",
+    "TokenLoss",
+    "Vocabulary",
+]

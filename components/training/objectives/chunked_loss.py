@@ -8,9 +8,9 @@ between forward and backward, but needs a fourth matmul.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,6 +66,17 @@ class Targets:
     bound that is too small makes the loss NaN rather than wrong. None: unknown."""
     weights: torch.Tensor | None = None  # (tokens,)
     """Factor of each token's loss; None: 1."""
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each (tokens, ...)
+    """Values per token for the token loss: see `TokenLoss.of_chunk`."""
+
+    def select(self, kept: torch.Tensor) -> Targets:
+        """Return the targets of some of the tokens. kept: their indices."""
+        return Targets(
+            self.ids.index_select(0, kept),
+            self.count,
+            None if self.weights is None else self.weights.index_select(0, kept),
+            {name: value.index_select(0, kept) for name, value in self.values.items()},
+        )
 
 
 def linear_token_loss(
@@ -88,20 +99,19 @@ def linear_token_loss(
     Returns a scalar in float32, or in float64 for float64 hidden states. Under tp it is the same on every rank, and the
     gradient of `hidden` is a partial sum over tp.
     """
-    ids, count, weights = targets.ids, targets.count, targets.weights
+    ids, count = targets.ids, targets.count
     max_tokens = None if count is None else max(1, -(-count // TOKEN_MULTIPLE)) * TOKEN_MULTIPLE
     tokens, kept, is_incomplete = len(ids), None, None
     if max_tokens is not None and max_tokens < tokens:
         order = (ids == IGNORED).to(torch.uint8).argsort(stable=True)  # (tokens,), tokens with a target first
         kept, left_out = order[:max_tokens], order[max_tokens:]
         is_incomplete = (ids.index_select(0, left_out) != IGNORED).any()
-        hidden, ids = hidden.index_select(0, kept), ids.index_select(0, kept)
-        weights = None if weights is None else weights.index_select(0, kept)
+        hidden, targets = hidden.index_select(0, kept), targets.select(kept)
     needs_grad = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
-    call = _Call(head, token_loss, weights, per_token, needs_grad)  # type: ignore[arg-type]
-    loss: torch.Tensor = _LinearTokenLoss.apply(hidden, weight, bias, ids, call)
+    call = _Call(head, token_loss, targets.weights, targets.values, per_token, needs_grad)  # type: ignore[arg-type]
+    loss: torch.Tensor = _LinearTokenLoss.apply(hidden, weight, bias, targets.ids, call)
     if per_token and kept is not None:
         loss = loss.new_zeros(tokens).index_copy(0, kept, loss)
     return loss if is_incomplete is None else loss.masked_fill(is_incomplete, torch.nan)
@@ -114,6 +124,7 @@ class _Call:
     head: Head
     token_loss: TokenLoss
     weights: torch.Tensor | None  # (tokens,)
+    values: Mapping[str, torch.Tensor]  # each (tokens, ...)
     per_token: bool
     needs_grad: tuple[bool, bool, bool]
     """Whether the gradients of hidden, weight and bias are needed."""
@@ -173,7 +184,7 @@ def _over_chunks(
         chunk = slice(start, start + size)
         rows, ids = hidden[chunk], targets[chunk]
         logits = F.linear(rows, weight, bias)  # (chunk, vocabulary)
-        chunk_loss, grad = _loss_of_chunk(logits, ids, None if call.weights is None else call.weights[chunk], call)
+        chunk_loss, grad = _loss_of_chunk(logits, ids, chunk, call)
         if call.per_token:
             loss[chunk] = chunk_loss
         else:
@@ -197,9 +208,7 @@ def _add_matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         rows += part @ right
 
 
-def _loss_of_chunk(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, call: _Call
-) -> tuple[torch.Tensor, Any]:
+def _loss_of_chunk(logits: torch.Tensor, targets: torch.Tensor, chunk: slice, call: _Call) -> tuple[torch.Tensor, Any]:
     """Return the loss of a chunk and the gradient of its logits (chunk, vocabulary)."""
     with_gradient, transform = any(call.needs_grad), call.head.logits_transform
     transformed = logits
@@ -214,7 +223,8 @@ def _loss_of_chunk(
         scores,
         targets,
         call.head.vocabulary,
-        None if weights is None else weights.to(scores.dtype),
+        None if call.weights is None else call.weights[chunk].to(scores.dtype),
+        {name: value[chunk] for name, value in call.values.items()},
         per_token=call.per_token,
         with_gradient=with_gradient,
     )

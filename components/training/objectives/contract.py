@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,17 @@ NOT_SHARDED = Vocabulary()
 """Vocabulary of a head that is not sharded."""
 
 
+class HeadOutput(StrEnum):
+    """Outputs of an LM head that takes targets."""
+
+    loss_sum = "loss_sum"
+    """Sum of the token losses, a scalar."""
+    token_losses = "token_losses"
+    """Losses (batch, seq); 0 where the target is ignored."""
+    hidden_states = "hidden_states"
+    """The head's input (batch, seq, hidden), unsharded over tp."""
+
+
 class TokenLoss(Protocol):
     """Loss per target token: from logits by autograd, or from a chunk of logits together with its gradient."""
 
@@ -52,6 +64,7 @@ class TokenLoss(Protocol):
         targets: torch.Tensor,
         vocabulary: Vocabulary,
         weights: torch.Tensor | None,
+        values: Mapping[str, torch.Tensor],
         *,
         per_token: bool,
         with_gradient: bool,
@@ -62,6 +75,7 @@ class TokenLoss(Protocol):
             scores: Logits (chunk, this rank's vocabulary) in float32 or float64.
             targets: (chunk,).
             weights: Factor of each token's loss, (chunk,); None: 1.
+            values: `Batch.token_values` of these tokens, each (chunk, ...), floats as integers (`batch.bits_of`).
             per_token: Return the losses (chunk,) instead of their sum.
             with_gradient: Compute the gradient (chunk, this rank's vocabulary); rows of ignored targets may hold any
                 value.
@@ -70,7 +84,10 @@ class TokenLoss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
-    """Log-probabilities of a step's rows on one rank, in the order of its micro-batches."""
+    """Log-probabilities of a step's rows on one rank, in the order of its micro-batches.
+
+    In packed rows, each sequence counts as a row here, and those without tokens as rows without targets.
+    """
 
     log_probs: torch.Tensor  # (rows,) float64
     """Sum of the log-probabilities of each row's targets, reduced over cp."""
@@ -128,10 +145,23 @@ class Objective(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of `RowWeights.metrics`."""
+        """Names of `RowWeights.metrics`, or of the sums that `token_sums` returns."""
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Return the number of units of a micro-batch of whole rows, a float64 scalar on its device."""
+
+    def with_token_values(self, model: Any, batches: Sequence[Batch]) -> list[Batch]:
+        """Return micro-batches with the `Batch.token_values` that the token loss uses. A collective.
+
+        Called before each step's forward passes, and for each batch of an evaluation.
+
+        Args:
+            model: The trained model, a `Prepared`.
+            batches: This rank's parts of the micro-batches, under cp a shard of each row.
+        """
+
+    def token_sums(self) -> torch.Tensor | None:
+        """Return the sums (metrics,) float64 over this rank's target tokens since the last call; None: none."""
 
     def row_values(self, model: Any, batches: Sequence[Batch]) -> Mapping[str, torch.Tensor]:
         """Return additional `RowScores.values` of micro-batches, computed at every step. A collective.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -33,7 +35,7 @@ class CrossEntropy:
         if weights is not None:
             losses = self.per_token(logits, targets)
             return (losses * weights.to(losses.dtype)).sum()
-        scores, ids = _upcast(logits).flatten(0, 1), targets.flatten()  # (tokens, vocabulary), (tokens,)
+        scores, ids = upcast(logits).flatten(0, 1), targets.flatten()  # (tokens, vocabulary), (tokens,)
         smoothing = self.label_smoothing
         loss = F.cross_entropy(scores, ids, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
         if self.z_loss:
@@ -42,7 +44,7 @@ class CrossEntropy:
 
     def per_token(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the losses (batch, seq) of logits (batch, seq, vocabulary); 0 where the target is ignored."""
-        scores, ids = _upcast(logits).flatten(0, 1), targets.flatten()
+        scores, ids = upcast(logits).flatten(0, 1), targets.flatten()
         smoothing = self.label_smoothing
         losses = F.cross_entropy(scores, ids, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
         if self.z_loss:
@@ -55,6 +57,7 @@ class CrossEntropy:
         targets: torch.Tensor,
         vocabulary: Vocabulary,
         weights: torch.Tensor | None,
+        values: Mapping[str, torch.Tensor] = MappingProxyType({}),
         *,
         per_token: bool,
         with_gradient: bool,
@@ -109,6 +112,6 @@ def log_softmax(
     return scores - log_sum[:, None], log_sum if with_log_sum else None
 
 
-def _upcast(logits: torch.Tensor) -> torch.Tensor:
+def upcast(logits: torch.Tensor) -> torch.Tensor:
     """Return float64 logits as they are, and all others in float32: losses need at least that precision."""
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()

@@ -8,12 +8,14 @@ hooks of FSDP, DDP and tp on model and head work as usual. Without targets the f
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from components.batch import HEAD_KEYWORDS
@@ -25,7 +27,7 @@ from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline.stages import Stages, shallow_copy
 from components.distributed.tensor.tensor_parallel import as_replicated
-from components.training.objectives import PLAIN, CrossEntropy, TokenLoss, Vocabulary
+from components.training.objectives import PLAIN, CrossEntropy, HeadOutput, TokenLoss, Vocabulary
 from components.training.objectives.chunked_loss import (
     Head,
     Targets,
@@ -34,6 +36,8 @@ from components.training.objectives.chunked_loss import (
     linear_token_loss,
 )
 
+PLAIN_HEAD = Head()
+"""Properties of a head that is not sharded and whose logits are not transformed."""
 LogitsTransform = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -50,6 +54,11 @@ class LossHead:
     def takes_targets(self) -> bool:
         """Whether the model takes targets and returns the sum of their losses instead of logits."""
         return self.method != LossMethod.logits
+
+    head: nn.Module | None = None
+    """The LM head if it takes targets; None on pipeline ranks without it."""
+    spec: Head = PLAIN_HEAD
+    """Properties of that head."""
 
     def __str__(self) -> str:
         return f"loss: {self.method}, {self.why}"
@@ -98,12 +107,13 @@ def attach_loss_head(
     if method == LossMethod.auto and tokens <= chunk:
         return LossHead(LossMethod.logits, f"{tokens:,} tokens x a vocabulary of {vocabulary:,} fit into one chunk")
     method = LossMethod.chunked if method == LossMethod.auto else method
+    split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
+    spec = Head(logits_transform=transform, backward_twice=split)
     if last is not None and head is not None:
-        split = stages is not None and parallelism.pp_schedule in SPLIT_BACKWARD
-        _TakesTargets(last, name, head, method, Head(logits_transform=transform, backward_twice=split))
+        _TakesTargets(last, name, head, method, spec)
     transformed = "" if transform is None else ", with the model's transform of its logits"
     details = "fused" if method == LossMethod.liger else f"logits of at most {chunk:,} tokens at a time"
-    return LossHead(method, f"{details}{transformed}")
+    return LossHead(method, f"{details}{transformed}", head, spec)
 
 
 class _TakesTargets:
@@ -146,32 +156,26 @@ class _TakesTargets:
         target_count: int | None = None,
         token_loss: TokenLoss = PLAIN.token_loss,
         token_weight_bits: torch.Tensor | None = None,
-        per_token: bool = False,
+        token_values: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        output: HeadOutput = HeadOutput.loss_sum,
         **kwargs: Any,
     ) -> Any:
-        """Return the logits of `hidden` (batch, seq, hidden); with `targets` (batch, seq) the sum of their losses.
+        """Return the logits of `hidden` (batch, seq, hidden); with `targets` (batch, seq) the given `output`.
 
         Args:
             target_count: Host-side upper bound on the number of targets that are not ignored; None: unknown.
             token_loss: The loss of a token.
             token_weight_bits: Factors of the losses, (batch, seq) float64 viewed as int64: see `Batch.head_inputs`.
-            per_token: Return the losses (batch, seq) instead of their sum.
+            token_values: `Batch.token_values` as the integers of `components.batch.bits_of`, each (batch, seq, ...).
         """
         if targets is None:
             return self._head_forward(hidden, *args, **kwargs)
-        weight: Any = self._head.weight
-        bias: Any = self._head.bias
-        spec, mesh = self._spec, None
-        if isinstance(weight, DTensor):
-            mesh, (placement,) = weight.device_mesh, weight.placements
-            if mesh.mesh_dim_names != ("tp",):
-                raise RuntimeError(f"the weight of the LM head is still sharded over {mesh}: FSDP must gather it first")
-            if placement.is_shard():
-                largest = -(-weight.shape[0] // mesh.size())  # the last shards may be smaller
-                first = mesh.get_local_rank() * largest
-                spec = replace(spec, vocabulary=Vocabulary(mesh.get_group(), first, largest, weight.shape[0]))
-                hidden = as_replicated(hidden, mesh)
-            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+        weight, bias, spec, mesh = local_head(self._head, self._spec)
+        if mesh is not None and spec.vocabulary.group is not None:
+            hidden = as_replicated(hidden, mesh)
+        if output == HeadOutput.hidden_states:
+            return hidden
+        per_token = output == HeadOutput.token_losses
         rows: Any = hidden
         if isinstance(hidden, DTensor):
             is_sharded = spec.vocabulary.group is not None
@@ -181,7 +185,8 @@ class _TakesTargets:
         if self._method == LossMethod.liger:
             loss = _liger(rows, weight, bias, ids, token_loss, weights, per_token)
         else:
-            flat = Targets(ids, target_count, weights)
+            values = {key: value.flatten(0, 1) for key, value in token_values.items()}  # (tokens, ...)
+            flat = Targets(ids, target_count, weights, values)
             loss = linear_token_loss(rows, weight, bias, flat, spec, token_loss, per_token=per_token)
         if per_token:
             loss = loss.view(targets.shape)
@@ -189,6 +194,26 @@ class _TakesTargets:
         return (
             loss if mesh is None or rows is hidden else DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
         )
+
+
+def local_head(head: Any, spec: Head) -> tuple[torch.Tensor, torch.Tensor | None, Head, DeviceMesh | None]:
+    """Return this rank's weight and bias of an LM head, its properties with the vocabulary's sharding, and the tp mesh.
+
+    The weight is (this rank's vocabulary, hidden); the mesh is None if the weight is not a DTensor.
+
+    Raises RuntimeError if FSDP has not unsharded the head.
+    """
+    weight, bias = head.weight, head.bias
+    if not isinstance(weight, DTensor):
+        return weight, bias, spec, None
+    mesh, (placement,) = weight.device_mesh, weight.placements
+    if mesh.mesh_dim_names != ("tp",):
+        raise RuntimeError(f"the weight of the LM head is still sharded over {mesh}: FSDP must gather it first")
+    if placement.is_shard():
+        largest = -(-weight.shape[0] // mesh.size())  # the last shards may be smaller
+        first = mesh.get_local_rank() * largest
+        spec = replace(spec, vocabulary=Vocabulary(mesh.get_group(), first, largest, weight.shape[0]))
+    return weight.to_local(), None if bias is None else bias.to_local(), spec, mesh
 
 
 class _CaptureHidden(nn.Module):

@@ -32,6 +32,13 @@ class NextToken:
         """Return the number of targets that are not ignored, a float64 scalar."""
         return count_targets(batch.targets)
 
+    def with_token_values(self, model: Any, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the batches unchanged: the loss depends on logits and targets only."""
+        return list(batches)
+
+    def token_sums(self) -> None:
+        """Return None: there are no metrics besides the loss."""
+
     def row_values(self, model: Any, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
         """Return no values: rows are not scored."""
         return {}

@@ -72,7 +72,15 @@ class Preference(ABC):
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Return the number of units (two rows each), a float64 scalar; padding rows do not count."""
-        return _is_real((batch.targets != IGNORED).sum(1)).sum().to(torch.float64)
+        return _is_real(batch.sum_sequences(batch.targets != IGNORED)).sum().to(torch.float64)
+
+    def with_token_values(self, model: Any, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the batches unchanged: token losses depend on logits and targets only."""
+        return list(batches)
+
+    def token_sums(self) -> torch.Tensor | None:
+        """Return None: metrics come from the rows (`weights`)."""
+        return None
 
     def row_values(self, model: Any, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
         """Return the log-probabilities under the reference model if they are computed at every step."""
@@ -90,7 +98,10 @@ class Preference(ABC):
 class PairPreference(Preference):
     """Mean loss over preference pairs, plus `sft_weight` times the mean negative log-probability per chosen token."""
 
-    metrics = (*("margin", "accuracy", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected"),)
+    metrics = (
+        *("margin", "accuracy", "reward_chosen", "reward_rejected"),
+        *("log_prob_chosen", "log_prob_rejected", "log_prob_accuracy"),
+    )
 
     def __init__(self, cfg: PairConfig, reference: ReferenceScorer | None = None) -> None:
         super().__init__(reference)
@@ -128,6 +139,7 @@ class PairPreference(Preference):
             "reward_rejected": rewards[:, 1],
             "log_prob_chosen": scores.log_probs[0::2],
             "log_prob_rejected": scores.log_probs[1::2],
+            "log_prob_accuracy": (scores.log_probs[0::2] > scores.log_probs[1::2]).to(torch.float64),
         }
         sums = {name: each.where(real, 0.0).sum() for name, each in metrics.items()}
         return RowWeights(loss.detach(), -gradient, sums)

@@ -109,10 +109,11 @@ def score_and_reshard(model: Prepared, batches: Sequence[Batch]) -> torch.Tensor
 
 def with_reference(
     model: Prepared, pairs: data.PairedRows, preference: Preference, run: ReferenceRun
-) -> data.PairedRows:
-    """Return pairs with the log-probabilities of both answers under the reference model. A collective.
+) -> data.PairedRows | data.PackedPairs:
+    """Return pairs with the log-probabilities of both answers under the reference, in packed rows under data.pack.
 
-    Returns them unchanged if the objective does not need that: it has no reference, or scores it at every step.
+    A collective. The log-probabilities are left out if the objective does not need them stored: it has no reference, or
+    scores it at every step.
 
     Call it before a checkpoint is loaded: the reference is the model at that time, or with adapters the model without
     them. The log-probabilities (16 bytes per pair) are computed once, in one pass over the pairs, and saved in the run
@@ -122,11 +123,11 @@ def with_reference(
     are not loaded then.
     """
     if not preference.needs_stored_reference:
-        return pairs
+        return data.pack_pairs(pairs)
     file = Path(run.dir) / f"reference-{pairs.fingerprint[:16]}.safetensors"
     saved = _read(file)
     if all(all_gather_json(saved is not None)) and saved is not None:  # all ranks read the file, or all compute
-        return pairs.with_values(REFERENCE, saved)
+        return data.pack_pairs(pairs.with_values(REFERENCE, saved))
     has_adapters = bool(models.adapted_layers(model.module))
     if run.resume_from is not None and not has_adapters:
         raise ConfigError(
@@ -138,7 +139,7 @@ def with_reference(
         log_probs = score_pairs(model, pairs, run.plan)
     if run.rank == 0:
         atomic_write(file, save({REFERENCE: log_probs}))
-    return pairs.with_values(REFERENCE, log_probs)
+    return data.pack_pairs(pairs.with_values(REFERENCE, log_probs))
 
 
 def score_pairs(model: Prepared, pairs: data.PairedRows, plan: data.BatchPlan) -> torch.Tensor:

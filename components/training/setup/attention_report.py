@@ -17,6 +17,7 @@ from components.exchange import all_gather_json
 from components.models.float8 import float8_layers, without_float8
 from components.training.evaluation import evaluate
 from components.training.forward import forward_loss, local_batch
+from components.training.objectives import PLAIN, Objective
 from components.training.setup.prepared import Prepared
 
 
@@ -28,7 +29,11 @@ class RunLog(Protocol):
 
 
 def check_kernels(
-    model: Prepared, cfg: ModelConfig, micro_batches: Callable[[int], Sequence[Batch]], run: RunLog | None = None
+    model: Prepared,
+    cfg: ModelConfig,
+    micro_batches: Callable[[int], Sequence[Batch]],
+    run: RunLog | None = None,
+    objective: Objective = PLAIN,
 ) -> list[str]:
     """Print and return the attention kernel in use, and the loss with and without float8. Call it on all ranks.
 
@@ -41,6 +46,7 @@ def check_kernels(
         model: The prepared model, filled with weights.
         micro_batches: Function of a step's number (0, 1, ...) that returns this rank's micro-batches.
         run: Prints the lines on rank 0; None: they are only returned.
+        objective: The loss that is compared with float8.
 
     Raises ConfigError if the configured attention has no kernel here, or if the two losses differ by more than
     `model.float8_bound` (relative).
@@ -50,7 +56,7 @@ def check_kernels(
     first = micro_batches(0)[:1]
     lines = [_observe_attention(model, cfg, first[0])]
     if cfg.float8 != Float8.none:
-        lines.append(_compare(model, cfg, first))
+        lines.append(_compare(model, cfg, first, objective))
     if run is not None:
         run.print(*lines)
     return lines
@@ -95,13 +101,13 @@ def _observe_attention(model: Prepared, cfg: ModelConfig, batch: Batch) -> str:
     return describe_attention(model.module, cfg, observed, batch.document_bounds is not None)
 
 
-def _compare(model: Prepared, cfg: ModelConfig, batch: Sequence[Batch]) -> str:
+def _compare(model: Prepared, cfg: ModelConfig, batch: Sequence[Batch], objective: Objective) -> str:
     with without_float8(model.module):
-        plain = evaluate(model, batch).loss
-    float8 = evaluate(model, batch)
-    in_float8, tokens = float8.loss, float8.count
+        plain = evaluate(model, batch, objective).loss
+    float8 = evaluate(model, batch, objective)
+    in_float8, units = float8.loss, f"{float8.count:,} {float8.unit}s"
     difference = abs(in_float8 - plain) / plain
-    losses = f"{in_float8:.4f} in float8 and {plain:.4f} without over {tokens:,} target tokens, {difference:.2%} apart"
+    losses = f"{in_float8:.4f} in float8 and {plain:.4f} without over {units}, {difference:.2%} apart"
     key = f"model.float8={cfg.float8}"
     if not difference <= cfg.float8_bound:
         alternative = "model.float8=rowwise, " if cfg.float8 == Float8.tensorwise else ""

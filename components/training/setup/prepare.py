@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from components import distributed, models
-from components.config.schema.objective import PreferenceConfig
+from components.config.schema.model import LossMethod, ModelConfig
+from components.config.schema.objective import (
+    DistillationConfig,
+    ObjectiveConfig,
+    PreferenceConfig,
+    RewardConfig,
+    ScoreConfig,
+)
 from components.config.schema.peft import PeftConfig
-from components.config.schema.recipes import EvaluateConfig, RecipeConfig, TrainConfig, section
+from components.config.schema.recipes import EvaluateConfig, RecipeConfig, TrainConfig, score_labels, section
 from components.config.schema.training import EvaluationConfig, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.models.anatomy import Anatomy
@@ -51,7 +58,8 @@ def prepare(cfg: RecipeConfig, run: MeshRun, vocabulary: int) -> Prepared:
 
     Raises ConfigError for an unsupported model, or a model that the mesh cannot run.
     """
-    model = models.build_on_meta(cfg.model, vocabulary)
+    labels = score_labels(cfg.data, section(cfg, ObjectiveConfig))
+    model = models.build_on_meta(cfg.model, vocabulary, labels)
     anatomy = models.read_anatomy(model)
     models.add_adapters(model, _adapters(cfg), exports=section(cfg, TrainingConfig) is not None)
     return prepare_built(model, anatomy, cfg, run)
@@ -76,7 +84,9 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype, anatomy)
     router_loss = attach_router_loss(model, cfg.model, mesh, anatomy) if trains else None
     sizes = training or section(cfg, EvaluationConfig) or EvaluationConfig()
-    loss_head = attach_loss_head(model, cfg.model.loss, sizes, cfg.parallelism, mesh, layout.stages, device)
+    loss_head = None
+    if section(cfg, ScoreConfig) is None:
+        loss_head = attach_loss_head(model, _loss_method(cfg), sizes, cfg.parallelism, mesh, layout.stages, device)
     recompute = None
     if training is not None:
         load = StepLoad(training, cfg.parallelism, compiles=cfg.model.compile)
@@ -89,7 +99,7 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
         models.fill_weights(model, cfg.model, cfg.run.seed)
     replica = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
     counts = models.count_parameters(model)
-    return Prepared(
+    prepared = Prepared(
         module=model,
         replica=replica,
         settings=StepSettings(
@@ -107,24 +117,32 @@ def prepare_built(model: Any, anatomy: Anatomy, cfg: RecipeConfig, run: MeshRun)
         anatomy=anatomy,
         counts=counts,
         summary=f"{counts}, {cfg.model.dtype}, {dtype_note}",
-        notes=[*layout.notes, router_loss, loss_head, recompute, flops],
+        notes=[each for each in (*layout.notes, router_loss, loss_head, recompute, flops) if each is not None],
     )
+    return prepared if training is None else prepared.with_average(training)
 
 
 def _sizes_in_rows(cfg: RecipeConfig) -> TrainingConfig | None:
-    """Return the training section with batch sizes in rows, two of which are a unit of a preference objective."""
+    """Return the training section with batch sizes in rows, two of which are a pair of answers."""
     training = section(cfg, TrainingConfig)
-    if training is None or section(cfg, PreferenceConfig) is None:
+    if training is None or (section(cfg, PreferenceConfig) or section(cfg, RewardConfig)) is None:
         return training
     return replace(
         training, global_batch_size=2 * training.global_batch_size, micro_batch_size=2 * training.micro_batch_size
     )
 
 
-def prepare_frozen(cfg: TrainConfig, run: MeshRun, vocabulary: int) -> Prepared:
-    """Build a copy of the model before training, on the same mesh. A collective.
+def _loss_method(cfg: RecipeConfig) -> LossMethod:
+    """Return the method that computes the loss; distillation needs both models' logits in the same chunks."""
+    return cfg.model.loss if section(cfg, DistillationConfig) is None else LossMethod.chunked
 
-    It has the weights of the config's model, also in a run that resumes.
+
+def prepare_frozen(cfg: TrainConfig, run: MeshRun, vocabulary: int, model: ModelConfig | None = None) -> Prepared:
+    """Build a model that is not trained, on the same mesh. A collective.
+
+    Args:
+        vocabulary: Vocabulary size of the tokenizer.
+        model: The model; None: the config's model before training, also in a run that resumes.
     """
     rows = _sizes_in_rows(cfg) or cfg.training
     sizes = EvaluationConfig(seq_len=rows.seq_len, micro_batch_size=rows.micro_batch_size)
@@ -132,7 +150,7 @@ def prepare_frozen(cfg: TrainConfig, run: MeshRun, vocabulary: int) -> Prepared:
         run=cfg.run,
         cluster=cfg.cluster,
         parallelism=cfg.parallelism,
-        model=cfg.model,
+        model=model or cfg.model,
         data=cfg.data,
         logging=cfg.logging,
         evaluation=sizes,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from components.config.schema.parallelism import ParallelismConfig
+from components.config.schema.training import EvalWeights, TrainingConfig
 from components.distributed.mesh import Mesh
 from components.distributed.pipeline.schedule import Pipeline
 from components.training.objectives.loss_head import LossHead
+from components.training.optimizers.weight_average import WeightAverage
 from components.training.setup.flops import StepFlops
 from components.training.setup.router_loss import RouterLoss
 
@@ -79,6 +82,25 @@ class Prepared:
     """Parameter counts and dtypes, for the banner."""
     notes: list[object] = field(default_factory=list)
     """Automatic choices, for the banner."""
+    average: WeightAverage | None = None
+    """Moving average of the trained weights, which `train_step` updates; None: there is none."""
+
+    def with_average(self, training: TrainingConfig) -> Prepared:
+        """Return this model with a moving average of its weights if `training.ema_decay` is set, else unchanged."""
+        if training.ema_decay is None:
+            return self
+        average = WeightAverage(self.module, training.ema_decay, training.eval_weights)
+        note = f"EMA of the weights: decay {training.ema_decay}, {average.local_bytes:,} bytes on this rank"
+        return replace(self, average=average, notes=[*self.notes, f"{note}; {training.eval_weights.described}"])
+
+    def with_weights(self, averaged: bool) -> AbstractContextManager[None]:
+        """Return a context in which the module holds the averaged weights, if `averaged` and there is an average."""
+        return self.average.swapped_in() if averaged and self.average is not None else nullcontext()
+
+    @property
+    def evaluates_average(self) -> bool:
+        """Whether held-out losses and generated texts are those of the averaged weights."""
+        return self.average is not None and self.average.evaluated is not EvalWeights.trained
 
     @property
     def called(self) -> Any:

@@ -1,4 +1,4 @@
-"""LoRA, DoRA and QLoRA: low-rank adapters on linear layers, whose own weights are frozen.
+"""LoRA, DoRA and QLoRA on linear layers, whose own weights are frozen.
 
 The formulas, the initialization and the files (adapter_files.py) match the PEFT library, but its modules do not work on
 a mesh. They rename a layer's weight to base_layer.weight, while loading, tensor-parallel plans, pipeline stages and
@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-import hashlib
-import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,9 +22,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from components.config.errors import ConfigError
-from components.config.schema.peft import ALL_LINEAR, PeftConfig, PeftExport
+from components.config.schema.peft import ALL_LINEAR, PeftConfig
 from components.models.weights.nf4 import BLOCK, level_pairs, nf4_linear, pack, packed_shape, unpack
-from components.models.weights.shards import fill, local_part
+from components.models.weights.shards import local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -170,75 +167,7 @@ def row_norms(matrix: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.promote_types(matrix.dtype, torch.float32))
 
 
-def add_adapters(model: PreTrainedModel, cfg: PeftConfig, *, exports: bool = True) -> None:
-    """Freeze a model and add adapters to its target layers in place; do nothing for peft.method=none.
-
-    Call it before the model is sharded, usually on the meta device. `fill_weights` initializes the adapters.
-
-    Args:
-        exports: Whether the run writes an export; PEFT must then be able to read the adapters, unless peft.export
-            merges them.
-
-    Raises ConfigError for a target that matches no layer, a layer that cannot be adapted, or one that PEFT cannot read.
-    """
-    if not cfg.adapts:
-        return
-    targets = _target_layers(model, cfg, exports and cfg.export != PeftExport.merged)
-    model.requires_grad_(False)
-    for name in targets:
-        path, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(path)
-        parent.register_module(leaf, _adapted(parent.get_submodule(leaf), cfg))
-
-
-def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return the layers with adapters by name; empty for a model without adapters."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
-@contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Context in which adapted layers compute without their adapters."""
-    layers = adapted_layers(model).values()
-    for layer in layers:
-        layer.is_off = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.is_off = False
-
-
-def quantized_layers(model: nn.Module) -> dict[str, QuantizedLoraLinear]:
-    """Return the layers with packed weights by name."""
-    return {name: layer for name, layer in adapted_layers(model).items() if isinstance(layer, QuantizedLoraLinear)}
-
-
-def scaling_of(model: nn.Module) -> float:
-    """Return the scaling factor that all adapters of a model share; 0 for a model without adapters."""
-    return next((layer.scaling for layer in adapted_layers(model).values()), 0.0)
-
-
-@torch.no_grad()
-def initialize_adapters(model: nn.Module, seed: int) -> None:
-    """Initialize adapters so that they do not change the model: A random as in PEFT, B zero, magnitudes W's row norms.
-
-    A depends only on the seed and its name, not on the mesh. The global random state does not change. Call it on all
-    ranks, after the model's own weights were filled.
-    """
-    for name, layer in adapted_layers(model).items():
-        digest = hashlib.sha256(f"{seed}:{name}.lora_A".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        rank, features = layer.lora_A.shape
-        # Kaiming uniform with a = sqrt(5), the initialization of nn.Linear.
-        drawn = (2 * torch.rand(rank, features, generator=generator) - 1) / math.sqrt(features)
-        fill(layer.lora_A, f"{name}.lora_A", drawn.__getitem__)
-        local_part(layer.lora_B).zero_()
-        if layer.lora_magnitude_vector is not None:
-            _set_magnitudes(layer)
-
-
-def _set_magnitudes(layer: LoraLayer) -> None:
+def set_magnitudes(layer: LoraLayer) -> None:
     """Set DoRA's magnitudes to the weight's row norms, all-reduced over mesh axes that shard the columns."""
     columns = local_part(layer.lora_A).shape[1]
     norms = row_norms(layer.dequantized(local_part(layer.weight), columns, torch.float32))
@@ -252,7 +181,7 @@ def _set_magnitudes(layer: LoraLayer) -> None:
     local_part(layer.lora_magnitude_vector).copy_(norms)  # type: ignore[arg-type]
 
 
-def _adapted(layer: nn.Module, cfg: PeftConfig) -> LoraLayer:
+def adapted_linear(layer: nn.Module, cfg: PeftConfig) -> LoraLayer:
     """Return a copy of `layer` with an adapter, which shares the layer's parameters."""
     linear = isinstance(layer, nn.Linear)
     kind: Any = (QuantizedLoraLinear if cfg.quantizes else LoraLinear) if linear else LoraConv1D
@@ -265,7 +194,7 @@ def _adapted(layer: nn.Module, cfg: PeftConfig) -> LoraLayer:
     return adapted
 
 
-def _target_layers(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> list[str]:
+def target_layers(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> list[str]:
     """Return the names of the layers that peft.targets selects; `for_peft`: PEFT must be able to read the adapters."""
     from transformers.pytorch_utils import Conv1D
 
@@ -277,10 +206,10 @@ def _target_layers(model: PreTrainedModel, cfg: PeftConfig, for_peft: bool) -> l
     }
     problems, kind = [], type(model).__name__
     for target in cfg.targets:
-        if target != ALL_LINEAR and not any(_ends_with(name, target) for name in linear):
+        if target != ALL_LINEAR and not any(ends_with(name, target) for name in linear):
             problems.append(_no_such_target(model, target, sorted({name.rpartition(".")[2] for name in linear})))
-    chosen = [name for name in linear if any(t == ALL_LINEAR or _ends_with(name, t) for t in cfg.targets)]
-    if not chosen and not problems:
+    chosen = [name for name in linear if any(t == ALL_LINEAR or ends_with(name, t) for t in cfg.targets)]
+    if not chosen and not problems and not cfg.target_parameters:
         problems.append(f"peft.targets={cfg.targets}: {kind} has no linear layer to adapt; set peft=none")
     subclasses = {type(linear[name]).__name__ for name in chosen if type(linear[name]) not in (nn.Linear, Conv1D)}
     problems += [
@@ -324,7 +253,7 @@ def _read_as_experts(model: PreTrainedModel, layers: Iterable[str]) -> list[str]
 
 
 def _no_such_target(model: PreTrainedModel, target: str, leaves: list[str]) -> str:
-    matches = [module for name, module in model.named_modules() if _ends_with(name, target)]
+    matches = [module for name, module in model.named_modules() if ends_with(name, target)]
     if model.get_output_embeddings() in matches:
         why = "the LM head cannot be adapted, because the loss may be computed from its weight without its forward"
     elif matches:
@@ -335,5 +264,5 @@ def _no_such_target(model: PreTrainedModel, target: str, leaves: list[str]) -> s
     return f"peft.targets=[{target}]: {why}; choose {ALL_LINEAR} or some of {', '.join(leaves)}"
 
 
-def _ends_with(name: str, target: str) -> bool:
+def ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")

@@ -1,0 +1,17 @@
+"""Low-rank adapters: parameters added to frozen layers, which keep their names and weights.
+
+linear.py   LoRA, DoRA and QLoRA on linear layers
+experts.py  LoRA on the fused matrices of experts
+attach.py   add_adapters, and operations on all adapters of a model
+"""
+
+from components.models.lora.attach import (
+    adapted_layers,
+    adapters_off,
+    add_adapters,
+    initialize_adapters,
+    quantized_layers,
+    scaling_of,
+)
+from components.models.lora.experts import LoraExperts, expert_factors
+from components.models.lora.linear import ADAPTER_PARAMETERS, LoraLayer, row_norms

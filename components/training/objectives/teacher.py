@@ -1,0 +1,137 @@
+"""Objective of recipes/distill.py with its teacher, a second model on the same mesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from components import models
+from components.batch import Batch
+from components.config.errors import ConfigError
+from components.config.rules.compute_rules import vocabulary_problem
+from components.config.schema.model import CausalLMConfig, LossMethod, ModelConfig
+from components.config.schema.recipes import DistillConfig
+from components.training.forward import last_hidden
+from components.training.objectives.chunked_loss import Head
+from components.training.objectives.distillation import Distillation, TeacherHead, TeacherHidden
+from components.training.objectives.loss_head import local_head
+from components.training.setup.prepare import MeshRun, prepare_frozen
+from components.training.setup.prepared import Prepared
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def build_distillation(
+    cfg: DistillConfig, run: MeshRun, model: Prepared, tokenizer: PreTrainedTokenizerBase
+) -> Distillation:
+    """Load the teacher on the mesh of the run, and return the objective with it. A collective.
+
+    Args:
+        model: The student.
+        tokenizer: The student's tokenizer.
+
+    Raises ConfigError if the teacher has another tokenizer or a smaller vocabulary, or if the mesh cannot run it.
+    """
+    teacher_cfg = teacher_model(cfg)
+    try:
+        _check_tokenizer(cfg, teacher_cfg, tokenizer)
+        teacher = prepare_frozen(cfg, run, len(tokenizer), teacher_cfg)
+    except ConfigError as error:
+        raise ConfigError([_with_teacher_keys(problem) for problem in error.problems]) from error
+    sizes = [_vocabulary(each.module) for each in (model, teacher)]
+    if sizes[1] < sizes[0]:
+        raise ConfigError(vocabulary_problem(cfg.teacher.path, sizes[1], sizes[0]))
+
+    return Distillation(cfg.objective, hidden_states_of(teacher, sizes[0]))
+
+
+def hidden_states_of(teacher: Prepared, vocabulary: int) -> TeacherHidden:
+    """Return the function that runs a teacher with a loss head on a step's micro-batches.
+
+    Args:
+        vocabulary: Vocabulary size of the student. Further entries of the teacher's vocabulary are left out: models of
+            one family pad the vocabulary of their tokenizer to different sizes.
+    """
+
+    def hidden_states(batches: Sequence[Batch]) -> tuple[list[torch.Tensor | None], TeacherHead | None]:
+        hidden = [last_hidden(teacher, batch) for batch in batches]
+        return [None if each is None else each.to(teacher.compute_dtype) for each in hidden], _head(teacher, vocabulary)
+
+    return hidden_states
+
+
+def teacher_model(cfg: DistillConfig) -> CausalLMConfig:
+    """Return the config of the teacher, which is computed like the student."""
+    teacher, student = cfg.teacher, cfg.model
+    return CausalLMConfig(
+        path=teacher.path,
+        revision=teacher.revision,
+        tokenizer=teacher.tokenizer,
+        dtype=teacher.dtype or student.dtype,
+        compute_dtype=student.compute_dtype,
+        attention=student.attention,
+        compile=student.compile,
+        loss=LossMethod.chunked,
+        trust_remote_code=teacher.trust_remote_code,
+    )
+
+
+def _head(teacher: Prepared, vocabulary: int) -> TeacherHead | None:
+    """Return this rank's shard of the teacher's head, which a forward left unsharded; None on ranks without it.
+
+    A collective over tp if the teacher's vocabulary is larger than the student's, because their shards differ.
+    """
+    loss_head = teacher.settings.loss_head
+    if loss_head is None or loss_head.head is None:
+        return None
+    head: Any = loss_head.head
+    weight, bias, spec, mesh = local_head(head, loss_head.spec)
+    cut = len(head.weight) > vocabulary
+
+    def own(local: torch.Tensor | None, tensor: Any) -> torch.Tensor | None:
+        if local is None:
+            return None
+        local = _first_entries(tensor, vocabulary, mesh, spec) if cut else local
+        return local.detach().to(teacher.compute_dtype)
+
+    return TeacherHead(own(weight, head.weight), own(bias, head.bias), spec.logits_transform)  # type: ignore[arg-type]
+
+
+def _first_entries(tensor: Any, vocabulary: int, mesh: DeviceMesh | None, spec: Head) -> torch.Tensor:
+    """Return this rank's shard of the first `vocabulary` rows of a head's tensor, sharded like the student's head."""
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    rows = full[:vocabulary]
+    if mesh is None or spec.vocabulary.group is None:
+        return rows
+    largest = -(-vocabulary // mesh.size())
+    first = mesh.get_local_rank() * largest
+    return rows[first : first + largest]
+
+
+def _check_tokenizer(cfg: DistillConfig, teacher: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError unless the teacher's tokenizer has the same tokens with the same ids."""
+    other = models.load_tokenizer(teacher)
+    own, others = tokenizer.get_vocab(), other.get_vocab()
+    if own == others:
+        return
+    same = sum(others.get(token) == index for token, index in own.items())
+    raise ConfigError(
+        f"teacher.path={cfg.teacher.path}: its tokenizer ({type(other).__name__}, {len(others):,} tokens) differs from "
+        f"the student's ({len(own):,} tokens, of which {same:,} have the same id in both); distillation compares the "
+        "probabilities of the same tokens, so use a teacher with the student's tokenizer"
+    )
+
+
+def _with_teacher_keys(problem: str) -> str:
+    """Return a problem of the teacher's model config with its keys (model.path) rewritten to teacher.path."""
+    return re.sub(r"\bmodel\.(?=(path|revision|tokenizer|dtype|trust_remote_code)\b)", "teacher.", problem)
+
+
+def _vocabulary(model: Any) -> int:
+    return model.config.get_text_config().vocab_size

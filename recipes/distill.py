@@ -1,0 +1,55 @@
+"""Distillation of a teacher into a smaller Hugging Face causal LM with the same tokenizer, on any mesh.
+
+python recipes/distill.py teacher.path=outputs/big/export model.path=small   # your models
+python recipes/distill.py teacher.path=Qwen/Qwen3-8B model=qwen3_0_6b data=jsonl data.path=mine.jsonl
+python recipes/distill.py teacher.path=T model.config.num_hidden_layers=4 model.init=random   # a student from scratch
+python recipes/distill.py teacher.path=T objective.divergence=reverse_kl objective.temperature=2
+python recipes/distill.py teacher.path=T objective.cross_entropy_weight=0.5             # half of the loss from the data
+python recipes/distill.py teacher.path=T parallelism=fsdp2_tp2 cluster=local_4proc      # another mesh, the same curve
+
+The teacher runs in every step on the student's mesh. Logged metrics are means over target tokens: "divergence" of the
+student's distribution from the teacher's, and "cross_entropy" and "teacher_cross_entropy" of the data's targets under
+the two models.
+"""
+
+from __future__ import annotations
+
+from components import data, models, training
+from components.config.schema import DistillConfig
+from components.launch import recipe
+
+
+@recipe("distill")
+def main(cfg: DistillConfig) -> None:
+    """Train on this rank. The launcher calls it in every process."""
+    with training.Run(cfg) as run:
+        tokenizer = models.load_tokenizer(cfg.model)
+        student = training.prepare(cfg, run, len(tokenizer))
+        distillation = training.build_distillation(cfg, run, student, tokenizer)  # loads the teacher
+        optimizer = training.build_optimizer(student, cfg.optimizer)
+
+        texts = {}
+        for split in ("train", "eval"):
+            texts[split] = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split=split)
+        batches = data.TrainBatches(texts["train"], run.plan, seed=cfg.run.seed, fingerprint=texts["train"].fingerprint)
+        held_out = data.EvalBatches(texts["eval"], run.plan)
+
+        run.begin(student, optimizer, batches, held_out)
+        training.check_kernels(student, cfg.model, batches.at, run)
+        run.report_eval(training.evaluate(student, held_out, distillation, run))
+        for step in run.steps():
+            step.done(training.train_step(student, step.batches, optimizer, distillation, step.requests))
+            if step.due_eval:
+                run.report_eval(training.evaluate(student, held_out, distillation, run))
+            if step.due_save:
+                run.save(step)
+        if not run.stopped:
+            run.report_eval(training.evaluate(student, held_out, distillation, run))
+        run.finish()
+        if not run.stopped:
+            training.show_generations(student, tokenizer, texts["eval"], cfg.generation, run)
+            run.export(tokenizer)
+
+
+if __name__ == "__main__":
+    main()

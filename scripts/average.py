@@ -1,0 +1,124 @@
+"""Average the weights of checkpoints and exports of one architecture, and export the result for transformers.
+
+python scripts/average.py outputs/finetune/RUN                          # all checkpoints that the run keeps
+python scripts/average.py outputs/finetune/RUN --steps 100 200          # these two
+python scripts/average.py outputs/finetune/RUN --weights 1 2 3          # one weight for each checkpoint, oldest first
+python scripts/average.py outputs/finetune/A outputs/finetune/B --out mine           # the checkpoints of both runs
+python scripts/average.py A/checkpoints/step_40 B/checkpoints/step_60 C/export --out mine
+
+Raise checkpoint.keep for a run whose checkpoints you want to average. Runs in one process without a GPU. Checkpoints
+are verified first, and LoRA adapters are merged into the base weights before they are averaged. Weights are read block
+by block, summed in float64 and cast at the end, so that no model need fit into memory. Config and tokenizer are those
+of the first checkpoint. Exit status 0, or 2 for an invalid command line, a damaged checkpoint or models that differ.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+
+from components.checkpoint.folders import FOLDER
+from components.config.errors import ConfigError
+from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
+from components.protocol.failures import print_problems
+from scripts._export.options import add_output_options, check_output_options, new_folder, print_exported
+from scripts._export.sources import find_sources, open_sources, read_average
+
+
+def read_options(arguments: list[str]) -> Namespace:
+    """Parse the options, and validate those that do not depend on the checkpoints. Raises ConfigError."""
+    parser = ArgumentParser(
+        prog="scripts/average.py", description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sources", type=Path, nargs="+", metavar="RUN_DIR_CHECKPOINT_OR_EXPORT")
+    parser.add_argument("--steps", type=int, nargs="+", default=[], help="steps of the checkpoints of each run")
+    parser.add_argument("--weights", type=float, nargs="+", help="a weight for each checkpoint (default: all equal)")
+    add_output_options(parser, "RUN_DIR/average-step_A-step_B; needed for several runs", "that of the first")
+    options = parser.parse_args(arguments)
+    check_output_options(options)
+    return options
+
+
+def average(options: Namespace) -> Path:
+    """Export the average and return the new folder. Raises ConfigError."""
+    paths = find_sources(options.sources, options.steps)
+    weights = _shares(options.weights, paths)
+    folder = new_folder(options.out or _default_folder(paths))
+
+    import torch
+
+    from components import models
+
+    sources = open_sources(paths, trust_remote_code=options.trust_remote_code)
+    dtype = getattr(torch, options.dtype) if options.dtype else sources[0].dtype
+    tensors = sources[0].tensors
+
+    def read(name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        block = read_average(sources, weights, name, index)
+        return block.to(dtype if tensors[name].is_floating_point() else block.dtype)
+
+    try:
+        return models.export_stored(
+            sources[0].model,
+            sources[0].tokenizer,
+            folder,
+            read,
+            dtype=dtype,
+            shard_bytes=options.shard_bytes,
+            card=_card(paths, weights),
+        )
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: the average could not be written: {error}") from error
+    except NotImplementedError as error:
+        raise ConfigError(f"{paths[0]}: {error}") from error
+
+
+def _shares(weights: Sequence[float] | None, paths: Sequence[Path]) -> list[float]:
+    """Return the given weights, or equal ones, divided by their sum. Raises ConfigError."""
+    if weights is None:
+        return [1 / len(paths)] * len(paths)
+    if len(weights) != len(paths):
+        found = ", ".join(f"{path.parent.parent.name}/{path.name}" for path in paths)
+        raise ConfigError(f"--weights: {len(weights)} given for {len(paths)} checkpoints; give one each, for {found}")
+    if invalid := [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]:
+        raise ConfigError(f"--weights {invalid[0]:g}: each weight must be a finite number above 0")
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+def _default_folder(paths: Sequence[Path]) -> Path:
+    """Return the folder in the run directory of all checkpoints. Raises ConfigError if there is more than one run."""
+    parents = {path.parent for path in paths}
+    if len(parents) > 1 or paths[0].parent.name != FOLDER:
+        raise ConfigError("--out: needed, because the weights are not those of one run; give a new folder")
+    return paths[0].parent.parent / f"average-{paths[0].name}-{paths[-1].name}"
+
+
+def _card(paths: Sequence[Path], weights: Sequence[float]) -> str:
+    """Return the section of the model card that lists the averaged weights, in Markdown."""
+    rows = [
+        f"| {path.parent.parent.name if path.parent.name == FOLDER else path.parent.name}/{path.name} | {weight:.6g} |"
+        for path, weight in zip(paths, weights, strict=True)
+    ]
+    return "\n".join(["## Averaged weights", "", "| weights | share |", "|---|---|", *rows])
+
+
+def main(arguments: list[str]) -> int:
+    """Export the average, and print the folder and its size; return the exit status."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        folder = average(read_options(arguments))
+    except ConfigError as error:
+        print_problems(error.problems)
+        return EXIT_INVALID
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    print_exported(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

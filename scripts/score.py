@@ -1,0 +1,153 @@
+"""Score the answers of preference data with an exported reward model, and print how often the chosen answer wins.
+
+python scripts/score.py outputs/classify/RUN/export pairs.jsonl                # rewards to pairs.rewards.jsonl
+python scripts/score.py EXPORT pairs.jsonl --out rewards.jsonl --batch-size 16 --device cuda
+python scripts/score.py EXPORT pairs.jsonl --chosen-column better --rejected-column worse
+
+Each line of the output has the row number and the rewards of the chosen and the rejected answer; lines are written as
+soon as they are computed. Answers are tokenized as in training, and a longer one than --seq-len is cut. Runs
+AutoModelForSequenceClassification in one process. Exit status 0, or 2 for an invalid command line or file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from components.config.errors import ConfigError
+from components.config.schema.data import PreferencesDataConfig
+from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
+from components.protocol.failures import print_problems
+from components.terminal import print_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from components.data.sources.rows import Conversation
+
+
+def read_options(arguments: list[str]) -> Namespace:
+    """Parse the options, and validate those that do not need torch. Raises ConfigError."""
+    parser = ArgumentParser(
+        prog="scripts/score.py", description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, metavar="EXPORT", help="folder with a reward model")
+    parser.add_argument("data", type=Path, metavar="FILE", help="rows of prompt, chosen, rejected")
+    parser.add_argument("--out", type=Path, help="file with a line per row (default: FILE.rewards.jsonl)")
+    parser.add_argument("--prompt-column", default="prompt")
+    parser.add_argument("--chosen-column", default="chosen")
+    parser.add_argument("--rejected-column", default="rejected")
+    parser.add_argument("--batch-size", type=int, default=8, help="pairs per forward (default: 8)")
+    parser.add_argument("--seq-len", type=int, default=2048, help="most tokens of an answer with its prompt")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
+    options = parser.parse_args(arguments)
+    problems = [
+        f"--{name.replace('_', '-')} {value}: must be at least 1"
+        for name, value in (("batch_size", options.batch_size), ("seq_len", options.seq_len))
+        if value < 1
+    ]
+    problems += _model_problems(options.model)
+    if not options.data.is_file():
+        problems.append(f"{options.data}: no such file")
+    options.out = options.out or options.data.with_suffix(".rewards.jsonl")
+    if options.out.exists():
+        problems.append(f"--out {options.out}: exists; choose another file, or remove it")
+    if problems:
+        raise ConfigError(problems)
+    return options
+
+
+def _model_problems(folder: Path) -> list[str]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        architectures, labels = config.get("architectures") or [""], config.get("id2label") or {}
+    except (OSError, ValueError, AttributeError) as error:
+        return [f"{folder}: its config.json cannot be read ({error}); name a folder that recipes/classify.py exported"]
+    if not str(architectures[0]).endswith("ForSequenceClassification") or len(labels) != 1:
+        return [
+            f"{folder}: is a {architectures[0]} with {len(labels)} labels, not a reward model; name the export of a "
+            "run with objective=reward"
+        ]
+    return []
+
+
+def score(options: Namespace) -> tuple[int, int]:
+    """Write the rewards, and return the number of pairs and of those whose chosen answer has the higher reward.
+
+    Raises ConfigError for a row that is no pair, or a device that does not exist.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    try:
+        model: Any = AutoModelForSequenceClassification.from_pretrained(options.model).to(options.device).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{options.model}: cannot be loaded on {options.device}: {error}") from error
+    cfg = PreferencesDataConfig(
+        path=str(options.data),
+        prompt_column=options.prompt_column,
+        chosen_column=options.chosen_column,
+        rejected_column=options.rejected_column,
+    )
+    answers = zip(*(_answers(cfg, column) for column in (cfg.chosen_column, cfg.rejected_column)), strict=True)
+    pairs = won = 0
+    with options.out.open("w") as output, torch.inference_mode():
+        while batch := list(islice(answers, options.batch_size)):
+            rewards = _rewards(model, tokenizer, [answer for pair in batch for answer in pair], options)
+            for chosen, rejected in rewards.view(-1, 2).tolist():
+                line = {"row": pairs, "chosen": chosen, "rejected": rejected}
+                output.write(json.dumps(line) + "\n")
+                pairs, won = pairs + 1, won + (chosen > rejected)
+            output.flush()
+    return pairs, won
+
+
+def _answers(cfg: PreferencesDataConfig, column: str) -> Iterator[Conversation]:
+    """Yield the conversations with the answers of a column."""
+    from components.data.sources.rows import AnswerConfig, BadRowReport, each_conversation, train_location
+    from components.data.sources.split import rows_of
+
+    answers = AnswerConfig.of(cfg, column)
+    return each_conversation(answers, rows_of(answers, train_location(answers)), BadRowReport())
+
+
+def _rewards(model: Any, tokenizer: Any, conversations: Iterable[Conversation], options: Namespace) -> torch.Tensor:
+    """Return the rewards of conversations, (rows,) float32 on the CPU."""
+    import torch
+
+    from components.data.examples import encode_conversations
+
+    samples = [each.input_ids[: options.seq_len] for each in encode_conversations(tokenizer, list(conversations))]
+    length = max(map(len, samples))
+    ids = torch.full((len(samples), length), tokenizer.pad_token_id)  # (rows, seq)
+    mask = torch.zeros_like(ids)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample)], mask[row, : len(sample)] = torch.tensor(sample), 1
+    logits = model(input_ids=ids.to(options.device), attention_mask=mask.to(options.device)).logits
+    return logits[:, 0].float().cpu()
+
+
+def main(arguments: list[str]) -> int:
+    """Score the file and print the accuracy; return the exit status."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        options = read_options(arguments)
+        pairs, won = score(options)
+    except ConfigError as error:
+        print_problems(error.problems)
+        return EXIT_INVALID
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    print_text(f"{options.out}: {pairs:,} pairs, accuracy {won / max(pairs, 1):.2%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,237 @@
+"""Score models have the gradients of transformers' AutoModelForSequenceClassification in one process on every mesh."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from components import data, distributed, models, training
+from components.config.schema import AdamWConfig, RewardConfig
+from components.data.dataset import Facts
+from components.models.classifier import return_token_scores, set_labels
+from components.parity.reference import compute_in_float64
+from components.training.objectives.sequence import Classification, Reward
+from tests.distributed.parity import MODELS, MOE_MODELS, Case, recipe_config
+from tests.distributed.test_parity import EVERYTHING
+from tests.harness import run_ranks
+
+GLOBAL_BATCH, STEPS, LR, CLIP, CENTER = 8, 5, 5e-3, 1.0, 0.05
+CPU = torch.device("cpu")
+LABELS = {"classification": 3, "reward": 1}
+
+
+class PadOnlyTokenizer:
+    """The only attribute of a tokenizer that a dataset reads."""
+
+    pad_token_id = 0
+
+
+def reference_model(objective: str, name: str, dtype: torch.dtype, layers: int = 2) -> Any:
+    torch.manual_seed(7)
+    values = {**(MODELS | MOE_MODELS)[name], "pad_token_id": 0, "num_hidden_layers": layers}
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    set_labels(config, [f"LABEL_{number}" for number in range(LABELS[objective])])
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    if dtype == torch.float64:
+        compute_in_float64(model)
+    return model.to(dtype)
+
+
+def texts() -> list[tuple[list[int], int]]:
+    """Token ids of unequal lengths, with labels; some texts end with the pad token, which is not scored."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for index in range(2 * (GLOBAL_BATCH * STEPS + 1)):
+        tokens = torch.randint(3, 97, (3 + 5 * index % 17,), generator=generator).tolist()
+        found.append((tokens + [0] * (index % 3 == 0), index % 3))
+    return found
+
+
+def dataset(objective: str) -> Any:
+    examples = [data.Example([*ids, 0], [*ids, 0]) for ids, _ in texts()]
+    labels = [label for _, label in texts()]
+    everything = data.Dataset(examples, PadOnlyTokenizer(), facts=Facts("here"), seq_len=32)  # type: ignore[arg-type]
+    if objective == "reward":
+        return data.ScoredPairs(everything, everything, [(2 * i, 2 * i + 1) for i in range(len(examples) // 2)])
+    return data.LabeledTexts(everything, torch.tensor(labels).numpy(), ["a", "b", "c"])
+
+
+@dataclass
+class Curve:
+    losses: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    held_out: tuple[float, ...] = ()
+
+
+def losses_of(model: Any, objective: str, indices: Any) -> tuple[torch.Tensor, float]:
+    """Return the mean loss and accuracy, with transformers' own pooling of one padded row per text."""
+    rows = [texts()[row] for i in indices for row in ((2 * i, 2 * i + 1) if objective == "reward" else (i,))]
+    longest = max(len(ids) for ids, _ in rows)
+    padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
+    logits = model(input_ids=padded, attention_mask=(padded != 0).long(), use_cache=False).logits
+    if objective == "reward":
+        chosen, rejected = logits[0::2, 0], logits[1::2, 0]
+        loss = -(chosen - rejected).sigmoid().log() + CENTER * (chosen + rejected) ** 2
+        return loss.mean(), float((chosen > rejected).double().mean())
+    labels = torch.tensor([label for _, label in rows])
+    return F.cross_entropy(logits, labels), float((logits.argmax(1) == labels).double().mean())
+
+
+def expected(objective: str, plain: Any, steps: int) -> Curve:
+    model, curve, count = copy.deepcopy(plain).train(), Curve(), len(dataset(objective))
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
+    )
+    order = data.SampleOrder(count, 5)
+    for step in range(steps):
+        loss, accuracy = losses_of(model, objective, order.indices(step * GLOBAL_BATCH, GLOBAL_BATCH))
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            curve.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm.to(loss.dtype))
+        optimizer.step()
+        curve.losses.append(loss.item())
+        curve.accuracies.append(accuracy)
+        curve.norms.append(float(norm))
+    with torch.no_grad():
+        loss, accuracy = losses_of(model, objective, range(count))
+    curve.held_out = (loss.item(), accuracy)
+    return curve
+
+
+def train(objective: str, plain: Any, axes: dict[str, Any], steps: int, micro_batch: int, pack: bool = False) -> Curve:
+    dtype = next(plain.parameters()).dtype
+    cfg = recipe_config(Case("llama", axes))
+    mesh = distributed.build_mesh(cfg.parallelism, "cpu")
+    model = copy.deepcopy(plain).train()
+    return_token_scores(model)
+    models.use_causal_sdpa(model)
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
+    called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
+    prepared = training.Prepared(
+        model, training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh), called, compute_dtype=dtype
+    )
+    plan = data.BatchPlan(
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=micro_batch,
+        dp_rank=mesh.rank("dp"),
+        dp_size=mesh.size("dp"),
+        padding=data.Padding(multiple=mesh.sequence_multiple),
+    )
+    loss = Reward(RewardConfig(center_weight=CENTER), mesh) if objective == "reward" else Classification()
+    optimizer = training.build_optimizer(prepared, AdamWConfig(lr=LR, weight_decay=0.1, betas=[0.9, 0.95]))
+    curve, everything = Curve(), dataset(objective)
+
+    def keep(*_: Any) -> None:
+        if not curve.gradients:
+            for name, parameter in model.named_parameters():
+                if (grad := parameter.grad) is not None:
+                    curve.gradients[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+
+    optimizer.register_step_pre_hook(keep)
+    batches = data.TrainBatches(everything, plan, seed=5)
+    for step in range(steps):
+        numbers = training.train_step(prepared, batches.at(step), optimizer, loss)
+        curve.losses.append(numbers["loss"].item())
+        curve.accuracies.append(numbers["accuracy"].item())
+        curve.norms.append(numbers["grad_norm"].item())
+    held_out = training.evaluate(prepared, data.EvalBatches(everything, plan), loss)
+    curve.held_out = (held_out.loss, held_out.metrics["accuracy"])
+    scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
+    curve.gradients = {name: gradient / scale for name, gradient in curve.gradients.items()}
+    return curve
+
+
+FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
+TP = {"strategy": "fsdp2", "dp_shard": 1, "tp": 2}
+CP = {"strategy": "fsdp2", "dp_shard": 1, "cp": 2}
+PP = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2}
+HSDP = {"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": 2}
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [{"strategy": "single", "dp_shard": 1}],
+    2: [
+        FSDP2,
+        TP,
+        {**TP, "sequence_parallel": True},
+        CP,
+        PP,
+        *([{**CP, "cp_attention": "all_gather"}, {**PP, "pp_schedule": "ZBVZeroBubble"}] if EVERYTHING else []),
+        *([{"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2}] if EVERYTHING else []),
+    ],
+    4: [HSDP, {**FSDP2, "tp": 2}, {**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "cp": 2}, {**PP, "tp": 2}],
+}
+FOUR = pytest.param(4, marks=pytest.mark.skipif(not EVERYTHING, reason="make parity"))
+
+
+@pytest.mark.parametrize("world", [1, 2, FOUR])
+def test_every_mesh_has_the_gradients_of_transformers(world: int) -> None:
+    layers = 4 if EVERYTHING else 2  # ZBVZeroBubble has two stages on each of two ranks
+    plain = {objective: reference_model(objective, "llama", torch.float64, layers) for objective in LABELS}
+    curves = {objective: expected(objective, plain[objective], 1) for objective in LABELS}
+
+    def body(rank: int) -> list[str]:
+        problems = []
+        for number, axes in enumerate(CASES[world]):
+            for objective in LABELS:
+                got = train(objective, plain[objective], axes, 1, micro_batch=1 + number % 2)
+                problems += [f"{objective} {axes}: {each}" for each in differences(got, curves[objective], 1e-10)]
+        return problems
+
+    problems = [line for lines in run_ranks(world, body, timeout=400) for line in lines]
+    assert not problems, "\n".join(sorted(set(problems)))
+
+
+def test_five_steps_in_float32() -> None:
+    plain = reference_model("classification", "llama", torch.float32)
+    curve = expected("classification", plain, STEPS)
+
+    def body(rank: int) -> list[str]:
+        return differences(train("classification", plain, FSDP2, STEPS, micro_batch=2), curve, 1e-5)
+
+    problems = [line for lines in run_ranks(2, body) for line in lines]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="make parity")
+def test_experts() -> None:
+    plain = {objective: reference_model(objective, "qwen3_moe", torch.float64) for objective in LABELS}
+    curves = {objective: expected(objective, plain[objective], 1) for objective in LABELS}
+
+    def body(rank: int) -> list[str]:
+        problems = []
+        for objective in LABELS:
+            axes = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2}
+            got = train(objective, plain[objective], axes, 1, micro_batch=2)
+            problems += [f"{objective}: {each}" for each in differences(got, curves[objective], 1e-6)]
+        return problems
+
+    problems = [line for lines in run_ranks(2, body) for line in lines]
+    assert not problems, "\n".join(problems)
+
+
+def differences(got: Curve, reference: Curve, tolerance: float) -> list[str]:
+    problems = []
+    for name in ("losses", "accuracies", "norms", "held_out"):
+        if getattr(got, name) != pytest.approx(getattr(reference, name), rel=tolerance):
+            problems.append(f"{name} {getattr(got, name)}, not {getattr(reference, name)}")
+    for name, gradient in got.gradients.items():
+        error = (gradient - reference.gradients[name]).norm() / reference.norms[0]
+        if not error < tolerance:
+            problems.append(f"gradient of {name} is off by {error:.1e}")
+    return problems

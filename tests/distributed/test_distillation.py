@@ -1,0 +1,221 @@
+"""Distillation has the same curve on every mesh as the formulas in plain PyTorch in one process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from components import data, distributed, models, training
+from components.config.schema import AdamWConfig
+from components.config.schema.objective import DistillationConfig, Divergence
+from components.data.dataset import Facts
+from components.training.objectives.distillation import Distillation
+from components.training.objectives.teacher import hidden_states_of
+from tests.distributed.parity import MODELS, SMALL, Case, build, recipe_config
+from tests.distributed.test_parity import EVERYTHING
+from tests.harness import run_ranks
+
+GLOBAL_BATCH, STEPS, LR, CLIP = 8, 3, 5e-3, 1.0
+CPU = torch.device("cpu")
+STUDENT = {**MODELS["llama"], "num_hidden_layers": 4}
+TEACHER = {**SMALL, "model_type": "gemma3_text", "hidden_size": 40, "head_dim": 10, "num_hidden_layers": 6,
+           "final_logit_softcapping": 5.0, "sliding_window": 8, "query_pre_attn_scalar": 10}  # fmt: skip
+"""Another family, hidden size and number of layers, tied embeddings and a transform of the logits."""
+
+
+class PadOnlyTokenizer:
+    """The only attribute of a tokenizer that a dataset reads."""
+
+    pad_token_id = 0
+
+
+def samples() -> data.Dataset:
+    """Samples of unequal lengths and numbers of targets."""
+    generator = torch.Generator().manual_seed(4)
+    examples = []
+    for index in range(GLOBAL_BATCH * STEPS + 3):
+        tokens = torch.randint(3, 97, (6 + 5 * index % 17,), generator=generator).tolist()
+        prompt = 1 + index % 4
+        examples.append(data.Example(tokens, [-100] * prompt + tokens[prompt:]))
+    return data.Dataset(examples, PadOnlyTokenizer(), facts=Facts("here"), seq_len=32)  # type: ignore[arg-type]
+
+
+def divergence(kind: Divergence, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+    """Divergence of logits (tokens, vocabulary), summed over tokens."""
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    if kind == Divergence.forward_kl:
+        return (p * (p / q).log()).sum()
+    if kind == Divergence.reverse_kl:
+        return (q * (q / p).log()).sum()
+    middle = (p + q) / 2
+    return ((p * (p / middle).log()).sum() + (q * (q / middle).log()).sum()) / 2
+
+
+@dataclass
+class Curve:
+    losses: list[float]
+    norms: list[float]
+    divergences: list[float]
+    gradients: dict[str, torch.Tensor]
+    held_out: tuple[float, ...]
+
+
+def expected(student: Any, teacher: Any, cfg: DistillationConfig) -> Curve:
+    """Plain transformers in one process, a sample at a time and without padding."""
+    model, everything = copy.deepcopy(student).train(), samples()
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
+    )
+
+    def of(indices: Any) -> torch.Tensor:
+        """Means over targets: loss, divergence, both models' cross-entropy, (4,)."""
+        sums, targets = torch.zeros(3, dtype=torch.float64), 0
+        for index in indices:
+            example = everything[index]
+            ids, labels = torch.tensor([example.input_ids]), torch.tensor(example.labels[1:])
+            kept = labels >= 0
+            with torch.no_grad():
+                known = teacher(input_ids=ids, use_cache=False).logits[0, :-1, :97][kept]
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1][kept]
+            apart = divergence(cfg.divergence, known / cfg.temperature, logits / cfg.temperature)
+            entropies = [F.cross_entropy(each, labels[kept], reduction="sum") for each in (logits, known)]
+            sums = sums + torch.stack([apart, *entropies])
+            targets += int(kept.sum())
+        share = cfg.cross_entropy_weight
+        loss = (1 - share) * cfg.temperature**2 * sums[0] + share * sums[1]
+        return torch.cat([loss[None], sums]) / targets
+
+    curve = Curve([], [], [], {}, ())
+    order = data.SampleOrder(len(everything), 5)
+    for step in range(STEPS):
+        loss, apart, *_ = of(order.indices(step * GLOBAL_BATCH, GLOBAL_BATCH))
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            curve.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
+        optimizer.step()
+        curve.losses.append(loss.item())
+        curve.norms.append(float(norm))
+        curve.divergences.append(apart.item())
+    with torch.no_grad():
+        curve.held_out = tuple(of(range(len(everything))).tolist())
+    return curve
+
+
+def prepared(plain: Any, axes: dict[str, Any], *, trains: bool) -> training.Prepared:
+    cfg = recipe_config(Case("llama", axes, loss="chunked"))
+    mesh = distributed.build_mesh(cfg.parallelism, "cpu")
+    model = copy.deepcopy(plain).train(trains)
+    models.use_causal_sdpa(model)
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, torch.float64)
+    head = training.attach_loss_head(model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
+    called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout) if trains or axes.get("pp") else None
+    model.requires_grad_(trains)
+    settings = training.StepSettings(device=CPU, max_grad_norm=CLIP, mesh=mesh, loss_head=head)
+    return training.Prepared(model, settings, called, compute_dtype=torch.float64)
+
+
+def train(student: Any, teacher: Any, axes: dict[str, Any], cfg: DistillationConfig, micro_batch: int) -> Curve:
+    model, known = prepared(student, axes, trains=True), prepared(teacher, axes, trains=False)
+    mesh = model.settings.mesh
+    plan = data.BatchPlan(
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=micro_batch,
+        dp_rank=mesh.rank("dp"),
+        dp_size=mesh.size("dp"),
+        padding=data.Padding(multiple=mesh.sequence_multiple),
+    )
+    objective = Distillation(cfg, hidden_states_of(known, 97))
+    optimizer = training.build_optimizer(model, AdamWConfig(lr=LR, weight_decay=0.1, betas=[0.9, 0.95]))
+    curve, everything = Curve([], [], [], {}, ()), samples()
+
+    def keep(*_: Any) -> None:
+        if not curve.gradients:
+            for name, parameter in model.module.named_parameters():
+                if (grad := parameter.grad) is not None:
+                    curve.gradients[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+
+    optimizer.register_step_pre_hook(keep)
+    batches = data.TrainBatches(everything, plan, seed=5)
+    for step in range(STEPS):
+        numbers = training.train_step(model, batches.at(step), optimizer, objective)
+        curve.losses.append(numbers["loss"].item())
+        curve.norms.append(numbers["grad_norm"].item())
+        curve.divergences.append(numbers["divergence"].item())
+    held_out = training.evaluate(model, data.EvalBatches(everything, plan), objective)
+    curve.held_out = (held_out.loss, *held_out.metrics.values())
+    scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
+    curve.gradients = {name: gradient / scale for name, gradient in curve.gradients.items()}
+    return curve
+
+
+FSDP2 = {"strategy": "fsdp2", "dp_shard": -1}
+TP = {"strategy": "fsdp2", "dp_shard": 1, "tp": 2}
+CP = {"strategy": "fsdp2", "dp_shard": 1, "cp": 2}
+PP = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2}
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [{"strategy": "single", "dp_shard": 1}],
+    2: [
+        {"strategy": "ddp", "dp_shard": 1, "dp_replicate": 2},
+        FSDP2,
+        TP,
+        {**TP, "sequence_parallel": True},
+        CP,
+        PP,
+        *([{**CP, "cp_attention": "all_gather"}, {**PP, "pp_schedule": "ZBVZeroBubble"}] if EVERYTHING else []),
+    ],
+    4: [
+        {**FSDP2, "tp": 2, "sequence_parallel": True},
+        {**PP, "cp": 2},
+        *([{**FSDP2, "cp": 2}, {**TP, "cp": 2}, {**PP, "tp": 2}, {**PP, "dp_shard": 2}] if EVERYTHING else []),
+        *([{"strategy": "fsdp2", "dp_shard": 2, "dp_replicate": 2}] if EVERYTHING else []),
+    ],
+}
+OBJECTIVES = [
+    DistillationConfig(temperature=2.0, cross_entropy_weight=0.25),
+    DistillationConfig(divergence=Divergence.reverse_kl, temperature=1.5),
+    DistillationConfig(divergence=Divergence.jensen_shannon, cross_entropy_weight=0.5),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_mesh_has_the_curve_of_the_formulas(world: int) -> None:
+    student = build("llama", torch.float64, STUDENT)
+    sizes = [97, 101, 97]  # the second teacher's vocabulary is padded to more entries than the student's
+    teachers = [build("gemma3", torch.float64, {**TEACHER, "vocab_size": size}).eval() for size in sizes]
+    curves = [expected(student, teacher, cfg) for teacher, cfg in zip(teachers, OBJECTIVES, strict=True)]
+
+    def body(rank: int) -> list[str]:
+        problems = []
+        for number, axes in enumerate(CASES[world]):
+            for index, cfg in enumerate(OBJECTIVES):
+                if EVERYTHING or world == 1 or index == (number + 1) % len(OBJECTIVES):
+                    got = train(student, teachers[index], axes, cfg, micro_batch=1 + number % 2)
+                    where = f"{cfg.divergence} {axes}"
+                    problems += [f"{where}: {problem}" for problem in differences(got, curves[index])]
+        return problems
+
+    problems = [line for lines in run_ranks(world, body, timeout=400) for line in lines]
+    assert not problems, "\n".join(sorted(set(problems)))
+
+
+def differences(got: Curve, reference: Curve) -> list[str]:
+    problems = []
+    for name in ("losses", "norms", "divergences", "held_out"):
+        if getattr(got, name) != pytest.approx(getattr(reference, name), rel=1e-10):
+            problems.append(f"{name} {getattr(got, name)}, not {getattr(reference, name)}")
+    for name, gradient in got.gradients.items():
+        error = (gradient - reference.gradients[name]).norm() / reference.norms[0]
+        if not error < 1e-10:
+            problems.append(f"gradient of {name} is off by {error:.1e}")
+    return problems

@@ -1,0 +1,109 @@
+"""Families whose tensor-parallel plan is in family_plans.py, compared with plain transformers in one process.
+
+float64: the gradient of every parameter in the first step, within 1e-10 relative. `make parity` adds five steps in
+float32, 4 ranks, and meshes with other axes.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from components.config.errors import ConfigError
+from components.distributed.tensor import tp_plan
+from components.distributed.tensor.family_plans import FAMILY_PLANS
+from components.models.anatomy import read_anatomy
+from components.parity import reference as plain
+from tests.distributed.parity import SMALL, Case, build, reference, run_case
+from tests.distributed.test_parity import EVERYTHING, FSDP2_TP2, SP, TP, check
+from tests.harness import run_ranks
+
+PP_TP = {"strategy": "fsdp2", "dp_shard": 1, "pp": 2, "tp": 2}
+EP_TP = {"strategy": "fsdp2", "dp_shard": 1, "ep": 2, "tp": 2}
+ONE_KV_HEAD = {"num_key_value_heads": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.25},
+    "cohere_one_kv_head": {"model_type": "cohere", "use_qk_norm": True, **ONE_KV_HEAD},
+    "gpt_oss": {"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "sliding_window": 6},
+    "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "head_dim": 8},
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False,
+             "conv_bias": True},
+    "stablelm": {"model_type": "stablelm", "hidden_size": 32, "qk_layernorm": True},
+    "stablelm_one_kv_head": {"model_type": "stablelm", "hidden_size": 32, "qk_layernorm": True, "use_qkv_bias": True,
+                             "use_parallel_residual": True, **ONE_KV_HEAD},
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "stablelm_3_heads": {"model_type": "stablelm", "hidden_size": 24, "qk_layernorm": True, "num_attention_heads": 3,
+                         "num_key_value_heads": 3},
+    "gpt_oss_one_kv_head": {**FAMILIES["gpt_oss"], **ONE_KV_HEAD},
+    "cohere_plain": {"model_type": "cohere"},
+    "stablelm_plain": {"model_type": "stablelm", "hidden_size": 32},
+    "hunyuan_one_kv_head": {**FAMILIES["hunyuan_v1_dense"], **ONE_KV_HEAD},
+    "lfm2_one_kv_head": {**FAMILIES["lfm2"], **ONE_KV_HEAD},
+}  # fmt: skip
+CHOSEN = FAMILIES | VARIANTS if EVERYTHING else FAMILIES
+
+
+def build_family(name: str, dtype: torch.dtype) -> nn.Module:
+    """Build a model whose forward is float64 throughout if `dtype` is; Cohere rotates queries in float32."""
+    model = build(name, dtype, {**SMALL, **(FAMILIES | VARIANTS)[name]})
+    for module in model.modules():
+        if dtype == torch.float64 and type(module).__name__ == "CohereAttention":
+            module.forward = types.MethodType(plain._forward_in_float64, module)
+    return model
+
+
+def deviations(world: int, meshes: list[dict[str, Any]], names: list[str], dtype: torch.dtype, steps: int) -> list[str]:
+    """Return one line for each deviation of a family on a mesh from one process."""
+    cases = [Case(name, mesh, 1 + ("pp" in mesh), steps, dtype) for name in names for mesh in meshes]
+    cases = [each for each in cases if "ep" not in each.parallelism or "gpt_oss" in each.model]
+    expected = {
+        name: reference(replace(cases[0], model=name, dtype=torch.float64), build_family(name, torch.float64))
+        for name in names
+    }
+    built = {name: build_family(name, dtype) for name in names}
+
+    def on_rank(rank: int) -> list[str]:
+        return [
+            line for case in cases for line in check(case, expected[case.model], *run_case(case, built[case.model]))
+        ]
+
+    return sorted({line for lines in run_ranks(world, on_rank, timeout=1800) for line in lines})
+
+
+def test_families_match_one_process_on_tp() -> None:
+    problems = deviations(2, [TP, {**TP, **SP}], list(CHOSEN), torch.float64, 1)
+    assert not problems, "\n".join(problems)
+
+
+def test_every_plan_of_the_table_is_tested() -> None:
+    assert {values["model_type"] for values in FAMILIES.values()} == set(FAMILY_PLANS)
+
+
+def test_norms_of_single_heads_without_a_plan_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tp_plan, "FAMILY_PLANS", {})
+    model = build_family("cohere", torch.float32)
+    plan = tp_plan.shard_plan(model, read_anatomy(model))
+    with pytest.raises(ConfigError, match=r"self_attn.q_norm has a weight for each head, and tp divides heads"):
+        tp_plan.check_covered(model, plan, 2)
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="make parity")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_families_match_one_process_on_products_of_four_ranks(dtype: torch.dtype) -> None:
+    meshes = [FSDP2_TP2, {**FSDP2_TP2, **SP}, TP, {**TP, **SP}, {**PP_TP, **SP}, EP_TP]
+    names = [name for name in CHOSEN if "3_heads" not in name]
+    problems = deviations(4, meshes, names, dtype, 1 if dtype == torch.float64 else 5)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="make parity")
+def test_families_match_one_process_for_five_steps_in_float32() -> None:
+    problems = deviations(2, [TP, {**TP, **SP}], list(CHOSEN), torch.float32, 5)
+    assert not problems, "\n".join(problems)

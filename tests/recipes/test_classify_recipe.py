@@ -1,0 +1,123 @@
+"""recipes/classify.py end to end: resumed on another mesh, and exports that transformers, PEFT and score.py load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from components.models.tokenizer import byte_tokenizer
+from tests.recipes.launching import TWO, Bench
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "classify.py"
+BASE = "smollm2_135m_hub"
+"""Option without a shape of its own; its path is replaced by that of the base model."""
+SHORT = (
+    *(
+        "model.path=base",
+        "model.revision=null",
+        "model.dtype=float32",
+        "model.compute_dtype=float32",
+        "training.max_steps=4",
+        "training.global_batch_size=4",
+        "training.micro_batch_size=2",
+    ),
+    *("training.seq_len=64", "training.eval_every=2", "checkpoint.every=2", "logging.plot=false"),
+    *("cluster.device=cpu", "optimizer.lr=1e-2"),
+)
+
+
+def write_rows(file: Path, rows: list[dict[str, object]]) -> None:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@pytest.fixture
+def classify(bench: Bench) -> Bench:
+    """A folder with a copy of the recipe, labeled texts, pairs, and a causal LM whose LM head the recipe replaces."""
+    bench.recipe.write_text(RECIPE.read_text())
+    rows = [
+        {"text": f"{('ham', 'spam')[i % 2]} {i} " + "abc " * (i % 5), "label": ("a", "b")[i % 2]} for i in range(40)
+    ]
+    write_rows(bench.folder / "train.jsonl", rows[:30])
+    write_rows(bench.folder / "test.jsonl", rows[30:])
+    pairs = [{"prompt": f"question {i}", "chosen": "yes " * (1 + i % 3), "rejected": "no"} for i in range(30)]
+    write_rows(bench.folder / "pairs.jsonl", pairs)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", vocab_size=264, tie_word_embeddings=False, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(bench.folder / "base")
+    byte_tokenizer().save_pretrained(bench.folder / "base")
+    return bench
+
+
+def lines_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@torch.no_grad()
+def test_run_resumes_on_another_mesh_and_transformers_loads_its_export(classify: Bench) -> None:
+    interrupted = RECIPE.read_text().replace(
+        "                run.save(step)\n", "                run.save(step)\n                raise SystemExit(9)\n"
+    )
+    classify.recipe.write_text(interrupted)
+    labels = ("data.path=train.jsonl", "data.eval_path=test.jsonl", "data.label_names=[a,b]", "run.dir=run")
+    begun = classify.start(*SHORT, *labels, "parallelism=single", model=BASE).wait()
+    assert begun.status == 9, begun.errors
+    classify.recipe.write_text(RECIPE.read_text())
+    resumed = classify.start(*SHORT, *labels, "parallelism=tp2", TWO, model=BASE).wait()
+    assert resumed.status == 0, resumed.errors
+    assert "resumed from" in resumed.output
+
+    export = classify.folder / "run" / "export"
+    model = AutoModelForSequenceClassification.from_pretrained(export).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    assert model.config.id2label == {0: "a", 1: "b"}
+    assert model.config.architectures == ["LlamaForSequenceClassification"]
+    rows = [json.loads(line) for line in (classify.folder / "test.jsonl").read_text().splitlines()]
+    batch = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    targets = torch.tensor([model.config.label2id[row["label"]] for row in rows])
+    last = [line for line in lines_of(classify.folder / "run") if "eval_loss" in line][-1]
+    assert last["eval_loss"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-5)
+    assert last["eval_accuracy"] == pytest.approx((logits.argmax(1) == targets).double().mean().item())
+
+
+@torch.no_grad()
+def test_reward_model_with_adapters_is_loaded_by_peft_and_scores_pairs(classify: Bench) -> None:
+    pairs = ("objective=reward", "data=preferences", "data.path=pairs.jsonl", "data.eval_path=pairs.jsonl")
+    adapters = ("peft=lora", "peft.export=both", "parallelism=single", "run.dir=run")
+    done = classify.start(*SHORT, *pairs, *adapters, model=BASE).wait()
+    assert done.status == 0, done.errors
+    run = classify.folder / "run"
+    last = [line for line in lines_of(run) if "eval_loss" in line][-1]
+
+    command = [sys.executable, str(ROOT / "scripts" / "score.py"), str(run / "export"), "pairs.jsonl"]
+    scored = subprocess.run(command, cwd=classify.folder, capture_output=True, text=True, check=False)
+    assert scored.returncode == 0, scored.stderr
+    assert f"30 pairs, accuracy {last['eval_accuracy']:.2%}" in scored.stdout
+    rewards = [json.loads(line) for line in (classify.folder / "pairs.rewards.jsonl").read_text().splitlines()]
+    margins = torch.tensor([line["chosen"] - line["rejected"] for line in rewards], dtype=torch.float64)
+    assert last["eval_margin"] == pytest.approx(margins.mean().item(), rel=1e-4)
+    assert last["eval_loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), rel=1e-4)
+
+    again = [sys.executable, str(ROOT / "scripts" / "export.py"), "run", "--out", "again"]
+    exported = subprocess.run(again, cwd=classify.folder, capture_output=True, text=True, check=False)
+    assert exported.returncode == 0, exported.stderr
+    ours, theirs = (load_file(each / "model.safetensors") for each in (run / "export", classify.folder / "again"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    merged = AutoModelForSequenceClassification.from_pretrained(run / "export").eval()
+    base = AutoModelForSequenceClassification.from_pretrained(classify.folder / "base", num_labels=1)
+    adapted = PeftModel.from_pretrained(base, str(run / "adapter")).eval()
+    ids = torch.arange(20).view(1, 20)
+    torch.testing.assert_close(adapted(input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,79 @@
+"""recipes/distill.py end to end: resumed on another mesh with the same curve; another tokenizer is rejected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from components.models.tokenizer import byte_tokenizer
+from tests.recipes.launching import TWO, Bench
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "distill.py"
+SHORT = (
+    *("teacher.path=teacher", "data=text", "data.path=texts.jsonl", "training.global_batch_size=4"),
+    *("training.micro_batch_size=1", "training.seq_len=64", "training.eval_every=2", "generation.samples=0"),
+    *("checkpoint.every=2", "checkpoint.export=false", "logging.plot=false", "cluster.device=cpu"),
+    *("optimizer.lr=1e-2", "objective.temperature=2", "objective.cross_entropy_weight=0.2"),
+)
+
+
+@pytest.fixture
+def distill(bench: Bench) -> Bench:
+    """A folder with a copy of the recipe, texts, and a teacher of another hidden size with the byte tokenizer."""
+    bench.recipe.write_text(RECIPE.read_text())
+    rows = [{"text": f"text {number} " + "abcdefg " * (number % 7)} for number in range(60)]
+    (bench.folder / "texts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = AutoConfig.for_model("llama", vocab_size=264, tie_word_embeddings=False, **sizes)
+    torch.manual_seed(0)
+    teacher = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(20)  # a confident teacher
+    teacher.save_pretrained(bench.folder / "teacher")
+    byte_tokenizer().save_pretrained(bench.folder / "teacher")
+    return bench
+
+
+def lines_of(run: Path) -> list[dict[str, float]]:
+    """Return the training lines of metrics.jsonl without throughput and checksums."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    excluded = ("tokens_per_second", "check")
+    return [{key: value for key, value in line.items() if key not in excluded} for line in lines if "loss" in line]
+
+
+def test_run_resumed_on_another_mesh_has_the_curve_of_an_uninterrupted_run(distill: Bench) -> None:
+    uninterrupted = distill.start(*SHORT, "training.max_steps=4", "run.dir=whole", "parallelism=single").wait()
+    assert uninterrupted.status == 0, uninterrupted.errors
+    expected = lines_of(distill.folder / "whole")
+    assert expected[-1]["divergence"] < expected[0]["divergence"]
+    mixed = 0.8 * 4 * expected[0]["divergence"] + 0.2 * expected[0]["cross_entropy"]
+    assert expected[0]["loss"] == pytest.approx(mixed, rel=1e-5)
+    assert "teacher_cross_entropy" in expected[0]
+
+    interrupted = RECIPE.read_text().replace(
+        "                run.save(step)\n", "                run.save(step)\n                raise SystemExit(9)\n"
+    )
+    distill.recipe.write_text(interrupted)
+    common = (*SHORT, "training.max_steps=4", "run.dir=again")
+    assert distill.start(*common, "parallelism=single").wait().status == 9
+    distill.recipe.write_text(RECIPE.read_text())
+    again = distill.start(*common, "parallelism=tp2", TWO).wait()
+    assert again.status == 0, again.errors
+    assert "resumed from" in again.output
+    for line, other in zip(lines_of(distill.folder / "again"), expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def test_teacher_with_another_tokenizer_is_rejected(distill: Bench) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(distill.folder / "teacher")
+    done = distill.start(*SHORT, "training.max_steps=4", "parallelism=single").wait()
+    assert done.status == 2
+    assert "teacher.path=teacher: its tokenizer" in done.errors
+    assert "260 have the same id in both" in done.errors
+    assert "Traceback" not in done.errors

@@ -1,0 +1,84 @@
+"""Data of score models: labels of rows, the scored token, conversations, packing and wrong rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components import data
+from components.config.errors import ConfigError
+from components.config.schema.data import LabelsDataConfig, PreferencesDataConfig
+from components.models.tokenizer import byte_tokenizer
+
+PAD = 258
+"""The byte tokenizer's pad token."""
+
+
+def build(folder: Path, rows: list[dict[str, Any]], *, seq_len: int = 32, **keys: Any) -> Any:
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    cfg = LabelsDataConfig(path=str(folder / "rows.jsonl"), eval_fraction=0.0, cache=None, **keys)
+    return data.build_scored(cfg, byte_tokenizer(), seq_len=seq_len, split="train")
+
+
+def test_scored_token_is_the_last_one_that_is_not_the_pad_token() -> None:
+    assert data.scored_example([5, 6, 7], 0, 2) == data.Example([5, 6, 7, 0], [-100, -100, -100, 2])
+    assert data.scored_example([5, 0, 6, 0, 0], 0, 1) == data.Example([5, 0, 6, 0], [-100, -100, -100, 1])
+    assert data.scored_example([0, 0], 0, 1) == data.Example([0, 0], [-100, 1])  # as transformers: token 0
+
+
+def test_texts_get_their_labels(tmp_path: Path) -> None:
+    rows = [{"text": "ab", "label": "spam"}, {"text": "c", "label": 0}, {"text": "d", "label": "1"}]
+    texts = build(tmp_path, [*rows, {"text": "e", "label": 1.0}], label_names=["ham", "spam"])
+    assert [each.labels[-1] for each in texts] == [1, 0, 1, 1]
+    assert texts[0] == data.Example([97, 98, PAD], [-100, -100, 1])
+    assert texts.show(0) == "spam: a[[b]]"
+    assert texts.facts.target_tokens == 4
+
+
+def test_long_text_keeps_its_first_tokens_and_its_label(tmp_path: Path) -> None:
+    texts = build(tmp_path, [{"text": "abcdefgh", "label": 1}], num_labels=2, seq_len=5)
+    assert texts[0] == data.Example([*b"abcd", PAD], [-100] * 4 + [1])
+    assert texts.facts.truncated == 1
+
+
+def test_conversation_is_rendered_by_the_chat_template(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    texts = build(tmp_path, [{"text": messages, "label": 1}], num_labels=2, seq_len=100)
+    tokenizer = byte_tokenizer()
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert texts[0].input_ids == [*tokenizer(rendered)["input_ids"], PAD]
+
+
+def test_packed_rows_have_a_target_per_text(tmp_path: Path) -> None:
+    rows = [{"text": "abc"[: 1 + number % 3], "label": number % 2} for number in range(9)]
+    packed = build(tmp_path, rows, num_labels=2, seq_len=12, pack=True)
+    targets = [label for row in packed for label in row.labels if label != -100]
+    assert sorted(targets) == [0] * 5 + [1] * 4
+    assert all(row.labels[end - 1] != -100 for row in packed for end in row.ends)
+
+
+def test_wrong_rows_are_listed_with_file_and_row(tmp_path: Path) -> None:
+    rows = [{"text": "a", "label": 0}, {"text": "b", "label": 2}, {"text": "", "label": 1}, {"text": "c"}]
+    with pytest.raises(ConfigError) as error:
+        build(tmp_path, [*rows, {"text": "d", "label": "x"}], label_names=["ham", "spam"])
+    first, *lines = error.value.problems[0].splitlines()
+    assert "4 rows cannot become a sample" in first
+    assert "rows.jsonl:2: data.label_column=label: holds int 2; must be a number from 0 to 1" in lines[0]
+    assert "rows.jsonl:3: data.text_column=text: is empty" in lines[1]
+    assert "rows.jsonl:4: data.label_column=label: holds null (the key is missing)" in lines[2]
+    assert "rows.jsonl:5" in lines[3]
+    assert "one of ham, spam" in lines[3]
+
+
+def test_answers_of_pairs_end_at_the_end_of_turn_and_fit_the_row(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "cd"}) + "\n")
+    cfg = PreferencesDataConfig(path=str(file), eval_fraction=0.0, cache=None)
+    pairs = data.build_scored(cfg, byte_tokenizer(), seq_len=64, split="train")
+    first, second, _ = pairs[0]
+    for row in (first, second):
+        assert row.input_ids[-2:] == [257, PAD]
+        assert row.labels == [-100] * (len(row.labels) - 1) + [0]

@@ -1,0 +1,85 @@
+"""Sampling from a model's logits, against transformers' warpers of logits and a plain loop over its forward."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+
+from components.config.schema.model import ModelConfig, WeightInit
+from components.models import Sampling, build_on_meta, fill_weights, generate, load_tokenizer, materialize
+from tests.tiny_models import SIZES
+
+LLAMA: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "vocab_size"} | {"model_type": "llama"}
+CASES = [Sampling(0.7, 1.0, 3), Sampling(1.0, 0.9, 3), Sampling(1.6, 0.3, 4), Sampling(1.0, 1e-6, 5)]
+
+
+def expected_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return the probabilities (vocabulary) of transformers' warpers."""
+    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits[None])
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    return scores[0].softmax(0)
+
+
+def uniform(seed: int, prompt: int, position: int) -> float:
+    digest = blake2b(f"{seed}:{prompt}:{position}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return torch.rand((), generator=generator, dtype=torch.float64).item()
+
+
+@pytest.mark.parametrize("sampling", CASES, ids=str)
+def test_probabilities_equal_those_of_transformers(sampling: Sampling) -> None:
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 3
+    found = sampling.probabilities(logits)
+    torch.testing.assert_close(found, expected_probabilities(logits, sampling))
+    assert (found > 0).sum() == 300 if sampling.top_p == 1 else (found > 0).sum() < 300
+
+
+def test_frequencies_of_sampled_tokens_follow_the_probabilities() -> None:
+    sampling = Sampling(0.9, 0.8, seed=1)
+    logits = torch.tensor([1.0, 0.0, 2.0, -1.0, 1.5])
+    counts = torch.zeros(5)
+    for position in range(4000):
+        counts[sampling.choose(logits, 0, position)] += 1
+    expected = expected_probabilities(logits, sampling)
+    assert (counts / 4000 - expected).abs().max() < 0.03  # 3.8 standard deviations
+    assert (counts[expected == 0] == 0).all()
+
+
+def test_token_depends_on_seed_prompt_and_position_only() -> None:
+    logits = torch.zeros(100_000)
+    torch.manual_seed(1)
+    first = Sampling(1.0, 1.0, 7).choose(logits, 2, 3)
+    state = torch.get_rng_state()
+    assert Sampling(1.0, 1.0, 7).choose(logits.double(), 2, 3) == first
+    assert torch.equal(torch.get_rng_state(), state)
+    others = [Sampling(1.0, 1.0, seed).choose(logits, a, b) for seed, a, b in ((8, 2, 3), (7, 3, 3), (7, 2, 4))]
+    assert first not in others
+    assert first == int(uniform(7, 2, 3) * 100_000)
+
+
+def test_texts_equal_a_plain_loop_without_a_cache() -> None:
+    cfg = ModelConfig(path=None, init=WeightInit.random, tokenizer="bytes", config=LLAMA)
+    model, tokenizer = build_on_meta(cfg), load_tokenizer(cfg)
+    tokenizer.chat_template = None
+    materialize(model, "cpu")
+    fill_weights(model, cfg, seed=5)
+    sampling, prompts, expected = Sampling(1.3, 0.95, 11), ["one", "another prompt"], []
+    for index, prompt in enumerate(prompts):
+        tokens = tokenizer.encode(prompt)
+        start = len(tokens)
+        while len(tokens) < start + 12:
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].detach().float()
+            cumulative = expected_probabilities(logits, sampling).double().cumsum(0)
+            token = int((cumulative <= uniform(11, index, len(tokens) - start)).sum())
+            if token == tokenizer.eos_token_id:
+                break
+            tokens.append(token)
+        expected.append(str(tokenizer.decode(tokens[start:], skip_special_tokens=True)).strip())
+    assert generate(model, tokenizer, prompts, 12, sampling=sampling) == expected
+    assert generate(model, tokenizer, prompts, 12) != expected
+    assert generate(model, tokenizer, prompts, 12, sampling=Sampling(1.3, 0.95, 12)) != expected
