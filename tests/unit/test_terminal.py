@@ -88,7 +88,7 @@ def test_config_errors_and_rank_failures_are_escaped(tmp_path: Path, capsys: pyt
 def test_sweep_table_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     point = Point(0, f"0_{EVIL}", {"run.name": f"[/]{EVIL}"}, [])
     sweep = Sweep(tmp_path, "id", "finetune", tmp_path, tmp_path, EVIL, [], ["run.name"], [point])
-    report = SweepReport(sweep, [SweepRow(point, "failed", EVIL)], Agreement())
+    report = SweepReport(sweep, [SweepRow(point, "failed", EVIL)], Agreement(), None)
     print_table(report, _console())
     assert "[/]" in escaped_output(capsys.readouterr())
     assert is_clean(to_markdown(report))
