@@ -6,7 +6,7 @@ python recipes/dpo.py data.path=pairs.jsonl peft=lora                   # the re
 python recipes/dpo.py data.path=pairs.jsonl objective.beta=0.3          # stay closer to the reference (default: 0.1)
 python recipes/dpo.py data.path=pairs.jsonl objective.label_smoothing=0.1               # for noisy preferences (cDPO)
 python recipes/dpo.py data.path=pairs.jsonl objective=simpo             # without a reference model
-python recipes/dpo.py data.path=rated.jsonl data.label_column=good objective=kto        # one labeled answer per row
+python recipes/dpo.py data.path=rated.jsonl objective=kto               # rows of prompt, completion, label
 python recipes/dpo.py data.path=pairs.jsonl parallelism=fsdp2_tp2 cluster=local_4proc   # another mesh, the same curve
 python recipes/dpo.py data.path=pairs.jsonl run.dir=outputs/mine        # the same command again resumes the run
 

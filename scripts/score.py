@@ -40,9 +40,9 @@ def read_options(arguments: list[str]) -> Namespace:
     parser.add_argument("model", type=Path, metavar="EXPORT", help="folder with a reward model")
     parser.add_argument("data", type=Path, metavar="FILE", help="rows of prompt, chosen, rejected")
     parser.add_argument("--out", type=Path, help="file with a line per row (default: FILE.rewards.jsonl)")
-    parser.add_argument("--prompt-column", default="prompt")
-    parser.add_argument("--chosen-column", default="chosen")
-    parser.add_argument("--rejected-column", default="rejected")
+    parser.add_argument("--prompt-column", help="as data.prompt_column")
+    parser.add_argument("--chosen-column", help="as data.chosen_column")
+    parser.add_argument("--rejected-column", help="as data.rejected_column")
     parser.add_argument("--batch-size", type=int, default=8, help="pairs per forward (default: 8)")
     parser.add_argument("--seq-len", type=int, default=2048, help="most tokens of an answer with its prompt")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
@@ -96,7 +96,7 @@ def score(options: Namespace) -> tuple[int, int]:
         chosen_column=options.chosen_column,
         rejected_column=options.rejected_column,
     )
-    answers = zip(*(_answers(cfg, column) for column in (cfg.chosen_column, cfg.rejected_column)), strict=True)
+    answers = zip(*_answers(cfg), strict=True)
     pairs = won = 0
     with options.out.open("w") as output, torch.inference_mode():
         while batch := list(islice(answers, options.batch_size)):
@@ -109,13 +109,17 @@ def score(options: Namespace) -> tuple[int, int]:
     return pairs, won
 
 
-def _answers(cfg: PreferencesDataConfig, column: str) -> Iterator[Conversation]:
-    """Yield the conversations with the answers of a column."""
-    from components.data.sources.rows import AnswerConfig, BadRowReport, each_conversation, train_location
-    from components.data.sources.split import rows_of
+def _answers(cfg: PreferencesDataConfig) -> list[Iterator[Conversation]]:
+    """Return the conversations with the chosen answers and those with the rejected ones."""
+    from components.data.sources.preference_rows import answer_configs, each_answer
+    from components.data.sources.rows import BadRowReport, train_location
+    from components.data.sources.split import columns_at, rows_of
 
-    answers = AnswerConfig.of(cfg, column)
-    return each_conversation(answers, rows_of(answers, train_location(answers)), BadRowReport())
+    location = train_location(cfg)
+    return [
+        each_answer(answers, rows_of(answers, location), BadRowReport())
+        for answers in answer_configs(cfg, columns_at(cfg, location), location.path)
+    ]
 
 
 def _rewards(model: Any, tokenizer: Any, conversations: Iterable[Conversation], options: Namespace) -> torch.Tensor:

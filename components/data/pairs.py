@@ -15,8 +15,9 @@ from components.config.schema.data import PreferencesDataConfig
 from components.data.dataset import Dataset, Facts, ItemSequence
 from components.data.examples import IGNORED, Example
 from components.data.loading import build_dataset
-from components.data.sources.rows import AnswerConfig, Conversation
-from components.data.sources.split import SourceSplit
+from components.data.sources.preference_rows import AnswerConfig, answer_configs
+from components.data.sources.rows import Conversation
+from components.data.sources.split import SourceSplit, columns_at, location_of
 
 if TYPE_CHECKING:
     import torch
@@ -230,18 +231,21 @@ def build_pairs(
 
     Raises ConfigError if a file, column, row or split is invalid, or if no pair remains.
     """
+    location = location_of(cfg, split == "eval")
+    answers = answer_configs(cfg, columns_at(cfg, location), location.path)
     build = _build_preferences if cfg.label_column is None else _build_labeled
-    pairs = build(cfg, tokenizer, seq_len, split)
+    pairs = build(answers, tokenizer, seq_len, split)
     return pairs.to_be_packed(seq_len) if cfg.pack else pairs
 
 
 def _build_preferences(
-    cfg: PreferencesDataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Literal["train", "eval"]
+    answers: Sequence[AnswerConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    split: Literal["train", "eval"],
 ) -> PairedRows:
-    chosen, rejected = (
-        _build_answers(AnswerConfig.of(cfg, column), tokenizer, seq_len, split)
-        for column in (cfg.chosen_column, cfg.rejected_column)
-    )
+    cfg = answers[0]
+    chosen, rejected = (_build_answers(each, tokenizer, seq_len, split) for each in answers)
     before = chosen.facts.samples + chosen.facts.dropped_overlong + chosen.facts.dropped_without_target
     _check_count(cfg, rejected, before)
     index_of = {source: index for index, source in enumerate(rejected.sources.tolist())}
@@ -254,19 +258,22 @@ def _build_preferences(
 
 
 def _build_labeled(
-    cfg: PreferencesDataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Literal["train", "eval"]
+    answers: Sequence[AnswerConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    split: Literal["train", "eval"],
 ) -> PairedRows:
     import torch
 
-    answers = AnswerConfig.of(cfg, cfg.completion_column)
-    labeled = _build_answers(answers, tokenizer, seq_len, split)
+    (cfg,) = answers
+    labeled = _build_answers(cfg, tokenizer, seq_len, split)
     mismatched = _next_with_another_prompt(labeled)
     if mismatched is None:
         raise ConfigError(
             f"data.label_column={cfg.label_column}: {labeled.facts.source} has a single prompt; objective=kto compares "
             "answers with those of other prompts, add samples or raise data.eval_fraction"
         )
-    rows = SourceSplit(answers, split == "eval")
+    rows = SourceSplit(cfg, split == "eval")
     labels = [float(bool(row.is_desirable)) for row in rows if isinstance(row, Conversation)]
     _check_count(cfg, labeled, len(labels))
     kept = torch.tensor(labels, dtype=torch.float64)[torch.from_numpy(labeled.sources)]

@@ -11,10 +11,12 @@ from components.config.schema.data import (
     CustomDataConfig,
     DataConfig,
     MixtureDataConfig,
+    PreferencesDataConfig,
     RowsDataConfig,
     UnusedKeys,
 )
 from components.data.sources.files import Location, check_columns, columns_of, files_of_split, is_local
+from components.data.sources.preference_rows import answer_configs
 from components.data.sources.rows import (
     columns_optional,
     columns_wanted,
@@ -57,6 +59,8 @@ def _check_location(cfg: RowsDataConfig, location: Location) -> list[str]:
     columns = columns_of(files[0])
     if not columns:
         return [f"{location.key}={location.path}: {files[0].name} has no rows"]
+    if isinstance(cfg, PreferencesDataConfig):
+        cfg = answer_configs(cfg, columns, str(files[0]))[0]
     wanted = columns_wanted(cfg)
     problems = check_columns(wanted, columns, str(files[0]))
     if cfg.unused_keys is UnusedKeys.refuse:

@@ -161,7 +161,8 @@ def model_folders(folder: Path) -> None:
 
 
 PREFERENCES = [
-    ("objective=kto", "objective.kind=kto", "needs answers with a label", "data.label_column"),
+    ("objective=kto data.label_column=null", "objective.kind=kto", "needs answers with a label", "data.label_column"),
+    ("objective=kto", "data.label_column=label", "no such column", "it has prompt, chosen, rejected, completion, good"),
     ("data.label_column=good", "data.label_column=good", "objective.kind=dpo compares pairs", "objective=kto"),
     ("data.label_column=nope objective=kto", "data.label_column=nope", "no such column"),
     ("data.rejected_column=worse", "data.rejected_column=worse", "no such column", "rejected"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from components.config.compose.sources import conf_resolvers
 from components.config.errors import ConfigError
 from components.config.kinds import KINDS
 from components.config.schema.data import (
@@ -33,7 +34,8 @@ def option(name: str, **values: object) -> DataConfig:
     assert last_default == "_self_"
     kind = schema.removeprefix("/schema/data/").removesuffix("@_here_")
     merged = OmegaConf.merge(OmegaConf.structured(KINDS["data"][DataKind(kind)]), yaml, values)
-    return OmegaConf.to_object(merged)
+    with conf_resolvers():
+        return OmegaConf.to_object(merged)
 
 
 def errors_of(schema: type[DataConfig], **values: object) -> list[str]:

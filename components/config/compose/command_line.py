@@ -20,10 +20,10 @@ from components.config.compose.explain import no_option, override_parts
 from components.config.compose.frozen import Config, from_container
 from components.config.compose.sources import (
     Request,
+    conf_resolvers,
     config_folders,
     register_schemas,
     replaceable_kinds,
-    steps_unless_epochs,
 )
 from components.config.compose.typed import free_keys, known_keys
 from components.config.errors import ConfigError
@@ -146,7 +146,7 @@ def _let_hydra_answer(request: Request, typed_overrides: list[str]) -> None:
     options = [argument for argument in sys.argv[1:] if argument not in (*typed_overrides, "-m", "--multirun")]
     answer = main(version_base="1.3", config_path=str(request.folders[0]), config_name=request.name)
     arguments = [*request.overrides, *request.search_path, *options]
-    with replaceable_kinds(), steps_unless_epochs(), _hydra_that_raises(arguments):
+    with replaceable_kinds(), conf_resolvers(), _hydra_that_raises(arguments):
         try:
             answer(lambda cfg: None)()
         except SystemExit as end:  # --help

@@ -32,9 +32,9 @@ from components.config.compose.explain import (
 from components.config.compose.frozen import from_container
 from components.config.compose.sources import (
     Request,
+    conf_resolvers,
     option_groups,
     option_texts,
-    steps_unless_epochs,
     strict_booleans,
 )
 from components.config.compose.texts import UNSET
@@ -208,7 +208,7 @@ class _Search:
         if problem := _syntax_problem(override):
             return problem
         try:
-            with steps_unless_epochs():
+            with conf_resolvers():
                 _apply(override, cfg)
         except COMPOSITION_ERRORS as error:
             key, _, value = override_parts(override)

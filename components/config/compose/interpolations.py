@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from components.config.compose.explain import explain_resolution
-from components.config.compose.sources import steps_unless_epochs
+from components.config.compose.sources import conf_resolvers
 from components.config.secrets import variable_problem
 
 _ENV = "oc.env"
@@ -30,7 +30,7 @@ def resolve(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     container: Any = OmegaConf.to_container(cfg, resolve=False)
     problems: dict[str, str] = {}
     read: dict[str, dict[str, str]] = {}
-    with steps_unless_epochs(), _recorded_environment() as variables_read:
+    with conf_resolvers(), _recorded_environment() as variables_read:
         for key, parent, name, plain in list(_interpolations(cfg, container, "")):
             variables_read.clear()
             try:

@@ -19,12 +19,15 @@ from yaml import YAMLError
 from components.config.errors import ConfigError
 from components.config.kinds import KINDS, kinds_of
 from components.config.safe_yaml import YamlLimitError, check_expansion
+from components.config.schema.objective import ObjectiveKind
 from components.config.schema.recipes import RecipeConfig
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 """conf/ of this project; absolute, so that a copied recipe finds it."""
 _UNLESS_EPOCHS = "unless_epochs"
 """Resolver of training.max_steps: ${unless_epochs:40} is 40, or null if training.epochs is given."""
+_WITH_KTO = "with_kto"
+"""Resolver of data.label_column: ${with_kto:label} is label with objective=kto, else null."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Request:
                 strict_booleans(),
                 replaceable_kinds(),
                 initialize_config_dir(folder, job_name=self.name, version_base="1.3"),
-                steps_unless_epochs(),  # Hydra resolves the value of a key that an override adds
+                conf_resolvers(),  # Hydra resolves the value of a key that an override adds
             ):
                 return compose(self.name, overrides=[*self.search_path, *overrides])
         except OmegaConfBaseException:
@@ -63,15 +66,22 @@ class Request:
 
 
 @contextmanager
-def steps_unless_epochs() -> Iterator[None]:
-    """Resolve the default number of steps of conf/ to null within the block if its section has `epochs`."""
-    OmegaConf.register_new_resolver(
-        _UNLESS_EPOCHS, lambda steps, *, _parent_: steps if _parent_.get("epochs") is None else None, replace=True
-    )
+def conf_resolvers() -> Iterator[None]:
+    """Register the resolvers of conf/ within the block: `unless_epochs` and `with_kto`."""
+
+    def unless_epochs(steps: int, *, _parent_: DictConfig) -> int | None:
+        return steps if _parent_.get("epochs") is None else None
+
+    def with_kto(column: str, *, _root_: DictConfig) -> str | None:
+        return column if OmegaConf.select(_root_, "objective.kind") == ObjectiveKind.kto else None
+
+    OmegaConf.register_new_resolver(_UNLESS_EPOCHS, unless_epochs, replace=True)
+    OmegaConf.register_new_resolver(_WITH_KTO, with_kto, replace=True)
     try:
         yield
     finally:
         OmegaConf.clear_resolver(_UNLESS_EPOCHS)
+        OmegaConf.clear_resolver(_WITH_KTO)
 
 
 def register_schemas(name: str, schema: type[RecipeConfig]) -> None:

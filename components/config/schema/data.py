@@ -228,30 +228,34 @@ class PreferencesDataConfig(ScoredDataConfig):
 
     kind: DataKind = DataKind.preferences
     """preferences."""
-    prompt_column: str | None = "prompt"
-    """Column that holds the prompt, ignored for answers that are whole conversations; null: all of them are."""
-    chosen_column: str = "chosen"
-    """Column that holds the preferred answer, or the whole conversation with it."""
-    rejected_column: str = "rejected"
-    """Column that holds the rejected answer, or the whole conversation with it."""
+    prompt_column: str | None = None
+    """Column that holds the prompt, which answers that are whole conversations do not need; null: prompt, question,
+    instruction or input, whichever comes first and exists."""
+    system_column: str | None = None
+    """Column that holds the system message of prompts without one; null: system, if it exists."""
+    chosen_column: str | None = None
+    """Column that holds the preferred answer, or the whole conversation with it, as messages or as text in the form
+    "Human: ... Assistant: ..."; null: chosen or chosen_response."""
+    rejected_column: str | None = None
+    """Column that holds the rejected answer, or the whole conversation with it; null: rejected or rejected_response."""
     label_column: str | None = None
     """Column that holds true for a desirable answer and false for an undesirable one; null: rows are pairs."""
-    completion_column: str = "completion"
-    """Column that holds the labeled answer; used instead of chosen_column and rejected_column if label_column is
-    set."""
+    completion_column: str | None = None
+    """Column that holds the labeled answer; used instead of chosen_column and rejected_column if label_column is set;
+    null: completion or response."""
     system_prompt: str | None = None
     """System message inserted before prompts without one; null: the default of the chat template."""
 
     def _problems(self) -> list[str]:
-        columns = {"prompt_column": self.prompt_column}
-        if self.label_column is None:
-            columns |= {"chosen_column": self.chosen_column, "rejected_column": self.rejected_column}
-        else:
-            columns |= {"label_column": self.label_column, "completion_column": self.completion_column}
-        problems = RowsDataConfig._problems(self) + _name_problems(columns)
-        if self.bad_rows is not BadRows.refuse:
-            problems.append(f"data.bad_rows={self.bad_rows}: a pair needs both answers; set data.bad_rows=refuse")
-        return problems
+        return RowsDataConfig._problems(self) + _name_problems({key: getattr(self, key) for key in self.column_keys})
+
+    @property
+    def column_keys(self) -> tuple[str, ...]:
+        """Keys of the columns that are read: those of pairs, or of labeled answers."""
+        answers = ("chosen_column", "rejected_column")
+        if self.label_column is not None:
+            answers = ("completion_column", "label_column")
+        return ("prompt_column", "system_column", *answers)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,8 +30,6 @@ Message = dict[str, Any]
 
 ASSISTANT = "assistant"
 TOOL = "tool"
-_ASKING = ("user", "system")
-"""Roles of messages that belong to a prompt."""
 _OTHER_ROLES = ("developer", "function", "ipython")
 """Roles of some chat templates, passed through unchanged."""
 _FLAGS = ("train", "weight")
@@ -90,21 +88,7 @@ class LabeledText(NamedTuple):
         return None if isinstance(self.content, str) else Conversation(self.where, self.content)
 
 
-@dataclass(kw_only=True, slots=True)
-class AnswerConfig(PreferencesDataConfig):
-    """Preference data of which the answers in one column are read."""
-
-    answer_column: str
-    """One of the columns with answers."""
-
-    @classmethod
-    def of(cls, cfg: PreferencesDataConfig, answer_column: str) -> AnswerConfig:
-        """Return the config for one of the columns of `cfg`."""
-        values = {each.name: getattr(cfg, each.name) for each in fields(cfg)}
-        return cls(answer_column=answer_column, **{**values, "pack": False})  # pairs are packed, not answers
-
-
-class _BadRowError(ValueError):
+class BadRowError(ValueError):
     """Reason why a row cannot become a conversation or document."""
 
 
@@ -129,10 +113,8 @@ def columns_wanted(cfg: RowsDataConfig) -> dict[str, str]:
             columns = {"prompt_column": cfg.prompt_column, "response_column": cfg.response_column}
             return columns if cfg.input_column is None else {**columns, "input_column": cfg.input_column}
         case PreferencesDataConfig():
-            columns = {"chosen_column": cfg.chosen_column, "rejected_column": cfg.rejected_column}
-            if cfg.label_column is not None:
-                columns = {"completion_column": cfg.completion_column, "label_column": cfg.label_column}
-            return columns if cfg.prompt_column is None else {"prompt_column": cfg.prompt_column, **columns}
+            named = {key: getattr(cfg, key) for key in cfg.column_keys}
+            return {key: column for key, column in named.items() if column is not None}
         case LabelsDataConfig():
             return {"text_column": cfg.text_column, "label_column": cfg.label_column}
         case ChatDataConfig():
@@ -174,29 +156,29 @@ def each_conversation(cfg: RowsDataConfig, rows: Iterable[Row], bad: BadRowRepor
     convert: Callable[..., Conversation] = _chat_conversation
     if isinstance(cfg, SftDataConfig):
         convert = _sft_conversation
-    elif isinstance(cfg, AnswerConfig):
-        convert = _answer_conversation
-    return _each(rows, lambda row: convert(cfg, row), cfg.bad_rows, bad)
+    return each_row(rows, lambda row: convert(cfg, row), cfg.bad_rows, bad)
 
 
 def each_document(cfg: TextDataConfig, rows: Iterable[Row], bad: BadRowReport) -> Iterator[Document]:
     """Convert rows to documents, like `each_conversation`."""
     column = cfg.text_column
-    return _each(rows, lambda row: Document(row.where, _text(row.values, "text_column", column)), cfg.bad_rows, bad)
+    return each_row(
+        rows, lambda row: Document(row.where, text_value(row.values, "text_column", column)), cfg.bad_rows, bad
+    )
 
 
 def each_labeled_text(cfg: LabelsDataConfig, rows: Iterable[Row], bad: BadRowReport) -> Iterator[LabeledText]:
     """Convert rows to labeled texts, like `each_conversation`."""
-    return _each(rows, lambda row: _labeled_text(cfg, row), cfg.bad_rows, bad)
+    return each_row(rows, lambda row: _labeled_text(cfg, row), cfg.bad_rows, bad)
 
 
-def _each(
+def each_row(
     rows: Iterable[Row], convert: Callable[[Row], Sample], bad_rows: BadRows, bad: BadRowReport
 ) -> Iterator[Sample]:
     for row in rows:
         try:
             sample = convert(row)
-        except _BadRowError as error:
+        except BadRowError as error:
             bad.count += 1
             bad.messages += [f"{row.where}: {error}"] if bad.count <= _LISTED else []
             continue
@@ -212,10 +194,10 @@ def _each(
 
 def _sft_conversation(cfg: SftDataConfig, row: Row) -> Conversation:
     values = row.values
-    prompt = _text(values, "prompt_column", cfg.prompt_column)
-    response = _text(values, "response_column", cfg.response_column)
+    prompt = text_value(values, "prompt_column", cfg.prompt_column)
+    response = text_value(values, "response_column", cfg.response_column)
     if cfg.input_column is not None and values.get(cfg.input_column):
-        prompt += "\n\n" + _text(values, "input_column", cfg.input_column)
+        prompt += "\n\n" + text_value(values, "input_column", cfg.input_column)
     messages: list[Message] = []
     if cfg.system_prompt is not None:
         messages.append({"role": "system", "content": cfg.system_prompt})
@@ -224,59 +206,12 @@ def _sft_conversation(cfg: SftDataConfig, row: Row) -> Conversation:
     return Conversation(row.where, messages)
 
 
-def _answer_conversation(cfg: AnswerConfig, row: Row) -> Conversation:
-    """Return a prompt with one of its answers, which alone has a loss.
-
-    The prompt is the prompt column and the answer the answer column. If the answer is a whole conversation, the answer
-    is what follows the messages that it shares with the other answer of the row, or its last turn if there is no other.
-    """
-    label = None if cfg.label_column is None else _label(row.values, cfg.label_column)
-    answer = _answer(cfg, row.values, cfg.answer_column)
-    if cfg.label_column is None:
-        column = cfg.rejected_column if cfg.answer_column == cfg.chosen_column else cfg.chosen_column
-        other = _answer(cfg, row.values, column)
-        if other == answer:
-            raise _BadRowError(f"data.chosen_column={cfg.chosen_column}: is equal to {cfg.rejected_column!r}")
-        pairs = zip(answer, other, strict=False)
-        start = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(answer), len(other)))
-    else:
-        start = 1 + max((i for i, message in enumerate(answer) if message["role"] in _ASKING), default=-1)
-    rest = answer[start:]
-    if start == 0 or not rest or rest[0]["role"] != ASSISTANT or rest[-1]["role"] != ASSISTANT:
-        raise _BadRowError(
-            f"{cfg.answer_column!r} needs an answer of the assistant to a prompt, in this column or in "
-            f"data.prompt_column={cfg.prompt_column}, that the answers of the row share"
-        )
-    if cfg.system_prompt is not None and answer[0]["role"] != "system":
-        answer, start = [{"role": "system", "content": cfg.system_prompt}, *answer], start + 1
-    untrained = frozenset(i for i, message in enumerate(answer[:start]) if message["role"] == ASSISTANT)
-    return Conversation(row.where, answer, untrained=untrained, is_desirable=label)
-
-
-def _answer(cfg: AnswerConfig, values: dict[str, Any], column: str) -> list[Message]:
-    """Return the conversation with the answer of a column."""
-    key = "chosen_column" if column == cfg.chosen_column else "rejected_column"
-    key = key if cfg.label_column is None else "completion_column"
-    if isinstance(values.get(column), list):
-        answer = _messages(values[column], column)
-        if any(message["role"] in _ASKING for message in answer):
-            return answer
-    else:
-        answer = [{"role": ASSISTANT, "content": _text(values, key, column)}]
-    if cfg.prompt_column is None:
-        raise _BadRowError(f"data.prompt_column=null: {column!r} holds no whole conversation; set data.prompt_column")
-    prompt = values.get(cfg.prompt_column)
-    if isinstance(prompt, list):
-        return [*_messages(prompt, cfg.prompt_column), *answer]
-    return [{"role": "user", "content": _text(values, "prompt_column", cfg.prompt_column)}, *answer]
-
-
 def _labeled_text(cfg: LabelsDataConfig, row: Row) -> LabeledText:
     content = row.values.get(cfg.text_column)
     if isinstance(content, list) and content:
-        content = _messages(content, cfg.text_column)
+        content = messages_of(content, cfg.text_column)
     else:
-        content = _text(row.values, "text_column", cfg.text_column)
+        content = text_value(row.values, "text_column", cfg.text_column)
     return LabeledText(row.where, content, _label_index(cfg, row.values))
 
 
@@ -293,59 +228,50 @@ def _label_index(cfg: LabelsDataConfig, values: dict[str, Any]) -> int:
     missing = "" if cfg.label_column in values else " (the key is missing)"
     rule = f"a number from 0 to {len(cfg.labels) - 1}" + (f", or one of {', '.join(names)}" if names else "")
     key = "label_names" if names else "num_labels"
-    raise _BadRowError(
-        f"data.label_column={cfg.label_column}: holds {_kind(value)}{missing}; must be {rule} (data.{key})"
+    raise BadRowError(
+        f"data.label_column={cfg.label_column}: holds {kind_of(value)}{missing}; must be {rule} (data.{key})"
     )
 
 
-def _messages(turns: list[Any], column: str) -> list[Message]:
+def messages_of(turns: list[Any], column: str) -> list[Message]:
     """Return a list of messages with the keys role and content."""
     keys, messages = ChatDataConfig(path=column), []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):
-            raise _BadRowError(f"message {number} of {column!r} is {_kind(turn)}, not an object")
+            raise BadRowError(f"message {number} of {column!r} is {kind_of(turn)}, not an object")
         try:
             messages.append(_message(keys, turn))
-        except _BadRowError as error:
-            raise _BadRowError(f"message {number} of {column!r} {error}") from error
+        except BadRowError as error:
+            raise BadRowError(f"message {number} of {column!r} {error}") from error
     return messages
-
-
-def _label(values: dict[str, Any], column: str) -> bool:
-    value = values.get(column)
-    if isinstance(value, str):  # CSV has text only
-        value = {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
-    if value not in (True, False):  # 1 and 0 are equal to these
-        raise _BadRowError(f"data.label_column={column}: holds {_kind(value)}; must be true, false, 1 or 0")
-    return bool(value)
 
 
 def _chat_conversation(cfg: ChatDataConfig, row: Row) -> Conversation:
     column = cfg.messages_column
     turns = row.values.get(column)
     if not isinstance(turns, list):
-        raise _BadRowError(f"data.messages_column={column}: holds {_kind(turns)}, not a list of messages")
+        raise BadRowError(f"data.messages_column={column}: holds {kind_of(turns)}, not a list of messages")
     messages: list[Message] = []
     untrained = set()
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):
-            raise _BadRowError(f"message {number} of {column!r} is {_kind(turn)}, not an object")
+            raise BadRowError(f"message {number} of {column!r} is {kind_of(turn)}, not an object")
         try:
             messages.append(_message(cfg, turn))
             is_trained = _is_trained(turn, messages[-1]["role"])
-        except _BadRowError as error:
-            raise _BadRowError(f"message {number} of {column!r} {error}") from error
+        except BadRowError as error:
+            raise BadRowError(f"message {number} of {column!r} {error}") from error
         if not is_trained and messages[-1]["role"] == ASSISTANT:
             untrained.add(number - 1)
     if not messages or messages[0]["role"] == ASSISTANT or all(m["role"] != ASSISTANT for m in messages):
-        raise _BadRowError(f"{column!r} needs a message with the role {cfg.assistant_role!r} after another message")
+        raise BadRowError(f"{column!r} needs a message with the role {cfg.assistant_role!r} after another message")
     # An empty list becomes None, because some templates render a tools section even for an empty list.
     tools = _decoded(row.values, "tools_column", cfg.tools_column, list) or None
     if tools is not None and not all(isinstance(tool, dict) for tool in tools):
-        raise _BadRowError(f"data.tools_column={cfg.tools_column}: holds a list with entries other than objects")
+        raise BadRowError(f"data.tools_column={cfg.tools_column}: holds a list with entries other than objects")
     kwargs = _decoded(row.values, "template_kwargs_column", cfg.template_kwargs_column, dict) or {}
     if reserved := sorted(_RENDER_ARGUMENTS & kwargs.keys()):
-        raise _BadRowError(
+        raise BadRowError(
             f"data.template_kwargs_column={cfg.template_kwargs_column}: {reserved[0]} is an argument of "
             "apply_chat_template, not a template variable; remove it"
         )
@@ -358,7 +284,7 @@ def _message(cfg: ChatDataConfig, turn: dict[str, Any]) -> Message:
     roles |= {role: role for role in _OTHER_ROLES if role not in roles}
     given = turn.get(cfg.role_key)
     if not isinstance(given, str) or given not in roles:
-        raise _BadRowError(
+        raise BadRowError(
             f"has the role {given!r} (data.role_key={cfg.role_key}), which is not one of {', '.join(roles)}; set "
             "data.user_role, data.assistant_role, data.system_role or data.tool_role"
         )
@@ -367,15 +293,15 @@ def _message(cfg: ChatDataConfig, turn: dict[str, Any]) -> Message:
     rest = {key: value for key, value in turn.items() if key not in (*renamed, *_FLAGS)}
     for key, name in renamed.items():
         if name in rest:
-            raise _BadRowError(f"has both {key!r} and {name!r}; remove one of them")
+            raise BadRowError(f"has both {key!r} and {name!r}; remove one of them")
     calls = rest.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise _BadRowError(f"has tool_calls that are {_kind(calls)}, not a list of objects")
+        raise BadRowError(f"has tool_calls that are {kind_of(calls)}, not a list of objects")
     message = {"role": role, "content": turn.get(cfg.content_key), **rest}
     try:
         _check_content(message, turn, cfg.content_key)
-    except _BadRowError as error:
-        raise _BadRowError(f"(role {given}): {error}") from error
+    except BadRowError as error:
+        raise BadRowError(f"(role {given}): {error}") from error
     return {key: value for key, value in message.items() if value is not None}
 
 
@@ -387,28 +313,28 @@ def _check_content(message: Message, turn: dict[str, Any], key: str) -> None:
     if isinstance(content, list):
         for part in content:
             if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                raise _BadRowError(f"data.content_key={key}: holds the part {part!r:.60}; only text is supported")
+                raise BadRowError(f"data.content_key={key}: holds the part {part!r:.60}; only text is supported")
         content = text_of(content)
     if role == ASSISTANT and message.get("tool_calls") and content in (None, ""):
         return
-    _text({key: content} if key in turn else {}, "content_key", key)
+    text_value({key: content} if key in turn else {}, "content_key", key)
 
 
 def _is_trained(turn: dict[str, Any], role: str) -> bool:
     """Return whether the flags of a message keep its loss.
 
-    Raises _BadRowError if the flags are invalid or contradict each other or the role.
+    Raises BadRowError if the flags are invalid or contradict each other or the role.
     """
     flags = {key: turn[key] for key in _FLAGS if turn.get(key) is not None}
     for key, value in flags.items():
         if value not in (0, 1):
-            raise _BadRowError(
+            raise BadRowError(
                 f"has {key}={value!r}; must be true, false, 0 or 1, because messages cannot have fractional weights"
             )
         if value and role != ASSISTANT:
-            raise _BadRowError(f"has {key}={value!r} and the role {role!r}; only the assistant's messages have a loss")
+            raise BadRowError(f"has {key}={value!r} and the role {role!r}; only the assistant's messages have a loss")
     if len(set(map(bool, flags.values()))) > 1:
-        raise _BadRowError(
+        raise BadRowError(
             f"has train={turn['train']!r} and weight={turn['weight']!r}, which contradict each other; remove one"
         )
     return all(flags.values())
@@ -421,9 +347,9 @@ def _decoded(values: dict[str, Any], key: str, name: str | None, kind: type) -> 
         try:
             value = json.loads(value) if value.strip() else None
         except ValueError as error:
-            raise _BadRowError(f"data.{key}={name}: holds text that is not JSON ({error})") from error
+            raise BadRowError(f"data.{key}={name}: holds text that is not JSON ({error})") from error
     if value is not None and not isinstance(value, kind):
-        raise _BadRowError(f"data.{key}={name}: holds {_kind(value)}, not {'a list' if kind is list else 'an object'}")
+        raise BadRowError(f"data.{key}={name}: holds {kind_of(value)}, not {'a list' if kind is list else 'an object'}")
     return value
 
 
@@ -438,15 +364,15 @@ def text_of(content: Any) -> str:
     return json.dumps(content, ensure_ascii=False)
 
 
-def _text(values: dict[str, Any], key: str, name: str) -> str:
+def text_value(values: dict[str, Any], key: str, name: str) -> str:
     value = values.get(name)
     if not isinstance(value, str):
         missing = "" if name in values else " (the key is missing)"
-        raise _BadRowError(f"data.{key}={name}: holds {_kind(value)}, not text{missing}")
+        raise BadRowError(f"data.{key}={name}: holds {kind_of(value)}, not text{missing}")
     if not value.strip():
-        raise _BadRowError(f"data.{key}={name}: is empty")
+        raise BadRowError(f"data.{key}={name}: is empty")
     return value
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     return "null" if value is None else f"{type(value).__name__} {value!r:.40}"

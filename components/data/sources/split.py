@@ -38,6 +38,7 @@ from components.data.sources.files import (
     readable,
 )
 from components.data.sources.hub_rows import hub_columns, hub_files, hub_rows
+from components.data.sources.preference_rows import AnswerConfig, each_answer
 from components.data.sources.rows import (
     ASSISTANT,
     BadRowReport,
@@ -157,6 +158,8 @@ class SourceSplit:
             return each_document(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, LabelsDataConfig):
             return each_labeled_text(self._cfg, self._rows(self._cfg), bad)
+        if isinstance(self._cfg, AnswerConfig):
+            return each_answer(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, RowsDataConfig):
             return each_conversation(self._cfg, self._rows(self._cfg), bad)
         if isinstance(self._cfg, DocsDataConfig):
@@ -275,6 +278,15 @@ def describe(cfg: DataConfig, is_eval: bool) -> str:
     else:
         source = f"{cfg.factory if isinstance(cfg, CustomDataConfig) else cfg.kind} ({split})"
     return f"held out of {source}" if is_eval and held_out_by_hash(cfg) else source
+
+
+def columns_at(cfg: RowsDataConfig, location: Location) -> list[str]:
+    """Return the columns of the rows at a location. Raises ConfigError if there are no rows."""
+    if not is_local(location.path):
+        return hub_columns(location, cfg.subset, cfg.revision)
+    if columns := columns_of(files_of_split(location)[0]):
+        return columns
+    raise ConfigError(f"{location.key}={location.path}: has no rows; set {location.key} to a source with rows")
 
 
 def rows_of(cfg: RowsDataConfig, location: Location) -> Iterator[Row]:
