@@ -61,8 +61,7 @@ TIME_LIMIT = ("cluster.time=1", "cluster.signal_lead_seconds=30", "training.max_
 
 
 def in_a_step(run: Path, draw: random.Random) -> None:
-    step = draw.randrange(1, STEPS // 2)
-    until(lambda: _lines(run, "loss") >= step, lambda: log_of(run))
+    await_step(run, draw.randrange(1, STEPS // 2))
 
 
 def in_an_evaluation(run: Path, draw: random.Random) -> None:
@@ -93,6 +92,11 @@ def _stop(
         kind(login, submission.job)
 
     return stop
+
+
+def await_step(run: Path, step: int) -> None:
+    """Wait until a run has logged this many steps."""
+    until(lambda: _lines(run, "loss") >= step, lambda: log_of(run))
 
 
 def _lines(run: Path, key: str) -> int:
