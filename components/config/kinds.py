@@ -1,4 +1,4 @@
-"""Registry of the kinds of each section, used by composition, typing and error messages.
+"""The kinds of each section, for composition, typing and error messages.
 
 A section with kinds is a base dataclass with a field `kind` and one subclass per kind. To add a kind, add a member to
 the section's enum, a subclass in schema/, a line in `KINDS`, and an option conf/SECTION/NAME.yaml that begins with

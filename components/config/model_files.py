@@ -53,6 +53,11 @@ def check_weights(path: str, key: str = "model.path") -> list[str]:
         return []
     folder = Path(files.name_or_folder)
     if not (folder / "config.json").is_file():
+        exported = folder / "export"
+        if (exported / "config.json").is_file():
+            return [
+                f"{key}={path}: is the directory of a run; give the model that it exported, {path.rstrip('/')}/export"
+            ]
         return [f"{key}={path}: the folder has no config.json; give the folder of a Hugging Face model"]
     if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_PATTERNS):
         return [

@@ -196,7 +196,8 @@ DISTILLATION = [
     ("teacher.path=owner/name model.loss=logits", "model.loss=logits", "model.loss=chunked"),
     ("teacher.path=owner/name objective.temperature=0", "objective.temperature=0", "greater than 0"),
     ("teacher.path=owner/name objective.cross_entropy_weight=1", "objective.cross_entropy_weight=1", "finetune.py"),
-    ("teacher.path=owner/name objective=dpo", "objective=dpo", "choose another option"),
+    ("teacher.path=owner/name objective=dpo", "objective=dpo", "use recipes/dpo.py, or choose another option"),
+    ("teacher.path=run", "teacher.path=run: is the directory of a run; give the model that it exported, run/export"),
     ("teacher.path=small", "teacher.path=small", "200 entries, fewer than the student's 264"),
 ]
 
@@ -207,6 +208,8 @@ def test_invalid_distillation_is_rejected_in_one_sentence(
 ) -> None:
     distill = placeholder_recipe(tmp_path, "distill", "DistillConfig")
     (tmp_path / "bare").mkdir()
+    (tmp_path / "run" / "export").mkdir(parents=True)
+    (tmp_path / "run" / "export" / "config.json").write_text("{}")
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 200}))
     (tmp_path / "small" / "model.safetensors").write_bytes(b"")

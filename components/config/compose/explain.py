@@ -203,7 +203,10 @@ def explain_file(error: Exception, keys: list[str], groups: dict[str, list[str]]
     """
     if rejected := REJECTED_KIND.search(str(error)):
         where = chosen.replace("/", "=", 1) if chosen else rejected["section"]
-        return f"{where}: has kind {rejected['kind']}, which this recipe does not accept; choose another option"
+        kinds = {str(kind): each for kind, each in KINDS[rejected["section"]].items()}
+        recipe = getattr(kinds[rejected["kind"]], "recipe", None)
+        rule = f"use {recipe}, or choose another option" if recipe else "choose another option"
+        return f"{where}: has kind {rejected['kind']}, which this recipe does not accept; {rule}"
     if broken := NOT_YAML.search(str(error)):
         return f"{broken['file']}, line {broken['line']}: is not valid YAML: {broken['what']}"
     if requested := NO_OPTION.search(str(error)) or NO_GROUP.search(str(error)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 from components.config.schema.checks import above, at_least, own_kind, raise_all
 
@@ -26,6 +27,8 @@ class ObjectiveKind(StrEnum):
 class ObjectiveConfig:
     """Base of every objective. A recipe accepts the kinds that the annotation of its config field admits."""
 
+    recipe: ClassVar[str]
+    """The recipe that trains with it, for error messages."""
     kind: ObjectiveKind
     """Selects one of the subclasses below."""
 
@@ -40,6 +43,7 @@ class ObjectiveConfig:
 class NextTokenConfig(ObjectiveConfig):
     """Cross-entropy of the next token. The held-out loss is always the plain cross-entropy, without the terms below."""
 
+    recipe: ClassVar[str] = "recipes/finetune.py"
     kind: ObjectiveKind = ObjectiveKind.next_token
     """next_token."""
     label_smoothing: float = 0.0
@@ -73,6 +77,7 @@ class DistillationConfig(ObjectiveConfig):
     """Distillation of a teacher (Hinton et al. 2015): (1 - cross_entropy_weight) x temperature^2 x divergence +
     cross_entropy_weight x cross-entropy, averaged over target tokens."""
 
+    recipe: ClassVar[str] = "recipes/distill.py"
     kind: ObjectiveKind = ObjectiveKind.distillation
     """distillation."""
     divergence: Divergence = Divergence.forward_kl
@@ -96,6 +101,7 @@ class DistillationConfig(ObjectiveConfig):
 class PreferenceConfig(ObjectiveConfig):
     """Base of the objectives of recipes/dpo.py, which compare answers."""
 
+    recipe: ClassVar[str] = "recipes/dpo.py"
     beta: float = 0.1
     """Scale of the rewards, greater than 0. Its meaning differs between the kinds: see each of them."""
 
@@ -212,6 +218,8 @@ class KTOConfig(PreferenceConfig):
 @dataclass(kw_only=True, slots=True)
 class ScoreConfig(ObjectiveConfig):
     """Base of the objectives of recipes/classify.py, whose model has a score head instead of an LM head."""
+
+    recipe: ClassVar[str] = "recipes/classify.py"
 
 
 @dataclass(kw_only=True, slots=True)
