@@ -1,7 +1,7 @@
 """Streaming writer of safetensors files: tensors are written in blocks, so that none must fit in memory.
 
-Used for exports, adapters and the token cache. safetensors' `save_file` writes the same bytes, but from memory.
-Checkpoints use the writer of torch.distributed.checkpoint.
+Used for exports, adapters, the token cache and stored teachers. safetensors' `save_file` writes the same bytes, but
+from memory. Checkpoints use the writer of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -55,6 +55,20 @@ class SafetensorsWriter:
             self._file.write(block)
         if self._file.tell() != start + size:
             raise ValueError(f"{name}: got {self._file.tell() - start} bytes, expected {size}")
+
+    def write_part(self, name: str, begin: int, part: bytes | memoryview) -> None:
+        """Write a part of a tensor from its byte `begin` on. The caller writes all parts of all tensors.
+
+        Raises:
+            OSError: The file could not be written.
+            ValueError: The part does not end within the declared tensor.
+        """
+        if begin + len(part) > self._entries[name].bytes:
+            raise ValueError(
+                f"{name}: bytes {begin} to {begin + len(part)} are not within its {self._entries[name].bytes}"
+            )
+        self._file.seek(self._header_bytes + self._offsets[name] + begin)
+        self._file.write(part)
 
     def replace_metadata(self, metadata: Mapping[str, str]) -> None:
         """Write the header again with other metadata. Raises OSError, or ValueError if the header's length changes."""

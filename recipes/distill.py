@@ -7,9 +7,12 @@ python recipes/distill.py teacher.path=T objective.divergence=reverse_kl objecti
 python recipes/distill.py teacher.path=T objective.cross_entropy_weight=0.5             # half of the loss from the data
 python recipes/distill.py teacher.path=T parallelism=fsdp2_tp2 cluster=local_4proc      # another mesh, the same curve
 
-The teacher runs in every step on the student's mesh. Logged metrics are means over target tokens: "divergence" of the
-student's distribution from the teacher's, and "cross_entropy" and "teacher_cross_entropy" of the data's targets under
-the two models.
+python scripts/teacher.py teacher.path=T run.dir=outputs/teacher/mine                   # run the teacher once, and then
+python recipes/distill.py teacher.stored=outputs/teacher/mine                           # train students without it
+
+The teacher runs in every step on the student's mesh, unless its most likely tokens were stored before. Logged metrics
+are means over target tokens: "divergence" of the student's distribution from the teacher's, and "cross_entropy" and
+"teacher_cross_entropy" of the data's targets under the two models.
 """
 
 from __future__ import annotations
@@ -28,11 +31,15 @@ def main(cfg: DistillConfig) -> None:
         distillation = training.build_distillation(cfg, run, student, tokenizer)  # loads the teacher
         optimizer = training.build_optimizer(student, cfg.optimizer)
 
-        texts = {}
+        texts, stored = {}, {}
         for split in ("train", "eval"):
             texts[split] = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split=split)
-        batches = data.TrainBatches(texts["train"], run.plan, seed=cfg.run.seed, fingerprint=texts["train"].fingerprint)
-        held_out = data.EvalBatches(texts["eval"], run.plan)
+            stored[split] = distillation.stored_values(texts[split], split)  # None if the teacher runs in every step
+        identity, values = texts["train"].fingerprint, stored["train"]
+        batches = data.TrainBatches(
+            texts["train"], run.plan, seed=cfg.run.seed, fingerprint=identity, token_values=values
+        )
+        held_out = data.EvalBatches(texts["eval"], run.plan, stored["eval"])
 
         run.begin(student, optimizer, batches, held_out)
         training.check_kernels(student, cfg.model, batches.at, run)

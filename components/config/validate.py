@@ -31,6 +31,7 @@ from components.config.rules.run_rules import (
     profile_problems,
 )
 from components.config.schema.checkpoint import CheckpointConfig
+from components.config.schema.model import TeacherConfig
 from components.config.schema.objective import DistillationConfig, PreferenceConfig, ScoreConfig
 from components.config.schema.optimizer import OptimizerConfig
 from components.config.schema.parallelism import MeshShape
@@ -84,7 +85,7 @@ def validate(cfg: RecipeConfig, world_size: int | None, shape: ModelShape | None
     if scores is not None:
         problems += score_problems(scores, cfg.data, model, cfg.generation)
     if section(cfg, DistillationConfig) is not None:
-        problems += distillation_problems(model)
+        problems += distillation_problems(model, section(cfg, TeacherConfig), training)
     problems += rope_problems(model, shape)
     problems += compile_problems(model, parallelism, mesh, shape)
     problems += loss_problems(model, parallelism, mesh, device)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from components import lazy
 
 if TYPE_CHECKING:
-    from components.data.batches import BatchPlan, EvalBatches, Padding, TrainBatches, collate
+    from components.data.batches import BatchPlan, EvalBatches, Padding, TokenValues, TrainBatches, collate
     from components.data.dataset import Dataset, Facts, HasPrompts, sample_prompts
     from components.data.examples import IGNORED, Example, PackedRow, encode_conversations, render_example
     from components.data.labels import LabeledTexts, ScoredPairs, build_scored, scored_example

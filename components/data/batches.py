@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from components.config.errors import ConfigError
 from components.config.schema.training import TrainingConfig
@@ -28,6 +30,13 @@ Rows = Dataset | PackedDataset | MixtureDataset | PairedRows | PackedPairs
 
 CUDA_ROUNDING = 128
 """Multiple to which the length of unpacked rows is rounded up on a GPU."""
+
+
+class TokenValues(Protocol):
+    """Values of the target tokens of a dataset's rows, such as a teacher's most likely tokens."""
+
+    def of_row(self, index: int) -> Mapping[str, np.ndarray]:
+        """Return the values by name, each (targets of the row, ...); they become `Batch.token_values`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,15 +212,18 @@ class TrainBatches:
         *,
         seed: int,
         fingerprint: str = "",
+        token_values: TokenValues | None = None,
     ) -> None:
         """Start at sample 0 of the order of `seed`.
 
         Args:
             fingerprint: `Dataset.fingerprint`, compared on resume; empty: a resume compares only the number of samples.
+            token_values: Values of the target tokens of the dataset's rows, for `Batch.token_values`; None: none.
         """
         self.dataset = dataset
         """Dataset that the order indexes."""
         self._fingerprint = fingerprint
+        self._token_values = token_values
         self._plan = plan
         self._padding = plan.padding.of(dataset)
         if isinstance(dataset, MixtureDataset):
@@ -296,9 +308,12 @@ class TrainBatches:
         plan = self._plan
         count = plan.size_of(step) // plan.dp_size
         indices = self._order.indices(sample + plan.dp_rank * count, count)
-        rows = [self.dataset[index] for index in indices]
         size = plan.micro_batch_size
-        batches = [collate(rows[i : i + size], self._padding) for i in range(0, len(rows), size)]
+        parts = [indices[i : i + size] for i in range(0, len(indices), size)]
+        batches = [collate([self.dataset[index] for index in part], self._padding) for part in parts]
+        if self._token_values is not None:
+            values = [[self._token_values.of_row(index) for index in part] for part in parts]
+            batches = [_with_token_values(*each) for each in zip(batches, values, strict=True)]
         length = plan.length_of(step)
         if length is None:
             return batches
@@ -314,10 +329,12 @@ class EvalBatches:
     ignored and add nothing to loss sums.
     """
 
-    def __init__(self, dataset: Sequence[Row], plan: BatchPlan) -> None:
+    def __init__(self, dataset: Sequence[Row], plan: BatchPlan, token_values: TokenValues | None = None) -> None:
+        """`token_values`: values of the target tokens of the dataset's rows; None: none."""
         self.dataset = dataset
         """Held-out dataset."""
         self._plan = plan
+        self._token_values = token_values
 
     @property
     def facts(self) -> Facts | MixtureFacts | str:
@@ -331,8 +348,13 @@ class EvalBatches:
         rows_at_once = size * plan.dp_size
         for number in range(-(-len(dataset) // rows_at_once)):
             start = number * rows_at_once + plan.dp_rank * size
-            rows = [dataset[i] if i < len(dataset) else empty for i in range(start, start + size)]
-            yield collate(rows, padding)
+            indices = range(start, start + size)
+            batch = collate([dataset[i] if i < len(dataset) else empty for i in indices], padding)
+            if self._token_values is not None:
+                of_none = {name: each[:0] for name, each in self._token_values.of_row(0).items()}
+                values = [self._token_values.of_row(i) if i < len(dataset) else of_none for i in indices]
+                batch = _with_token_values(batch, values)
+            yield batch
 
 
 def collate(rows: Sequence[Row], padding: Padding) -> Batch:
@@ -352,6 +374,19 @@ def collate(rows: Sequence[Row], padding: Padding) -> Batch:
     names = pairs[0].values
     values = {name: [value for pair in pairs for value in pair.values[name]] for name in names}
     return replace(batch, rows={name: torch.tensor(each, dtype=torch.float64) for name, each in values.items()})
+
+
+def _with_token_values(batch: Batch, rows: Sequence[Mapping[str, np.ndarray]]) -> Batch:
+    """Return a batch with the values of the targets of its rows, and zeros at positions without a target."""
+    import torch
+
+    is_target = (batch.targets != IGNORED).numpy()  # (rows, seq)
+    token_values = {}
+    for name, first in rows[0].items():
+        values = np.zeros((*is_target.shape, *first.shape[1:]), first.dtype)
+        values[is_target] = np.concatenate([row[name] for row in rows])  # row by row, as a mask selects
+        token_values[name] = torch.from_numpy(values)
+    return replace(batch, token_values=token_values)
 
 
 def _collate_packed_pairs(rows: Sequence[PackedPairRow], padding: Padding) -> Batch:

@@ -128,7 +128,7 @@ class StoredColumn:
     Processes share the page cache either way.
     """
 
-    def __init__(self, file: _OpenFile, dtype: type[np.generic], offset: int, length: int) -> None:
+    def __init__(self, file: OpenFile, dtype: type[np.generic], offset: int, length: int) -> None:
         self.dtype = np.dtype(dtype)
         self._file, self._offset, self._length = file, offset, length
 
@@ -179,7 +179,7 @@ def read_tokens(file: Path) -> tuple[Tokens, str] | None:
     Returns None if the file does not exist or is damaged; damage is logged.
     """
     try:
-        content = _OpenFile(file)
+        content = OpenFile(file)
         size = int.from_bytes(content.read(8, 0), "little")
         header = json.loads(content.read(size, 8)) if size < content.size else {}
         columns: dict[str, StoredColumn] = {}
@@ -224,11 +224,14 @@ def remove_expired(folder: Path, seconds: float) -> None:
                 file.unlink()
 
 
-class _OpenFile:
+class OpenFile:
     """Read-only file that is closed when the last reference to it is gone."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(
+        self, path: Path, kind: str = "token cache", remedy: str = "start the run again, which rebuilds it"
+    ) -> None:
+        """`kind`, `remedy`: What the file is and what to do if it is damaged, for messages."""
+        self._path, self._kind, self._remedy = path, kind, remedy
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
@@ -246,12 +249,12 @@ class _OpenFile:
             try:
                 count = os.preadv(self._descriptor, [buffer[filled:]], offset + filled)
             except OSError as error:
-                raise OSError(error.errno, f"token cache: {error.strerror}", str(self._path)) from error
+                raise OSError(error.errno, f"{self._kind}: {error.strerror}", str(self._path)) from error
             if count == 0:
                 raise OSError(
                     errno.EIO,
-                    f"token cache truncated: it has {offset + filled:,} bytes, at least {offset + len(buffer):,} were "
-                    "written; start the run again, which rebuilds it",
+                    f"{self._kind} truncated: it has {offset + filled:,} bytes, at least {offset + len(buffer):,} were "
+                    f"written; {self._remedy}",
                     str(self._path),
                 )
             filled += count

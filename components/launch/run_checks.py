@@ -11,14 +11,16 @@ from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.model_files import check_weights, locate
-from components.config.rules.compute_rules import vocabulary_problem
-from components.config.schema.model import CausalLMConfig, TeacherConfig, WeightInit
+from components.config.rules.compute_rules import top_k_problem, vocabulary_problem
+from components.config.schema.model import CausalLMConfig, TeacherConfig, TopKTeacherConfig, WeightInit
+from components.config.schema.objective import DistillationConfig
 from components.config.schema.optimizer import CustomOptimizerConfig
 from components.config.schema.parallelism import AXES
 from components.config.schema.recipes import RecipeConfig, named_models, section
 from components.config.schema.training import EvaluationConfig
 from components.config.secrets import secret_problems
 from components.config.shape import ModelShape, read_shape
+from components.config.teacher_files import check_stored_teacher
 from components.config.validate import validate
 from components.data.preflight import check_files
 
@@ -85,20 +87,25 @@ def _model_problems(cfg: RecipeConfig) -> list[str]:
     problems = []
     if cfg.model.path is not None and cfg.model.init == WeightInit.pretrained:
         problems += check_weights(cfg.model.path)
-    if (teacher := section(cfg, TeacherConfig)) is not None:
+    if (teacher := section(cfg, TeacherConfig)) is not None and teacher.path is not None:
         problems += check_weights(teacher.path, "teacher.path")
     return problems
 
 
 def _teacher_problems(cfg: RecipeConfig, student: ModelShape) -> list[str]:
-    """Check that the teacher's vocabulary is at least as large as the student's, where both can be read."""
-    teacher = section(cfg, TeacherConfig)
+    """Check the teacher's vocabulary against the student's where both can be read, and the files of a stored one."""
+    teacher, objective = section(cfg, TeacherConfig), section(cfg, DistillationConfig)
     if teacher is None:
         return []
+    if teacher.stored is not None and objective is not None:
+        return check_stored_teacher(teacher.stored, objective.temperature, student.vocab)
+    problems = []
+    if isinstance(teacher, TopKTeacherConfig) and student.vocab is not None and teacher.top_k > student.vocab:
+        problems.append(top_k_problem(teacher.top_k, student.vocab))
     size = read_shape(CausalLMConfig(path=teacher.path)).vocab
-    if size is None or student.vocab is None or size >= student.vocab:
-        return []
-    return [vocabulary_problem(teacher.path, size, student.vocab)]
+    if teacher.path is not None and size is not None and student.vocab is not None and size < student.vocab:
+        problems.append(vocabulary_problem(teacher.path, size, student.vocab))
+    return problems
 
 
 def _checkpoint_problems(cfg: RecipeConfig) -> list[str]:

@@ -11,8 +11,10 @@ from components.config.schema.model import (
     LossMethod,
     ModelConfig,
     RopeType,
+    TeacherConfig,
 )
 from components.config.schema.parallelism import SPLIT_BACKWARD, ActivationCheckpointing, MeshShape, ParallelismConfig
+from components.config.schema.training import TrainingConfig
 from components.config.shape import ModelShape
 
 
@@ -36,14 +38,23 @@ def compile_problems(
     return problems
 
 
-def distillation_problems(model: ModelConfig) -> list[str]:
+def distillation_problems(
+    model: ModelConfig, teacher: TeacherConfig | None, training: TrainingConfig | None
+) -> list[str]:
     """Return the problems of distillation, which computes the logits of student and teacher in the same chunks."""
-    if model.loss in (LossMethod.auto, LossMethod.chunked):
-        return []
-    return [
-        f"model.loss={model.loss}: distillation computes the logits of student and teacher a chunk of tokens at a "
-        "time; set model.loss=chunked"
-    ]
+    problems = []
+    if model.loss not in (LossMethod.auto, LossMethod.chunked):
+        problems.append(
+            f"model.loss={model.loss}: distillation computes the logits of student and teacher a chunk of tokens at a "
+            "time; set model.loss=chunked"
+        )
+    if teacher is not None and teacher.stored is not None and training is not None and training.seq_len_ramp:
+        problems.append(
+            f"training.seq_len_ramp={training.seq_len_ramp}: cuts rows, but the probabilities in "
+            f"teacher.stored={teacher.stored} are those after the tokens of the whole row; set it to [], or set "
+            "teacher.path instead of teacher.stored"
+        )
+    return problems
 
 
 def vocabulary_problem(path: str, teacher: int, student: int) -> str:
@@ -52,6 +63,14 @@ def vocabulary_problem(path: str, teacher: int, student: int) -> str:
         f"teacher.path={path}: the teacher's vocabulary has {teacher:,} entries, fewer than the student's "
         f"{student:,}, so some of the student's tokens have no probability under it; use a teacher with at least "
         f"{student:,} entries"
+    )
+
+
+def top_k_problem(top_k: int, vocabulary: int) -> str:
+    """Return the message for more most likely tokens than the student's vocabulary has."""
+    return (
+        f"teacher.top_k={top_k}: must be at most {vocabulary:,}, the entries of the student's vocabulary; 64 usually "
+        "holds most of the probability"
     )
 
 

@@ -30,6 +30,7 @@ from components.config.schema.model import (
     ModelConfig,
     RopeConfig,
     TeacherConfig,
+    TopKTeacherConfig,
     WeightInit,
 )
 from components.config.schema.objective import (
@@ -62,6 +63,7 @@ from components.config.schema.recipes import (
     FinetuneConfig,
     PretrainConfig,
     RecipeConfig,
+    StoreTeacherConfig,
     TrainConfig,
 )
 from components.config.schema.run import RunConfig
@@ -117,8 +119,10 @@ __all__ = [
     "ScoreConfig",
     "SimPOConfig",
     "SlurmClusterConfig",
+    "StoreTeacherConfig",
     "Strategy",
     "TeacherConfig",
+    "TopKTeacherConfig",
     "TrainConfig",
     "TrainingConfig",
     "UnevenHeads",

@@ -10,7 +10,7 @@ from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
 from components.config.schema.data import DataConfig, LabelsDataConfig, PreferencesDataConfig, ScoredDataConfig
 from components.config.schema.logging import LoggingConfig
-from components.config.schema.model import ModelConfig, TeacherConfig
+from components.config.schema.model import ModelConfig, TeacherConfig, TopKTeacherConfig
 from components.config.schema.objective import (
     ClassificationConfig,
     DistillationConfig,
@@ -100,6 +100,14 @@ class DistillConfig(TrainConfig):
     """The model whose distribution the trained model learns."""
     objective: DistillationConfig = field(default_factory=DistillationConfig)
     """Training loss."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StoreTeacherConfig(DistillConfig):
+    """Config of `scripts/teacher.py`: that of the distillation, with a teacher to run."""
+
+    teacher: TopKTeacherConfig
+    """The model whose most likely tokens are stored."""
 
 
 @dataclass(kw_only=True, slots=True)

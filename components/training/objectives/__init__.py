@@ -5,6 +5,8 @@ cross_entropy.py    CrossEntropy: the loss of a target token; vocab-parallel and
 next_token.py       NextToken: mean cross-entropy with label smoothing and z-loss
 preference.py       Preference: DPO; reference_model.py: log-probabilities under the reference model, computed once
 distillation.py     Distillation: divergence from a teacher's distribution; teacher.py: the teacher on the same mesh
+divergence.py       KL and Jensen-Shannon divergences; top_k.py: from the most likely tokens only
+stored_teacher.py   StoredDistillation: from files, which teacher_store.py writes
 sequence.py         Classification, Reward: losses of a score head at the last token of each row
 loss_head.py        LM heads that take targets and return losses instead of logits; chunked_loss.py: chunked matmuls
 """

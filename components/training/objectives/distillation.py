@@ -1,26 +1,28 @@
 """Distillation: the student's next-token distribution is trained towards that of a teacher with the same tokenizer.
 
-The teacher runs on the same mesh, on the same shard of each row, and passes on its last hidden states. The loss head
-computes the logits of both models a chunk of tokens at a time, so neither model's logits exist as a whole.
+Either the teacher runs on the same mesh, on the same shard of each row, and passes on its last hidden states; or the
+batches hold its most likely tokens at each position, which scripts/teacher.py stored. The loss head computes the logits
+of both models a chunk of tokens at a time, so neither model's logits exist as a whole.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from components.batch import Batch
 from components.config.schema.data import IGNORED
-from components.config.schema.objective import DistillationConfig, Divergence
+from components.config.schema.objective import DistillationConfig
+from components.data.batches import TokenValues
 from components.training.loss import count_targets
-from components.training.objectives.contract import RowScores, RowWeights, Vocabulary
+from components.training.objectives.contract import NOT_SHARDED, RowScores, RowWeights, Vocabulary
 from components.training.objectives.cross_entropy import log_softmax
+from components.training.objectives.divergence import sum_over_shards, token_divergence
+from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TopK, top_k_divergence
 
 HIDDEN = "teacher_hidden"
 """Name in `Batch.token_values` of the teacher's last hidden states (batch, seq, teacher's hidden)."""
@@ -34,6 +36,8 @@ class TeacherHead:
     bias: torch.Tensor | None = None  # (this rank's vocabulary,)
     logits_transform: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The teacher's elementwise transform of its logits; None: identity."""
+    vocabulary: Vocabulary = NOT_SHARDED
+    """Sharding of the weight along the vocabulary."""
 
     def logits(self, hidden_bits: torch.Tensor) -> torch.Tensor:
         """Return logits (chunk, this rank's vocabulary) in float32 or float64.
@@ -94,24 +98,31 @@ class DistillationLoss:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the loss sum of a chunk of tokens and its gradient: see `TokenLoss`.
 
-        Raises RuntimeError without the teacher's head.
+        Raises RuntimeError without stored values and without the teacher's head.
         """
-        if self.teacher is None:
-            raise RuntimeError("DistillationLoss needs the teacher's head: see Distillation.with_token_values")
         w, temperature = self._cross_entropy_weight, self._temperature
-        group, index, is_local = vocabulary.group, *_position(targets, vocabulary, scores.shape[-1])
-        log_p, log_q = (
-            log_softmax(self.teacher.logits(values[HIDDEN]), group, False)[0],
-            log_softmax(scores, group, False)[0],
-        )
-        target_log_probs = torch.stack([each.gather(1, index)[:, 0].where(is_local, 0) for each in (log_q, log_p)])
-        if group is not None:
-            dist.all_reduce(target_log_probs, group=group)
-        cross_entropy, teacher_cross_entropy = -target_log_probs
+        index, is_local = _position(targets, vocabulary, scores.shape[-1])
+
+        def log_prob_of_target(log_probs: torch.Tensor) -> torch.Tensor:  # (chunk,)
+            return sum_over_shards(log_probs.gather(1, index)[:, 0].where(is_local, 0), vocabulary.group)
+
+        def at_temperature(log_probs: torch.Tensor) -> torch.Tensor:
+            return (
+                log_probs if temperature == 1 else log_softmax(log_probs.div_(temperature), vocabulary.group, False)[0]
+            )
+
+        log_q = log_softmax(scores, vocabulary.group, False)[0]
+        cross_entropy = -log_prob_of_target(log_q)
         cross_entropy_gradient = log_q.exp() if w > 0 else None
-        if temperature != 1:
-            log_p, log_q = (log_softmax(each.div_(temperature), group, False)[0] for each in (log_p, log_q))
-        divergence, gradient = token_divergence(self._divergence, log_p, log_q, group)
+        if LOG_PROBS in values:
+            teacher_cross_entropy = -values[TARGET_LOG_PROB].view(torch.float32).to(scores.dtype)
+            stored = TopK.of_chunk(values, scores.dtype)
+            divergence, gradient = top_k_divergence(self._divergence, stored, at_temperature(log_q), vocabulary)
+        else:
+            log_p = self._teacher_log_probs(values, vocabulary)
+            teacher_cross_entropy = -log_prob_of_target(log_p)
+            both = at_temperature(log_p), at_temperature(log_q)
+            divergence, gradient = token_divergence(self._divergence, *both, vocabulary.group)
         divergence = divergence.where(targets != IGNORED, 0)  # (chunk,)
         sums = torch.stack([divergence.sum(), cross_entropy.sum(), teacher_cross_entropy.sum()]).double()
         self.sums = sums if self.sums is None else self.sums + sums
@@ -124,49 +135,18 @@ class DistillationLoss:
             losses, gradient = losses * weights, gradient.mul_(weights[:, None])
         return losses if per_token else losses.sum(), gradient if with_gradient else None
 
+    def _teacher_log_probs(self, values: Mapping[str, torch.Tensor], vocabulary: Vocabulary) -> torch.Tensor:
+        """Return the teacher's log-probabilities (chunk, this rank's vocabulary) from its hidden states."""
+        if self.teacher is None:
+            raise RuntimeError("DistillationLoss needs the teacher's head: see Distillation.with_token_values")
+        return log_softmax(self.teacher.logits(values[HIDDEN]), vocabulary.group, False)[0]
+
 
 def _position(targets: torch.Tensor, vocabulary: Vocabulary, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the index (tokens, 1) of each target in this rank's vocabulary, and whether it is there, (tokens,)."""
     index = targets - vocabulary.first
     is_local = (targets != IGNORED) & (index >= 0) & (index < size)
     return index.clamp(0, size - 1)[:, None], is_local
-
-
-def token_divergence(
-    kind: Divergence, log_p: torch.Tensor, log_q: torch.Tensor, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the divergence of each token (tokens,), and its gradient with respect to the student's logits.
-
-    Args:
-        log_p: Log-probabilities of the teacher, (tokens, this rank's vocabulary). Overwritten, to save memory.
-        log_q: Those of the student, overwritten too.
-        group: Process group that the vocabulary is sharded over; None if it is not sharded.
-
-    For a divergence with the derivative g by the student's probabilities q, the gradient is q (g - sum of q g).
-    """
-    match kind:
-        case Divergence.forward_kl:  # g = -p / q
-            p = log_p.exp()
-            value = _sum(log_p.sub_(log_q).mul_(p).sum(-1), group)
-            return value, log_q.exp_().sub_(p)
-        case Divergence.reverse_kl:  # g = log(q / p), up to a constant that the gradient does not depend on
-            q = log_q.exp()
-            weighted = log_q.sub_(log_p).mul_(q)
-            value = _sum(weighted.sum(-1), group)
-            return value, weighted.sub_(q.mul_(value[:, None]))
-        case Divergence.jensen_shannon:  # g = log(q / m) / 2
-            log_m = torch.logaddexp(log_p, log_q).sub_(math.log(2))
-            p, q = log_p.exp(), log_q.exp()
-            weighted = log_q.sub_(log_m).mul_(q).div_(2)
-            of_teacher = log_p.sub_(log_m).mul_(p).div_(2).sum(-1)
-            of_both = _sum(torch.stack([of_teacher, weighted.sum(-1)]), group)
-            return of_both.sum(0), weighted.sub_(q.mul_(of_both[1][:, None]))
-
-
-def _sum(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    if group is not None:
-        dist.all_reduce(values, group=group)
-    return values
 
 
 class Distillation:
@@ -183,6 +163,10 @@ class Distillation:
     def __init__(self, cfg: DistillationConfig, hidden_states: TeacherHidden) -> None:
         self.token_loss = DistillationLoss(cfg)
         self._hidden_states = hidden_states
+
+    def stored_values(self, dataset: Any, split: str) -> TokenValues | None:
+        """Return the stored values of a dataset's rows for its batches, or None if the teacher runs in every step."""
+        return None
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Return the number of targets that are not ignored, a float64 scalar."""

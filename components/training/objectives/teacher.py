@@ -1,4 +1,4 @@
-"""Objective of recipes/distill.py with its teacher, a second model on the same mesh."""
+"""Objective of recipes/distill.py with its teacher, a second model on the same mesh unless it is stored."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.rules.compute_rules import vocabulary_problem
 from components.config.schema.model import CausalLMConfig, LossMethod, ModelConfig
-from components.config.schema.recipes import DistillConfig
+from components.config.schema.recipes import DistillConfig, EvaluateConfig
 from components.training.forward import last_hidden
 from components.training.objectives.chunked_loss import Head
+from components.training.objectives.contract import Vocabulary
 from components.training.objectives.distillation import Distillation, TeacherHead, TeacherHidden
 from components.training.objectives.loss_head import local_head
-from components.training.setup.prepare import MeshRun, prepare_frozen
+from components.training.objectives.stored_teacher import StoredDistillation
+from components.training.setup.prepare import MeshRun, frozen_config, prepare_frozen
 from components.training.setup.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -30,11 +32,27 @@ if TYPE_CHECKING:
 def build_distillation(
     cfg: DistillConfig, run: MeshRun, model: Prepared, tokenizer: PreTrainedTokenizerBase
 ) -> Distillation:
-    """Load the teacher on the mesh of the run, and return the objective with it. A collective.
+    """Return the objective of a config. A collective unless teacher.stored is set: it loads the teacher.
 
     Args:
         model: The student.
         tokenizer: The student's tokenizer.
+
+    Raises ConfigError if the teacher has another tokenizer or a smaller vocabulary, or if the mesh cannot run it.
+    """
+    vocabulary = vocabulary_of(model.module)
+    if cfg.teacher.path is None:
+        return StoredDistillation(cfg, tokenizer, vocabulary)
+    teacher = load_teacher(cfg, run, tokenizer, vocabulary)
+    return Distillation(cfg.objective, hidden_states_of(teacher, vocabulary))
+
+
+def load_teacher(cfg: DistillConfig, run: MeshRun, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Prepared:
+    """Load the teacher on the mesh of the run. A collective.
+
+    Args:
+        tokenizer: The student's tokenizer.
+        vocabulary: Vocabulary size of the student.
 
     Raises ConfigError if the teacher has another tokenizer or a smaller vocabulary, or if the mesh cannot run it.
     """
@@ -44,11 +62,10 @@ def build_distillation(
         teacher = prepare_frozen(cfg, run, len(tokenizer), teacher_cfg)
     except ConfigError as error:
         raise ConfigError([_with_teacher_keys(problem) for problem in error.problems]) from error
-    sizes = [_vocabulary(each.module) for each in (model, teacher)]
-    if sizes[1] < sizes[0]:
-        raise ConfigError(vocabulary_problem(cfg.teacher.path, sizes[1], sizes[0]))
-
-    return Distillation(cfg.objective, hidden_states_of(teacher, sizes[0]))
+    size = vocabulary_of(teacher.module)
+    if size < vocabulary:
+        raise ConfigError(vocabulary_problem(str(cfg.teacher.path), size, vocabulary))
+    return teacher
 
 
 def hidden_states_of(teacher: Prepared, vocabulary: int) -> TeacherHidden:
@@ -61,7 +78,9 @@ def hidden_states_of(teacher: Prepared, vocabulary: int) -> TeacherHidden:
 
     def hidden_states(batches: Sequence[Batch]) -> tuple[list[torch.Tensor | None], TeacherHead | None]:
         hidden = [last_hidden(teacher, batch) for batch in batches]
-        return [None if each is None else each.to(teacher.compute_dtype) for each in hidden], _head(teacher, vocabulary)
+        return [None if each is None else each.to(teacher.compute_dtype) for each in hidden], head_of(
+            teacher, vocabulary
+        )
 
     return hidden_states
 
@@ -82,7 +101,7 @@ def teacher_model(cfg: DistillConfig) -> CausalLMConfig:
     )
 
 
-def _head(teacher: Prepared, vocabulary: int) -> TeacherHead | None:
+def head_of(teacher: Prepared, vocabulary: int) -> TeacherHead | None:
     """Return this rank's shard of the teacher's head, which a forward left unsharded; None on ranks without it.
 
     A collective over tp if the teacher's vocabulary is larger than the student's, because their shards differ.
@@ -100,7 +119,11 @@ def _head(teacher: Prepared, vocabulary: int) -> TeacherHead | None:
         local = _first_entries(tensor, vocabulary, mesh, spec) if cut else local
         return local.detach().to(teacher.compute_dtype)
 
-    return TeacherHead(own(weight, head.weight), own(bias, head.bias), spec.logits_transform)  # type: ignore[arg-type]
+    shards = spec.vocabulary
+    if shards.group is not None and mesh is not None:
+        largest = -(-vocabulary // mesh.size())
+        shards = Vocabulary(shards.group, mesh.get_local_rank() * largest, largest, vocabulary)
+    return TeacherHead(own(weight, head.weight), own(bias, head.bias), spec.logits_transform, shards)  # type: ignore[arg-type]
 
 
 def _first_entries(tensor: Any, vocabulary: int, mesh: DeviceMesh | None, spec: Head) -> torch.Tensor:
@@ -112,6 +135,11 @@ def _first_entries(tensor: Any, vocabulary: int, mesh: DeviceMesh | None, spec: 
     largest = -(-vocabulary // mesh.size())
     first = mesh.get_local_rank() * largest
     return rows[first : first + largest]
+
+
+def teacher_run_config(cfg: DistillConfig) -> EvaluateConfig:
+    """Return the config of a run of the teacher alone, on the mesh and with the batch sizes of a distillation."""
+    return frozen_config(cfg, teacher_model(cfg))
 
 
 def _check_tokenizer(cfg: DistillConfig, teacher: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -133,5 +161,6 @@ def _with_teacher_keys(problem: str) -> str:
     return re.sub(r"\bmodel\.(?=(path|revision|tokenizer|dtype|trust_remote_code)\b)", "teacher.", problem)
 
 
-def _vocabulary(model: Any) -> int:
+def vocabulary_of(model: Any) -> int:
+    """Return the vocabulary size of a model."""
     return model.config.get_text_config().vocab_size

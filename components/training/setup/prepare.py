@@ -144,20 +144,27 @@ def prepare_frozen(cfg: TrainConfig, run: MeshRun, vocabulary: int, model: Model
         vocabulary: Vocabulary size of the tokenizer.
         model: The model; None: the config's model before training, also in a run that resumes.
     """
+    prepared = prepare(frozen_config(cfg, model or cfg.model), _NewRun(run.mesh, run.device), vocabulary)
+    prepared.module.requires_grad_(False).eval()
+    return prepared
+
+
+def frozen_config(cfg: TrainConfig, model: ModelConfig) -> EvaluateConfig:
+    """Return the config of a model that is not trained, with the mesh and the batch sizes of a training run."""
     rows = _sizes_in_rows(cfg) or cfg.training
-    sizes = EvaluationConfig(seq_len=rows.seq_len, micro_batch_size=rows.micro_batch_size)
-    frozen = EvaluateConfig(
+    return EvaluateConfig(
         run=cfg.run,
         cluster=cfg.cluster,
         parallelism=cfg.parallelism,
-        model=model or cfg.model,
+        model=model,
         data=cfg.data,
         logging=cfg.logging,
-        evaluation=sizes,
+        evaluation=EvaluationConfig(
+            seq_len=rows.seq_len,
+            micro_batch_size=rows.micro_batch_size,
+            step_timeout_seconds=rows.step_timeout_seconds,
+        ),
     )
-    prepared = prepare(frozen, _NewRun(run.mesh, run.device), vocabulary)
-    prepared.module.requires_grad_(False).eval()
-    return prepared
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,237 @@
+"""Storing of a teacher's most likely tokens for each target token of a dataset (scripts/teacher.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from components import data, models
+from components.batch import bits_of
+from components.config.errors import ConfigError
+from components.config.rules.compute_rules import top_k_problem
+from components.config.schema.data import IGNORED
+from components.config.schema.recipes import StoreTeacherConfig
+from components.config.teacher_files import METADATA, TeacherHeader, header_text, read_teacher_file, teacher_file
+from components.distributed.collectives import all_gather
+from components.exchange import broadcast_json
+from components.protocol.run_files import PRIVATE, atomic_file
+from components.safetensors_writer import SafetensorsWriter, TensorEntry
+from components.training.evaluation import Interruptible
+from components.training.forward import last_hidden, local_batch
+from components.training.objectives.chunked_loss import chunk_tokens
+from components.training.objectives.cross_entropy import log_softmax
+from components.training.objectives.distillation import TeacherHead
+from components.training.objectives.divergence import sum_over_shards
+from components.training.objectives.stored_teacher import DTYPES, REMEDY, STARTS, Rows, hash_of_vocabulary
+from components.training.objectives.teacher import head_of, load_teacher, vocabulary_of
+from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS, find_top_k
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SLOT = "slot"
+"""Name in `Batch.token_values` of the number of each target token, while a teacher is stored."""
+
+
+class StoringRun(Interruptible, Protocol):
+    """Attributes of a run that `TeacherStore` uses."""
+
+    dir: str
+    """The run directory."""
+    rank: int
+    """Global rank."""
+    device: torch.device
+    """This rank's device."""
+    plan: data.BatchPlan
+    """Assignment of rows to dp ranks."""
+    resume_from: Path | None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run stops early because of a stop request."""
+
+    def print(self, *lines: str) -> None:
+        """Print lines on rank 0."""
+
+
+class TeacherStore:
+    """Storing of a teacher's most likely tokens in the run directory.
+
+    Args:
+        tokenizer: The student's tokenizer.
+
+    Loads the teacher on the mesh of the run, a collective. Raises ConfigError if the teacher has another tokenizer or a
+    smaller vocabulary, if the mesh cannot run it, or if teacher.top_k exceeds the student's vocabulary.
+    """
+
+    def __init__(self, cfg: StoreTeacherConfig, run: StoringRun, tokenizer: PreTrainedTokenizerBase) -> None:
+        student = models.build_on_meta(cfg.model, len(tokenizer))
+        self._cfg, self._run, self._vocabulary = cfg, run, vocabulary_of(student)
+        if cfg.teacher.top_k > self._vocabulary:
+            raise ConfigError(top_k_problem(cfg.teacher.top_k, self._vocabulary))
+        self._tokenizer_hash = hash_of_vocabulary(tokenizer)
+        self.teacher = load_teacher(cfg, run, tokenizer, self._vocabulary)
+
+    @torch.no_grad()
+    def store(self, dataset: Rows, split: str) -> None:
+        """Write the file of a split, unless it exists already. A collective. A stop request leaves no file.
+
+        Raises ConfigError if the file exists and belongs to other data, another teacher or other settings.
+        """
+        run, header = self._run, self._header(dataset)
+        file = teacher_file(run.dir, split)
+        if broadcast_json(file.exists()):
+            self._check(file, header)
+            run.print(f"{file}: already stored")
+            return
+        slots = _TargetSlots.of(dataset)
+        with run.status(f"storing {split}"):
+            blocks = self._blocks(dataset, slots)
+            if run.rank != 0:
+                for _ in blocks:
+                    pass
+                return
+            mass = _write(file, header, slots, blocks)
+        if mass is not None:
+            run.print(
+                f"{file}: {slots.total:,} target tokens, {file.stat().st_size:,} bytes; the {header.top_k} most likely "
+                f"tokens hold {mass:.2%} of the probability"
+            )
+
+    def _header(self, dataset: Rows) -> TeacherHeader:
+        return TeacherHeader(
+            samples=dataset.fingerprint,
+            tokenizer=self._tokenizer_hash,
+            vocabulary=self._vocabulary,
+            top_k=self._cfg.teacher.top_k,
+            temperature=self._cfg.objective.temperature,
+            teacher=str(self._cfg.teacher.path),
+        )
+
+    def _check(self, file: Path, header: TeacherHeader) -> None:
+        """Raise ConfigError unless the existing file was written for the same data with the same settings."""
+        try:
+            stored = read_teacher_file(file).header
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file}: cannot be read ({error}); {REMEDY}") from error
+        if stored != header:
+            raise ConfigError(
+                f"run.dir={self._run.dir}: its {file.name} was stored from other data, another teacher or other "
+                f"settings (top_k {stored.top_k}, temperature {stored.temperature:g}, teacher {stored.teacher}); "
+                "choose another run.dir"
+            )
+
+    def _blocks(self, dataset: Rows, slots: _TargetSlots) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the values of consecutive target tokens of all ranks, by tensor name. A collective.
+
+        Ends early, before the last target, if any rank has a stop request.
+        """
+        run, teacher, done = self._run, self.teacher, 0
+        settings = teacher.settings
+        for host_batch in data.EvalBatches(dataset, run.plan, slots):
+            if run.agreed_to_stop():
+                return
+            batch = local_batch(host_batch.to(run.device), settings)
+            hidden, head = last_hidden(teacher, batch), head_of(teacher, self._vocabulary)
+            is_target = batch.targets != IGNORED
+            own = _no_values(self._cfg.teacher.top_k, run.device)
+            if hidden is not None and head is not None:
+                rows = hidden.to(teacher.compute_dtype)[is_target]  # (targets, hidden)
+                found = self._values(head, rows, batch.targets[is_target])
+                if settings.counts_tokens:
+                    own = {**found, SLOT: batch.token_values[SLOT][is_target]}
+            everyone = {name: torch.cat([each.cpu() for each in all_gather(own[name])]) for name in own}
+            order = everyone.pop(SLOT).sort()
+            expected = torch.arange(done, done + len(order.values))
+            if not torch.equal(order.values, expected):
+                raise RuntimeError("the ranks' target tokens are not those of consecutive rows: this is a bug")
+            done += len(expected)
+            yield {name: each[order.indices].numpy() for name, each in everyone.items()}
+
+    def _values(self, head: TeacherHead, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the values of target tokens by tensor name, a chunk of logits at a time. A collective over tp."""
+        k, temperature = self._cfg.teacher.top_k, self._cfg.objective.temperature
+        vocabulary, local = head.vocabulary, len(head.weight)
+        size = chunk_tokens(vocabulary.largest_shard or local, hidden.device)
+        parts = [_no_values(k, hidden.device)]
+        for start in range(0, len(hidden), size):
+            chunk = slice(start, start + size)
+            log_p = log_softmax(head.logits(bits_of(hidden[chunk])), vocabulary.group, False)[0]
+            index = (targets[chunk] - vocabulary.first)[:, None]
+            is_local = (index >= 0) & (index < local)
+            of_targets = log_p.gather(1, index.clamp(0, local - 1)).where(is_local, 0)[:, 0]
+            of_targets = sum_over_shards(of_targets, vocabulary.group)
+            if temperature != 1:
+                log_p = log_softmax(log_p.div_(temperature), vocabulary.group, False)[0]
+            top_k = find_top_k(log_p, k, vocabulary)
+            found = {TOKEN_IDS: top_k.ids.int(), LOG_PROBS: top_k.log_probs, TARGET_LOG_PROB: of_targets}
+            parts.append({name: each if name == TOKEN_IDS else each.float() for name, each in found.items()})
+        return {name: torch.cat([part[name] for part in parts]) for name in DTYPES}
+
+
+class _TargetSlots(NamedTuple):
+    """Numbers of the target tokens of a dataset, in the order of its rows."""
+
+    starts: np.ndarray  # (rows + 1,) int64
+    """Target tokens before each row."""
+
+    @classmethod
+    def of(cls, dataset: Rows) -> _TargetSlots:
+        counts = [np.count_nonzero(np.asarray(row.labels[1:]) != IGNORED) for row in dataset]
+        return cls(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+
+    @property
+    def total(self) -> int:
+        """All target tokens."""
+        return int(self.starts[-1])
+
+    def of_row(self, index: int) -> Mapping[str, np.ndarray]:
+        """Return the numbers of a row's targets, for `Batch.token_values`."""
+        return {SLOT: np.arange(self.starts[index], self.starts[index + 1])}
+
+
+class _StoppedError(Exception):
+    """The run stops before the last target token."""
+
+
+def _write(
+    file: Path, header: TeacherHeader, slots: _TargetSlots, blocks: Iterator[dict[str, np.ndarray]]
+) -> float | None:
+    """Write a file, and return the mean probability of the most likely tokens; None if the blocks end early.
+
+    The file gets its name once it is complete.
+    """
+    count, k = slots.total, header.top_k
+    shapes = {TOKEN_IDS: (count, k), LOG_PROBS: (count, k + 1), TARGET_LOG_PROB: (count,)}
+    entries = {name: TensorEntry(DTYPES[name][0], shape) for name, shape in shapes.items()}
+    entries[STARTS] = TensorEntry("I64", slots.starts.shape)
+    written, others = 0, 0.0
+    try:
+        with atomic_file(file, PRIVATE) as output:  # private because token ids disclose samples, which may be secret
+            writer = SafetensorsWriter(output, entries, {METADATA: header_text(header)})
+            writer.write(STARTS, [slots.starts.data.cast("B")])
+            for block in blocks:
+                for name, values in block.items():
+                    row_bytes = entries[name].bytes // count
+                    writer.write_part(name, written * row_bytes, values.tobytes())
+                written += len(block[TOKEN_IDS])
+                others += float(np.exp(block[LOG_PROBS][:, -1].astype(np.float64)).sum())
+            if written < count:
+                raise _StoppedError
+    except _StoppedError:
+        return None
+    return 1 - others / count
+
+
+def _no_values(k: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the values of no target tokens."""
+    return {
+        TOKEN_IDS: torch.empty(0, k, dtype=torch.int32, device=device),
+        LOG_PROBS: torch.empty(0, k + 1, device=device),
+        TARGET_LOG_PROB: torch.empty(0, device=device),
+        SLOT: torch.empty(0, dtype=torch.int64, device=device),
+    }
