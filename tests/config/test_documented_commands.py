@@ -15,9 +15,11 @@ from tests.config.test_composition import RECIPES, compose
 DOCUMENTS = [
     "README.md",
     *(f"recipes/{name}.py" for name in ("finetune", "pretrain", "dpo", "distill", "classify", "evaluate")),
+    "scripts/teacher.py",
 ]
 COMMAND = re.compile(  # except after a prompt: those show errors
-    r"(?<!\$ )(?:python|torchrun (?P<ranks>[^|`]*?)) *recipes/(?P<recipe>\w+)\.py(?P<arguments>[^`|\n]*)"
+    r"(?<!\$ )(?:python|torchrun (?P<ranks>[^|`]*?)) *(?:recipes/|scripts/(?=teacher))(?P<recipe>\w+)\.py"
+    r"(?P<arguments>[^`|\n]*)"
 )
 
 

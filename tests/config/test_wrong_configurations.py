@@ -199,7 +199,40 @@ DISTILLATION = [
     ("teacher.path=owner/name objective=dpo", "objective=dpo", "use recipes/dpo.py, or choose another option"),
     ("teacher.path=run", "teacher.path=run: is the directory of a run; give the model that it exported, run/export"),
     ("teacher.path=small", "teacher.path=small", "200 entries, fewer than the student's 264"),
+    ("teacher.path=small teacher.stored=kept", "teacher.stored=kept: teacher.path=small is set too"),
+    ("teacher.stored=./nowhere", "teacher.stored=./nowhere: no such folder", "scripts/teacher.py"),
+    ("teacher.stored=bare", "teacher.stored=bare: has no top_k_train.safetensors and no top_k_eval.safetensors"),
+    ("teacher.stored=damaged", "teacher.stored=damaged: top_k_eval.safetensors cannot be read", "remove it"),
+    (
+        "teacher.stored=kept model.config.vocab_size=272",
+        "teacher.stored=kept",
+        "264 entries, but the student's has 272",
+    ),
+    ("teacher.stored=kept objective.temperature=3", "objective.temperature=3", "teacher.stored=kept", "temperature 2"),
+    (
+        "teacher.stored=kept objective.temperature=2 training.seq_len_ramp=[{until_step:2,seq_len:128}]",
+        "training.seq_len_ramp",
+        "teacher.stored=kept",
+        "teacher.path",
+    ),
+    ("teacher.stored=kept teacher.top_k=8", "teacher.top_k", "no such key"),
 ]
+STORING = [
+    ("", "teacher.path", "not set"),
+    ("teacher.stored=kept", "teacher.stored=kept", "set teacher.path"),
+    ("teacher.path=owner/name teacher.top_k=0", "teacher.top_k=0", "at least 1"),
+    ("teacher.path=owner/name teacher.top_k=300", "teacher.top_k=300", "at most 264"),
+    ("teacher.path=small", "teacher.path=small", "200 entries, fewer than the student's 264"),
+]
+
+
+def write_teacher_file(file: Path, end: int = 8) -> None:
+    """Write a file of stored probabilities whose only tensor has 8 bytes; `end`: where its header says that it ends."""
+    header = {"samples": "a", "tokenizer": "b", "vocabulary": 264, "top_k": 4, "temperature": 2.0, "teacher": "T"}
+    described = {"__metadata__": {"teacher": json.dumps(header)}, "starts": {"data_offsets": [0, end]}}
+    text = json.dumps(described).encode()
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
 
 
 @pytest.mark.parametrize(("line", "parts"), [pytest.param(line, parts, id=line) for line, *parts in DISTILLATION])
@@ -213,8 +246,24 @@ def test_invalid_distillation_is_rejected_in_one_sentence(
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 200}))
     (tmp_path / "small" / "model.safetensors").write_bytes(b"")
-    arguments = ["model=tiny", "model.config.vocab_size=264", *filter(None, line.split(" "))]
+    for split in ("train", "eval"):
+        write_teacher_file(tmp_path / "kept" / f"top_k_{split}.safetensors")
+        write_teacher_file(tmp_path / "damaged" / f"top_k_{split}.safetensors", 8 if split == "train" else 16)
+    temperature = [] if "temperature" in line else ["objective.temperature=2"]
+    arguments = ["model=tiny", "model.config.vocab_size=264", *temperature, *filter(None, line.split(" "))]
     assert_rejected(commands.run(distill, arguments, tmp_path), parts, tmp_path)
+
+
+@pytest.mark.parametrize(("line", "parts"), [pytest.param(line, parts, id=line) for line, *parts in STORING])
+def test_invalid_storing_of_a_teacher_is_rejected_in_one_sentence(
+    commands: Commands, tmp_path: Path, line: str, parts: list[str]
+) -> None:
+    script = placeholder_recipe(tmp_path, "teacher", "StoreTeacherConfig")
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 200}))
+    (tmp_path / "small" / "model.safetensors").write_bytes(b"")
+    arguments = ["model=tiny", "model.config.vocab_size=264", *filter(None, line.split(" "))]
+    assert_rejected(commands.run(script, arguments, tmp_path), parts, tmp_path)
 
 
 LABELS = [

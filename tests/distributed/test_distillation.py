@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +19,14 @@ from torch.distributed.tensor import DTensor
 from components import data, distributed, models, training
 from components.config.schema import AdamWConfig
 from components.config.schema.objective import DistillationConfig, Divergence
+from components.config.teacher_files import TeacherHeader, teacher_file
 from components.data.dataset import Facts
+from components.exchange import all_gather_json, this_rank
 from components.training.objectives.distillation import Distillation
+from components.training.objectives.stored_teacher import StoredTeacher
 from components.training.objectives.teacher import hidden_states_of
+from components.training.objectives.teacher_store import TeacherStore
+from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS
 from tests.distributed.parity import MODELS, SMALL, Case, build, recipe_config
 from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
@@ -46,9 +56,39 @@ def samples() -> data.Dataset:
     return data.Dataset(examples, PadOnlyTokenizer(), facts=Facts("here"), seq_len=32)  # type: ignore[arg-type]
 
 
+class PlainTopK:
+    """The k most likely tokens of a teacher at each target, by plain transformers, a sample at a time."""
+
+    def __init__(self, teacher: Any, k: int, temperature: float) -> None:
+        self.rows: list[Mapping[str, np.ndarray]] = []
+        for example in samples():
+            ids, labels = torch.tensor([example.input_ids]), torch.tensor(example.labels[1:])
+            kept = labels >= 0
+            with torch.no_grad():
+                logits = teacher(input_ids=ids, use_cache=False).logits[0, :-1, :97][kept]
+            order = logits.sort(descending=True)
+            likely = (order.values / temperature).log_softmax(-1)
+            outcomes = torch.cat([likely[:, :k], likely[:, k:].logsumexp(-1, keepdim=True)], dim=1)
+            of_targets = -F.cross_entropy(logits, labels[kept], reduction="none")
+            self.rows.append(
+                {
+                    TOKEN_IDS: order.indices[:, :k].int().numpy(),
+                    LOG_PROBS: outcomes.float().numpy(),
+                    TARGET_LOG_PROB: of_targets.float().numpy(),
+                }
+            )
+
+    def of_row(self, index: int) -> Mapping[str, np.ndarray]:
+        return self.rows[index]
+
+
 def divergence(kind: Divergence, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     """Divergence of logits (tokens, vocabulary), summed over tokens."""
-    p, q = teacher.softmax(-1), student.softmax(-1)
+    return divergence_of(kind, teacher.softmax(-1), student.softmax(-1))
+
+
+def divergence_of(kind: Divergence, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Divergence of probabilities (tokens, outcomes), summed over tokens."""
     if kind == Divergence.forward_kl:
         return (p * (p / q).log()).sum()
     if kind == Divergence.reverse_kl:
@@ -66,8 +106,11 @@ class Curve:
     held_out: tuple[float, ...]
 
 
-def expected(student: Any, teacher: Any, cfg: DistillationConfig) -> Curve:
-    """Plain transformers in one process, a sample at a time and without padding."""
+def expected(student: Any, teacher: Any, cfg: DistillationConfig, stored: PlainTopK | None = None) -> Curve:
+    """Plain transformers in one process, a sample at a time and without padding.
+
+    With `stored`, the teacher's tokens except the most likely ones count as one.
+    """
     model, everything = copy.deepcopy(student).train(), samples()
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
@@ -87,6 +130,14 @@ def expected(student: Any, teacher: Any, cfg: DistillationConfig) -> Curve:
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1][kept]
             apart = divergence(cfg.divergence, known / cfg.temperature, logits / cfg.temperature)
             entropies = [F.cross_entropy(each, labels[kept], reduction="sum") for each in (logits, known)]
+            if stored is not None:
+                likely, outcomes, of_targets = (torch.from_numpy(each) for each in stored.rows[index].values())
+                q = (logits / cfg.temperature).softmax(-1)
+                of_k = q.gather(1, likely.long())
+                rest = q.scatter(1, likely.long(), 0).sum(-1, keepdim=True)
+                p = outcomes.double().softmax(-1)  # the float32 values, normalized
+                apart = divergence_of(cfg.divergence, p, torch.cat([of_k, rest], dim=1))
+                entropies[1] = -of_targets.double().sum()
             sums = sums + torch.stack([apart, *entropies])
             targets += int(kept.sum())
         share = cfg.cross_entropy_weight
@@ -125,17 +176,24 @@ def prepared(plain: Any, axes: dict[str, Any], *, trains: bool) -> training.Prep
     return training.Prepared(model, settings, called, compute_dtype=torch.float64)
 
 
-def train(student: Any, teacher: Any, axes: dict[str, Any], cfg: DistillationConfig, micro_batch: int) -> Curve:
-    model, known = prepared(student, axes, trains=True), prepared(teacher, axes, trains=False)
-    mesh = model.settings.mesh
-    plan = data.BatchPlan(
+def plan_of(mesh: Any, micro_batch: int) -> data.BatchPlan:
+    return data.BatchPlan(
         global_batch_size=GLOBAL_BATCH,
         micro_batch_size=micro_batch,
         dp_rank=mesh.rank("dp"),
         dp_size=mesh.size("dp"),
         padding=data.Padding(multiple=mesh.sequence_multiple),
     )
-    objective = Distillation(cfg, hidden_states_of(known, 97))
+
+
+def train(student: Any, teacher: Any, axes: dict[str, Any], cfg: DistillationConfig, micro_batch: int) -> Curve:
+    """Train with the teacher, a model on the same mesh or a `PlainTopK`."""
+    model, stored = prepared(student, axes, trains=True), teacher if isinstance(teacher, PlainTopK) else None
+    if stored is None:
+        objective = Distillation(cfg, hidden_states_of(prepared(teacher, axes, trains=False), 97))
+    else:
+        objective = Distillation(cfg, lambda batches: ([None] * len(batches), None))
+    plan = plan_of(model.settings.mesh, micro_batch)
     optimizer = training.build_optimizer(model, AdamWConfig(lr=LR, weight_decay=0.1, betas=[0.9, 0.95]))
     curve, everything = Curve([], [], [], {}, ()), samples()
 
@@ -146,13 +204,13 @@ def train(student: Any, teacher: Any, axes: dict[str, Any], cfg: DistillationCon
                     curve.gradients[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
 
     optimizer.register_step_pre_hook(keep)
-    batches = data.TrainBatches(everything, plan, seed=5)
+    batches = data.TrainBatches(everything, plan, seed=5, token_values=stored)
     for step in range(STEPS):
         numbers = training.train_step(model, batches.at(step), optimizer, objective)
         curve.losses.append(numbers["loss"].item())
         curve.norms.append(numbers["grad_norm"].item())
         curve.divergences.append(numbers["divergence"].item())
-    held_out = training.evaluate(model, data.EvalBatches(everything, plan), objective)
+    held_out = training.evaluate(model, data.EvalBatches(everything, plan, stored), objective)
     curve.held_out = (held_out.loss, *held_out.metrics.values())
     scale = min(1.0, CLIP / (curve.norms[0] + 1e-6))
     curve.gradients = {name: gradient / scale for name, gradient in curve.gradients.items()}
@@ -207,6 +265,60 @@ def test_every_mesh_has_the_curve_of_the_formulas(world: int) -> None:
 
     problems = [line for lines in run_ranks(world, body, timeout=400) for line in lines]
     assert not problems, "\n".join(sorted(set(problems)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_stored_teacher_has_the_curve_of_the_formulas_on_every_mesh(world: int, tmp_path: Path) -> None:
+    student = build("llama", torch.float64, STUDENT)
+    teacher = build("gemma3", torch.float64, {**TEACHER, "vocab_size": 101}).eval()
+    plain = [PlainTopK(teacher, 9, cfg.temperature) for cfg in OBJECTIVES]
+    curves = [expected(student, teacher, cfg, stored) for stored, cfg in zip(plain, OBJECTIVES, strict=True)]
+
+    def body(rank: int) -> list[str]:
+        problems = []
+        for number, axes in enumerate(CASES[world]):
+            for index, cfg in enumerate(OBJECTIVES):
+                if EVERYTHING or world == 1 or index == number % len(OBJECTIVES):
+                    where, micro_batch = f"{cfg.divergence} {axes}", 1 + (number + 1) % 2
+                    got = train(student, plain[index], axes, cfg, micro_batch)
+                    problems += [f"{where}: {problem}" for problem in differences(got, curves[index])]
+                    stored = store(teacher, axes, cfg.temperature, micro_batch, tmp_path / f"{number}_{index}")
+                    problems += [f"{where}: {problem}" for problem in other_values(stored, plain[index])]
+        return problems
+
+    problems = [line for lines in run_ranks(world, body, timeout=400) for line in lines]
+    assert not problems, "\n".join(sorted(set(problems)))
+
+
+def store(teacher: Any, axes: dict[str, Any], temperature: float, micro_batch: int, folder: Path) -> StoredTeacher:
+    """Store the 9 most likely tokens on a mesh, and read them on every rank."""
+    folder.mkdir(exist_ok=True)
+    known = prepared(teacher, axes, trains=False)
+    run = SimpleNamespace(
+        dir=str(folder),
+        rank=this_rank(),
+        device=CPU,
+        plan=plan_of(known.settings.mesh, micro_batch),
+        agreed_to_stop=lambda: False,
+        status=lambda activity: nullcontext(),
+        print=lambda *lines: None,
+    )
+    header = TeacherHeader(samples="", tokenizer="", vocabulary=97, top_k=9, temperature=temperature, teacher="")
+    TeacherStore(known, header, run).store(samples(), "train")  # type: ignore[arg-type]
+    all_gather_json(None)  # rank 0 has written the file
+    return StoredTeacher(teacher_file(str(folder), "train"))
+
+
+def other_values(stored: StoredTeacher, plain: PlainTopK) -> list[str]:
+    problems = []
+    for index, row in enumerate(plain.rows):
+        got = stored.of_row(index)
+        if not np.array_equal(got[TOKEN_IDS], row[TOKEN_IDS]):
+            problems.append(f"tokens of row {index}")
+        for name in (LOG_PROBS, TARGET_LOG_PROB):
+            if got[name] != pytest.approx(row[name], rel=1e-6):
+                problems.append(f"{name} of row {index}")
+    return problems
 
 
 def differences(got: Curve, reference: Curve) -> list[str]:

@@ -1,4 +1,5 @@
-"""recipes/distill.py end to end: resumed on another mesh with the same curve; another tokenizer is rejected."""
+"""recipes/distill.py end to end: resumed on another mesh with the same curve, also with a stored teacher; other
+tokenizers, data and settings are rejected."""
 
 from __future__ import annotations
 
@@ -10,14 +11,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from components.models.tokenizer import byte_tokenizer
-from tests.recipes.launching import TWO, Bench
+from tests.recipes.launching import TWO, Bench, Done
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "distill.py"
-SHORT = (
-    *("teacher.path=teacher", "data=text", "data.path=texts.jsonl", "training.global_batch_size=4"),
+SCRIPT = RECIPE.parents[1] / "scripts" / "teacher.py"
+COMMON = (
+    *("data=text", "data.path=texts.jsonl", "training.global_batch_size=4"),
     *("training.micro_batch_size=1", "training.seq_len=64", "training.eval_every=2", "generation.samples=0"),
     *("checkpoint.every=2", "checkpoint.export=false", "logging.plot=false", "cluster.device=cpu"),
     *("optimizer.lr=1e-2", "objective.temperature=2", "objective.cross_entropy_weight=0.2"),
+)
+SHORT = ("teacher.path=teacher", *COMMON)
+INTERRUPTED = (
+    "                run.save(step)\n",
+    "                run.save(step)\n                raise SystemExit(9)\n",
 )
 
 
@@ -54,10 +61,7 @@ def test_run_resumed_on_another_mesh_has_the_curve_of_an_uninterrupted_run(disti
     assert expected[0]["loss"] == pytest.approx(mixed, rel=1e-5)
     assert "teacher_cross_entropy" in expected[0]
 
-    interrupted = RECIPE.read_text().replace(
-        "                run.save(step)\n", "                run.save(step)\n                raise SystemExit(9)\n"
-    )
-    distill.recipe.write_text(interrupted)
+    distill.recipe.write_text(RECIPE.read_text().replace(*INTERRUPTED))
     common = (*SHORT, "training.max_steps=4", "run.dir=again")
     assert distill.start(*common, "parallelism=single").wait().status == 9
     distill.recipe.write_text(RECIPE.read_text())
@@ -77,3 +81,60 @@ def test_teacher_with_another_tokenizer_is_rejected(distill: Bench) -> None:
     assert "teacher.path=teacher: its tokenizer" in done.errors
     assert "260 have the same id in both" in done.errors
     assert "Traceback" not in done.errors
+
+
+def run_script(bench: Bench, *arguments: str) -> Done:
+    bench.recipe.write_text(SCRIPT.read_text())
+    done = bench.start(*SHORT, *arguments).wait()
+    bench.recipe.write_text(RECIPE.read_text())
+    return done
+
+
+def test_stored_teacher_has_the_curve_of_the_teacher_on_the_mesh_and_resumes_on_another(distill: Bench) -> None:
+    """With as many tokens as the vocabulary has. The rows are packed."""
+    done = run_script(distill, "data.pack=true", "teacher.top_k=264", "run.dir=stored", "parallelism=tp2", TWO)
+    assert done.status == 0, done.errors
+    assert "the 264 most likely tokens hold 100.00% of the probability" in done.output
+    assert "next: python recipes/distill.py teacher.stored=" in done.output
+    limit = ("data.pack=true", "training.max_steps=4")
+    whole = distill.start(*SHORT, *limit, "run.dir=whole", "parallelism=single").wait()
+    assert whole.status == 0, whole.errors
+    expected = lines_of(distill.folder / "whole")
+
+    distill.recipe.write_text(RECIPE.read_text().replace(*INTERRUPTED))
+    again = (*COMMON, *limit, "teacher.stored=stored", "run.dir=again")
+    assert distill.start(*again, "parallelism=single").wait().status == 9
+    distill.recipe.write_text(RECIPE.read_text())
+    resumed = distill.start(*again, "parallelism=fsdp2", TWO).wait()
+    assert resumed.status == 0, resumed.errors
+    assert "resumed from" in resumed.output
+    for line, other in zip(lines_of(distill.folder / "again"), expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def test_stored_teacher_of_other_data_tokens_or_settings_is_rejected(distill: Bench) -> None:
+    single = ("parallelism=single", "run.dir=stored")
+    done = run_script(distill, *single, "teacher.top_k=5")
+    assert done.status == 0, done.errors
+    kept = {file.name: file.read_bytes() for file in (distill.folder / "stored").glob("top_k_*")}
+    assert sorted(kept) == ["top_k_eval.safetensors", "top_k_train.safetensors"]
+
+    repeated = run_script(distill, *single, "teacher.top_k=5")
+    assert repeated.status == 0, repeated.errors
+    assert repeated.output.count("already stored") == 2
+    other = run_script(distill, *single, "teacher.top_k=6")
+    assert other.status == 2
+    assert "top_k_train.safetensors was stored from other data, another teacher or other settings" in other.errors
+    assert {file.name: file.read_bytes() for file in (distill.folder / "stored").glob("top_k_*")} == kept
+
+    use = (*COMMON, "teacher.stored=stored", "training.max_steps=2", "parallelism=single")
+    rejected = distill.start(*use, "training.seq_len=32").wait()
+    assert rejected.status == 2
+    assert "top_k_train.safetensors was written for other rows than the" in rejected.errors
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"cls_token": "<|other|>"})
+    tokenizer.save_pretrained(distill.folder / "other")
+    rejected = distill.start(*use, "model.tokenizer=other", "model.config.vocab_size=264").wait()
+    assert rejected.status == 2
+    assert "teacher.stored=stored: was written for another tokenizer" in rejected.errors
+    assert "Traceback" not in rejected.errors + other.errors

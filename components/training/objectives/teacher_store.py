@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ from components.training.objectives.divergence import sum_over_shards
 from components.training.objectives.stored_teacher import DTYPES, REMEDY, STARTS, Rows, hash_of_vocabulary
 from components.training.objectives.teacher import head_of, load_teacher, vocabulary_of
 from components.training.objectives.top_k import LOG_PROBS, TARGET_LOG_PROB, TOKEN_IDS, find_top_k
+from components.training.setup.prepared import Prepared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,32 +51,46 @@ class StoringRun(Interruptible, Protocol):
     plan: data.BatchPlan
     """Assignment of rows to dp ranks."""
     resume_from: Path | None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the run stops early because of a stop request."""
+    """Checkpoint to load weights from; None: there is none."""
 
     def print(self, *lines: str) -> None:
         """Print lines on rank 0."""
+
+
+def build_teacher_store(cfg: StoreTeacherConfig, run: StoringRun, tokenizer: PreTrainedTokenizerBase) -> TeacherStore:
+    """Load the teacher on the mesh of the run, and return the store that writes to the run directory. A collective.
+
+    Args:
+        tokenizer: The student's tokenizer.
+
+    Raises ConfigError if the teacher has another tokenizer or a smaller vocabulary, if the mesh cannot run it, or if
+    teacher.top_k exceeds the student's vocabulary.
+    """
+    vocabulary = vocabulary_of(models.build_on_meta(cfg.model, len(tokenizer)))
+    if cfg.teacher.top_k > vocabulary:
+        raise ConfigError(top_k_problem(cfg.teacher.top_k, vocabulary))
+    header = TeacherHeader(
+        samples="",
+        tokenizer=hash_of_vocabulary(tokenizer),
+        vocabulary=vocabulary,
+        top_k=cfg.teacher.top_k,
+        temperature=cfg.objective.temperature,
+        teacher=str(cfg.teacher.path),
+    )
+    return TeacherStore(load_teacher(cfg, run, tokenizer, vocabulary), header, run)
 
 
 class TeacherStore:
     """Storing of a teacher's most likely tokens in the run directory.
 
     Args:
-        tokenizer: The student's tokenizer.
-
-    Loads the teacher on the mesh of the run, a collective. Raises ConfigError if the teacher has another tokenizer or a
-    smaller vocabulary, if the mesh cannot run it, or if teacher.top_k exceeds the student's vocabulary.
+        teacher: The teacher.
+        header: Description of the files, without the fingerprint of the samples.
     """
 
-    def __init__(self, cfg: StoreTeacherConfig, run: StoringRun, tokenizer: PreTrainedTokenizerBase) -> None:
-        student = models.build_on_meta(cfg.model, len(tokenizer))
-        self._cfg, self._run, self._vocabulary = cfg, run, vocabulary_of(student)
-        if cfg.teacher.top_k > self._vocabulary:
-            raise ConfigError(top_k_problem(cfg.teacher.top_k, self._vocabulary))
-        self._tokenizer_hash = hash_of_vocabulary(tokenizer)
-        self.teacher = load_teacher(cfg, run, tokenizer, self._vocabulary)
+    def __init__(self, teacher: Prepared, header: TeacherHeader, run: StoringRun) -> None:
+        self.teacher = teacher
+        self._header, self._run = header, run
 
     @torch.no_grad()
     def store(self, dataset: Rows, split: str) -> None:
@@ -82,35 +98,25 @@ class TeacherStore:
 
         Raises ConfigError if the file exists and belongs to other data, another teacher or other settings.
         """
-        run, header = self._run, self._header(dataset)
+        run, header = self._run, replace(self._header, samples=dataset.fingerprint)
         file = teacher_file(run.dir, split)
         if broadcast_json(file.exists()):
             self._check(file, header)
             run.print(f"{file}: already stored")
             return
-        slots = _TargetSlots.of(dataset)
+        slots = TargetSlots.of(dataset)
         with run.status(f"storing {split}"):
             blocks = self._blocks(dataset, slots)
             if run.rank != 0:
                 for _ in blocks:
                     pass
                 return
-            mass = _write(file, header, slots, blocks)
+            mass = write_file(file, header, slots, blocks)
         if mass is not None:
             run.print(
                 f"{file}: {slots.total:,} target tokens, {file.stat().st_size:,} bytes; the {header.top_k} most likely "
                 f"tokens hold {mass:.2%} of the probability"
             )
-
-    def _header(self, dataset: Rows) -> TeacherHeader:
-        return TeacherHeader(
-            samples=dataset.fingerprint,
-            tokenizer=self._tokenizer_hash,
-            vocabulary=self._vocabulary,
-            top_k=self._cfg.teacher.top_k,
-            temperature=self._cfg.objective.temperature,
-            teacher=str(self._cfg.teacher.path),
-        )
 
     def _check(self, file: Path, header: TeacherHeader) -> None:
         """Raise ConfigError unless the existing file was written for the same data with the same settings."""
@@ -125,7 +131,7 @@ class TeacherStore:
                 "choose another run.dir"
             )
 
-    def _blocks(self, dataset: Rows, slots: _TargetSlots) -> Iterator[dict[str, np.ndarray]]:
+    def _blocks(self, dataset: Rows, slots: TargetSlots) -> Iterator[dict[str, np.ndarray]]:
         """Yield the values of consecutive target tokens of all ranks, by tensor name. A collective.
 
         Ends early, before the last target, if any rank has a stop request.
@@ -136,9 +142,9 @@ class TeacherStore:
             if run.agreed_to_stop():
                 return
             batch = local_batch(host_batch.to(run.device), settings)
-            hidden, head = last_hidden(teacher, batch), head_of(teacher, self._vocabulary)
+            hidden, head = last_hidden(teacher, batch), head_of(teacher, self._header.vocabulary)
             is_target = batch.targets != IGNORED
-            own = _no_values(self._cfg.teacher.top_k, run.device)
+            own = _no_values(self._header.top_k, run.device)
             if hidden is not None and head is not None:
                 rows = hidden.to(teacher.compute_dtype)[is_target]  # (targets, hidden)
                 found = self._values(head, rows, batch.targets[is_target])
@@ -154,7 +160,7 @@ class TeacherStore:
 
     def _values(self, head: TeacherHead, hidden: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the values of target tokens by tensor name, a chunk of logits at a time. A collective over tp."""
-        k, temperature = self._cfg.teacher.top_k, self._cfg.objective.temperature
+        k, temperature = self._header.top_k, self._header.temperature
         vocabulary, local = head.vocabulary, len(head.weight)
         size = chunk_tokens(vocabulary.largest_shard or local, hidden.device)
         parts = [_no_values(k, hidden.device)]
@@ -173,14 +179,15 @@ class TeacherStore:
         return {name: torch.cat([part[name] for part in parts]) for name in DTYPES}
 
 
-class _TargetSlots(NamedTuple):
+class TargetSlots(NamedTuple):
     """Numbers of the target tokens of a dataset, in the order of its rows."""
 
     starts: np.ndarray  # (rows + 1,) int64
     """Target tokens before each row."""
 
     @classmethod
-    def of(cls, dataset: Rows) -> _TargetSlots:
+    def of(cls, dataset: Rows) -> TargetSlots:
+        """Count the targets of all rows."""
         counts = [np.count_nonzero(np.asarray(row.labels[1:]) != IGNORED) for row in dataset]
         return cls(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
@@ -198,8 +205,8 @@ class _StoppedError(Exception):
     """The run stops before the last target token."""
 
 
-def _write(
-    file: Path, header: TeacherHeader, slots: _TargetSlots, blocks: Iterator[dict[str, np.ndarray]]
+def write_file(
+    file: Path, header: TeacherHeader, slots: TargetSlots, blocks: Iterator[dict[str, np.ndarray]]
 ) -> float | None:
     """Write a file, and return the mean probability of the most likely tokens; None if the blocks end early.
 
