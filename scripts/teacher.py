@@ -33,7 +33,7 @@ def main(cfg: StoreTeacherConfig) -> None:
             texts = data.build_dataset(cfg.data, tokenizer, seq_len=cfg.training.seq_len, split=split)
             store.store(texts, split)
         if not run.stopped:
-            run.print(f"next: python recipes/distill.py teacher.stored={run.dir}, with the same data and student")
+            run.print(f"next: recipes/distill.py with teacher.stored={run.dir}, and the same data and model")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def test_stored_teacher_has_the_curve_of_the_teacher_on_the_mesh_and_resumes_on_
     done = run_script(distill, "data.pack=true", "teacher.top_k=264", "run.dir=stored", "parallelism=tp2", TWO)
     assert done.status == 0, done.errors
     assert "the 264 most likely tokens hold 100.00% of the probability" in done.output
-    assert "next: python recipes/distill.py teacher.stored=" in done.output
+    assert "next: recipes/distill.py with teacher.stored=" in done.output
     limit = ("data.pack=true", "training.max_steps=4")
     whole = distill.start(*SHORT, *limit, "run.dir=whole", "parallelism=single").wait()
     assert whole.status == 0, whole.errors
