@@ -199,7 +199,7 @@ DISTILLATION = [
     ("teacher.path=owner/name objective=dpo", "objective=dpo", "use recipes/dpo.py, or choose another option"),
     ("teacher.path=run", "teacher.path=run: is the directory of a run; give the model that it exported, run/export"),
     ("teacher.path=small", "teacher.path=small", "200 entries, fewer than the student's 264"),
-    ("teacher.path=small teacher.stored=kept", "teacher.stored=kept: teacher.path=small is set too"),
+    ("teacher.path=owner/name teacher.stored=kept", "teacher.stored=kept: teacher.path=owner/name is set too"),
     ("teacher.stored=./nowhere", "teacher.stored=./nowhere: no such folder", "scripts/teacher.py"),
     ("teacher.stored=bare", "teacher.stored=bare: has no top_k_train.safetensors and no top_k_eval.safetensors"),
     ("teacher.stored=damaged", "teacher.stored=damaged: top_k_eval.safetensors cannot be read", "remove it"),
@@ -210,7 +210,7 @@ DISTILLATION = [
     ),
     ("teacher.stored=kept objective.temperature=3", "objective.temperature=3", "teacher.stored=kept", "temperature 2"),
     (
-        "teacher.stored=kept objective.temperature=2 training.seq_len_ramp=[{until_step:2,seq_len:128}]",
+        "teacher.stored=kept data=pysource objective.temperature=2 training.seq_len_ramp=[{until_step:2,seq_len:128}]",
         "training.seq_len_ramp",
         "teacher.stored=kept",
         "teacher.path",
