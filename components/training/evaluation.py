@@ -110,7 +110,7 @@ def _sums(
             loss = forward_loss(model, local, objective.token_loss).double() * settings.counts_tokens
             sums[:2] += torch.stack([loss, objective.count(batch) * settings.counts_rows])
     if (token_sums := objective.token_sums()) is not None:
-        sums[2:] += token_sums.to(settings.device) * settings.counts_tokens
+        sums[2:] += token_sums.to(settings.device, non_blocking=True) * settings.counts_tokens
     if scores:
         weighted = weights_of_rows(model, RowScores.joined(scores), objective)
         measured = [weighted.metrics[name] for name in objective.metrics]

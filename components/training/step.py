@@ -90,7 +90,9 @@ def train_step(
     if measured is not None:
         tokens, metrics = measured[:1], measured[1:] / count.clamp(min=1)
     if (token_sums := objective.token_sums()) is not None:
-        metrics = sum_over_ranks(token_sums.to(settings.device) * settings.counts_tokens) / count.clamp(min=1)
+        metrics = sum_over_ranks(
+            token_sums.to(settings.device, non_blocking=True) * settings.counts_tokens
+        ) / count.clamp(min=1)
     vector = torch.cat([loss / count.clamp(min=1), norm, tokens, skipped, totals[1:], metrics])
     return StepNumbers(vector, (*FIELDS, *objective.metrics))
 

@@ -42,8 +42,8 @@ Step = tuple[float, dict[str, torch.Tensor]]
 """Loss and gradients."""
 
 
-def packed(count: int = 24, seed: int = 0) -> data.PackedDataset:
-    """Samples of 3 to 30 tokens with different numbers of targets, packed into rows of SEQ_LEN."""
+def unpacked(count: int = 24, seed: int = 0) -> Dataset:
+    """Samples of 3 to 30 tokens with different numbers of targets."""
     generator = torch.Generator().manual_seed(seed)
     examples = []
     for _ in range(count):
@@ -52,8 +52,12 @@ def packed(count: int = 24, seed: int = 0) -> data.PackedDataset:
         labels = tokens.clone()
         labels[: int(torch.randint(0, length - 1, (), generator=generator))] = -100
         examples.append(data.Example(tokens.tolist(), labels.tolist()))
-    samples = Dataset(examples, NoPadding(), facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
-    return data.PackedDataset(samples, SEQ_LEN)
+    return Dataset(examples, NoPadding(), facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
+
+
+def packed(count: int = 24, seed: int = 0) -> data.PackedDataset:
+    """The samples of `unpacked`, packed into rows of SEQ_LEN."""
+    return data.PackedDataset(unpacked(count, seed), SEQ_LEN)
 
 
 def batches_of(rows: data.PackedDataset, rank: int = 0, size: int = 1, micro: int = 1) -> data.TrainBatches:

@@ -22,12 +22,10 @@ from components.checkpoint.tensors import Optimizers, list_optimizers
 from components.config.schema import AdamWConfig, FinetuneConfig, ModelConfig, ParallelismConfig, PeftConfig
 from components.config.schema.data import DocsDataConfig
 from components.config.schema.model import WeightInit
-from components.config.schema.objective import DistillationConfig
 from components.config.schema.optimizer import MuonConfig
 from components.config.schema.parallelism import ActivationCheckpointing, Strategy
-from components.training.objectives.distillation import Distillation
-from components.training.objectives.teacher import hidden_states_of
-from tests.distributed.packed import ROWS, SEQ_LEN, packed
+from tests.distributed.packed import ROWS, SEQ_LEN
+from tests.gpu_ready import objectives
 from tests.gpu_ready.device import FakeCuda, Record
 
 CUDA = torch.device("cuda", 0)
@@ -45,6 +43,7 @@ class FakeRun:
 
     cfg: FinetuneConfig
     model: training.Prepared
+    objective: Any
     optimizer: Optimizers
     batches: data.TrainBatches
 
@@ -74,12 +73,16 @@ def config_of(
 
 
 @contextmanager
-def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[FakeRun]:
-    """Build a run in the order of recipes/finetune.py, on the fake device; its collectives return immediately."""
+def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0, objective: str = "next_token") -> Iterator[FakeRun]:
+    """Build a run in the order of the recipes, on the fake device; its collectives return immediately."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     with FakeCuda():
         mesh = distributed.build_mesh(cfg.parallelism, "cuda")
-        prepared = _prepared(cfg, mesh)
+        prepared = _prepared(cfg, mesh, objectives.LABELS.get(objective))
+        teacher = None
+        if objective == "distillation":
+            teacher = _prepared(cfg, mesh)
+            teacher.module.requires_grad_(False)
         plan = data.BatchPlan(
             global_batch_size=ROWS * mesh.size("dp"),
             micro_batch_size=2,
@@ -87,22 +90,23 @@ def fake_run(cfg: FinetuneConfig, world: int = 1, rank: int = 0) -> Iterator[Fak
             dp_size=mesh.size("dp"),
             padding=data.Padding(multiple=mesh.sequence_multiple),
         )
-        rows = packed(count=200)
-        source = rows if cfg.data.pack else [example for row in rows for example in row.examples]
-        batches = data.TrainBatches(source, plan, seed=5)
-        yield FakeRun(cfg, prepared, training.build_optimizer(prepared, cfg.optimizer), batches)
+        batches = data.TrainBatches(objectives.rows_of(objective, cfg.data.pack), plan, seed=5)
+        built = objectives.build(objective, cfg.model, prepared, teacher)
+        yield FakeRun(cfg, prepared, built, training.build_optimizer(prepared, cfg.optimizer), batches)
 
 
-def _prepared(cfg: FinetuneConfig, mesh: distributed.Mesh) -> training.Prepared:
-    """Prepare a model in the order of `training.prepare`, within `FakeCuda`."""
+def _prepared(cfg: FinetuneConfig, mesh: distributed.Mesh, labels: list[str] | None = None) -> training.Prepared:
+    """Prepare a model in the order of `training.prepare`, within `FakeCuda`. labels: Outputs of a score head."""
     compute_dtype, _ = training.compute_dtype(cfg.model, CUDA)
-    model = models.build_on_meta(cfg.model, cfg.model.config["vocab_size"])
+    model = models.build_on_meta(cfg.model, cfg.model.config["vocab_size"], labels)
     anatomy = models.read_anatomy(model)
     models.add_adapters(model, cfg.peft)
     layout = distributed.parallelize(model, mesh, cfg.parallelism, compute_dtype)
-    loss_head = training.attach_loss_head(
-        model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CUDA
-    )
+    loss_head = None
+    if labels is None:
+        loss_head = training.attach_loss_head(
+            model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CUDA
+        )
     if cfg.parallelism.activation_checkpointing != ActivationCheckpointing.auto:
         models.checkpoint_activations(model, cfg.parallelism.activation_checkpointing)
     models.materialize(model, CUDA)
@@ -148,26 +152,21 @@ def values_read() -> Iterator[list[torch.Tensor]]:
 
 def step(
     axes: dict[str, Any], world: int = 1, rank: int = 0, *, model: dict[str, Any] | None = None, peft: str = "none",
-    pack: bool = False, optimizer: str = "adamw", teacher: bool = False,
+    pack: bool = False, optimizer: str = "adamw", objective: str = "next_token",
 ) -> dict[str, Any]:  # fmt: skip
     """Run two optimizer steps, the first of which creates the optimizer state; return the record of the second.
 
-    teacher: distill a second model, which needs model.loss=chunked.
+    objective: "next_token", or one of objectives.py; "distillation" needs model.loss=chunked.
     """
-    with fake_run(config_of(model or {}, axes, peft, pack, optimizer), world, rank) as run:
-        objective: training.Objective = training.PLAIN
-        if teacher:
-            known = _prepared(run.cfg, run.model.settings.mesh)
-            known.module.requires_grad_(False)
-            objective = Distillation(DistillationConfig(), hidden_states_of(known, CONFIG["vocab_size"]))
+    with fake_run(config_of(model or {}, axes, peft, pack, optimizer), world, rank, objective) as run:
         reported = training.check_kernels(run.model, run.cfg.model, run.batches.at)
         with static_pipeline_shapes():
-            training.train_step(run.model, run.batches.at(0), run.optimizer, objective)
+            training.train_step(run.model, run.batches.at(0), run.optimizer, run.objective)
         micro_batches = run.batches.at(1)
         with Record() as record:
-            numbers = training.train_step(run.model, micro_batches, run.optimizer, objective)
+            numbers = training.train_step(run.model, micro_batches, run.optimizer, run.objective)
         with Record() as eval_record, values_read() as read:
-            training.evaluate(run.model, micro_batches, objective)
+            training.evaluate(run.model, micro_batches, run.objective)
         optimizers = list_optimizers(run.optimizer)
         states = [each for optimizer in optimizers for state in optimizer.state.values() for each in state.values()]
         trained = [each for optimizer in optimizers for each in optimizer.param_groups[0]["params"]]

@@ -84,6 +84,7 @@ def install() -> None:
         Stream=cpu.Stream, stream=cpu.stream, current_stream=cpu.current_stream, Event=cpu.Event,
         current_device=lambda: 0, device_count=lambda: 1, is_initialized=lambda: True, set_device=lambda _: None,
     )  # fmt: skip
+    torch.accelerator.current_stream = cpu.current_stream
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed") and hasattr(module, "_get_device_handle"):
             module._get_device_handle = lambda device_type="cuda": handle  # type: ignore[attr-defined]

@@ -34,11 +34,45 @@ def test_training_step_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["single", "dp_shard", "tp with sequence parallelism", "cp by ulysses", "pp"])
 def test_distillation_step_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
     axes, world = LAYOUTS[layout]
-    record = fake_cuda("step", axes=axes, world=world, rank=world - 1, model={"loss": "chunked"}, teacher=True)
+    record = fake_cuda("step", axes=axes, world=world, rank=world - 1, model={"loss": "chunked"},
+                       objective="distillation")  # fmt: skip
     assert record["waits"] == {}
     assert record["devices"] == ["cuda"]
     assert record["evaluation_waits"] == {}
     assert record["evaluation_reads"] == 2  # sums, and the means of metrics
+
+
+OBJECTIVES = {
+    "classification": ["single", "dp_shard", "tp with sequence parallelism", "cp by ulysses", "pp"],
+    "reward": ["single", "cp by all_gather", "pp"],
+    "dpo": ["single", "dp_shard", "tp with sequence parallelism", "cp by ulysses", "pp"],
+    "dpo_adapters_off": ["single", "hsdp", "tp", "pp"],
+    "kto": ["single", "pp"],
+}
+
+
+@pytest.mark.parametrize(("objective", "layout"), [(name, each) for name in OBJECTIVES for each in OBJECTIVES[name]])
+def test_step_with_objective_has_no_host_sync(fake_cuda: Run, objective: str, layout: str) -> None:
+    """On the first and the last stage of a pipeline, of which only the last one scores rows."""
+    axes, world = LAYOUTS[layout]
+    peft = "lora" if objective == "dpo_adapters_off" else "none"
+    for rank in {0, world - 1} if "pp" in axes else {0}:
+        record = fake_cuda("step", axes=axes, world=world, rank=rank, objective=objective, peft=peft)
+        assert record["waits"] == {}
+        assert record["devices"] == ["cuda"]
+        assert record["evaluation_waits"] == {}
+        assert record["evaluation_reads"] == 2  # sums, and the means of metrics
+
+
+@pytest.mark.parametrize("layout", ["single", "cp by ulysses", "pp"])
+def test_step_with_packed_pairs_has_no_host_sync(fake_cuda: Run, layout: str) -> None:
+    axes, world = LAYOUTS[layout]
+    mixed = {"dtype": "float32", "compute_dtype": "bfloat16"}
+    record = fake_cuda("step", axes=axes, world=world, rank=world - 1, model=mixed, objective="dpo", pack=True)
+    assert record["waits"] == {}
+    assert record["evaluation_waits"] == {}
+    assert record["masks"] == {}
+    assert "_varlen_attn" in record["operators"]
 
 
 @pytest.mark.parametrize("layout", ["single", "hsdp", "tp with sequence parallelism", "pp"])

@@ -1,0 +1,69 @@
+"""The objectives of the recipes for `cases.py`: the objective, its rows, and the outputs of its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from components import data, training
+from components.config.schema import DpoConfig, ModelConfig, RewardConfig
+from components.config.schema.data import PreferencesDataConfig
+from components.config.schema.objective import DistillationConfig, DPOConfig, KTOConfig, Reference
+from components.data.dataset import Facts
+from components.data.pairs import DESIRABLE
+from components.distributed.mesh import Mesh
+from components.training.objectives.preference import REFERENCE
+from components.training.objectives.teacher import hidden_states_of
+from tests.distributed.packed import SEQ_LEN, unpacked
+
+LABELS = {"classification": ["a", "b", "c"], "reward": ["reward"]}
+"""Outputs of the score head by objective; the others train a causal LM."""
+PREFERENCES = {
+    "dpo": DPOConfig(reference=Reference.precomputed),
+    "dpo_adapters_off": DPOConfig(reference=Reference.adapters_off),
+    "kto": KTOConfig(reference=Reference.precomputed),
+}
+
+
+class PadOnlyTokenizer:
+    """The only attribute of a tokenizer that a dataset reads."""
+
+    pad_token_id = 0
+
+
+def rows_of(name: str, pack: bool) -> Any:
+    """Return the samples, labeled texts or pairs that an objective is trained on."""
+    samples = data.Dataset([*unpacked(count=200)], PadOnlyTokenizer(), facts=Facts("here"), seq_len=SEQ_LEN)  # type: ignore[arg-type]
+    if name in ("next_token", "distillation"):
+        return data.PackedDataset(samples, SEQ_LEN) if pack else samples
+    pairs = [(first, first + 1) for first in range(0, len(samples), 2)]
+    if name == "classification":
+        return data.LabeledTexts(samples, torch.arange(len(samples)).numpy() % 3, LABELS[name])
+    if name == "reward":
+        return data.ScoredPairs(samples, samples, pairs)
+    known = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    made = data.PairDataset(samples, samples, pairs).with_values(DESIRABLE, known)
+    if name != "dpo_adapters_off":
+        made = made.with_values(REFERENCE, known)
+    return data.pack_pairs(made.to_be_packed(SEQ_LEN)) if pack else made
+
+
+def build(name: str, cfg: ModelConfig, model: training.Prepared, teacher: training.Prepared | None) -> Any:
+    """Return an objective."""
+    mesh: Mesh | None = model.settings.mesh
+    vocabulary = cfg.config["vocab_size"]
+    if teacher is not None:
+        return training.Distillation(DistillationConfig(), hidden_states_of(teacher, vocabulary))
+    if name == "classification":
+        return training.Classification()
+    if name == "reward":
+        return training.Reward(RewardConfig(center_weight=0.1), mesh)
+    if name in PREFERENCES:
+        recipe = DpoConfig(model=cfg, data=PreferencesDataConfig(path="pairs.jsonl"), objective=PREFERENCES[name])
+        return training.build_preference(recipe, _NoRun(), model, vocabulary)  # type: ignore[arg-type]
+    return training.PLAIN
+
+
+class _NoRun:
+    """A run without attributes: only frozen copies of the reference need them."""
