@@ -15,7 +15,6 @@ of the first checkpoint. Exit status 0, or 2 for an invalid command line, a dama
 from __future__ import annotations
 
 import math
-import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -23,9 +22,7 @@ from pathlib import Path
 
 from components.checkpoint.folders import FOLDER
 from components.config.errors import ConfigError
-from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
-from components.protocol.failures import print_problems
-from scripts._export.options import add_output_options, check_output_options, new_folder, print_exported
+from scripts._export.options import add_output_options, check_output_options, new_folder, run_export
 from scripts._export.sources import find_sources, open_sources, read_average
 
 
@@ -108,16 +105,7 @@ def _card(paths: Sequence[Path], weights: Sequence[float]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Export the average, and print the folder and its size; return the exit status."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        folder = average(read_options(arguments))
-    except ConfigError as error:
-        print_problems(error.problems)
-        return EXIT_INVALID
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    print_exported(folder)
-    return 0
+    return run_export(lambda: average(read_options(arguments)))
 
 
 if __name__ == "__main__":

@@ -13,17 +13,14 @@ appears once it is complete. Exit status 0, or 2 for an invalid command line or 
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from components.config.errors import ConfigError
 from components.config.schema.parallelism import describe_processes
-from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
-from components.protocol.failures import print_problems
 from scripts._export.checkpoints import OpenCheckpoint, RunSections, read_run
-from scripts._export.options import add_output_options, check_output_options, new_folder, print_exported
+from scripts._export.options import add_output_options, check_output_options, new_folder, run_export
 
 
 def read_options(arguments: list[str]) -> Namespace:
@@ -92,16 +89,7 @@ def _config_of(run_dir: Path, options: Namespace) -> RunSections:
 
 def main(arguments: list[str]) -> int:
     """Export the checkpoint, and print the folder and its size; return the exit status."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        folder = export(read_options(arguments))
-    except ConfigError as error:
-        print_problems(error.problems)
-        return EXIT_INVALID
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    print_exported(folder)
-    return 0
+    return run_export(lambda: export(read_options(arguments)))
 
 
 if __name__ == "__main__":

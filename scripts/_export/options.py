@@ -1,12 +1,16 @@
-"""Options of the folder that a script exports to."""
+"""Options of the folder that a script exports to, and what the script prints."""
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from components.config.errors import ConfigError
+from components.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_INVALID
+from components.protocol.failures import print_problems
 from components.terminal import print_text
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -43,8 +47,17 @@ def new_folder(folder: Path) -> Path:
     return folder
 
 
-def print_exported(folder: Path) -> None:
-    """Print an exported folder and the size of its weight files."""
+def run_export(export: Callable[[], Path]) -> int:
+    """Call `export`, print its folder and size or its config errors, and return the exit status."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        folder = export()
+    except ConfigError as error:
+        print_problems(error.problems)
+        return EXIT_INVALID
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     files = sorted(folder.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     print_text(f"exported {folder}: {size:,} bytes in {len(files)} weight file{'s' if len(files) > 1 else ''}")
+    return 0
