@@ -10,13 +10,15 @@ from components.config.schema.checks import field_values
 from components.config.schema.cluster import ClusterConfig, LocalClusterConfig
 from components.config.schema.data import DataConfig, LabelsDataConfig, PreferencesDataConfig, ScoredDataConfig
 from components.config.schema.logging import LoggingConfig
-from components.config.schema.model import ModelConfig, TeacherConfig, TopKTeacherConfig
+from components.config.schema.model import CausalLMConfig, LossMethod, ModelConfig, TeacherConfig, TopKTeacherConfig
 from components.config.schema.objective import (
     ClassificationConfig,
     DistillationConfig,
     DPOConfig,
+    KTOConfig,
     NextTokenConfig,
     PreferenceConfig,
+    Reference,
     RewardConfig,
     ScoreConfig,
 )
@@ -141,6 +143,32 @@ def score_labels(data: object, objective: object) -> tuple[str, ...] | None:
     if isinstance(objective, RewardConfig) or not isinstance(data, LabelsDataConfig):
         return ("LABEL_0",)  # transformers' name for a single output
     return data.labels
+
+
+def teacher_model(cfg: DistillConfig) -> CausalLMConfig:
+    """Return the config of the teacher, which is computed like the student."""
+    teacher, student = cfg.teacher, cfg.model
+    return CausalLMConfig(
+        path=teacher.path,
+        revision=teacher.revision,
+        tokenizer=teacher.tokenizer,
+        dtype=teacher.dtype or student.dtype,
+        compute_dtype=student.compute_dtype,
+        attention=student.attention,
+        compile=student.compile,
+        loss=LossMethod.chunked,
+        trust_remote_code=teacher.trust_remote_code,
+    )
+
+
+def frozen_model(cfg: RecipeConfig) -> ModelConfig | None:
+    """Return the config of the model that a run loads and does not train, a teacher or a copy as reference; or None."""
+    objective = section(cfg, PreferenceConfig)
+    if isinstance(objective, DPOConfig | KTOConfig) and objective.reference is Reference.frozen_copy:
+        return cfg.model
+    if isinstance(cfg, DistillConfig) and cfg.teacher.path is not None:
+        return teacher_model(cfg)
+    return None
 
 
 def named_models(cfg: RecipeConfig) -> dict[str, str]:

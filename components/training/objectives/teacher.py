@@ -14,8 +14,8 @@ from components import models
 from components.batch import Batch
 from components.config.errors import ConfigError
 from components.config.rules.compute_rules import vocabulary_problem
-from components.config.schema.model import CausalLMConfig, LossMethod, ModelConfig
-from components.config.schema.recipes import DistillConfig, EvaluateConfig
+from components.config.schema.model import ModelConfig
+from components.config.schema.recipes import DistillConfig, EvaluateConfig, teacher_model
 from components.training.forward import last_hidden
 from components.training.objectives.chunked_loss import Head
 from components.training.objectives.contract import Vocabulary
@@ -83,22 +83,6 @@ def hidden_states_of(teacher: Prepared, vocabulary: int) -> TeacherHidden:
         )
 
     return hidden_states
-
-
-def teacher_model(cfg: DistillConfig) -> CausalLMConfig:
-    """Return the config of the teacher, which is computed like the student."""
-    teacher, student = cfg.teacher, cfg.model
-    return CausalLMConfig(
-        path=teacher.path,
-        revision=teacher.revision,
-        tokenizer=teacher.tokenizer,
-        dtype=teacher.dtype or student.dtype,
-        compute_dtype=student.compute_dtype,
-        attention=student.attention,
-        compile=student.compile,
-        loss=LossMethod.chunked,
-        trust_remote_code=teacher.trust_remote_code,
-    )
 
 
 def head_of(teacher: Prepared, vocabulary: int) -> TeacherHead | None:

@@ -51,6 +51,10 @@ class StepLoad:
     """Sharding of the model, and the configured policy."""
     compiles: bool = False
     """Whether decoder layers are compiled."""
+    frozen_bytes: int = 0
+    """Bytes of this rank's weights of a second model, which is not trained: a teacher or a reference."""
+    labels: int = 0
+    """Outputs of the score head; 0: the model has an LM head."""
 
 
 def choose_recompute_policy(
@@ -98,8 +102,8 @@ def estimate(
 ) -> dict[ActivationCheckpointing, int]:
     """Return this rank's estimated peak bytes of a step for each policy.
 
-    The sum of sharded state (parameters, gradients, Adam moments), gathered parameters and unreduced gradients,
-    activations, and the loss.
+    The sum of sharded state (parameters, gradients, Adam moments, averaged weights, the weights of a model that is not
+    trained), gathered parameters and unreduced gradients, activations, and the loss.
     """
     parallelism, training = load.parallelism, load.training
     anatomy = anatomy or read_anatomy(model)
@@ -119,16 +123,22 @@ def estimate(
     vocabulary, tokens = -(-anatomy.vocabulary // tp), training.micro_batch_size * seq
     # A chunk's logits, log-probabilities and gradient, and the gradient of the head's weight, all in float32.
     loss = 12 * min(tokens, chunk_tokens(vocabulary, device)) * vocabulary + 4 * vocabulary * anatomy.hidden_size
-    fixed = _state_bytes(model) + _gathered_bytes(model, layers, load, mesh, compute_dtype, accumulation) + loss
+    if load.labels:  # a score head has no chunks, and its few outputs are the same on all tp ranks
+        loss = 12 * tokens * load.labels + 4 * load.labels * anatomy.hidden_size
+    state = _state_bytes(model, averages=training.ema_decay is not None) + load.frozen_bytes
+    fixed = state + _gathered_bytes(model, layers, load, mesh, compute_dtype, accumulation) + loss
     return {each: fixed + layer.of(each, -(-len(layers) // pp), in_flight) for each in PREFERRED}
 
 
-def _state_bytes(model: nn.Module) -> int:
-    """Return the bytes of this rank's parameters, and of the gradients and two Adam moments of the trained ones."""
-    return sum(
-        local_tensor(each).numel() * each.element_size() * (4 if each.requires_grad else 1)
-        for each in model.parameters()
-    )
+def _state_bytes(model: nn.Module, *, averages: bool) -> int:
+    """Return the bytes of this rank's parameters, and of what the trained ones add: gradients, two Adam moments, and
+    with `averages` their average in float32 or wider."""
+    total = 0
+    for each in model.parameters():
+        size = each.element_size()
+        trained = 3 * size + (max(4, size) if averages else 0)
+        total += local_tensor(each).numel() * (size + trained * each.requires_grad)
+    return total
 
 
 def _gathered_bytes(
