@@ -45,7 +45,7 @@ def main(cfg: ClassifyConfig) -> None:
                 run.report_eval(training.evaluate(model, eval_batches, scoring, run))
             if step.due_save:
                 run.save(step)
-        if not run.stopped:
+        if run.due_eval:
             run.report_eval(training.evaluate(model, eval_batches, scoring, run))
         run.finish()
         if run.stopped:

@@ -50,7 +50,7 @@ def main(cfg: DistillConfig) -> None:
                 run.report_eval(training.evaluate(student, held_out, distillation, run))
             if step.due_save:
                 run.save(step)
-        if not run.stopped:
+        if run.due_eval:
             run.report_eval(training.evaluate(student, held_out, distillation, run))
         run.finish()
         if not run.stopped:

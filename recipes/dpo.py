@@ -47,7 +47,7 @@ def main(cfg: DpoConfig) -> None:
                 run.report_eval(training.evaluate(model, held_out, preference, run))
             if step.due_save:
                 run.save(step)
-        if not run.stopped:
+        if run.due_eval:
             run.report_eval(training.evaluate(model, held_out, preference, run))
         run.finish()
         if not run.stopped:

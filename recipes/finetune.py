@@ -49,7 +49,7 @@ def main(cfg: FinetuneConfig) -> None:
                 evaluate()
             if step.due_save:
                 run.save(step)
-        if not run.stopped:
+        if run.due_eval:
             evaluate()
         run.finish()
         if not run.stopped:

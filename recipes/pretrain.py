@@ -47,7 +47,7 @@ def main(cfg: PretrainConfig) -> None:
                 evaluate()
             if step.due_save:
                 run.save(step)
-        if not run.stopped:
+        if run.due_eval:
             evaluate()
         run.finish()
         if not run.stopped:

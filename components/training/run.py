@@ -57,6 +57,8 @@ class Run(Attempt):
         """Optimizer steps of the whole run. With training.epochs it is 0 until `begin`, which knows the data."""
         self.resume_from = checkpoint.find_checkpoint(self.dir, cfg.run.resume)
         self._step_contexts = ExitStack()
+        self._evaluated_step: int | None = None
+        """Number of steps before the last evaluation of this attempt."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -185,6 +187,7 @@ class Run(Attempt):
             count = {"without_improvement": float(self.state.evals_without_improvement)}
             measured = replace(measured, metrics={**measured.metrics, **count})
         super().report_eval(measured)
+        self._evaluated_step = self.state.step
         self.state.begin(self.eval_loss)
         if self.stopped_early:
             self.print(f"stopped early: no improvement in {self.state.evals_without_improvement} evaluations")
@@ -195,6 +198,11 @@ class Run(Attempt):
         patience = self.cfg.training.early_stop_patience
         is_last = self.state.step >= self.total_steps
         return patience is not None and not is_last and self.state.evals_without_improvement >= patience
+
+    @property
+    def due_eval(self) -> bool:
+        """Whether to evaluate after the loop: the run is complete, and its last step was not evaluated yet."""
+        return not self.stopped and self._evaluated_step != self.state.step
 
     def save(self, step: Step) -> None:
         """Save a checkpoint after a step, recording the held-out loss if the step was evaluated. A collective."""

@@ -38,9 +38,7 @@ def test_exception_handled_by_the_recipe_still_leaves_a_result(bench: Bench) -> 
     """The exception is raised in the middle of a step, whose context managers it leaves."""
     text = (RECIPES / "finetune.py").read_text()
     loop = text[
-        text.index("        for step in run.steps()") : text.index(
-            "        if not run.stopped:\n            evaluate()"
-        )
+        text.index("        for step in run.steps()") : text.index("        if run.due_eval:\n            evaluate()")
     ]
     inner = "".join(f"    {line}\n" for line in loop.splitlines())
     planted = inner.replace(
