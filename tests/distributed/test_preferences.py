@@ -24,7 +24,7 @@ from tests.distributed.parity import MODELS, Case, build, recipe_config
 from tests.distributed.test_parity import EVERYTHING
 from tests.harness import run_ranks
 
-PAIRS, ROWS, STEPS, LR, CLIP = 4, 2, 3, 5e-3, 1.0
+PAIRS, ROWS, STEPS, LR, CLIP = 4, 4, 3, 5e-3, 1.0
 CPU = torch.device("cpu")
 
 
@@ -157,14 +157,14 @@ def packed_pairs(everything: data.PairedRows) -> data.PackedPairs:
     return data.PackedPairs(everything, 24)
 
 
-def pair_order(everything: data.PairDataset, packed: bool) -> list[list[int]]:
+def pair_order(everything: data.PairDataset, packed: bool, steps: int = STEPS) -> list[list[int]]:
     """Return the pairs of each step: PAIRS pairs, or those of ROWS packed rows."""
     if not packed:
         order = data.SampleOrder(len(everything), 5)
-        return [order.indices(step * PAIRS, PAIRS) for step in range(STEPS)]
+        return [order.indices(step * PAIRS, PAIRS) for step in range(steps)]
     rows = packed_pairs(everything)
     order = data.SampleOrder(len(rows), 5)
-    return [[pair for row in order.indices(step * ROWS, ROWS) for pair in rows._pairs_of(row)] for step in range(STEPS)]
+    return [[pair for row in order.indices(step * ROWS, ROWS) for pair in rows._pairs_of(row)] for step in range(steps)]
 
 
 def balance(model: Any, sampled: Sequence[data.RowPair], both: bool) -> torch.Tensor:
@@ -179,27 +179,35 @@ def balance(model: Any, sampled: Sequence[data.RowPair], both: bool) -> torch.Te
 
 
 def expected(
-    plain: Any, formula: Callable[[Answers], torch.Tensor], packed: bool = False, router_aux: float = 0.0
+    plain: Any,
+    formula: Callable[[Answers], torch.Tensor],
+    packed: bool = False,
+    router_aux: float = 0.0,
+    steps: int = STEPS,
+    lr: float = LR,
+    base: Any = None,
 ) -> Curve:
+    """Curve of one process. base: Reference model; None: the model before training."""
     model, everything = copy.deepcopy(plain).train(), pairs()
     with torch.no_grad():
-        reference = score(model, everything, torch.zeros(len(everything), 2)).policy
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
+        reference = score(base or model, everything, torch.zeros(len(everything), 2)).policy
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for p in trained.values() if p.dim() >= 2]
+    others = [p for p in trained.values() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95)
     )
     curve = Curve([], [], {}, 0.0)
-    for step, indices in enumerate(pair_order(everything, packed)):
+    for step, indices in enumerate(pair_order(everything, packed, steps)):
         loss = formula(score(model, [everything[i] for i in indices], reference[indices])).mean()
         if router_aux:
             loss = loss + router_aux * balance(model, [everything[i] for i in indices], both=formula is not kto)
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
-            curve.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
+            curve.gradients = {name: p.grad.clone() for name, p in trained.items()}
+        norm = torch.stack([p.grad.double().square().sum() for p in trained.values()]).sum().sqrt()
+        torch.nn.utils.clip_grads_with_norm_(trained.values(), CLIP, norm)
         optimizer.step()
         curve.losses.append(loss.item())
         curve.norms.append(float(norm))
@@ -215,12 +223,16 @@ def train(
     objective_cfg: PreferenceConfig,
     packed: bool = False,
     router_aux: float = 0.0,
+    steps: int = STEPS,
+    lr: float = LR,
 ) -> Curve:
+    """Curve on a mesh, in the dtype of the model's first parameter; adapters are off in the reference."""
+    dtype = next(rank_model.parameters()).dtype
     cfg = recipe_config(Case("llama", axes, loss=loss, router_aux=router_aux))
     mesh = distributed.build_mesh(cfg.parallelism, "cpu")
     model = copy.deepcopy(rank_model).train()
     models.use_causal_sdpa(model)
-    layout = distributed.parallelize(model, mesh, cfg.parallelism, torch.float64)
+    layout = distributed.parallelize(model, mesh, cfg.parallelism, dtype)
     router_loss = training.attach_router_loss(model, cfg.model, mesh)
     head = training.attach_loss_head(model, cfg.model.loss, cfg.training, cfg.parallelism, mesh, layout.stages, CPU)
     called = distributed.wrap_replicas(model, mesh, cfg.parallelism, layout)
@@ -234,10 +246,11 @@ def train(
         padding=data.Padding(multiple=mesh.sequence_multiple),
     )
     scored = pairs()
-    scored = scored.with_values(REFERENCE, score_pairs(prepared, scored, plan))
+    with models.adapters_off(model):
+        scored = scored.with_values(REFERENCE, score_pairs(prepared, scored, plan))
     dataset = packed_pairs(scored) if packed else scored
     objective = build_objective(objective_cfg)
-    optimizer = training.build_optimizer(model, AdamWConfig(lr=LR, weight_decay=0.1, betas=[0.9, 0.95]))
+    optimizer = training.build_optimizer(model, AdamWConfig(lr=lr, weight_decay=0.1, betas=[0.9, 0.95]))
     curve = Curve([], [], {}, 0.0)
 
     def keep(*_: Any) -> None:
@@ -248,7 +261,7 @@ def train(
 
     optimizer.register_step_pre_hook(keep)
     batches = data.TrainBatches(dataset, plan, seed=5)
-    for step in range(STEPS):
+    for step in range(steps):
         numbers = training.train_step(prepared, batches.at(step), optimizer, objective)
         curve.losses.append(numbers["loss"].item())
         curve.norms.append(numbers["grad_norm"].item())
@@ -341,13 +354,13 @@ def test_packed_pairs_have_the_curve_of_single_rows(world: int) -> None:
     assert not problems, "\n".join(sorted(set(problems)))
 
 
-def differences(got: Curve, reference: Curve) -> list[str]:
+def differences(got: Curve, reference: Curve, bound: float = 1e-10) -> list[str]:
     problems = []
     for name in ("losses", "norms", "held_out"):
-        if getattr(got, name) != pytest.approx(getattr(reference, name), rel=1e-10):
+        if getattr(got, name) != pytest.approx(getattr(reference, name), rel=bound):
             problems.append(f"{name} {getattr(got, name)}, not {getattr(reference, name)}")
     for name, gradient in got.gradients.items():
         error = (gradient - reference.gradients[name]).norm() / reference.norms[0]
-        if not error < 1e-10:
+        if not error < bound:
             problems.append(f"gradient of {name} is off by {error:.1e}")
     return problems
